@@ -42,8 +42,9 @@ from hybridrl.environments.episode_runner import Play, Played
 from hybridrl.models import make_tiny_model
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm import VLLMRollout
-from hybridrl.serving.agent_rollout import AgentRollout
+from hybridrl.serving.agent_rollout import AgentGenerator
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.template_chat import TemplateChat
 from hybridrl.system.shared_memory import remove_shared_memory
@@ -158,20 +159,22 @@ def vllm_engine(folder: Path, hidden: int, sessions: int, kv_gib: float, job: st
         folder, tokenizer, seed=0, hidden_size=hidden, layers=2, heads=hidden // 32, context=CONTEXT
     )
     return VLLMRollout(
-        str(folder),
-        str(folder),
-        "float32",
+        EngineSetup(
+            str(folder),
+            str(folder),
+            "float32",
+            context_length=CONTEXT,
+            eos_token_ids=[tokenizer.eos_token_id],
+            device=CPU,
+            seed=0,
+            job=job,
+            stop_texts=True,
+        ),
         RolloutConfig(kv_cache_gib=kv_gib, max_sequences=sessions),
-        context_length=CONTEXT,
-        eos_token_ids=[tokenizer.eos_token_id],
-        device=CPU,
-        seed=0,
-        job=job,
-        stop_texts=True,
     )
 
 
-def served(engine: VLLMRollout, turns: int, given_up: float) -> AgentRollout:
+def served(engine: VLLMRollout, turns: int, given_up: float) -> AgentGenerator:
     tokenizer = build_tokenizer(TEXT, chat=True)
     endpoint = Endpoint(
         tokenizer,
@@ -181,7 +184,7 @@ def served(engine: VLLMRollout, turns: int, given_up: float) -> AgentRollout:
         context_length=CONTEXT,
     )
     programs = OtherProcess(turns, given_up, endpoint.exchange.wake)
-    return AgentRollout(engine, endpoint, programs, EnvironmentConfig())
+    return AgentGenerator(engine, endpoint, programs, EnvironmentConfig())
 
 
 def throughput(engine: VLLMRollout, sessions: int, tokens: int, rounds: int) -> None:

@@ -34,12 +34,14 @@ from netlab import Host, network
 
 from hybridrl.batch.batch import Batch
 from hybridrl.commands.plan_generation import calibrated, choice, measured_plan
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import load_config, load_model, make_tiny_model
 from hybridrl.parallel.process_group import join
-from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.systems.low_bits.layer_sensitivity import token_kl
 from hybridrl.systems.unequal_generation.cost_probe import probe_costs, slowed, with_sizes
 from hybridrl.systems.unequal_generation.decoder_stage import set_attention
@@ -327,13 +329,11 @@ def _engine(folder: Path, data: dict[str, Any], dtype: str, rank: int) -> Pipeli
         return None
     plan = GenerationPlan(stages, data["decode_micro_batches"], data["prefill_pieces"])
     return PipelineRollout(
-        str(folder / "model"),
-        build_tokenizer(),
-        dtype,
+        EngineSetup(
+            str(folder / "model"), str(folder / "model"), dtype, eos_token_ids=[1], device=CPU
+        ),
+        RolloutConfig(max_sequences=SAMPLES),
         plan.renumbered(),
-        max_sequences=SAMPLES,
-        eos_token_ids=[1],
-        device=CPU,
     )
 
 

@@ -33,6 +33,7 @@ from hybridrl.controller.worker import Context
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.system.shared_memory import remove_shared_memory
 
 CONFIG = Qwen2Config(
@@ -105,15 +106,17 @@ def make_engine(folder: str, quantization: str, dtype: str) -> Any:
     from hybridrl.rollout.vllm import VLLMRollout
 
     return VLLMRollout(
-        folder,
-        folder,
-        dtype,
+        EngineSetup(
+            folder,
+            folder,
+            dtype,
+            context_length=PROMPT_TOKENS + TOKENS,
+            eos_token_ids=[1],
+            device=torch.device("cpu"),
+            seed=0,
+            job=JOB,
+        ),
         RolloutConfig(quantization=quantization, kv_cache_gib=0.1),
-        context_length=PROMPT_TOKENS + TOKENS,
-        eos_token_ids=[1],
-        device=torch.device("cpu"),
-        seed=0,
-        job=JOB,
     )
 
 

@@ -41,6 +41,7 @@ from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import CausalPolicy, load_model
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.system.shared_memory import remove_shared_memory
 from hybridrl.weights.collective_reshard import Reshard
 from hybridrl.weights.weight_sync import WeightSync
@@ -143,15 +144,17 @@ def into_vllm(folder: Path, rounds: int) -> dict[str, tuple[float, int]]:
     policy = CausalPolicy(load_model(str(folder), "float32"))
     train = TrainEngine(policy, mesh, CPU, "float32", ActorConfig(parallel=parallel))
     rollout = VLLMRollout(
-        str(folder),
-        str(folder),
-        "float32",
+        EngineSetup(
+            str(folder),
+            str(folder),
+            "float32",
+            context_length=64,
+            eos_token_ids=[1],
+            device=CPU,
+            seed=0,
+            job=JOB,
+        ),
         RolloutConfig(parallel=RolloutParallel(ROLLOUT_TP), kv_cache_gib=0.05, max_sequences=8),
-        context_length=64,
-        eos_token_ids=[1],
-        device=CPU,
-        seed=0,
-        job=JOB,
     )
     sync = WeightSync.between(train, rollout, torch.float32)
     received = sync.run().received

@@ -44,6 +44,7 @@ from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join, join_world
 from hybridrl.placement.separation import way_of_weights
 from hybridrl.rollout import Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.transformers_engine import TransformersRollout
 from hybridrl.system.cluster_spec import Device
 from hybridrl.weights.weight_channel import WeightChannel
@@ -70,12 +71,10 @@ def train_engine(folder: Path, learning_rate: float, updates: int) -> TrainEngin
 def rollout_engine(folder: Path) -> TransformersRollout:
     tokenizer = build_tokenizer()
     return TransformersRollout(
-        str(folder),
-        tokenizer,
-        "bfloat16",
-        max_sequences=PROMPTS * SAMPLES,
-        eos_token_ids=[tokenizer.eos_token_id],
-        device=CPU,
+        EngineSetup(
+            str(folder), str(folder), "bfloat16", eos_token_ids=[tokenizer.eos_token_id], device=CPU
+        ),
+        RolloutConfig(max_sequences=PROMPTS * SAMPLES),
     )
 
 

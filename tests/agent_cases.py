@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from hybridrl.data.character_tokenizer import TEXT
 from hybridrl.environments.episode_runner import Played
-from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling
+from hybridrl.rollout.engine_requests import Finished, Sampling
+from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.template_chat import TemplateChat
 
@@ -133,10 +134,7 @@ class ScriptedEngine(RolloutEngine):
         poll_s: How long a poll takes.
     """
 
-    continuous = True
-
     def __init__(self, tokenizer, script: Callable[[list[int], int], str] = any_turn, pace=7):
-        super().__init__()
         self.tokenizer, self.script, self.pace = tokenizer, script, pace
         self.poll_s = 0.0
         self.running, self.sampled, self.aborted, self.requests = {}, [], [], []
@@ -181,9 +179,6 @@ class ScriptedEngine(RolloutEngine):
 
     def cancel(self):
         self.running.clear()
-
-    def generate(self, batch, sampling, seed):
-        raise NotImplementedError
 
     def load(self, weights):
         raise NotImplementedError
@@ -230,7 +225,7 @@ class ThreadPrograms:
 
 
 class Pump:
-    """Polls an engine for an endpoint in a thread, as `AgentRollout` does."""
+    """Polls an engine for an endpoint in a thread, as `AgentGenerator` does."""
 
     def __init__(self, endpoint: Endpoint, engine: RolloutEngine):
         self.endpoint, self.engine, self.stopping = endpoint, engine, False

@@ -152,7 +152,7 @@ def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
     """What the last stage does with its states: tokens are chosen and told."""
     import torch
 
-    from hybridrl.rollout.rollout_engine import Sampling
+    from hybridrl.rollout.engine_requests import Sampling
     from hybridrl.rollout.token_sampler import Chooser
     from hybridrl.systems.unequal_generation.decode_micro_batch import Group, marked
 

@@ -17,7 +17,8 @@ from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.engine.train_engine import Loss, TrainEngine
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling
+from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.sample_generator import SampleGenerator
 from hybridrl.system.device_traits import free_cached_memory, synchronize
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import Location
@@ -44,7 +45,7 @@ class HybridEngine:
     def __init__(
         self,
         train: TrainEngine,
-        rollout: RolloutEngine | None,
+        rollout: SampleGenerator | None,
         phase: Phase,
         dtype: str = "float32",
         verify: bool = False,
@@ -55,10 +56,9 @@ class HybridEngine:
         self.cost: SyncCost | None = None
         lacks = False
         if rollout is not None:
-            rollout.sleep()  # the roles that are built after this one need the memory
-            lacks = (
-                rollout.awaits_weights or not rollout.keeps_weights or train.begins_with_adapters
-            )
+            engine = rollout.engine
+            engine.sleep()  # the roles that are built after this one need the memory
+            lacks = engine.awaits_weights or not engine.keeps_weights or train.begins_with_adapters
         self._loaded_version = NOT_LOADED if lacks else 0
         self._phase = phase
         self._dtype = DTYPES[dtype]
@@ -76,8 +76,9 @@ class HybridEngine:
         self.train.offload()
         with self._phase("generate"):
             samples = self.rollout.generate(batch, sampling, seeds)
-        self.rollout.sleep()
-        if not self.rollout.keeps_weights:
+        engine = self.rollout.engine
+        engine.sleep()
+        if not engine.keeps_weights:
             self._loaded_version = NOT_LOADED
         free_cached_memory(self.train.device)
         versions = torch.full((len(batch),), self.policy_version)
@@ -106,15 +107,16 @@ class HybridEngine:
 
     @torch.no_grad()
     def _synchronise(self) -> None:
-        self.rollout.wake()
+        engine = self.rollout.engine
+        engine.wake()
         if not self._is_planned:
-            self._sync = WeightSync.between(self.train, self.rollout, self._dtype)
+            self._sync = WeightSync.between(self.train, engine, self._dtype)
             self._is_planned = True
         if self._sync is None:
-            self.rollout.load(self.train.weights_for(self.rollout.takes_adapters))
+            engine.load(self.train.weights_for(engine.takes_adapters))
         else:
             self.cost = self._sync.run()
-            if self._verify and (wrong := self.rollout.differences(self.train.full_weights())):
+            if self._verify and (wrong := engine.differences(self.train.full_weights())):
                 raise RolloutError(
                     f"{len(wrong)} parts of the weights are not those of the trainer after the "
                     f"sync of policy version {self.policy_version}: {' '.join(wrong[:3])}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.rollout.rollout_engine import ragged, responses
+from hybridrl.rollout.engine_requests import ragged, responses
 from hybridrl.rollout.transcript import Transcript
 
 

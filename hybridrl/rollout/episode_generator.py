@@ -1,29 +1,33 @@
-"""EpisodeRollout: samples of several turns, with an environment or tools of the user's in between.
+"""EpisodeGenerator: samples of several turns, between which a class of the user's answers.
 
-It stands around any rollout engine, in the process of it. While a tool runs, the engine goes on
-with other samples if it can; otherwise all samples take their turns together. A response is
-everything after the first prompt: sampled tokens, and those that the environment gave.
+While a tool runs, the engine goes on with other samples if it can; otherwise all samples take their
+turns together. A response is everything after the first prompt: sampled tokens, and those that the
+environment gave.
 """
 
 from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from hybridrl.batch.batch import Batch
 from hybridrl.batch.turn import Episode, Turn
 from hybridrl.rollout import user_code_loop as tool_loop
+from hybridrl.rollout.engine_requests import Finished, Request, RequestQueue
 from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
-from hybridrl.rollout.playing import Playing, PlaysEpisodes
-from hybridrl.rollout.rollout_engine import Finished, Request, RolloutEngine, Sampling
-from hybridrl.rollout.token_versions import TokenVersions
+from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.sample_generator import (
+    GenerationTask,
+    NumberedSamples,
+    Refresh,
+    SampleGenerator,
+    SampleStream,
+)
 from hybridrl.rollout.transcript import Transcript
 from hybridrl.rollout.user_code_loop import Outcome, ToolLoop
 
@@ -34,7 +38,7 @@ _log = logging.getLogger(__name__)
 _OURS = (__file__, tool_loop.__file__)
 
 
-class EpisodeRollout(PlaysEpisodes):
+class EpisodeGenerator(SampleGenerator):
     """Plays an episode for each row.
 
     Args:
@@ -54,8 +58,9 @@ class EpisodeRollout(PlaysEpisodes):
         max_turns: int,
         max_turn_tokens: int | None,
         tool_timeout_s: float,
+        requests: RequestQueue | None = None,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, requests)
         self.episode = episode
         self.tokenizer = tokenizer
         self.max_turns = max_turns
@@ -63,20 +68,18 @@ class EpisodeRollout(PlaysEpisodes):
         self.tools = ToolLoop(tool_timeout_s)
         self._logged: set[str] = set()
 
-    def begin(
-        self, batch: Batch, sampling: Sampling, seeds: Sequence[int], version: int
-    ) -> Playing:
-        """Begins the episodes of all rows; the columns of the data go to their `reset`.
+    def begin(self, task: GenerationTask) -> SampleStream:
+        """Begin the episodes of all rows; the columns of the data go to their `reset`.
 
         `sampling.max_tokens` is the limit of the whole response, what the environment says
         included; `sampling.min_tokens` counts sampled tokens. A `finish_reason` is `stop` (the
         environment said `done`), `length`, `max_turns`, `tool_timeout` or `tool_error`.
         """
-        return _Episodes(self, self._engine, batch, sampling, seeds, version)
+        return EpisodeStream(self, task)
 
     def close(self) -> None:
         self.tools.close()
-        self._engine.close()
+        super().close()
 
     def log_once(self, error: BaseException) -> None:
         """Writes the traceback of the user's code to the log, once for each line that raises."""
@@ -103,48 +106,36 @@ class _Sample:
     finish_reason: str | None = None
 
 
-class _Episodes(Playing):
+class EpisodeStream(SampleStream):
     """The episodes of one generation. All of it runs in the caller's thread, except for the
     coroutines of the user's."""
 
-    def __init__(
-        self,
-        rollout: EpisodeRollout,
-        engine: RolloutEngine,
-        batch: Batch,
-        sampling: Sampling,
-        seeds: Sequence[int],
-        version: int,
-    ) -> None:
-        self._rollout = rollout
-        self._tools = rollout.tools
-        self._engine = engine
-        self._sampling = sampling
-        self._seeds = seeds
-        self._versions = TokenVersions(version)
+    def __init__(self, generator: EpisodeGenerator, task: GenerationTask) -> None:
+        super().__init__(generator.requests, task.version)
+        self._generator, self._tools = generator, generator.tools
+        task, self._first_row = task.block()
+        self._sampling, self._seeds = task.sampling, task.seeds
         self._generating = 0
-        self._ended: list[int] = []  # since the last `take`
-        prompts = batch.ragged("prompt_ids").rows()
+        self._ended: list[int] = []  # since the last `next_samples`
+        prompts = task.batch.ragged("prompt_ids").rows()
         self._samples = [
             _Sample(Transcript(ids.tolist()), row)
-            for ids, row in zip(prompts, batch.rows_for_users(), strict=True)
+            for ids, row in zip(prompts, task.batch.rows_for_users(), strict=True)
         ]
         self._left = len(self._samples)
         for key, sample in enumerate(self._samples):
             self._tools.submit(partial(self._reset, sample), partial(self._answered, key))
 
-    def take(
-        self, least: int, refresh: Callable[[], int] | None = None
-    ) -> tuple[Batch, npt.NDArray[np.int64]]:
+    def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
+        continuous = self._requests.continuous
         while self._tools.pending or self._generating:
             if self._left and len(self._ended) >= least:
                 break  # at the end, what closes episodes is waited for as well
-            if refresh is not None:
-                self._versions.change(refresh(), self._engine.progress)
-            together = not self._engine.continuous and self._tools.pending > 0
+            self._refresh(refresh)
+            together = not continuous and self._tools.pending > 0
             self._tools.deliver(wait=together or not self._generating)
-            if self._generating and (self._engine.continuous or not self._tools.pending):
-                for finished in self._engine.poll():
+            if self._generating and (continuous or not self._tools.pending):
+                for finished in self._requests.poll():
                     self._generated(finished)
         rows, self._ended = self._ended, []
         samples = [
@@ -153,14 +144,15 @@ class _Episodes(Playing):
             )
             for sample in map(self._samples.__getitem__, rows)
         ]
-        return episode_batch(samples, [], branching=False), np.array(rows, dtype=np.int64)
+        numbers = np.array(rows, dtype=np.int64) + self._first_row
+        return episode_batch(samples, [], branching=False), numbers
 
     def close(self) -> None:
-        self._engine.cancel()
+        super().close()
         self._tools.forget()
 
     async def _reset(self, sample: _Sample) -> Turn:
-        sample.episode = self._rollout.episode()
+        sample.episode = self._generator.episode()
         turn = await sample.episode.reset(sample.row)
         return Turn() if turn is None else _checked("reset", turn)
 
@@ -180,7 +172,7 @@ class _Episodes(Playing):
         if finished.finish_reason == "length":
             self._end(finished.key, "length")
             return
-        text = self._rollout.tokenizer.decode(finished.token_ids, skip_special_tokens=True)
+        text = self._generator.tokenizer.decode(finished.token_ids, skip_special_tokens=True)
         step = partial(self._step, sample, text, finished.token_ids)
         self._tools.submit(step, partial(self._answered, finished.key))
 
@@ -191,13 +183,13 @@ class _Episodes(Playing):
             self._end(key, "tool_timeout")
             return
         if outcome.error is not None:
-            self._rollout.log_once(outcome.error)
+            self._generator.log_once(outcome.error)
             self._end(key, "tool_error")
             return
         turn: Turn = outcome.value
         if sample.rewards:  # otherwise it was the reset
             sample.rewards[-1] = float(turn.reward)
-            if turn.done or len(sample.rewards) == self._rollout.max_turns:
+            if turn.done or len(sample.rewards) == self._generator.max_turns:
                 self._end(key, "stop" if turn.done else "max_turns")
                 return
         given = self._token_ids(turn)
@@ -210,11 +202,11 @@ class _Episodes(Playing):
     def _generate(self, key: int) -> None:
         transcript, turn = self._samples[key].transcript, len(self._samples[key].rewards)
         left = self._sampling.max_tokens - len(transcript)
-        limit = min(left, self._rollout.max_turn_tokens or left)
+        limit = min(left, self._generator.max_turn_tokens or left)
         least = min(limit, max(0, self._sampling.min_tokens - transcript.sampled))
         sampling = replace(self._sampling, max_tokens=limit, min_tokens=least)
         seed = hash((self._seeds[key], turn)) % 2**63
-        self._engine.start(Request(key, transcript.token_ids, sampling, seed))
+        self._requests.start(Request(key, transcript.token_ids, sampling, seed))
         self._versions.begin([key])
         self._generating += 1
 
@@ -224,7 +216,7 @@ class _Episodes(Playing):
             return [int(token_id) for token_id in turn.token_ids]
         if not turn.text:
             return []
-        return list(self._rollout.tokenizer(turn.text, add_special_tokens=False)["input_ids"])
+        return list(self._generator.tokenizer(turn.text, add_special_tokens=False)["input_ids"])
 
     def _end(self, key: int, reason: str) -> None:
         sample = self._samples[key]
@@ -237,7 +229,7 @@ class _Episodes(Playing):
 
     def _closed(self, outcome: Outcome) -> None:
         if outcome.error is not None:
-            self._rollout.log_once(outcome.error)
+            self._generator.log_once(outcome.error)
 
 
 def _checked(method: str, turn: Any) -> Turn:

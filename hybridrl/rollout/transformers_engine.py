@@ -6,51 +6,43 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import whole
 from hybridrl.layout.tensor_pieces import Piece
-from hybridrl.models import load_config
+from hybridrl.models import load_config, load_tokenizer
 from hybridrl.models.language_model import read_language_model
-from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling, responses, row_seeds
+from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds
+from hybridrl.rollout.rollout_engine import BatchedEngine, EngineSetup
 from hybridrl.rollout.token_sampler import Chooser
 from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
 from hybridrl.system.dtypes import DTYPES
 
 
-class TransformersRollout(RolloutEngine):
+class TransformersRollout(BatchedEngine):
     """One replica, with a copy of the weights of its own.
 
     Prompts of similar length run together, `max_sequences` at a time; a finished sample leaves its
     place when half of the others have finished too, so a long tail runs in a small batch.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: PreTrainedTokenizerBase,
-        dtype: str,
-        *,
-        max_sequences: int,
-        eos_token_ids: list[int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, setup: EngineSetup, config: RolloutConfig) -> None:
         super().__init__()
-        self._device = device
-        self._tokenizer = tokenizer
-        self._max_sequences = max_sequences
-        self._eos = torch.tensor(eos_token_ids, device=device)
-        config, as_is = load_config(path), DTYPES[dtype]
+        self._device = setup.device
+        self._tokenizer = load_tokenizer(setup.tokenizer)
+        self.max_sequences = config.max_sequences
+        self._eos = torch.tensor(setup.eos_token_ids, device=setup.device)
+        path, model, as_is = setup.path, load_config(setup.path), DTYPES[setup.dtype]
         try:
             self._model, _ = read_language_model(
-                path, config, dtype=as_is, attn_implementation="sdpa"
+                path, model, dtype=as_is, attn_implementation="sdpa"
             )
         except ValueError:  # its attention does what the fused one does not know
             self._model, _ = read_language_model(
-                path, config, dtype=as_is, attn_implementation="eager"
+                path, model, dtype=as_is, attn_implementation="eager"
             )
-        self._model.to(device).eval().requires_grad_(False)
+        self._model.to(setup.device).eval().requires_grad_(False)
 
     @torch.inference_mode()
     def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
@@ -58,8 +50,8 @@ class TransformersRollout(RolloutEngine):
         seeds = row_seeds(seed, len(prompts))
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
         done: dict[int, _Sample] = {}
-        for start in range(0, len(order), self._max_sequences):
-            rows = order[start : start + self._max_sequences]
+        for start in range(0, len(order), self.max_sequences):
+            rows = order[start : start + self.max_sequences]
             samples = self._generate(
                 [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
             )

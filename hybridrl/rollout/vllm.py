@@ -6,9 +6,8 @@ given the same prompts and make the same choices. Importing this module needs vL
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,28 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.vllm_engine import start_engine
+from hybridrl.rollout.vllm_engine import EngineGroups, start_engine
 
 # isort: split
 # That comes first, because it sets what vLLM reads when it is imported.
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import LoraSettings, RolloutConfig
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import HybridRLError, RolloutError
 from hybridrl.rollout import vllm_expert_routes as vllm_routes
 from hybridrl.rollout import vllm_weights
+from hybridrl.rollout.engine_requests import Finished, Request, Sampling
 from hybridrl.rollout.loader_probe import NotProbedError
-from hybridrl.rollout.rollout_engine import (
-    Finished,
-    Request,
-    RolloutEngine,
-    Sampling,
-    responses,
-    row_seeds,
-)
-from hybridrl.rollout.vllm_groups import EngineGroups
+from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
 from hybridrl.rollout.vllm_lora import Adapters
 from hybridrl.rollout.vllm_options import SPECULATIVE
 from hybridrl.rollout.weight_writer import Pieces, WeightWriter, differences
@@ -54,48 +45,18 @@ class VLLMRollout(RolloutEngine):
     """One rank of a vLLM engine. Requests of several turns need `rollout.parallel.tp=1`.
 
     Args:
-        path: Model folder or hub name.
-        dtype: Precision of its weights.
         config: Memory and parallelism.
-        context_length: Longest prompt and response together, in tokens.
-        eos_token_ids: Tokens that end a response.
-        device: This rank's device.
-        seed: Of the engine; each `generate` brings its own.
-        job: Name that no other job on this machine has, for shared memory.
-        coming: Shapes of the weights that are brought before the first generation, by checkpoint
-            name: the folder's are not read if these fill the model. None: none are brought.
-        sleeps: It gives its memory to others between generations, with its weights: they are
-            brought again. One engine of a process can.
-        adapters: It is given adapters of this kind alone, and keeps them beside its weights; None:
-            all weights.
-        stop_texts: Any request may bring texts that end it, not only `rollout.stop`.
     """
 
-    continuous = True
-
-    def __init__(
-        self,
-        path: str,
-        tokenizer: str,
-        dtype: str,
-        config: RolloutConfig,
-        *,
-        context_length: int,
-        eos_token_ids: list[int],
-        device: torch.device,
-        seed: int,
-        job: str,
-        coming: Mapping[str, tuple[int, ...]] | None = None,
-        sleeps: bool = False,
-        adapters: LoraSettings | None = None,
-        stop_texts: bool = False,
-    ) -> None:
-        super().__init__()
-        self._adapters = None if adapters is None else Adapters(adapters)
-        self._awaits_weights = coming is not None
-        self._device = device
-        self._eos_token_ids = eos_token_ids
-        self._sleeps = sleeps and device.type != "cpu"
+    def __init__(self, setup: EngineSetup, config: RolloutConfig) -> None:
+        self._adapters = None if setup.adapters is None else Adapters(setup.adapters)
+        self.takes_adapters = self._adapters is not None
+        self.awaits_weights = setup.coming is not None
+        self.max_sequences = config.max_sequences
+        self._device = setup.device
+        self._eos_token_ids = list(setup.eos_token_ids)
+        self._sleeps = setup.sleeps and setup.device.type != "cpu"
+        self.keeps_weights = not self._sleeps or self.takes_adapters
         self._asleep = False
         self._has_cache = True
         self._has_generated = False
@@ -109,52 +70,12 @@ class VLLMRollout(RolloutEngine):
         self._counted: dict[str, int] = {}
         self._groups = EngineGroups()
         self._groups.enter()
-        self._llm = start_engine(
-            path,
-            tokenizer,
-            dtype,
-            config,
-            context_length=context_length,
-            device=device,
-            seed=seed,
-            job=job,
-            coming=coming,
-            sleeps=sleeps,
-            reads_text=stop_texts or bool(config.stop),
-            further={} if self._adapters is None else self._adapters.options,
-        )
+        further = {} if self._adapters is None else self._adapters.options
+        self._llm = start_engine(setup, config, further)
         if self._replays:
             self.routes_dtype = vllm_routes.routes_dtype(self._worker.get_model())
-        if self._replays and device.type == "cpu":
+        if self._replays and setup.device.type == "cpu":
             self._recorder = vllm_routes.RouteRecorder(self._llm.llm_engine, self._worker)
-
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
-        self._take_cache()
-        # Samples of one prompt lie next to each other: vLLM takes them as one request, and gives
-        # them consecutive seeds.
-        prompts = [row.tolist() for row in batch["prompt_ids"].rows()]
-        greedy = sampling.temperature == 0  # then all copies are alike, and vLLM allows one only
-        groups = list(_folded(prompts, row_seeds(seed, len(prompts))))
-        with self._first_time():
-            found = self._llm.generate(
-                [{"prompt_token_ids": ids, "cache_salt": self._salt()} for ids, _, _ in groups],
-                [self._parameters(sampling, 1 if greedy else n, first) for _, first, n in groups],
-                use_tqdm=False,
-                lora_request=self._lora,
-            )
-        outputs, routes = [], []
-        for request, (_, _, samples) in zip(found, groups, strict=True):
-            copies = samples if greedy else 1
-            outputs += request.outputs * copies
-            if self._replays:
-                routes += [self._routes(request, one) for one in request.outputs] * copies
-        return responses(
-            [list(output.token_ids) for output in outputs],
-            [list(output.logprobs.logprobs) for output in outputs],
-            [output.finish_reason for output in outputs],
-            routes,
-            self.routes_dtype,
-        )
 
     def start(self, request: Request) -> None:
         self._take_cache()
@@ -370,28 +291,8 @@ class VLLMRollout(RolloutEngine):
             self._asleep, self._has_cache = True, False
 
     @property
-    def awaits_weights(self) -> bool:
-        return self._awaits_weights
-
-    @property
-    def keeps_weights(self) -> bool:
-        return not self._sleeps or self.takes_adapters
-
-    @property
-    def takes_adapters(self) -> bool:
-        return self._adapters is not None
-
-    @property
     def _lora(self) -> Any:
         return None if self._adapters is None else self._adapters.request
 
     def close(self) -> None:
         self._llm.llm_engine.model_executor.shutdown()
-
-
-def _folded(prompts: list[list[int]], seeds: list[int]) -> Iterator[tuple[list[int], int, int]]:
-    """Runs of equal prompts with consecutive seeds: prompt, first seed, length."""
-    rows = enumerate(zip(prompts, seeds, strict=True))
-    for (ids, _), run in itertools.groupby(rows, lambda row: (row[1][0], row[1][1] - row[0])):
-        copies = list(run)
-        yield ids, copies[0][1][1], len(copies)

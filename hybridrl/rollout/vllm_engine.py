@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 from multiprocessing import shared_memory
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,6 +15,7 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.models import load_config
 from hybridrl.models.row_quantization import NONE
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_options import SPECULATIVE
 from hybridrl.system.shared_memory import hold_shared_memory
 
@@ -34,6 +35,7 @@ if not torch.accelerator.is_available():
 
 try:
     from vllm import LLM
+    from vllm.distributed import parallel_state
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     from hybridrl.rollout import vllm_weights
@@ -56,56 +58,74 @@ HEAD_DTYPE = "float32"
 """Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
 most of the difference between the trainer's log-probabilities and the generator's."""
 
+_GROUPS = [
+    name
+    for name, kind in parallel_state.__annotations__.items()
+    if name.isupper() and ("GroupCoordinator" in str(kind) or name == "_NODE_COUNT")
+]
 
-def start_engine(
-    path: str,
-    tokenizer: str,
-    dtype: str,
-    config: RolloutConfig,
-    *,
-    context_length: int,
-    device: torch.device,
-    seed: int,
-    job: str,
-    coming: Mapping[str, tuple[int, ...]] | None,
-    sleeps: bool,
-    reads_text: bool,
-    further: Mapping[str, Any],
-) -> LLM:
-    """An engine on the process group that is the current one; for the arguments see `VLLMRollout`.
+
+class EngineGroups:
+    """The process groups of one engine, made by vLLM when they are first entered.
+
+    vLLM keeps them in variables of a module: one set for a process. Here a process may hold several
+    engines - the actor's and a judge's - in worker groups of different devices.
+    """
+
+    _current: ClassVar[EngineGroups | None] = None
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = dict.fromkeys(_GROUPS)
+
+    def enter(self) -> None:
+        """Makes these the groups that vLLM speaks of."""
+        if (left := EngineGroups._current) is self:
+            return
+        if left is not None:
+            left._kept = {name: getattr(parallel_state, name) for name in _GROUPS}
+        for name, group in self._kept.items():
+            setattr(parallel_state, name, group)
+        EngineGroups._current = self
+
+
+def start_engine(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, Any]) -> LLM:
+    """Start an engine on the process group that is the current one.
 
     Args:
-        reads_text: Texts may end a sample, so the engine needs the tokenizer.
         further: Options of what it is to do besides.
 
     Raises:
         ConfigError: if it does not start, with the first of what vLLM says.
     """
+    path, device = setup.path, setup.device
     options = dict(config.engine_options)
     guesses, rounds = bool(options.get(SPECULATIVE)), config.quantization
-    _name_shared_memory(job)
+    _name_shared_memory(setup.job)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
         register_classes(load_config(path).architectures or ())
         return LLM(
             path,
-            tokenizer=tokenizer,
-            dtype=dtype,
+            tokenizer=setup.tokenizer,
+            dtype=setup.dtype,
             quantization=None if rounds == NONE else PREFIX + rounds,
             hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
-            seed=seed,
-            max_model_len=context_length,
+            seed=setup.seed,
+            max_model_len=setup.context_length,
             max_num_seqs=config.max_sequences,
             load_format=vllm_weights.LOAD_FORMAT,
-            model_loader_extra_config={vllm_weights.COMING: coming or {}},
-            skip_tokenizer_init=not reads_text,
+            model_loader_extra_config={vllm_weights.COMING: setup.coming or {}},
+            skip_tokenizer_init=not (setup.stop_texts or config.stop),
             language_model_only=True,  # pictures are not read: no tower, no processor
             tensor_parallel_size=config.parallel.tp,
             distributed_executor_backend="external_launcher",
             # Those that vLLM calls processed are wrong for tokens that were guessed.
             logprobs_mode="raw_logprobs" if guesses else "processed_logprobs",
             disable_log_stats=not guesses,
-            **{"async_scheduling": False} | _by_device(config, device, sleeps) | options | further,
+            **{"async_scheduling": False}
+            | _by_device(config, device, setup.sleeps)
+            | options
+            | further,
         )
     except Exception as error:  # of many kinds: models and devices have their own
         raise ConfigError(_explain(error, path, config)) from error

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.rollout.transcript import Transcript
 
 

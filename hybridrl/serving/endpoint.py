@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.serving.agent_session import Session
 from hybridrl.serving.chat import Chat
 from hybridrl.serving.connections import Connection, Connections, most_open

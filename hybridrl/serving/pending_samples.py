@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.serving.agent_session import Recorded, Sampled, Session
 from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.request_exchange import Exchange, Growth, NotAnsweredError, Reply

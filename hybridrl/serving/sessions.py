@@ -7,7 +7,7 @@ import secrets
 import threading
 from typing import NamedTuple
 
-from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.serving.agent_session import Session
 
 OWN = "own"

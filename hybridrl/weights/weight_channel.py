@@ -19,7 +19,8 @@ from hybridrl.batch.batch import Batch
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.parallel.process_group import store_of
-from hybridrl.rollout.rollout_engine import RolloutEngine, ragged
+from hybridrl.rollout.engine_requests import ragged
+from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.system.collective_waits import counted_wait
 from hybridrl.system.device_traits import synchronize
 from hybridrl.weights.encoded_parcels import (

@@ -34,7 +34,7 @@ class SyncCost:
         peak: Parameters at the fullest moment, those of both layouts, what they share once.
         redundant: Of the training parameters those that generation on this rank has no use for.
         buffer: Most memory for messages.
-        method: Of `weights.weight_message.METHODS`.
+        method: Of `compress.weight_message.METHODS`.
         changed, compared: Of the values that this rank sent as differences: those that had changed,
             and all; see `CodedTraffic`.
         encode_seconds: What it took to make differences.

@@ -61,7 +61,7 @@ from hybridrl.workers.generation import (
     report_samples,
     report_sync,
 )
-from hybridrl.workers.rollout_engines import build_rollout, trained_weights
+from hybridrl.workers.rollout_engines import build_rollout, setup_of, trained_weights
 from hybridrl.workers.trained_model import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, policy_engine
 
@@ -122,8 +122,9 @@ class ActorWorker(TrainedModelWorker):
         if generates:
             coming = trained_weights(source, train)
             engine = build_rollout(
-                *(source, rollout, train.device, seed, job, coming),
-                sleeps=True,
+                source,
+                rollout,
+                setup_of(source, train.device, seed, job, coming=coming, sleeps=True),
                 environment=environment,
                 context=context,
                 peers=process_group.peers(self._rollout_mesh.groups("rollout_tp")),

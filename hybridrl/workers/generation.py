@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.batch.batch import ROUTES, Batch, is_of_data, sampled_tokens
-from hybridrl.batch.row_balancing import blocks_of_runs
 from hybridrl.batch.turn import FAILURES
 from hybridrl.checkpoint.engine_state.training_state import read_numbers, write_numbers
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
-from hybridrl.rollout.playing import PlaysEpisodes
 from hybridrl.system.locations import Location
 from hybridrl.weights.weight_message import METHODS
 from hybridrl.weights.weight_sync import SyncCost
 
 if TYPE_CHECKING:
-    from hybridrl.rollout import RolloutEngine
+    from hybridrl.rollout.sample_generator import SampleGenerator
 
 SAMPLE = ("prompt_ids", "response_ids")
 """The columns that a model needs to score a sample."""
@@ -69,13 +67,6 @@ def may_be_asked(column: str) -> bool:
     """The columns that a generation reads besides the prompt, where they are there: those of the
     data, and which rows are samples of one prompt."""
     return column == "group_id" or is_of_data(column)
-
-
-def block_of_groups(batch: Batch, index: int, blocks: int) -> range:
-    """The rows of block `index`; none has a part of the neighbouring rows that are samples of one
-    prompt (`group_id`)."""
-    groups = batch["group_id"].tolist() if "group_id" in batch else range(len(batch))
-    return blocks_of_runs(groups, blocks)[index]
 
 
 def oldest_versions(samples: Batch, version: int) -> list[int]:
@@ -144,12 +135,11 @@ def report_numbers(worker: Worker, columns: Mapping[str, Sequence[float]]) -> No
         )
 
 
-def report_engine(worker: Worker, engine: RolloutEngine) -> None:
+def report_engine(worker: Worker, generator: SampleGenerator) -> None:
     """What the engine counted since it was asked last (see `RolloutEngine.counts`), and what there
     is to be said of its episodes."""
-    worker.report(**engine.counts())
-    if isinstance(engine, PlaysEpisodes):
-        worker.record.notices += engine.notices()
+    worker.report(**generator.engine.counts())
+    worker.record.notices += generator.notices()
 
 
 def report_sync(worker: Worker, cost: SyncCost | None) -> None:

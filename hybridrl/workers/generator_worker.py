@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,15 +23,18 @@ from hybridrl.engine.hybrid_engine import with_mask
 from hybridrl.layout.rank_mesh import Coordinate, Mesh
 from hybridrl.parallel import process_group
 from hybridrl.rollout import Sampling
-from hybridrl.rollout.playing import Playing, PlaysEpisodes, without_versions
-from hybridrl.rollout.stream import SampleStream, Share
+from hybridrl.rollout.sample_generator import (
+    GenerationTask,
+    ReplicaShare,
+    SampleStream,
+    without_versions,
+)
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import location_of
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.workers.generation import (
     GENERATED,
     SampleSeeds,
-    block_of_groups,
     may_be_asked,
     may_be_generated,
     oldest_versions,
@@ -41,11 +43,8 @@ from hybridrl.workers.generation import (
     report_sync,
 )
 from hybridrl.workers.model_worker import ModelWorker
-from hybridrl.workers.rollout_engines import build_rollout
+from hybridrl.workers.rollout_engines import build_rollout, setup_of
 from hybridrl.workers.training_engines import ModelSource
-
-if TYPE_CHECKING:
-    from hybridrl.rollout import RolloutEngine
 
 
 class GeneratorWorker(ModelWorker):
@@ -77,14 +76,16 @@ class GeneratorWorker(ModelWorker):
         self._in_flight = in_flight
         self._started = 0
         self._version = 0
-        self._samples: SampleStream | Playing
+        self._samples: SampleStream
         share = rollout.parallel.ranks
         self._mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._device = process_group.join(context)
         self._world = dist.group.WORLD
         self._peers = process_group.peers(self._mesh.groups("rollout_tp"))
-        self._engine: RolloutEngine = build_rollout(
-            *(source, rollout, self._device, seed, job),
+        self._generator = build_rollout(
+            source,
+            rollout,
+            setup_of(source, self._device, seed, job),
             environment=environment,
             context=context,
             peers=self._peers,
@@ -112,7 +113,7 @@ class GeneratorWorker(ModelWorker):
             group,
             self._dtype,
             self._device,
-            rollout=self._engine,
+            rollout=self._generator.engine,
             verify=self._config.verify_weights,
             parcels=parcels,
             method=weight_sync,
@@ -159,23 +160,9 @@ class GeneratorWorker(ModelWorker):
         seeds = self._seeds.next(range(len(batch)), sampling.series)
         self._total = len(batch)
         self._started += 1
-        if isinstance(self._engine, PlaysEpisodes):
-            rows = block_of_groups(batch, place.index, place.size)
-            self._offset = rows.start
-            self._samples = self._engine.begin(
-                batch.take(rows), sampling, [seeds[row] for row in rows], self._version
-            )
-            return
-        self._offset = 0
-        self._samples = SampleStream(
-            self._engine,
-            [row.tolist() for row in batch["prompt_ids"].rows()],
-            sampling,
-            seeds,
-            Share(place.index, place.size, partial(self._claim, self._started)),
-            self._config.max_sequences,
-            self._version,
-        )
+        share = ReplicaShare(place.index, place.size, partial(self._claim, self._started))
+        task = GenerationTask(batch, sampling, seeds, self._version, share)
+        self._samples = self._generator.begin(task)
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=may_be_generated)
     def take_sequences(self, part: int, parts: int) -> Batch:
@@ -183,12 +170,12 @@ class GeneratorWorker(ModelWorker):
         the columns are those of `ActorWorker.generate_sequences`."""
         with self.phase("generate"):
             samples, rows = self._finished(part, parts)
-        if part == parts - 1 and isinstance(self._samples, Playing):
+        if part == parts - 1:
             self._samples.close()
         samples = with_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
-            report_engine(self, self._engine)
+            report_engine(self, self._generator)
         return PartialTable(samples, rows, self._total)
 
     @transfer(ONE_TO_ALL)
@@ -203,17 +190,17 @@ class GeneratorWorker(ModelWorker):
         self._seeds.load(location_of(folder))
 
     def close(self) -> None:
-        self._engine.close()
+        self._generator.close()
 
     def _finished(self, part: int, parts: int) -> tuple[Batch, np.ndarray]:
         place = self.coordinates()["rollout_dp"]
         share = -(-self._total // (place.size * parts))
         least = share if part < parts - 1 else self._total
         refresh = self._refresh if self._in_flight else None
-        samples, rows = self._samples.take(least, refresh)
+        samples, rows = self._samples.next_samples(least, refresh)
         oldest = oldest_versions(samples, self._version)
         samples = samples.with_columns({"policy_version": torch.tensor(oldest, dtype=torch.int64)})
-        return samples if self._in_flight else without_versions(samples), rows + self._offset
+        return samples if self._in_flight else without_versions(samples), rows
 
     def _refresh(self) -> int:
         """Takes new weights if there are any; the version that generates now."""
@@ -226,7 +213,7 @@ class GeneratorWorker(ModelWorker):
         report_sync(self, cost)
 
     def _claim(self, generation: int) -> int:
-        """The next number that no replica has; see `Share`."""
+        """The next number that no replica has; see `ReplicaShare`."""
         number = 0
         if self._leads:
             store = process_group.store_of(self._world)

@@ -24,7 +24,7 @@ from hybridrl.rewards.rubrics import load_rubric, rubric_of, share_met
 from hybridrl.rewards.scoring_round import neighbours
 from hybridrl.rollout import Sampling
 from hybridrl.workers.judge_texts import read_grade, read_ranking
-from hybridrl.workers.rollout_engines import build_generator
+from hybridrl.workers.rollout_engines import build_generator, setup_of
 from hybridrl.workers.training_engines import ModelSource
 
 TEMPLATE = """Grade the answer to a question.
@@ -121,7 +121,7 @@ class Judge:
             plan=None,
             memory_share=config.memory_share,
         )
-        self._engine = build_generator(source, settings, join(context), 0, f"{job}-judge")
+        self._engine = build_generator(setup_of(source, join(context), 0, f"{job}-judge"), settings)
 
     def grade(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None

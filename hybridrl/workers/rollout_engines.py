@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,17 @@ from hybridrl.config.schema import EnvironmentConfig, RolloutConfig, is_served
 from hybridrl.controller import Context
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import load_config, load_tokenizer
-from hybridrl.rollout import RolloutEngine
-from hybridrl.systems.unequal_generation.decoder_stage import check_stages
-from hybridrl.systems.unequal_generation.generation_plan import (
-    GenerationPlan,
-    equal_plan,
-    read_plan,
-)
+from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
+from hybridrl.rollout.sample_generator import SampleGenerator
+from hybridrl.rollout.single_turn import SingleTurnGenerator
 from hybridrl.workers.training_engines import ModelSource
 
-if TYPE_CHECKING:
-    from hybridrl.batch.turn import Episode
-    from hybridrl.rollout.playing import PlaysEpisodes
+ENGINES = {
+    "vllm": ("hybridrl.rollout.vllm", "VLLMRollout"),
+    "transformers": ("hybridrl.rollout.transformers_engine", "TransformersRollout"),
+    "pipeline": ("hybridrl.systems.unequal_generation.pipeline_engine", "PipelineRollout"),
+}
+"""Module and class of each `rollout.engine`; none is imported before it is wanted."""
 
 
 def trained_weights(
@@ -44,136 +44,67 @@ def trained_weights(
 def build_rollout(
     source: ModelSource,
     config: RolloutConfig,
-    device: torch.device,
-    seed: int,
-    job: str,
-    coming: Mapping[str, tuple[int, ...]] | None = None,
-    sleeps: bool = False,
+    setup: EngineSetup,
     *,
     environment: EnvironmentConfig | None,
     context: Context,
     peers: dist.ProcessGroup | None = None,
-) -> RolloutEngine:
-    """What generates, with episodes around it if there are any.
+) -> SampleGenerator:
+    """Build what generates: an engine, and episodes where the settings ask for them.
 
     Args:
-        coming, sleeps: See `VLLMRollout`.
         environment: What plays the samples; None, or without a name: nothing does.
         peers: The ranks that share this rank's engine; None: it has one of its own.
     """
     served = environment is not None and is_served(config, environment)
     if config.episode is None and not served:
-        return build_generator(source, config, device, seed, job, coming, sleeps)
+        return SingleTurnGenerator(build_generator(setup, config))
     from hybridrl.rollout.episode_class import load_episode
-    from hybridrl.rollout.lockstep import FollowingRollout, LeadingEngine, LeadingRollout
+    from hybridrl.rollout.episode_generator import EpisodeGenerator
+    from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 
     episode = None if served else load_episode(config.episode)  # first: it is what may be wrong
-    engine = build_generator(source, config, device, seed, job, coming, sleeps)
-    if peers is None:
-        return _player(engine, episode, source, config, environment, context)
-    if dist.get_rank(peers) > 0:
-        return FollowingRollout(engine, peers)
-    leading = LeadingEngine(engine, peers)
-    return LeadingRollout(_player(leading, episode, source, config, environment, context), leading)
-
-
-def _player(
-    engine: RolloutEngine,
-    episode: Callable[[], Episode] | None,
-    source: ModelSource,
-    config: RolloutConfig,
-    environment: EnvironmentConfig | None,
-    context: Context,
-) -> PlaysEpisodes:
-    """What plays episodes around an engine: of this class, or with None those of an environment."""
+    engine = build_generator(setup, config)
+    if peers is not None and dist.get_rank(peers) > 0:
+        return LockstepFollower(engine, peers)
+    requests = None if peers is None else LockstepRequests(engine, peers)
     tokenizer = load_tokenizer(source.tokenizer)
-    if episode is None:
-        from hybridrl.serving.agent_rollout import agent_rollout
-
-        replica = context.rank // config.parallel.ranks
-        folder = Path(context.run_directory) if context.run_directory else None
-        return agent_rollout(
+    if episode is not None:
+        return EpisodeGenerator(
             engine,
+            episode,
             tokenizer,
-            rollout=config,
-            environment=environment,
-            model=source.path,
-            vocabulary=load_config(source.path).get_text_config().vocab_size,
-            context_length=source.context_length,
-            replica=replica,
-            template=source.template,
-            announced_at=folder / f"endpoint-{replica}.json" if folder and config.serve else None,
-            failed_at=folder and folder / "failed",
+            max_turns=config.max_turns,
+            max_turn_tokens=config.max_turn_tokens,
+            tool_timeout_s=config.tool_timeout_s,
+            requests=requests,
         )
-    from hybridrl.rollout.episode_generator import EpisodeRollout
+    from hybridrl.serving.agent_rollout import ServedModel, agent_generator
 
-    return EpisodeRollout(
+    vocabulary = load_config(source.path).get_text_config().vocab_size
+    return agent_generator(
         engine,
-        episode,
         tokenizer,
-        max_turns=config.max_turns,
-        max_turn_tokens=config.max_turn_tokens,
-        tool_timeout_s=config.tool_timeout_s,
-    )
-
-
-def build_generator(
-    source: ModelSource,
-    config: RolloutConfig,
-    device: torch.device,
-    seed: int,
-    job: str,
-    coming: Mapping[str, tuple[int, ...]] | None = None,
-    sleeps: bool = False,
-) -> RolloutEngine:
-    """vLLM, transformers or a pipeline alone; see `build_rollout`."""
-    if config.engine == "pipeline":
-        from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
-
-        return PipelineRollout(
-            source.path,
-            load_tokenizer(source.tokenizer),
-            source.dtype,
-            _generation_plan(source, config),
-            max_sequences=config.max_sequences,
-            eos_token_ids=list(source.eos_token_ids),
-            device=device,
-        )
-    if config.engine == "transformers":
-        from hybridrl.rollout.transformers_engine import TransformersRollout
-
-        return TransformersRollout(
-            source.path,
-            load_tokenizer(source.tokenizer),
-            source.dtype,
-            max_sequences=config.max_sequences,
-            eos_token_ids=list(source.eos_token_ids),
-            device=device,
-        )
-    from hybridrl.rollout.vllm import VLLMRollout
-
-    return VLLMRollout(
-        source.path,
-        source.tokenizer,
-        source.dtype,
+        ServedModel(source.path, vocabulary, source.context_length, source.template),
         config,
-        context_length=source.context_length,
-        eos_token_ids=list(source.eos_token_ids),
-        device=device,
-        seed=seed,
-        job=job,
-        coming=coming,
-        sleeps=sleeps,
-        adapters=source.adapters,
+        environment,
+        replica=context.rank // config.parallel.ranks,
+        folder=Path(context.run_directory) if context.run_directory else None,
+        requests=requests,
     )
 
 
-def _generation_plan(source: ModelSource, config: RolloutConfig) -> GenerationPlan:
-    """That of `rollout.plan`, for this model."""
-    model = load_config(source.path)
-    layers = model.get_text_config().num_hidden_layers
-    plan = equal_plan(layers, config.parallel.pp)
-    if config.plan is not None:
-        plan = read_plan(config.plan)
-    check_stages(model, "rollout=pipeline", source.path)
-    return plan
+def setup_of(
+    source: ModelSource, device: torch.device, seed: int, job: str, **options: Any
+) -> EngineSetup:
+    """Return the setup of an engine that generates with this model; `options` are its others."""
+    names = ("path", "tokenizer", "dtype", "eos_token_ids", "context_length", "adapters")
+    given = {name: getattr(source, name) for name in names}
+    return EngineSetup(**given, device=device, seed=seed, job=job, **options)
+
+
+def build_generator(setup: EngineSetup, config: RolloutConfig) -> RolloutEngine:
+    """Build the engine `rollout.engine`: vLLM, transformers or a pipeline."""
+    module, name = ENGINES[config.engine]
+    engine: RolloutEngine = getattr(import_module(module), name)(setup, config)
+    return engine

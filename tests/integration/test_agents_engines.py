@@ -10,6 +10,9 @@ from agent_cases import ThreadPrograms
 from agent_programs import Conversation, turns_of
 from ranks import run_ranks
 
+from hybridrl.config.schema import RolloutConfig
+from hybridrl.rollout.rollout_engine import EngineSetup
+
 SAMPLING = {"max_tokens": 24, "temperature": 0.8}
 
 
@@ -29,7 +32,7 @@ def play(engine, tokenizer, episodes):
     from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import EnvironmentConfig
     from hybridrl.rollout import Sampling
-    from hybridrl.serving.agent_rollout import AgentRollout
+    from hybridrl.serving.agent_rollout import AgentGenerator
     from hybridrl.serving.endpoint import Endpoint
     from hybridrl.serving.renderer_chat import chat_of
 
@@ -52,7 +55,7 @@ def play(engine, tokenizer, episodes):
         programs = ThreadPrograms(
             lambda play: Conversation(play, http).run(3), endpoint.exchange.wake
         )
-        rollout = AgentRollout(engine, endpoint, programs, EnvironmentConfig())
+        rollout = AgentGenerator(engine, endpoint, programs, EnvironmentConfig())
         numbers = list(range(episodes))
         rows = Batch.from_columns({"prompt_ids": [torch.tensor([5])] * episodes, "number": numbers})
         try:
@@ -87,12 +90,14 @@ def test_with_transformers(tmp_path):
 
     tokenizer = write_model(tmp_path)
     engine = TransformersRollout(
-        str(tmp_path),
-        tokenizer,
-        "float32",
-        max_sequences=16,
-        eos_token_ids=[tokenizer.eos_token_id],
-        device=torch.device("cpu"),
+        EngineSetup(
+            str(tmp_path),
+            str(tmp_path),
+            "float32",
+            eos_token_ids=[tokenizer.eos_token_id],
+            device=torch.device("cpu"),
+        ),
+        RolloutConfig(max_sequences=16),
     )
     turns, sampled = play(engine, tokenizer, 8)
     check(tmp_path, turns, sampled)
@@ -105,23 +110,24 @@ def test_with_vllm(tmp_path):
 
 
 def play_with_vllm(rank, tmp_path):
-    from hybridrl.config.schema import RolloutConfig
     from hybridrl.rollout.vllm import VLLMRollout
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"
     tokenizer = write_model(folder)
     engine = VLLMRollout(
-        str(folder),
-        str(folder),
-        "float32",
+        EngineSetup(
+            str(folder),
+            str(folder),
+            "float32",
+            context_length=1024,
+            eos_token_ids=[tokenizer.eos_token_id],
+            device=torch.device("cpu"),
+            seed=0,
+            job=job,
+            stop_texts=True,
+        ),
         RolloutConfig(kv_cache_gib=0.1),
-        context_length=1024,
-        eos_token_ids=[tokenizer.eos_token_id],
-        device=torch.device("cpu"),
-        seed=0,
-        job=job,
-        stop_texts=True,
     )
     try:
         turns, sampled = play(engine, tokenizer, 16)

@@ -19,9 +19,10 @@ from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.datasets import load_prompts
 from hybridrl.data.tasks import calculator
 from hybridrl.errors import ConfigError, RolloutError
+from hybridrl.rollout.engine_requests import Finished, Sampling, responses
 from hybridrl.rollout.episode_class import load_episode
-from hybridrl.rollout.episode_generator import EpisodeRollout
-from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling, responses
+from hybridrl.rollout.episode_generator import EpisodeGenerator
+from hybridrl.rollout.rollout_engine import BatchedEngine
 from hybridrl.rollout.transcript import Transcript
 
 TOKENIZER = build_tokenizer()
@@ -38,7 +39,7 @@ def joined(turns):
     return [token for turn in turns for token in turn]
 
 
-class ScriptedEngine(RolloutEngine):
+class ScriptedEngine(BatchedEngine):
     """Writes what `write(row, turn)` says, cut at the limit; one turn for each poll."""
 
     continuous = True
@@ -95,7 +96,7 @@ def play():
 
     def run(episode, write, rows=1, engine=None, seed=7, max_turns=4, max_turn_tokens=None, **kind):
         engine = engine or ScriptedEngine(write)
-        rollout = EpisodeRollout(
+        rollout = EpisodeGenerator(
             engine,
             episode,
             kind.pop("tokenizer", TOKENIZER),
@@ -292,7 +293,7 @@ class Batches(ScriptedEngine):
     """Generates whole batches only."""
 
     continuous = False
-    poll = RolloutEngine.poll
+    poll = BatchedEngine.poll
 
     def generate(self, batch, sampling, seed):
         self.batches = [*getattr(self, "batches", []), (len(batch), sampling.max_tokens, seed)]
@@ -374,7 +375,7 @@ def test_a_blocked_loop_is_replaced(play):
             return await super().step(response_text, response_ids)
 
     engine = ScriptedEngine(lambda row, turn: "a")
-    rollout = EpisodeRollout(
+    rollout = EpisodeGenerator(
         engine, Blocks, TOKENIZER, max_turns=4, max_turn_tokens=None, tool_timeout_s=TIMEOUT_S
     )
     batch = Batch.from_columns({"prompt_ids": [ids("1=")]})
@@ -447,7 +448,7 @@ def test_episodes_are_closed_however_they_end(play):
 
 def test_the_engine_keeps_its_other_duties(play):
     engine = ScriptedEngine(None)
-    rollout = EpisodeRollout(
+    rollout = EpisodeGenerator(
         engine, Echo, TOKENIZER, max_turns=1, max_turn_tokens=None, tool_timeout_s=1.0
     )
     rollout.load(iter([]))

@@ -14,6 +14,7 @@ from settings import SHORT
 
 TOOL = """
 import asyncio
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl import Turn
 
 class Tool:
@@ -69,7 +70,8 @@ def play_with_vllm(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.rollout import Sampling
     from hybridrl.rollout.episode_class import load_episode
-    from hybridrl.rollout.episode_generator import EpisodeRollout
+    from hybridrl.rollout.episode_generator import EpisodeGenerator
+    from hybridrl.rollout.rollout_engine import EngineSetup
     from hybridrl.rollout.vllm import VLLMRollout
     from hybridrl.system.shared_memory import remove_shared_memory
 
@@ -80,17 +82,19 @@ def play_with_vllm(rank, tmp_path):
     spec = f"{tmp_path / 'tool.py'}:Tool"
     config = RolloutConfig(kv_cache_gib=0.05, stop=["9"], episode=spec)
     engine = VLLMRollout(
-        str(folder),
-        str(folder),
-        "float32",
+        EngineSetup(
+            str(folder),
+            str(folder),
+            "float32",
+            context_length=96,
+            eos_token_ids=[tokenizer.eos_token_id],
+            device=torch.device("cpu"),
+            seed=0,
+            job=job,
+        ),
         config,
-        context_length=96,
-        eos_token_ids=[tokenizer.eos_token_id],
-        device=torch.device("cpu"),
-        seed=0,
-        job=job,
     )
-    rollout = EpisodeRollout(
+    rollout = EpisodeGenerator(
         engine,
         load_episode(spec),
         tokenizer,

@@ -18,8 +18,10 @@ from hybridrl.models.expert_routing import Routing, find_routers
 from hybridrl.models.packed_attention import NAME
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packing import PackedSamples
-from hybridrl.rollout.rollout_engine import Request, Sampling
-from hybridrl.rollout.stream import SampleStream, Share
+from hybridrl.rollout.engine_requests import Request, Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
+from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare
+from hybridrl.rollout.single_turn import SingleTurnStream
 from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = pytest.mark.vllm
@@ -60,15 +62,17 @@ def rank_program(rank, folder, job):
     prompts = [[5, 6, 14, 7, 8, 17], [9, 10], [9, 10], [11, 12, 13, 20]] * 8
     for dtype in ("float32", "bfloat16"):
         rollout = VLLMRollout(
-            str(folder / "model"),
-            str(folder / "model"),
-            dtype,
+            EngineSetup(
+                str(folder / "model"),
+                str(folder / "model"),
+                dtype,
+                context_length=64,
+                eos_token_ids=[1],
+                device=CPU,
+                seed=0,
+                job=job,
+            ),
             RolloutConfig(kv_cache_gib=0.01, routing_replay=True, max_sequences=16),
-            context_length=64,
-            eos_token_ids=[1],
-            device=CPU,
-            seed=0,
-            job=job,
         )
         batch = Batch.from_columns({"prompt_ids": prompts})
         samples = rollout.generate(batch, SAMPLING, seed=0)
@@ -83,9 +87,10 @@ def rank_program(rank, folder, job):
             rollout.start(Request(0, prompts[0], SAMPLING, 0, 2))
             rollout.poll()
             rollout.cancel()
-            share = Share(0, 1, lambda: 10_000)
-            stream = SampleStream(rollout, prompts[:4], SAMPLING, range(4), share, 16, version=0)
-            streamed, rows = stream.take(4)
+            share = ReplicaShare(0, 1, lambda: 10_000)
+            task = GenerationTask(batch.take(range(4)), SAMPLING, range(4), 0, share)
+            stream = SingleTurnStream(rollout, task)
+            streamed, rows = stream.next_samples(4)
             of_rows = batch.take(rows)
             found["streamed"] = of_rows.with_columns(
                 {name: streamed[name] for name in ("response_ids", ROUTES)}

@@ -7,14 +7,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from hybridrl.batch.batch import Batch
+from hybridrl.rollout.engine_requests import Finished, Request, Sampling
 from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
-from hybridrl.rollout.lockstep import FollowingRollout, LeadingEngine, LeadingRollout
-from hybridrl.rollout.playing import Playing, PlaysEpisodes
-from hybridrl.rollout.rollout_engine import Finished, Request, RolloutEngine, Sampling
+from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
+from hybridrl.rollout.rollout_engine import BatchedEngine
+from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SampleStream
 from hybridrl.rollout.transcript import Transcript
 
 
-class Noted(RolloutEngine):
+class Noted(BatchedEngine):
     """Notes what it is asked; ends every sample in the poll after the one in which it began."""
 
     continuous = True
@@ -47,29 +48,29 @@ class Noted(RolloutEngine):
         raise NotImplementedError
 
 
-class Plays(PlaysEpisodes):
+class Plays(SampleGenerator):
     """One turn for each row; begins a request that it drops. In the seventh row it breaks."""
 
-    def begin(self, batch, sampling, seeds, version):
-        return OneTurn(self._engine, len(batch), sampling)
+    def begin(self, task):
+        return OneTurn(self.requests, task)
 
 
-class OneTurn(Playing):
-    def __init__(self, engine, rows, sampling):
-        self.engine, self.sampling, self.left = engine, sampling, list(range(rows))
+class OneTurn(SampleStream):
+    def __init__(self, requests, task):
+        super().__init__(requests, task.version)
+        self.sampling, self.left = task.sampling, list(range(len(task.batch)))
 
-    def take(self, least, refresh=None):
+    def _collect(self, least, refresh):
         if len(self.left) == 7:
             raise RuntimeError("broken")
         rows, self.left = self.left[:least], self.left[least:]
         for row in (*rows, 99):
-            self.engine.start(Request(row, [1], self.sampling, 0))
-        self.engine.abort([99])
+            self._requests.start(Request(row, [1], self.sampling, 0))
+        self._requests.abort([99])
         done = []
         while len(done) < len(rows):
-            if refresh is not None:
-                refresh()
-            done += self.engine.poll()
+            self._refresh(refresh)
+            done += self._requests.poll()
         samples = []
         for finished in done:
             transcript = Transcript([1])
@@ -78,17 +79,13 @@ class OneTurn(Playing):
         keys = np.array([finished.key for finished in done], dtype=np.int64)
         return episode_batch(samples, [], branching=False), keys
 
-    def close(self):
-        self.engine.cancel()
-
 
 def play(rank):
     peers, engine, refreshed = dist.group.WORLD, Noted(), []
     if rank == 0:
-        leading = LeadingEngine(engine, peers)
-        rollout = LeadingRollout(Plays(leading), leading)
+        rollout = Plays(engine, LockstepRequests(engine, peers))
     else:
-        rollout = FollowingRollout(engine, peers)
+        rollout = LockstepFollower(engine, peers)
 
     def refresh():
         refreshed.append(len(engine.asked))
@@ -98,8 +95,8 @@ def play(rank):
         return Batch.from_columns({"prompt_ids": [[1]] * count})
 
     whole = rollout.generate(rows(3), Sampling(4), 0)
-    playing = rollout.begin(rows(4), Sampling(4), list(range(4)), 0)
-    parts = [playing.take(least, refresh)[1].tolist() for least in (1, 3)]
+    playing = rollout.begin(GenerationTask(rows(4), Sampling(4), list(range(4))))
+    parts = [playing.next_samples(least, refresh)[1].tolist() for least in (1, 3)]
     playing.close()
     broken = ""
     try:

@@ -7,8 +7,10 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.rollout.rollout_engine import Sampling
+from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.transformers_engine import TransformersRollout
 from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, equal_plan
 from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
@@ -88,7 +90,7 @@ def new_weights(path):
 
 
 def options():
-    return {"max_sequences": 8, "eos_token_ids": [EOS], "device": CPU}
+    return {"eos_token_ids": [EOS], "device": CPU}
 
 
 def rank_program(rank, folder, tokenizer):
@@ -97,7 +99,11 @@ def rank_program(rank, folder, tokenizer):
     for tied in (True, False):
         path = str(folder / str(tied))
         for name, plan in PLANS.items():
-            engine = PipelineRollout(path, tokenizer, "float32", plan, **options())
+            engine = PipelineRollout(
+                EngineSetup(path, path, "float32", **options()),
+                RolloutConfig(max_sequences=8),
+                plan,
+            )
             before = engine.differences(new_weights(path))
             found[tied, name, "before"] = samples(engine, whole=tied)
             shapes = {n: tuple(t.shape) for n, t in new_weights(path)}
@@ -138,7 +144,9 @@ def expected(folder):
     whole = {}
     for tied in (True, False):
         path = str(folder / str(tied))
-        engine = TransformersRollout(path, build_tokenizer(), "float32", **options())
+        engine = TransformersRollout(
+            EngineSetup(path, path, "float32", **options()), RolloutConfig(max_sequences=8)
+        )
         whole[tied, "before"] = samples(engine, whole=tied)
         engine.load(new_weights(path))
         whole[tied, "after"] = samples(engine, whole=not tied)

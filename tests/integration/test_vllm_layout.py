@@ -17,6 +17,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig, RolloutParallelConfig
 from hybridrl.layout.boxes import volume
 from hybridrl.rollout import Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.weight_writer import by_tensor, inside
 from hybridrl.system.shared_memory import remove_shared_memory
 
@@ -126,16 +127,18 @@ def make_rollout(folder: Path, case: Case, ranks: int, job: str, **options: Any)
 
     parallel = RolloutParallelConfig(ranks)
     return VLLMRollout(
-        str(folder),
-        str(folder),
-        case.dtype,
+        EngineSetup(
+            str(folder),
+            str(folder),
+            case.dtype,
+            context_length=64,
+            eos_token_ids=[1],
+            device=torch.device("cpu"),
+            seed=0,
+            job=job,
+            **options,
+        ),
         RolloutConfig(parallel=parallel, kv_cache_gib=0.01, quantization=case.quantization),
-        context_length=64,
-        eos_token_ids=[1],
-        device=torch.device("cpu"),
-        seed=0,
-        job=job,
-        **options,
     )
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from hybridrl.rollout.rollout_engine import EngineSetup
+
 
 @pytest.mark.vllm
 def test_requests_are_dropped_seen_and_ended(tmp_path):
@@ -19,7 +21,7 @@ def make_requests(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
-    from hybridrl.rollout.rollout_engine import Request, Sampling
+    from hybridrl.rollout.engine_requests import Request, Sampling
     from hybridrl.rollout.vllm import VLLMRollout
     from hybridrl.system.shared_memory import remove_shared_memory
 
@@ -27,16 +29,18 @@ def make_requests(rank, tmp_path):
     tokenizer = build_tokenizer()
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=96)
     engine = VLLMRollout(
-        str(folder),
-        str(folder),
-        "float32",
+        EngineSetup(
+            str(folder),
+            str(folder),
+            "float32",
+            context_length=96,
+            eos_token_ids=[tokenizer.eos_token_id],
+            device=torch.device("cpu"),
+            seed=0,
+            job=job,
+            stop_texts=True,
+        ),
         RolloutConfig(kv_cache_gib=0.05),
-        context_length=96,
-        eos_token_ids=[tokenizer.eos_token_id],
-        device=torch.device("cpu"),
-        seed=0,
-        job=job,
-        stop_texts=True,
     )
     prompt = tokenizer("12*")["input_ids"]
     long = Sampling(24, min_tokens=24)  # all end at the same time

@@ -18,14 +18,14 @@ from hybridrl.layout.boxes import extent, whole
 from hybridrl.layout.tensor_pieces import Piece
 from hybridrl.models import CausalPolicy
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.rollout_engine import BatchedEngine
 from hybridrl.rollout.weight_writer import WeightWriter
 from hybridrl.weights.weight_channel import WeightChannel
 
 TRAINERS, GENERATORS = 4, 4
 
 
-class Part(RolloutEngine):
+class Part(BatchedEngine):
     """Holds part `index` of `parts` of every parameter, along dim 0."""
 
     def __init__(self, index, parts):

@@ -1,4 +1,4 @@
-"""AgentRollout: what programs had sampled over HTTP is what is learned from."""
+"""AgentGenerator: what programs had sampled over HTTP is what is learned from."""
 
 import contextlib
 import itertools
@@ -27,8 +27,9 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.environments.episode_runner import Played
 from hybridrl.errors import RolloutError
+from hybridrl.rollout.sample_generator import GenerationTask
 from hybridrl.run_files.run_reader import RunFolder
-from hybridrl.serving.agent_rollout import AgentRollout, agent_rollout
+from hybridrl.serving.agent_rollout import AgentGenerator, ServedModel, agent_generator
 from hybridrl.serving.failed_episodes import FailedEpisodes
 
 
@@ -42,7 +43,7 @@ def rows(count, copies=1):
 def rollout_of(engine, play, failed=None, **settings):
     endpoint = endpoint_of(engine.tokenizer)
     programs = ThreadPrograms(play, endpoint.exchange.wake)
-    return AgentRollout(engine, endpoint, programs, EnvironmentConfig(**settings), failed=failed)
+    return AgentGenerator(engine, endpoint, programs, EnvironmentConfig(**settings), failed=failed)
 
 
 @pytest.fixture
@@ -264,14 +265,14 @@ def test_episodes_come_as_they_finish_with_the_version_of_each_token(http, closi
     rollout = rollout_of(engine, play)
     closing(rollout)
     versions = itertools.count(11)
-    playing = rollout.begin(rows(2), TRAINED, [5, 6], version=10)
-    first, numbers = playing.take(1)
+    playing = rollout.begin(GenerationTask(rows(2), TRAINED, [5, 6], version=10))
+    first, numbers = playing.next_samples(1)
     assert numbers.tolist() == [1] and set(first["token_versions"].values.tolist()) == {10}
     go_on.set()
-    second, numbers = playing.take(9, lambda: next(versions))
+    second, numbers = playing.next_samples(9, lambda: next(versions))
     found = second["token_versions"].values.tolist()
     assert numbers.tolist() == [0] and found == list(range(found[0], found[0] + 6))
-    assert len(playing.take(1)[0]) == 0
+    assert len(playing.next_samples(1)[0]) == 0
     playing.close()
 
 
@@ -309,16 +310,13 @@ def test_nobody_works_while_nobody_asks(http, closing):
 
 
 def outside_rollout(tmp_path, closing, timeout_s=60.0):
-    rollout = agent_rollout(
+    rollout = agent_generator(
         ScriptedEngine(merging_tokenizer("plain")),
         merging_tokenizer("plain"),
-        rollout=RolloutConfig(serve=True),
-        environment=EnvironmentConfig(timeout_s=timeout_s),
-        model="m",
-        vocabulary=200,
-        context_length=4096,
-        replica=0,
-        announced_at=tmp_path / "endpoint.json",
+        ServedModel("m", 200, 4096),
+        RolloutConfig(serve=True),
+        EnvironmentConfig(timeout_s=timeout_s),
+        folder=tmp_path,
     )
     closing(rollout)
     return rollout
@@ -363,9 +361,9 @@ def test_programs_from_outside_ask_for_rows(tmp_path, http, closing):
 def test_the_program_of_the_endpoints_page_plays(tmp_path, closing):
     page = (Path(__file__).parents[2] / "docs" / "endpoint.md").read_text()
     (program,) = re.findall("```python\n(.*?)```", page, re.DOTALL)
-    program = program.replace("runs/latest/endpoint-0.json", str(tmp_path / "endpoint.json"))
+    program = program.replace("runs/latest/endpoint-0.json", str(tmp_path / "endpoint-0.json"))
     rollout = outside_rollout(tmp_path, closing)
-    rollout._engine.script = lambda prompt_ids, seed: "2<|end|>"
+    rollout.engine.script = lambda prompt_ids, seed: "2<|end|>"
 
     def run():
         with contextlib.suppress(httpx.HTTPError):  # the job is over

@@ -8,12 +8,14 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling, responses
+from hybridrl.rollout.engine_requests import Sampling, responses
+from hybridrl.rollout.rollout_engine import BatchedEngine
+from hybridrl.rollout.single_turn import SingleTurnGenerator
 
 PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})
 
 
-class Rollout(RolloutEngine):
+class Rollout(BatchedEngine):
     def __init__(self, keeps, mask=None, awaits=False):
         super().__init__()
         self.keeps, self.mask, self.awaits = keeps, mask, awaits
@@ -52,7 +54,7 @@ def engine(rollout):
         return {}
 
     train.update = update
-    return HybridEngine(train, rollout, lambda name: nullcontext())
+    return HybridEngine(train, SingleTurnGenerator(rollout), lambda name: nullcontext())
 
 
 def test_an_engine_without_weights_gets_them_before_it_generates():

@@ -2,9 +2,8 @@
 
 import torch
 
-from hybridrl.rollout.noise import gumbel, uniform
-from hybridrl.rollout.rollout_engine import Sampling
-from hybridrl.rollout.token_sampler import Chooser
+from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.token_sampler import Chooser, gumbel, uniform
 
 QWEN = 151_936
 """The size of a large vocabulary."""

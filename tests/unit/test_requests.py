@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
-from hybridrl.rollout.rollout_engine import Request, Sampling
+from hybridrl.rollout.engine_requests import Request, Sampling
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.transformers_engine import TransformersRollout
 
 
@@ -16,12 +18,10 @@ def engine(tmp_path_factory):
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=32, layers=1, heads=2, context=64)
     ends = [tokenizer.eos_token_id]
     return TransformersRollout(
-        str(folder),
-        tokenizer,
-        "float32",
-        max_sequences=8,
-        eos_token_ids=ends,
-        device=torch.device("cpu"),
+        EngineSetup(
+            str(folder), str(folder), "float32", eos_token_ids=ends, device=torch.device("cpu")
+        ),
+        RolloutConfig(max_sequences=8),
     )
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from engine_cases import CPU, make_model
 
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.transformers_engine import TransformersRollout
 from hybridrl.rollout.weight_writer import Form, WeightWriter, differences
 
@@ -69,7 +71,8 @@ def test_every_wrong_element_is_found():
 def test_transformers_holds_every_parameter_whole(tmp_path):
     make_model().save_pretrained(tmp_path)
     rollout = TransformersRollout(
-        str(tmp_path), None, "bfloat16", max_sequences=1, eos_token_ids=[1], device=CPU
+        EngineSetup(str(tmp_path), str(tmp_path), "bfloat16", eos_token_ids=[1], device=CPU),
+        RolloutConfig(max_sequences=1),
     )
     weights = {name: torch.randn(p.shape) for name, p in make_model().named_parameters()}
     pieces = rollout.pieces({name: tuple(tensor.shape) for name, tensor in weights.items()})

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Context, Worker
 from hybridrl.engine.hybrid_engine import with_mask
 from hybridrl.layout.rank_mesh import Mesh
-from hybridrl.rollout.playing import Playing, PlaysEpisodes
-from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling, responses
+from hybridrl.rollout.engine_requests import Finished, Sampling, responses
+from hybridrl.rollout.rollout_engine import BatchedEngine
+from hybridrl.rollout.sample_generator import SampleGenerator, SampleStream
+from hybridrl.rollout.single_turn import SingleTurnGenerator
 from hybridrl.workers import generator_worker as generator
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.generation import SampleSeeds
@@ -21,10 +22,10 @@ SAMPLING = Sampling(max_tokens=4)
 ROWS, PER_PROMPT = 12, 3
 
 
-class Engine(RolloutEngine):
+class Engine(BatchedEngine):
     """Answers with its seed."""
 
-    cost, rollout = None, property(lambda self: self)
+    cost, rollout = None, property(SingleTurnGenerator)
 
     def generate(self, batch, sampling, seed):
         samples = responses([[one] for one in seed], [[0.0]] * len(seed), ["stop"] * len(seed))
@@ -38,21 +39,20 @@ class Engine(RolloutEngine):
         raise NotImplementedError
 
 
-class Player(PlaysEpisodes):
+class Player(SampleGenerator):
     """Plays episodes whose only token is their seed."""
 
-    def begin(self, batch, sampling, seeds, version):
+    def begin(self, task):
+        task, first = task.block()
+        seeds, requests = task.seeds, self.requests
         samples = responses([[one] for one in seeds], [[0.0]] * len(seeds), ["stop"] * len(seeds))
 
-        class Played(Playing):
-            def take(self, least, refresh=None):
+        class Played(SampleStream):
+            def _collect(self, least, refresh):
                 versions = {"token_versions": [[0]] * len(seeds)}
-                return samples.with_columns(versions), np.arange(len(seeds))
+                return samples.with_columns(versions), np.arange(len(seeds)) + first
 
-            def close(self):
-                pass
-
-        return Played()
+        return Played(requests, task.version)
 
 
 def actor(rank, ranks):
@@ -77,7 +77,7 @@ def replica(rank, ranks, engine):
     class Rank(GeneratorWorker):
         def __init__(self):
             Worker.__init__(self, Context("generator", rank, ranks))
-            self._seeds, self._engine, self._config = SampleSeeds(7), engine, RolloutConfig()
+            self._seeds, self._generator = SampleSeeds(7), engine
             self._mesh = Mesh({"rollout_dp": ranks, "rollout_tp": 1})
             self._version = self._started = 0
             self._peers, self._in_flight = None, False
@@ -92,7 +92,7 @@ def replica(rank, ranks, engine):
 
 KINDS = {
     "actor": actor,
-    "generator": lambda rank, ranks: replica(rank, ranks, Engine()),
+    "generator": lambda rank, ranks: replica(rank, ranks, SingleTurnGenerator(Engine())),
     "served": lambda rank, ranks: replica(rank, ranks, Player(Engine())),
 }
 

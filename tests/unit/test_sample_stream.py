@@ -1,12 +1,15 @@
-"""SampleStream: samples as they finish, dealt out to replicas, from weights that change."""
+"""SingleTurnStream: samples as they finish, dealt out to replicas, from weights that change."""
 
 import itertools
 
 import pytest
 import torch
 
-from hybridrl.rollout.rollout_engine import Finished, RolloutEngine, Sampling
-from hybridrl.rollout.stream import SampleStream, Share
+from hybridrl.batch.batch import Batch
+from hybridrl.rollout.engine_requests import Finished, Sampling, responses
+from hybridrl.rollout.rollout_engine import BatchedEngine, RolloutEngine
+from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare
+from hybridrl.rollout.single_turn import SingleTurnStream
 
 SAMPLING = Sampling(max_tokens=100)
 
@@ -15,10 +18,7 @@ class Engine(RolloutEngine):
     """Generates a token per sample and poll; a sample of a prompt of n tokens is n tokens long, and
     tells its seed as its first token."""
 
-    continuous = True
-
     def __init__(self):
-        super().__init__()
         self.running, self.most, self.order = {}, 0, []
 
     def start(self, request):
@@ -41,8 +41,11 @@ class Engine(RolloutEngine):
     def progress(self):
         return {key: tokens for key, (_, _, tokens) in self.running.items()}
 
-    def generate(self, batch, sampling, seed):
+    def abort(self, keys):
         raise NotImplementedError
+
+    def cancel(self):
+        self.running.clear()
 
     def load(self, weights):
         raise NotImplementedError
@@ -50,13 +53,15 @@ class Engine(RolloutEngine):
 
 def stream(engine, lengths, *, index=0, replicas=1, claim=None, at_a_time=100, copies=1):
     prompts = [[n] * n for n in lengths for _ in range(copies)]
-    share = Share(index, replicas, claim or itertools.count().__next__)
+    share = ReplicaShare(index, replicas, claim or itertools.count().__next__)
     seeds = range(1000, 1000 + len(prompts))
-    return SampleStream(engine, prompts, SAMPLING, seeds, share, at_a_time, version=3)
+    engine.max_sequences = at_a_time
+    batch = Batch.from_columns({"prompt_ids": prompts})
+    return SingleTurnStream(engine, GenerationTask(batch, SAMPLING, seeds, 3, share))
 
 
 def test_each_row_has_its_own_seed_wherever_it_runs():
-    samples, rows = stream(Engine(), [2, 3, 1], copies=2).take(6)
+    samples, rows = stream(Engine(), [2, 3, 1], copies=2).next_samples(6)
     assert sorted(rows) == list(range(6))
     for row, ids in zip(rows, samples["response_ids"].rows(), strict=True):
         assert set(ids.tolist()) == {1000 + row}
@@ -64,23 +69,23 @@ def test_each_row_has_its_own_seed_wherever_it_runs():
 
 def test_samples_come_in_the_order_in_which_they_finish():
     samples = stream(Engine(), [5, 1, 3])
-    first, rows = samples.take(1)
+    first, rows = samples.next_samples(1)
     assert rows.tolist() == [1] and len(first) == 1
-    assert samples.take(2)[1].tolist() == [2, 0]
-    rest, rows = samples.take(1)
+    assert samples.next_samples(2)[1].tolist() == [2, 0]
+    rest, rows = samples.next_samples(1)
     assert len(rest) == 0 and len(rows) == 0, "nothing is left"
 
 
 def test_the_longest_begin_first_and_no_more_than_fit_run():
     engine = Engine()
-    stream(engine, [1, 5, 2, 4, 3], at_a_time=2).take(5)
+    stream(engine, [1, 5, 2, 4, 3], at_a_time=2).next_samples(5)
     assert engine.order == [1, 3, 4, 2, 0]
     assert engine.most == 2
 
 
 def test_a_group_larger_than_what_fits_still_runs():
     engine = Engine()
-    assert len(stream(engine, [2], copies=8, at_a_time=4).take(8)[1]) == 8
+    assert len(stream(engine, [2], copies=8, at_a_time=4).next_samples(8)[1]) == 8
 
 
 def test_replicas_share_the_rows_and_the_faster_one_takes_more():
@@ -91,9 +96,9 @@ def test_replicas_share_the_rows_and_the_faster_one_takes_more():
     )
     found = {"slow": [], "fast": []}
     for _ in range(30):
-        found["slow"] += slow.take(1)[1].tolist()
+        found["slow"] += slow.next_samples(1)[1].tolist()
         for _ in range(4):
-            found["fast"] += fast.take(1)[1].tolist()
+            found["fast"] += fast.next_samples(1)[1].tolist()
     assert sorted(found["slow"] + found["fast"]) == list(range(12))
     assert len(found["fast"]) > 2 * len(found["slow"])
 
@@ -101,24 +106,22 @@ def test_replicas_share_the_rows_and_the_faster_one_takes_more():
 def test_tokens_tell_which_weights_made_them():
     versions = iter([3, 3, 4, 4, 5, 5, 5])
     engine = Engine()
-    samples, rows = stream(engine, [2, 6]).take(2, lambda: next(versions))
+    samples, rows = stream(engine, [2, 6]).next_samples(2, lambda: next(versions))
     made = dict(zip(rows.tolist(), samples["token_versions"].rows(), strict=True))
     assert made[0].tolist() == [3, 3]
     assert made[1].tolist() == [3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("samples", [1, 3])
-def test_the_base_engine_gives_every_sample_of_a_request(samples):
-    class Whole(Engine):
-        start, poll, progress = RolloutEngine.start, RolloutEngine.poll, RolloutEngine.progress
+def test_a_batched_engine_gives_every_sample_of_a_request(samples):
+    class Whole(BatchedEngine):
+        load = None
 
         def generate(self, batch, sampling, seed):
-            from hybridrl.rollout.rollout_engine import responses
-
             ids = [[s] * len(p) for s, p in zip(seed, batch["prompt_ids"].rows(), strict=True)]
             return responses(ids, [[0.0] * len(i) for i in ids], ["stop"] * len(ids))
 
-    found, rows = stream(Whole(), [2, 1], copies=samples).take(2 * samples)
+    found, rows = stream(Whole(), [2, 1], copies=samples).next_samples(2 * samples)
     assert sorted(rows) == list(range(2 * samples))
     firsts = [int(ids[0]) for ids in found["response_ids"].rows()]
     assert firsts == [1000 + row for row in rows]

@@ -11,7 +11,7 @@ from test_agents import rows
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.adapters.launch import can_isolate
 from hybridrl.environments.pool import EnvironmentPool
-from hybridrl.serving.agent_rollout import AgentRollout
+from hybridrl.serving.agent_rollout import AgentGenerator
 from hybridrl.serving.failed_episodes import FailedEpisodes
 
 AGENT = """
@@ -146,7 +146,7 @@ def rollout_of(tmp_path_factory):
             pool = EnvironmentPool(config, endpoint.exchange.wake)
             engine = ScriptedEngine(tokenizer, lambda prompt, seed: "in<|end|>")
             failed = FailedEpisodes(folder / "failed", 0, "command", tokenizer)
-            known = AgentRollout(engine, endpoint, pool, config, None, failed), folder
+            known = AgentGenerator(engine, endpoint, pool, config, None, failed), folder
             opened[str({k: v for k, v in options.items() if k != "command"})] = known
         return known
 

@@ -15,8 +15,8 @@ from hybridrl.algorithms.registry import ADVANTAGES
 from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.batch.row_balancing import blocks_of_runs
 from hybridrl.config.schema import AlgorithmConfig
+from hybridrl.rollout.engine_requests import ragged
 from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
-from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.rollout.transcript import Transcript
 from hybridrl.trainers.episode_branches import own_branches
 from hybridrl.trainers.update_columns import (

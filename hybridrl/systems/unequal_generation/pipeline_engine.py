@@ -13,24 +13,30 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import whole
 from hybridrl.layout.tensor_pieces import Piece
-from hybridrl.rollout.rollout_engine import RolloutEngine, Sampling, responses, row_seeds
+from hybridrl.models import load_config, load_tokenizer
+from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds
+from hybridrl.rollout.rollout_engine import BatchedEngine, EngineSetup
 from hybridrl.rollout.token_sampler import Chooser
 from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_linear import LowBitLinear
 from hybridrl.systems.unequal_generation.decode_micro_batch import Group
-from hybridrl.systems.unequal_generation.decoder_stage import unread_stage
-from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
+from hybridrl.systems.unequal_generation.decoder_stage import check_stages, unread_stage
+from hybridrl.systems.unequal_generation.generation_plan import (
+    GenerationPlan,
+    equal_plan,
+    read_plan,
+)
 from hybridrl.systems.unequal_generation.pipeline_generation import PipelineRun
 from hybridrl.systems.unequal_generation.stage_links import StageLinks
 
 
-class PipelineRollout(RolloutEngine):
+class PipelineRollout(BatchedEngine):
     """One stage of a replica, with its weights; all ranks of the replica make the same calls, and
     get the same samples. Building it is collective over the world.
 
@@ -39,25 +45,19 @@ class PipelineRollout(RolloutEngine):
     """
 
     def __init__(
-        self,
-        path: str,
-        tokenizer: PreTrainedTokenizerBase,
-        dtype: str,
-        plan: GenerationPlan,
-        *,
-        max_sequences: int,
-        eos_token_ids: list[int],
-        device: torch.device,
+        self, setup: EngineSetup, config: RolloutConfig, plan: GenerationPlan | None = None
     ) -> None:
         super().__init__()
+        device, dtype = setup.device, setup.dtype
+        plan = plan or _plan_of(setup.path, config)
         self._device, self._dtype, self._plan = device, DTYPES[dtype], plan
-        self._tokenizer = tokenizer
-        self._max_sequences = max_sequences
-        self._eos = torch.tensor(eos_token_ids, device=device)
+        self._tokenizer = load_tokenizer(setup.tokenizer)
+        self.max_sequences = config.max_sequences
+        self._eos = torch.tensor(setup.eos_token_ids, device=device)
         self._links = StageLinks(plan, self._dtype, device)
         number = self._links.stage
         bits = plan.stages[number].bits
-        self._stage = unread_stage(path, plan.first_layer(number), bits, dtype, device)
+        self._stage = unread_stage(setup.path, plan.first_layer(number), bits, dtype, device)
         self._tensors = self._stage.tensors()
 
     @torch.inference_mode()
@@ -66,8 +66,8 @@ class PipelineRollout(RolloutEngine):
         seeds = row_seeds(seed, len(prompts))
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
         done: dict[int, tuple[list[int], list[float], str]] = {}
-        for start in range(0, len(order), self._max_sequences):
-            rows = order[start : start + self._max_sequences]
+        for start in range(0, len(order), self.max_sequences):
+            rows = order[start : start + self.max_sequences]
             found = self._generate(
                 [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
             )
@@ -140,6 +140,16 @@ class PipelineRollout(RolloutEngine):
             (row, values.tolist(), "stop" if end else "length")
             for row, values, end in zip(tokens, log_probs, ended, strict=True)
         ]
+
+
+def _plan_of(path: str, config: RolloutConfig) -> GenerationPlan:
+    """Return the plan of `rollout.plan`, or one of equal stages, for this model."""
+    model = load_config(path)
+    plan = equal_plan(model.get_text_config().num_hidden_layers, config.parallel.pp)
+    if config.plan is not None:
+        plan = read_plan(config.plan)
+    check_stages(model, "rollout=pipeline", path)
+    return plan
 
 
 class RoundingWriter(WeightWriter):

@@ -1,0 +1,176 @@
+"""SampleGenerator: makes samples of a batch of prompts with an engine, and gives them as they
+finish. It has an engine, whose weights and memory are the engine's own affair."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.row_balancing import blocks_of_runs
+from hybridrl.rollout.engine_requests import RequestQueue, Sampling, row_seeds
+from hybridrl.rollout.rollout_engine import RolloutEngine
+
+Refresh = Callable[[], int]
+"""Called between two tokens: may give the engine new weights, and returns their version."""
+NumberedSamples = tuple[Batch, npt.NDArray[np.int64]]
+"""Samples, and the number of each one's row in the batch."""
+
+
+class ReplicaShare(NamedTuple):
+    """A replica's place among those that generate one batch.
+
+    Attributes:
+        index, replicas: Which of how many.
+        claim: Gives numbers from 0 on, each to one replica only. The ranks of a replica call it
+            together, and get the same.
+    """
+
+    index: int
+    replicas: int
+    claim: Callable[[], int]
+
+
+class GenerationTask(NamedTuple):
+    """A batch to make samples of.
+
+    Attributes:
+        batch: Prompts, and columns of the data, of all replicas.
+        seeds: One a row, on which alone it depends what the row samples.
+        version: Policy version of the engine's weights.
+        share: This replica's; None: all rows.
+    """
+
+    batch: Batch
+    sampling: Sampling
+    seeds: Sequence[int]
+    version: int = 0
+    share: ReplicaShare | None = None
+
+    def block(self) -> tuple[GenerationTask, int]:
+        """Return a task of the replica's own block of rows, and the number of the first of them.
+        No block has a part of the neighbouring rows that are samples of one prompt (`group_id`)."""
+        if self.share is None:
+            return self, 0
+        batch = self.batch
+        groups = batch["group_id"].tolist() if "group_id" in batch else range(len(batch))
+        rows = blocks_of_runs(groups, self.share.replicas)[self.share.index]
+        own = self._replace(batch=batch.take(rows), seeds=[self.seeds[row] for row in rows])
+        return own, rows.start
+
+
+class TokenVersions:
+    """Follows which version of the policy makes each token of the samples under way, while the
+    engine's weights may change between two of their tokens.
+
+    Args:
+        version: Of the weights that the engine has.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._begins: dict[int, list[tuple[int, int]]] = {}  # by key: from which token on
+
+    def begin(self, keys: Iterable[int]) -> None:
+        """Begin to follow these samples."""
+        for key in keys:
+            self._begins[key] = [(0, self.version)]
+
+    def change(self, version: int, progress: Callable[[], dict[int, int]]) -> None:
+        """Note the engine's version.
+
+        Args:
+            progress: Says how many tokens each sample under way has, by key.
+        """
+        if version == self.version:
+            return
+        self.version, tokens = version, progress()
+        for key, begins in self._begins.items():
+            begins.append((tokens.get(key, 0), version))
+
+    def end(self, key: int, length: int) -> list[int]:
+        """Return the version of each token of a sample that has so many, and is over."""
+        begins = self._begins.pop(key)
+        ends = [start for start, _ in begins[1:]] + [length]
+        return [
+            version
+            for (start, version), end in zip(begins, ends, strict=True)
+            for _ in range(start, min(end, length))
+        ]
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """Follow these samples no longer."""
+        for key in keys:
+            self._begins.pop(key, None)
+
+
+class SampleStream(ABC):
+    """The samples that a replica makes of a batch, as they finish."""
+
+    def __init__(self, requests: RequestQueue, version: int) -> None:
+        self._requests, self._versions = requests, TokenVersions(version)
+
+    def next_samples(self, least: int, refresh: Refresh | None = None) -> NumberedSamples:
+        """Return at least so many samples, or all that are left for this replica.
+
+        Returns:
+            The columns of `RolloutEngine.generate`, or of `episode_batch`, with `token_versions`:
+            the policy version that made each token.
+        """
+        try:
+            return self._collect(least, refresh)
+        finally:
+            self._requests.end_call()
+
+    @abstractmethod
+    def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples: ...
+
+    def _refresh(self, refresh: Refresh | None) -> None:
+        if refresh is not None:
+            self._versions.change(self._requests.refresh(refresh), self._requests.progress)
+
+    def close(self) -> None:
+        """Drop what is still under way."""
+        self._requests.cancel()
+
+
+class SampleGenerator(ABC):
+    """Makes samples with an engine.
+
+    Args:
+        requests: Where it asks for turns; None: the engine itself.
+    """
+
+    def __init__(self, engine: RolloutEngine, requests: RequestQueue | None = None) -> None:
+        self.engine, self.requests = engine, requests or engine
+
+    @abstractmethod
+    def begin(self, task: GenerationTask) -> SampleStream:
+        """Begin a sample of each row."""
+
+    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+        """Make all samples, in the order of the rows; the columns are those of the stream, but for
+        `token_versions`. The arguments are those of `RolloutEngine.generate`."""
+        stream = self.begin(GenerationTask(batch, sampling, row_seeds(seed, len(batch))))
+        try:
+            samples, rows = stream.next_samples(len(batch))
+        finally:
+            stream.close()
+        return without_versions(samples.take(np.argsort(rows)))
+
+    def notices(self) -> list[str]:
+        """Return sentences on episodes that failed since this was asked last."""
+        return []
+
+    def close(self) -> None:
+        """End it and its engine."""
+        self.engine.close()
+
+
+def without_versions(samples: Batch) -> Batch:
+    """Return samples of weights that did not change while they were made."""
+    return samples.select([n for n in samples.columns if not n.endswith("token_versions")])
