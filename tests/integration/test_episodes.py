@@ -446,16 +446,13 @@ def test_episodes_are_closed_however_they_end(play):
     assert closed == ["1="]
 
 
-def test_the_engine_keeps_its_other_duties(play):
+def test_it_ends_with_its_engine():
     engine = ScriptedEngine(None)
     rollout = EpisodeGenerator(
         engine, Echo, TOKENIZER, max_turns=1, max_turn_tokens=None, tool_timeout_s=1.0
     )
-    rollout.load(iter([]))
-    rollout.wake()
-    rollout.sleep()
     rollout.close()
-    assert engine.loaded and engine.closed
+    assert engine.closed
 
 
 def test_a_failing_engine_leaves_no_request_behind(play):
