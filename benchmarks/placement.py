@@ -41,7 +41,7 @@ STEP = [
     "guard.most_mismatch=10",
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=4", "reward.function=length"),
     *("reward.options.length.limit=8", "reward.options.length.ramp=8"),
-    *("observe.samples_every=0", "observe.show_every=0", "observe.timeline_every=4"),
+    *("observe.samples_every=0", "observe.show_every=0"),
 ]
 WARM_UP_STEPS = 3
 SCORERS = (("reference", "compute_ref_log_prob"), ("reward", "compute_reward"))

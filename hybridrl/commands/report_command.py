@@ -10,10 +10,8 @@ from rich.console import Console
 
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.summary import REPORT
 from hybridrl.system.formatting import readable_bytes
-from hybridrl.system.storage import replacing
-
-NAME = "report.html"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="runs whose curves and settings are shown beside",
     )
-    parser.add_argument("--out", metavar="FILE", help=f"else {NAME} in the run's folder")
+    parser.add_argument("--out", metavar="FILE", help=f"else {REPORT} in the run's folder")
     parser.add_argument("--open", action="store_true", help="open it in the browser")
 
 
@@ -41,24 +39,14 @@ def run(chosen: argparse.Namespace) -> int:
     others = [RunFolder(Path(other).expanduser()) for other in chosen.against]
     # Of `--against runs/*` the run itself is one, and runs/latest another for the second time.
     against = list({other.path: other for other in others if other.path != shown.path}.values())
-    out = Path(chosen.out).expanduser() if chosen.out else shown.path / NAME
-    if out.is_dir():
-        raise ConfigError(f"--out {chosen.out} is a folder. Name a file in it: {out / NAME}.")
-    # These bring torch, which takes seconds; a wrong folder is refused without them.
-    from hybridrl.report.html_page import page
-    from hybridrl.report.report_content import Content
+    out = Path(chosen.out).expanduser() if chosen.out else None
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {chosen.out} is a folder. Name a file in it: {out / REPORT}.")
+    # It brings torch, which takes seconds; a wrong folder is refused without it.
+    from hybridrl.report.report_content import write_report
 
-    text = page(shown.name, Content(shown, against).data())
-    _write(out, text)
-    Console().print(
-        f"{out} ({readable_bytes(len(text.encode()))})", highlight=False, soft_wrap=True
-    )
+    file, size = write_report(shown, against, out)
+    Console().print(f"{file} ({readable_bytes(size)})", highlight=False, soft_wrap=True)
     if chosen.open:
-        webbrowser.open(out.absolute().as_uri())
+        webbrowser.open(file.absolute().as_uri())
     return 0
-
-
-def _write(out: Path, text: str) -> None:
-    """Whole or not at all: a browser may be looking at an earlier one."""
-    with replacing(out, "`--out`") as part:
-        part.write_text(text, encoding="utf-8")

@@ -37,7 +37,7 @@ from hybridrl.config.presets import (
 from hybridrl.config.presets import leaves as leaves_of_preset
 from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config, is_served
-from hybridrl.config.setting_names import check_name, leaves
+from hybridrl.config.setting_names import check_name, leaves, without_old_settings
 from hybridrl.config.setting_types import (
     is_optional,
     kind_of,
@@ -102,7 +102,8 @@ def read_settings(file: Path) -> Config:
         ConfigError: if they cannot be read.
     """
     try:
-        stored = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+        read = without_old_settings(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
+        stored = OmegaConf.create(read)
         return to_config(OmegaConf.merge(OmegaConf.structured(Config), stored))  # type: ignore[arg-type]
     except (OSError, yaml.YAMLError, UnicodeError, OmegaConfBaseException) as error:
         raise ConfigError(

@@ -15,6 +15,7 @@ from hybridrl.config import secrets
 from hybridrl.config.presets import leaves
 from hybridrl.config.resume import AUTO, forked, resumed
 from hybridrl.config.schema import LOSSY_SYNC, Config
+from hybridrl.config.setting_names import without_old_settings
 from hybridrl.errors import ConfigError
 
 _ABSENT = object()
@@ -53,7 +54,7 @@ def with_settings_of_run(config: Config, given_keys: Iterable[str]) -> Config:
     given = OmegaConf.structured(secrets.unmarked(config))
     named = f"fork={config.fork}" if resumes is None else f"resume={config.resume}"
     try:
-        stored = yaml.safe_load(source.settings.read_text(encoding="utf-8"))
+        stored = without_old_settings(yaml.safe_load(source.settings.read_text(encoding="utf-8")))
         found: Any = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(stored))
         for key in given_keys:
             while True:

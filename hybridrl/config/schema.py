@@ -291,9 +291,6 @@ class ObserveConfig:
     """Steps between two tables in `samples/`; 0: none."""
     show_every: NonNegativeInt = 10
     """Steps between two samples on the console; 0: none."""
-    timeline_every: NonNegativeInt = 0
-    """Steps between two timelines in `timelines/`: a picture, and a trace for Perfetto, of what
-    each device did in the step and the one before; 0: none."""
 
 
 @dataclass

@@ -21,7 +21,20 @@ OPEN = (
 )
 """Settings below which any name may stand: the user's, those of a loss, roles, tasks, vLLM's or an
 environment's; checked with them."""
+OLD_SETTINGS = {"observe": ("timeline_every",)}
+"""Settings that there are no more, by group; `config.yaml` of earlier runs has them."""
 _NAME = re.compile(r"[^\W\d][\w-]*")
+
+
+def without_old_settings(stored: Any) -> Any:
+    """Return the settings of a run's `config.yaml` without those that there are no more."""
+    if not isinstance(stored, dict):
+        return stored
+    groups = {name: stored[name] for name in OLD_SETTINGS if isinstance(stored.get(name), dict)}
+    return stored | {
+        name: {key: value for key, value in group.items() if key not in OLD_SETTINGS[name]}
+        for name, group in groups.items()
+    }
 
 
 @cache

@@ -7,6 +7,7 @@ with Job(load_config(["trainer.steps=40"])) as job:
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import time
@@ -40,7 +41,9 @@ from hybridrl.run_files.beside_steps import BesideSteps
 from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
 from hybridrl.run_files.run_directory import RunDirectory, make_steps_folder
 from hybridrl.run_files.run_lock import RunLock
+from hybridrl.run_files.run_reader import RunFolder
 from hybridrl.run_files.run_status import RunState, outcome_of
+from hybridrl.run_files.summary import REPORT
 from hybridrl.system.formatting import readable_seconds
 from hybridrl.system.garbage_collection import no_collection
 from hybridrl.trainers import load_trainer
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from hybridrl.trainers.role_spec import RoleSpec
     from hybridrl.trainers.trainer import Trainer
 
+_log = logging.getLogger(__name__)
 Function = Callable[..., Any]
 
 
@@ -361,9 +365,20 @@ class Job:
     def _end(self, error: BaseException | None) -> None:
         """Notes how the run has ended, first, for to close may take long; closes everything."""
         self._outcome, _ = outcome_of(error)
-        if self._state is not None:
-            self._state.end(error)
-        self._opened.close()
+        try:
+            if self._state is not None and self._state.end(error):
+                self._write_report()
+        finally:
+            self._opened.close()
+
+    def _write_report(self) -> None:
+        """Write the run as a page. No job fails for it."""
+        try:
+            from hybridrl.report.report_content import write_report
+
+            write_report(RunFolder(self.directory.path))
+        except Exception as fault:  # what ends a job early may have left half an import behind
+            _log.warning("%s was not written: %s", self.directory.path / REPORT, fault)
 
     def _close_writer(self, writer: MetricWriter) -> None:
         writer.close(self._outcome)

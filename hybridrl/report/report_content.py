@@ -6,12 +6,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from hybridrl import __version__
 from hybridrl.config.presets import algorithm_of
 from hybridrl.console.phase_colors import PHASE_COLOURS, PHASES
 from hybridrl.report.device_timeline import timeline
+from hybridrl.report.html_page import page
 from hybridrl.report.metric_curves import PANELS, curves
 from hybridrl.report.report_tables import Planned, memory_table, planned_memory
 from hybridrl.report.sample_browser import samples
@@ -20,6 +22,8 @@ from hybridrl.report.words import words
 from hybridrl.run_files.evaluation_log import newest_of_sets
 from hybridrl.run_files.metric_reader import GrowingMetrics
 from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.summary import REPORT
+from hybridrl.system.storage import replacing
 
 Rows = Sequence[Mapping[str, Any]]
 TROUBLES = {
@@ -130,6 +134,28 @@ class Content:
     @cached_property
     def _planned(self) -> Planned:
         return planned_memory(self.run)
+
+
+def write_report(
+    run: RunFolder, against: Sequence[RunFolder] = (), out: Path | None = None
+) -> tuple[Path, int]:
+    """Write the report of a run as a page, whole or not at all: a browser may be looking at an
+    earlier one.
+
+    Args:
+        out: The file; None: that of the run's folder.
+
+    Returns:
+        The file and its bytes.
+
+    Raises:
+        StorageError: if it cannot be written; names `--out`.
+    """
+    out = out or run.path / REPORT
+    text = page(run.name, Content(run, against).data())
+    with replacing(out, "`--out`") as part:
+        part.write_text(text, encoding="utf-8")
+    return out, len(text.encode())
 
 
 def _evaluated(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: its models, what there is to say of it, its curves."""
+"""What a run leaves at its end: its models, and what there is to say of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.console.curves import draw_curves
 from hybridrl.console.run_view import StepView
 from hybridrl.run_files.provenance import provenance
 from hybridrl.run_files.run_status import outcome_of
-from hybridrl.run_files.summary import accuracy_name
 from hybridrl.system.storage import replacing_folder
 
 if TYPE_CHECKING:
@@ -44,9 +42,3 @@ def write_summary(job: Job, summary: Mapping[str, Any], error: BaseException | N
     state, why = outcome_of(error)
     ended = {"state": state, "why": why, **provenance(job.config.run.seed, job.command)}
     job.directory.write_summary({**summary, **ended})
-
-
-def draw(job: Job) -> None:
-    """Draws the curves of the run."""
-    accuracy = accuracy_name(job.config.reward)
-    draw_curves(job.directory.metrics_file, job.directory.curves_file, accuracy)

@@ -17,7 +17,7 @@ from hybridrl.config.eval_sets import HELD_OUT
 from hybridrl.console.run_view import StepView
 from hybridrl.errors import HybridRLError, LostError, Preempted
 from hybridrl.run.evaluation_runner import Evaluations
-from hybridrl.run.left import draw, save_models, write_summary
+from hybridrl.run.left import save_models, write_summary
 from hybridrl.run.recovery import Recoveries
 from hybridrl.run.step_runner import Step, Steps, choices_of, note, note_first_step
 from hybridrl.run.warmup import warm_up, warms_up
@@ -341,7 +341,7 @@ class Loop:
         self.steps.end(step, updates, saved)
 
     def _finish(self, limit: float | None = None, error: BaseException | None = None) -> None:
-        """Saves the checkpoint that is being written, the model, the curves and the summary; waits
+        """Saves the checkpoint that is being written, the model and the summary; waits
         for workers so many seconds at most.
 
         Args:
@@ -356,10 +356,3 @@ class Loop:
             self.summary["evaluation_doubts"] = doubts
         write_summary(self.job, self.summary, error)
         self.evaluations.show()
-        try:
-            draw(self.job)
-        except Exception as fault:
-            if error is None:
-                raise
-            # What ends a run early may come amid an import, which leaves half a matplotlib behind.
-            self.view.message(f"The curves were not drawn: {fault}")

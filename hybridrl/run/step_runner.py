@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.batch.call_record import Record
 from hybridrl.console.run_view import StepView
-from hybridrl.console.timeline import draw_timeline
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.run.sample_recorder import KeptSamples
@@ -81,7 +80,6 @@ class Steps:
         self._samples = KeptSamples(job, view)
         self._compared = False
         self.ended = time.perf_counter()
-        self._last_records: list[Record] = []
         self._ahead: dict[int, float] | None = None
         places = {role: place.devices for role, place in job.placement.roles.items()}
         self._devices = SlowDevices(places, job.executor.cluster.devices)
@@ -161,7 +159,6 @@ class Steps:
         with self.job.beside.doing(KEEPING):
             self._keep(step.number, metrics, step.batch)
         self._record(step.number, begin, records)
-        self._draw(step.number, records)
         for notice in self.unscored.look(f"step {step.number}", records):
             self.view.message(notice)
         if bad is not None:
@@ -205,17 +202,6 @@ class Steps:
         times = epoch + begin, epoch + self.ended
         recorded = RecordedStep(step, *times, records, self._ahead, *self.job.beside.take())
         RecordedSteps(self.job.directory.path).write(recorded)
-
-    def _draw(self, step: int, records: list[Record]) -> None:
-        """The timeline of this step and the one before, which it may overlap."""
-        shown, self._last_records = self._last_records + records, records
-        every = self.job.config.observe.timeline_every
-        if every and step % every == 0:
-            folder = self.job.directory.path / "timelines"
-            folder.mkdir(exist_ok=True)
-            places = self.job.placement.roles.items()
-            devices = {role: list(place.devices) for role, place in places}
-            draw_timeline(shown, devices, folder / f"step-{step:06d}.png", f"steps to {step}")
 
 
 def note(summary: dict[str, Any], name: str, value: float) -> None:

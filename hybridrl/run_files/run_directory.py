@@ -18,7 +18,8 @@ runs/2026-03-01_09-30-00-addition/
     checkpoints/     whole steps to go on from; see `step_folders`
     lock.json        which job has the folder, while it runs; see `run_lock`
     status.json      what has become of the run; see `run_state`
-    summary.json, curves.png
+    summary.json
+    report.html      the run as a page; see `report`
 runs/latest          a link to the newest run
 """
 
@@ -67,7 +68,6 @@ class RunDirectory:
         self.metrics_file = path / "metrics.jsonl"
         self.config_file = path / "config.yaml"
         self.summary_file = path / "summary.json"
-        self.curves_file = path / "curves.png"
         self._latest: Path | None = None
 
     def __repr__(self) -> str:
@@ -223,7 +223,7 @@ class RunDirectory:
         return _write_table(path, table)
 
     def forget_after(self, step: int) -> None:
-        """Removes the figures, samples and timelines of later steps, which are about to be made
+        """Removes the figures and samples of later steps, which are about to be made
         again. `metrics.jsonl` may be open for appending.
 
         Raises:
@@ -232,7 +232,7 @@ class RunDirectory:
         with explain_write_errors(self.path):
             if self.metrics_file.is_file():
                 os.truncate(self.metrics_file, length_up_to(self.metrics_file, step))
-            folders = (self.samples, self.tokens, self.path / "timelines")
+            folders = (self.samples, self.tokens)
             for path in (path for folder in folders for path in folder.glob("*step-*")):
                 number = re.match(r"(?:eval-[\w-]+-)?step-(\d+)", path.name)
                 if number and int(number[1]) > step:

@@ -46,17 +46,21 @@ class RunState:
         if not self._state:
             self._write(RUNNING)
 
-    def end(self, error: BaseException | None) -> None:
-        """Notes how the job has ended, as far as the disk takes it. Only the first end counts, and
+    def end(self, error: BaseException | None) -> bool:
+        """Note how the job has ended, as far as the disk takes it. Only the first end counts, and
         one that had not begun leaves what an earlier job has noted.
 
         Args:
             error: What ended it; None: it has done all of its work.
+
+        Returns:
+            Whether this end counts.
         """
         if self._state != RUNNING:
-            return
+            return False
         with contextlib.suppress(HybridRLError):
             self._write(*outcome_of(error))
+        return True
 
     def _write(self, state: str, why: str = "") -> None:
         self._state = state

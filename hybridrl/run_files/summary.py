@@ -20,6 +20,8 @@ GAINS = {
 """What a run may gain, and how it is called."""
 
 
+REPORT = "report.html"
+"""The run as a page, in its folder."""
 CHECKERS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
 """Functions of the library that score an answer 1 if it is right, and less if not."""
 
@@ -62,7 +64,7 @@ def final_sentence(
         sentence += f" ({readable_seconds(seconds)})"
     return (
         f"{sentence}; {_kept_in(directory)}: {directory}\n"
-        f"next: hybridrl report {shlex.quote(str(directory))}"
+        f"next: open {shlex.quote(str(directory / REPORT))}"
     )
 
 
@@ -86,12 +88,12 @@ def interrupted_sentence(why: str, steps: int, saved: int, directory: Path) -> s
         )
     return (
         f"{why} after step {steps}; {_kept_in(directory)}: {directory}\n"
-        f"{cure}next: hybridrl report {folder}"
+        f"{cure}next: open {shlex.quote(str(directory / REPORT))}"
     )
 
 
 def _kept_in(directory: Path) -> str:
-    return ("model, " if (directory / "model").is_dir() else "") + "metrics and curves"
+    return ("model, " if (directory / "model").is_dir() else "") + "metrics and report"
 
 
 def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:

@@ -101,7 +101,7 @@ def test_sets_beside_the_held_out_rows_and_an_early_end(sets, tmp_path, capsys):
     (cut,) = [said for said in summary["evaluation_doubts"] if "ended at" in said]
     shown = capsys.readouterr().out
     assert "ended at eval.sets.math.max_tokens=2" in cut and cut in shown
-    assert "finished; metrics and curves: " in shown  # no model: it is not this run's
+    assert "finished; metrics and report: " in shown  # no model: it is not this run's
     assert "samples, 1 update(s)" not in shown
 
 

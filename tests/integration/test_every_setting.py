@@ -225,7 +225,6 @@ VALUES: dict[str, tuple] = {
     "warmup.examples_per_step": (8, "warmup.steps=3"),
     "warmup.learning_rate": (1e-4, "warmup.steps=3"),
     "trainer.name": ("remax",),
-    "observe.timeline_every": (1,),
     "observe.samples_every": (1,),
     "guard.most_mismatch": "a generator that is far off ends a job: test_generator_check.py",
     "observe.show_every": (1,),
@@ -327,7 +326,7 @@ TEMPLATE = """\
 {% if tools %}{{ tools | length }}=={% endif %}{{ strftime_now('%d') }}+{{ extra or '' }}\
 {% for m in messages %}{{ '=' if m.role == 'assistant' }}{{ m.content }}+{% endfor %}\
 {{ '=' if add_generation_prompt }}"""
-NOT_COMPARED = {"config.yaml", "cluster.json", "status.json", "steps.jsonl", "curves.png"}
+NOT_COMPARED = {"config.yaml", "cluster.json", "status.json", "steps.jsonl", "report.html"}
 MEASURED = ("time/", "share/", "throughput/", "memory/")
 OF_THE_MOMENT = ("seconds", "command", "versions", "git_commit", "date", "model", "baseline")
 

@@ -95,7 +95,7 @@ def rank_program(rank, folder, job):
             found["streamed"] = of_rows.with_columns(
                 {name: streamed[name] for name in ("response_ids", ROUTES)}
             )
-            none, _ = stream.take(1)
+            none, _ = stream.next_samples(1)
             found["none"] = none
         rollout.close()
     return found

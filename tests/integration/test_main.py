@@ -49,7 +49,7 @@ def inline_run(tmp_path_factory):
 def test_a_run_leaves_everything_a_user_needs(whole_run):
     run = whole_run
     files = {path.name for path in run.directory.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "samples", "logs", "model", "curves.png"} <= files
+    assert {"config.yaml", "metrics.jsonl", "samples", "logs", "model", "report.html"} <= files
     summary = json.loads((run.directory / "summary.json").read_text())
     assert {
         "accuracy_first",

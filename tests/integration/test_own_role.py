@@ -39,7 +39,7 @@ SETTINGS = [
     *("placement=separation", "num_devices=2", "warmup.steps=0", "eval.prompts=4", "eval.every=0"),
     "model.tiny={hidden_size: 512, layers: 6, heads: 8}",
     *("data.prompts_per_step=4", "rollout.samples_per_prompt=6", "trainer.steps=3"),
-    *(f"rollout.max_tokens={TOKENS}", f"rollout.min_tokens={TOKENS}", "observe.timeline_every=1"),
+    *(f"rollout.max_tokens={TOKENS}", f"rollout.min_tokens={TOKENS}"),
 ]
 FREED = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Without it the C library keeps what was freed, and every phase seems to take what the fullest one
@@ -74,9 +74,7 @@ def test_a_teacher_of_a_users_file_is_planned_placed_drawn_measured_and_saved(co
     assert plan["parameters"]["teacher"] == plan["parameters"]["actor"]
     assert "teacher" in {call["role"] for call in plan["time"]["calls"]}
 
-    drawn = run.directory / "timelines"
-    assert "teacher.compute_ref_log_prob" in (drawn / "step-000003.json").read_text()
-    assert (drawn / "step-000003.png").stat().st_size > 1000
+    assert "compute_ref_log_prob" in (run.directory / "report.html").read_text()
 
     steps = [
         json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()

@@ -88,6 +88,7 @@ def test_a_fault_is_named_and_leaves_nothing(tmp_path, fault, said, settings):
     assert len(found) == 1, job.output
     state, why = state_of(job.run)
     assert state == "failed" and found[0].startswith(f"error: {why}")
+    assert '"failed"' in (job.run / "report.html").read_text()
     assert not (job.run / "model").exists() and not list(job.run.glob(".model*"))
     for line in (job.run / "metrics.jsonl").read_text().splitlines():
         json.loads(line)

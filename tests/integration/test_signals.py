@@ -49,6 +49,7 @@ def test_a_signal_ends_the_job(tmp_path, moment, signals, saved):
     assert (job.run / "model").exists() == has_model and saved in (None, has_model), job.output
     if saved:
         assert "Interrupted after step " in job.output and "model.path=" in job.output
+        assert '"interrupted"' in (job.run / "report.html").read_text()
     assert not job.left_after(30)
 
 

@@ -29,10 +29,9 @@ def test_create_makes_a_dated_folder_with_its_parts(tmp_path, monkeypatch):
     assert run.path.name == "2026-03-01_09-30-00-my-run-β-1"
     assert run.logs.is_dir() and run.samples.is_dir()
     assert run.metrics_file == run.path / "metrics.jsonl"
-    assert [run.config_file.name, run.summary_file.name, run.curves_file.name, run.model.name] == [
+    assert [run.config_file.name, run.summary_file.name, run.model.name] == [
         "config.yaml",
         "summary.json",
-        "curves.png",
         "model",
     ]
 
@@ -178,7 +177,7 @@ def test_a_really_full_disk_does_not_speak_of_quotas(tmp_path, monkeypatch):
 def test_importing_the_run_directory_brings_nothing_heavy():
     code = (
         "import sys, hybridrl.run_files.run_directory, hybridrl.run_files.metric_writers,"
-        "hybridrl.console.curves, hybridrl.console.phase_colors, hybridrl.run_files.summary\n"
+        "hybridrl.console.phase_colors, hybridrl.run_files.summary\n"
         "heavy = {'torch', 'ray', 'matplotlib', 'pandas', 'tensorboard', 'rich', 'pyarrow'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -57,22 +57,22 @@ def test_the_last_sentence(tmp_path):
     (tmp_path / "model").mkdir()
     assert final_sentence(summary, tmp_path) == (
         "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41.2 s); "
-        f"model, metrics and curves: {tmp_path}\n"
-        f"next: hybridrl report {tmp_path}"
+        f"model, metrics and report: {tmp_path}\n"
+        f"next: open {tmp_path}/report.html"
     )
     assert final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
         "reward 0.50 in 1 step; "
     )
     evaluation = final_sentence({"steps": 0}, Path("runs/x"))  # trains no model and saves none
-    assert evaluation.startswith("finished; metrics and curves: runs/x\n")
+    assert evaluation.startswith("finished; metrics and report: runs/x\n")
 
 
 @pytest.mark.parametrize(
     ("saved", "has_model", "where", "cure"),
     [
-        (2, True, "model, metrics and curves", "python -m hybridrl.main resume="),
-        (0, True, "model, metrics and curves", "model.path="),
-        (0, False, "; metrics and curves", ""),
+        (2, True, "model, metrics and report", "python -m hybridrl.main resume="),
+        (0, True, "model, metrics and report", "model.path="),
+        (0, False, "; metrics and report", ""),
     ],
 )
 def test_an_interrupted_run_says_where_its_model_is_and_how_to_go_on(
@@ -84,8 +84,8 @@ def test_an_interrupted_run_says_where_its_model_is_and_how_to_go_on(
     assert (
         first.startswith("Interrupted after step 3; ") and where in first and str(folder) in first
     )
-    assert rest[-1] == f"next: hybridrl report '{folder}'"
-    assert len(rest) == 1 + bool(cure) and cure in rest[0] and f"'{folder}'" in rest[0]
+    assert rest[-1] == f"next: open '{folder}/report.html'"
+    assert len(rest) == 1 + bool(cure) and cure in rest[0] and f"'{folder}" in rest[0]
 
 
 def test_what_a_model_scores_is_no_accuracy():

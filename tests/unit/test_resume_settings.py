@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config, to_plain, to_yaml
+from hybridrl.config.load import load_config, read_settings, to_plain, to_yaml
 from hybridrl.config.resume import forked, resumed
 from hybridrl.config.resumed_settings import changes_learning, differences, named_code
 from hybridrl.errors import ConfigError, MissingPackageError
@@ -36,6 +36,13 @@ def test_what_no_override_says_is_as_in_the_run(run):
         assert found.models == {"critic": {"optimizer": {"learning_rate": 1e-3}}}
         assert found.trainer.steps == 60 and found.run.directory == str(run)
         assert found.resume == str(named)
+
+
+def test_settings_that_there_are_no_more_do_not_matter(run):
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("observe:", "observe:\n  timeline_every: 4"))
+    assert load_config([f"resume={run}"]).trainer.steps == 40
+    assert read_settings(file).trainer.steps == 40
 
 
 def test_overrides_win_and_presets_count_as_all_that_they_set(run):

@@ -218,13 +218,10 @@ def test_figures_and_samples_of_later_steps_are_forgotten(tmp_path):
     run.metrics_file.write_bytes(b"".join(lines) + b'{"step": 3}\n{"step": 4, "lo')
     for step in (2, 3):
         (run.samples / f"step-{step:06d}.parquet").touch()
-    (run.path / "timelines").mkdir()
-    (run.path / "timelines" / "step-000004.png").touch()
     with run.metrics_file.open("ab") as appending:
         run.forget_after(2)
         appending.write(b'{"step": 3, "anew": 1}\n')
     assert run.metrics_file.read_bytes() == b"".join(lines) + b'{"step": 3, "anew": 1}\n'
     assert [path.name for path in run.samples.iterdir()] == ["step-000002.parquet"]
-    assert list((run.path / "timelines").iterdir()) == []
     run.forget_after(-1)
     assert run.metrics_file.read_bytes() == b""
