@@ -28,8 +28,14 @@ from pathlib import Path
 import numpy as np
 from figures import report
 
-from hybridrl.planner.step.operator_work import OPS, Device, Table, Work, chosen, roofline
-from hybridrl.systems.operator_costs.cost_model import OperatorCosts
+from hybridrl.planner.step.operator_work import OPS, Work
+from hybridrl.systems.operator_costs.cost_model import (
+    CostTable,
+    DeviceProfile,
+    OperatorCosts,
+    choose_representative,
+    roofline,
+)
 
 FEW = 50
 DEVICES = {
@@ -44,8 +50,9 @@ DEVICES = {
 MEASURE = """
 import json, sys
 from hybridrl.system.cluster_spec import Cluster
+from hybridrl.planner.machine.cluster_probe import probe_cluster
 from hybridrl.systems.operator_costs.calibration import FAMILIES, calibrate
-one = Cluster.of_one_node("cpu", 1)
+one = probe_cluster(Cluster.of_one_node("cpu", 1), ".")
 found = {f: calibrate(one, "float32", [f], json.loads(sys.argv[1])).to_data() for f in FAMILIES}
 print(json.dumps(found))
 """
@@ -65,7 +72,7 @@ def main() -> None:
             if options.keep:
                 options.keep.write_text(json.dumps(known))
     families = {
-        name: {family: Table.of_data(data) for family, data in found.items()}
+        name: {family: CostTable.of_data(data) for family, data in found.items()}
         for name, found in known.items()
     }
     tables = {name: joined(found.values()) for name, found in families.items()}
@@ -87,29 +94,29 @@ def measured(environment: dict[str, str], sizes: Sequence[int]) -> dict[str, obj
     return found
 
 
-def joined(tables: Sequence[Table]) -> Table:
+def joined(tables: Sequence[CostTable]) -> CostTable:
     """Those of one device; each has measured the device's rates for itself, of which the median
     counts."""
     tables = list(tables)
     rates = [vars(table.device) for table in tables]
-    device = Device(**{name: statistics.median(r[name] for r in rates) for name in rates[0]})
-    return Table(device, [sample for table in tables for sample in table.samples])
+    device = DeviceProfile(**{name: statistics.median(r[name] for r in rates) for name in rates[0]})
+    return CostTable(device, [sample for table in tables for sample in table.samples])
 
 
-def errors(costs: OperatorCosts, table: Table, without: Sequence[int] = ()) -> np.ndarray:
+def errors(costs: OperatorCosts, table: CostTable, without: Sequence[int] = ()) -> np.ndarray:
     """Relative, of each sample."""
     samples = [s for n, s in enumerate(table.samples) if n not in set(without)]
     said = costs.seconds([s.work for s in samples], table.device)
     return np.abs(said / np.array([s.seconds for s in samples]) - 1)
 
 
-def unseen_models(families: dict[str, dict[str, Table]]) -> None:
+def unseen_models(families: dict[str, dict[str, CostTable]]) -> None:
     found, by_family = [], {}
     for left in next(iter(families.values())):
         seen = [joined([t for f, t in ts.items() if f != left]) for ts in families.values()]
         costs = OperatorCosts(seen)
         here = [
-            errors(costs, Table(table.device, tables[left].samples))
+            errors(costs, CostTable(table.device, tables[left].samples))
             for table, tables in zip(seen, families.values(), strict=True)
         ]
         by_family[left] = float(np.concatenate(here).mean())
@@ -120,19 +127,20 @@ def unseen_models(families: dict[str, dict[str, Table]]) -> None:
     report("error of a model that was not seen", mean, 1.0, "<= 0.15", "of the time")
 
 
-def unseen_devices(tables: dict[str, Table]) -> None:
+def unseen_devices(tables: dict[str, CostTable]) -> None:
     ours, random, fitted = [], [], []
     for name, table in tables.items():
         base = [other for known, other in tables.items() if known != name]
-        costs = OperatorCosts(base)
-        works = [sample.work for sample in table.samples]
-        few = chosen(works, table.device, FEW)
-        costs.add(Table(table.device, [table.samples[n] for n in few]))
+        works = table.works
+        few = choose_representative(works, table.device, FEW)
+        costs = OperatorCosts([*base, CostTable(table.device, [table.samples[n] for n in few])])
         ours.append(errors(costs, table, few).mean())
         draws = []
         for seed in range(5):
             picked = np.random.default_rng(seed).choice(len(works), len(few), replace=False)
-            costs.add(Table(table.device, [table.samples[n] for n in picked]))
+            costs = OperatorCosts(
+                [*base, CostTable(table.device, [table.samples[n] for n in picked])]
+            )
             draws.append(errors(costs, table, picked).mean())
         random.append(statistics.median(draws))
         fitted.append(roofline_error(table, few))
@@ -143,7 +151,7 @@ def unseen_devices(tables: dict[str, Table]) -> None:
     report("against a fitted roofline", statistics.fmean(fitted), said, ">= 1.2", "of the time")
 
 
-def roofline_error(table: Table, few: Sequence[int]) -> float:
+def roofline_error(table: CostTable, few: Sequence[int]) -> float:
     """Of a roofline with a factor for each kind of work, fitted to some samples."""
     works = [sample.work for sample in table.samples]
     seconds = np.array([sample.seconds for sample in table.samples])
@@ -158,7 +166,7 @@ def roofline_error(table: Table, few: Sequence[int]) -> float:
     return float(np.abs(said[rest] / seconds[rest] - 1).mean())
 
 
-def speed(tables: list[Table]) -> None:
+def speed(tables: list[CostTable]) -> None:
     begin = time.perf_counter()
     costs = OperatorCosts(tables)
     trained = time.perf_counter() - begin

@@ -268,16 +268,18 @@ def times(job: Any, lengths: Lengths, seconds: list[float], records: Any) -> dic
 
     from hybridrl.planner.job_plan import make_plan
     from hybridrl.planner.machine.device_catalog import present
-    from hybridrl.planner.machine.layer_probe import probe
+    from hybridrl.planner.machine.device_probe import mean_of_all
+    from hybridrl.planner.machine.device_rates import Rates
+    from hybridrl.planner.machine.layer_probe import LayerRuns, measure_layers
 
     config = replace(job.config, model=replace(job.config.model, path=job.model_path))
     cluster = present(job.executor.cluster)
     plan = make_plan(config, cluster, job.placement, lengths)
     batch = plan.batches["actor", "train"]
     begin = time.perf_counter()
-    rates = probe(
-        job.model_path, config.model.dtype, cluster, batch.tokens, plan.sizes.sample_tokens
-    )
+    length = plan.sizes.sample_tokens
+    runs = LayerRuns.of_job(job.model_path, config.model.dtype, batch.tokens, length)
+    rates = Rates(**mean_of_all(measure_layers, cluster, runs), source="a probe")
     print(f"probe: {time.perf_counter() - begin:.1f} s {rates}", file=sys.stderr)
     plan = make_plan(config, cluster, job.placement, lengths, rates)
     found = {"step": (plan.times.step, statistics.median(seconds[KEPT_FROM:]))}

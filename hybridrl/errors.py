@@ -23,6 +23,7 @@ OPTIONAL_PACKAGES = (
     "wandb>=0.19",
     "mlflow>=3",
     "trackio>=0.43,<1",
+    "scikit-learn>=1.5,<2",
 )
 """What jobs need only with some settings, as the extras of pyproject.toml have it."""
 

@@ -25,7 +25,9 @@ def run(chosen: argparse.Namespace) -> int:
     runs = [RecordedRun.at(Path(folder)) for folder in chosen.backtest]
     # It brings torch, which takes seconds; a wrong folder is refused without it.
     from hybridrl.planner.what_if.backtest import backtest, keep
+    from hybridrl.systems.operator_costs.cost_source import offer_costs
 
+    offer_costs()
     found = backtest(runs)
     keep(found)
     if chosen.json:

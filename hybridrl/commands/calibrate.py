@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import tempfile
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
-from hybridrl.commands.steps import show
-from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.system.cluster_spec import Cluster, choose_devices
-from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.commands.plan_options import devices_here
+from hybridrl.commands.steps import show, show_json
+from hybridrl.errors import ConfigError, HybridRLError, pip_install
 
 FEW, MANY = 50, 160
 """Samples of a device where tables of others are there, and where there are none."""
@@ -49,53 +51,55 @@ def run(chosen: argparse.Namespace) -> int:
         ConfigError: for devices that are not here, or too few samples.
         HybridRLError: if what was measured tells nothing.
     """
-    import json
-
-    import numpy as np
-    import torch
-
-    from hybridrl.planner.machine.device_catalog import present
-    from hybridrl.planner.step.operator_work import Table
-    from hybridrl.systems.operator_costs.calibration import calibrate
-    from hybridrl.systems.operator_costs.cost_model import OperatorCosts
-    from hybridrl.systems.operator_costs.cost_store import keep_table, other_tables
-
-    if chosen.devices not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
     if chosen.dtype not in (AUTO, "float32", "bfloat16"):
         raise ConfigError(f"--dtype {chosen.dtype}: must be auto, float32 or bfloat16.")
-    gpus, cpus = torch.accelerator.device_count(), usable_cores()
-    asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
-    cluster = present(Cluster.of_one_node(*asked))
+    if find_spec("sklearn") is None:
+        raise ConfigError(
+            "hybridrl calibrate: scikit-learn, which learns from what is measured, is not "
+            f"installed: {pip_install('scikit-learn')}"
+        )
+    # These bring torch, which takes seconds; wrong words are refused without it.
+    from hybridrl.planner.machine.cluster_rates import measure_cluster
+    from hybridrl.planner.machine.device_catalog import present
+    from hybridrl.planner.machine.measurements import (
+        OPERATORS,
+        begin_measurement,
+        keep_measurement,
+    )
+    from hybridrl.systems.operator_costs.calibration import calibrate
+    from hybridrl.systems.operator_costs.cost_model import CostTable, OperatorCosts
+    from hybridrl.systems.operator_costs.cost_source import describe_table, other_tables
+
+    cluster = present(devices_here(chosen.devices, chosen.number))
     dtype = chosen.dtype
     if dtype == AUTO:  # as jobs take it, but for large models on CPUs that multiply bfloat16
         dtype = "bfloat16" if cluster.is_cuda else "float32"
-    others = other_tables(cluster, dtype)
+    others = other_tables(dtype)
     least = LEAST[bool(others)]
     if chosen.samples is not None and chosen.samples < least:
         raise ConfigError(
             f"--samples {chosen.samples}: must be {least} or more, with {len(others)} other tables."
         )
-    table = calibrate(cluster, dtype, limit=chosen.samples or (FEW if others else MANY))
-    number = len(table.samples)
-    held = range(0, number, round(1 / TRIED))
-    rest = [sample for n, sample in enumerate(table.samples) if n not in held]
-    costs = OperatorCosts([Table(table.device, rest), *others])
-    tried = [table.samples[n] for n in held]
-    said = costs.seconds([sample.work for sample in tried], table.device)
-    off = np.abs(said / np.array([sample.seconds for sample in tried]) - 1).mean()
+    measurement = begin_measurement(OPERATORS, describe_table(cluster, dtype))
+    probed, _ = measure_cluster(cluster, Path(tempfile.gettempdir()))
+    table = calibrate(probed, dtype, limit=chosen.samples or (FEW if others else MANY))
+    number, profile = len(table.samples), table.device
+    every = round(1 / TRIED)
+    rest = [sample for n, sample in enumerate(table.samples) if n % every]
+    costs = OperatorCosts([CostTable(profile, rest), *others])
+    tried = CostTable(profile, table.samples[::every])
+    off = abs(costs.seconds(tried.works, profile) / tried.seconds - 1).mean()
     if off > MOST_OFF:
         raise HybridRLError(
             f"The samples tell each other only within {off:.0%}, so they are not kept. This "
             "machine was busy with other things, or takes more --samples."
         )
-    file = keep_table(cluster, dtype, table)
+    file = keep_measurement(replace(measurement, data=table.to_data()))
     if chosen.json:
-        sys.stdout.write(json.dumps(table.to_data()) + "\n")
-        return 0
+        return show_json(table.to_data())
     return show(
         f"{cluster}: {number} pieces of work measured, {len(others)} other tables known",
-        f"{len(tried)} of them, told by the others, are off by {off:.0%} in the mean",
+        f"{len(tried.samples)} of them, told by the others, are off by {off:.0%} in the mean",
         f"kept in {file}, for jobs that compute in {dtype}"
         if file
         else "not kept: the cache folder cannot be written",

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from rich.table import Table
 
+from hybridrl.commands.plan_options import devices_here
 from hybridrl.commands.steps import show
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import Cluster, choose_devices
-from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.system.cluster_spec import Cluster
 
 SECONDS_TO_MS, GIGA = 1e3, 1e9
 
@@ -37,21 +38,12 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ConfigError: if there are no such devices, or no such folder.
     """
-    import os
-
-    import torch
-
-    from hybridrl.planner.machine.cluster_probe import keep, probe_cluster
-
     folder = Path(chosen.store).expanduser()
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"--store {chosen.store}: name a folder that you can write to.")
-    if chosen.devices not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--devices {chosen.devices}: must be auto, cpu or cuda.")
-    gpus, cpus = torch.accelerator.device_count(), usable_cores()
-    asked = choose_devices(chosen.devices, chosen.number, gpus, cpus)
-    found = probe_cluster(Cluster.of_one_node(*asked), folder)
-    file = keep(found)
+    from hybridrl.planner.machine.cluster_rates import measure_cluster
+
+    found, file = measure_cluster(devices_here(chosen.devices, chosen.number), folder)
     if chosen.json:
         sys.stdout.write(found.to_json() + "\n")
         return 0

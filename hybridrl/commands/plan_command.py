@@ -9,17 +9,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
 from hybridrl.errors import ConfigError, Problems
-
-if TYPE_CHECKING:
-    from hybridrl.config.schema import Config
-    from hybridrl.planner.job_plan import Plan
-    from hybridrl.planner.machine.device_rates import Rates
 
 GENERATION, PRECISION = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
@@ -134,9 +128,12 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.planner.automatic_settings import choose_settings
     from hybridrl.planner.fitting_settings import refuse
     from hybridrl.planner.job_plan import make_plan, to_json
+    from hybridrl.planner.machine.cluster_rates import resolve_rates
     from hybridrl.planner.named_models import with_described_models
     from hybridrl.planner.search.search_tables import words
+    from hybridrl.systems.operator_costs.cost_source import offer_costs
 
+    offer_costs()
     problems = Problems()
     is_elsewhere = chosen.devices is not None
     unseen = preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
@@ -147,7 +144,7 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
         described = changed(described, left)
         plan = make_plan(described, machines, lengths=lengths)
         if plan.fits():
-            rates = _rates(described, plan)
+            rates = resolve_rates(described, machines, lengths)
             plan = make_plan(described, machines, lengths=lengths, rates=rates)
         if chosen.json:
             sys.stdout.write(to_json(plan, left) + "\n")
@@ -163,19 +160,6 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
                 console.print()
                 console.print(shown)
         refuse(plan)
-
-
-def _rates(config: Config, plan: Plan) -> Rates | list[Rates]:
-    """Known ones, or measured here."""
-    from hybridrl.planner.machine.device_rates import Rates
-
-    if plan.cluster.rates_known:
-        return Rates.known(plan.cluster, plan.config.model.dtype)
-    from hybridrl.planner.machine.layer_probe import probe
-
-    tokens = max((batch.tokens for batch in plan.batches.values()), default=1)
-    length = plan.sizes.sample_tokens
-    return probe(config.model.path, plan.config.model.dtype, plan.cluster, tokens, length)
 
 
 def _check_words(chosen: argparse.Namespace, kind: str) -> None:

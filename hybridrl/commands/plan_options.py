@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.cpu_cores import usable_cores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -50,6 +51,22 @@ def cluster_of(config: Config, text: str | None) -> Cluster:
     from hybridrl.checks.settings.job_checks import devices_here
 
     return devices.present(devices_here(config))
+
+
+def devices_here(devices: str, number: int | None) -> Cluster:
+    """The devices of this machine that `--devices` and `--number` name.
+
+    Raises:
+        ConfigError: if there are no such devices.
+    """
+    if devices not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--devices {devices}: must be auto, cpu or cuda.")
+    import torch
+
+    from hybridrl.system.cluster_spec import Cluster, choose_devices
+
+    gpus, cpus = torch.accelerator.device_count(), usable_cores()
+    return Cluster.of_one_node(*choose_devices(devices, number, gpus, cpus))
 
 
 def tiny_of(config: Config) -> PretrainedConfig | None:

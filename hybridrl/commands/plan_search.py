@@ -17,8 +17,7 @@ from hybridrl.config.changed import Setting, changed
 from hybridrl.errors import ConfigError, Problems
 from hybridrl.job.preflight import preflight
 from hybridrl.planner.automatic_settings import choose_settings
-from hybridrl.planner.computation_dtype import with_dtype
-from hybridrl.planner.machine.cluster_probe import with_rates
+from hybridrl.planner.machine.cluster_rates import resolve_rates
 from hybridrl.planner.named_models import with_described_models
 from hybridrl.planner.sample_lengths import read_lengths
 from hybridrl.planner.search.proposals import (
@@ -33,7 +32,7 @@ from hybridrl.planner.search.search_tables import reasons, settings_lines, side_
 from hybridrl.planner.search.search_terms import Objective
 from hybridrl.system.cluster_spec import Cluster
 from hybridrl.system.formatting import readable_seconds
-from hybridrl.systems.operator_costs.cost_store import rates_of
+from hybridrl.systems.operator_costs.cost_source import offer_costs
 
 DEADLINE_S = 60.0
 
@@ -56,14 +55,14 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     problems.raise_if_any()
     cluster = cluster_of(config, chosen.devices)
     objective = _objective(chosen, cluster)
+    offer_costs()
     with with_described_models(config, tiny_of(config)) as described:
-        machines = cluster if cluster.rates_known else with_rates(cluster)
-        left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
+        left = choose_settings(described, cluster, lengths, is_elsewhere=is_elsewhere)
         described = changed(described, left)
-        rates = rates_of(machines, with_dtype(described, machines.kind).model.dtype)
+        rates = resolve_rates(described, cluster, lengths)
         found = propose(
             described,
-            machines,
+            cluster,
             rates,
             lengths,
             objective=objective,

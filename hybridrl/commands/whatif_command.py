@@ -82,7 +82,9 @@ def run(chosen: argparse.Namespace) -> int:
     # These bring torch, which takes seconds; a wrong folder is refused without them.
     from hybridrl.planner.what_if.backtest import spread
     from hybridrl.planner.what_if.questions import predict
+    from hybridrl.systems.operator_costs.cost_source import offer_costs
 
+    offer_costs()
     question = question_of(recorded, chosen)
     found = predict(recorded, question)
     if chosen.json:
@@ -97,6 +99,8 @@ def run(chosen: argparse.Namespace) -> int:
         lines.append(
             f"no plan of a step depends on {', '.join(found.unseen)}: nothing was predicted of it"
         )
+    if found.source:
+        lines.append(f"plans are by {found.source}")
     known = spread()
     within = f" (of earlier predictions half were off by more than {known:.0%})" if known else ""
     if known is None:
@@ -190,6 +194,7 @@ def as_data(found: Prediction) -> dict[str, Any]:
         "spread": spread(),
         "slowest": found.slowest,
         "unseen": list(found.unseen),
+        "source": found.source,
         "critical_path": {"before": _path(found.before), "after": _path(found.after)},
     }
 

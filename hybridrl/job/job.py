@@ -240,9 +240,11 @@ class Job:
         from hybridrl.config.changed import changed
         from hybridrl.planner.job_start import choose_placement
         from hybridrl.planner.search.search_tables import words
+        from hybridrl.systems.operator_costs.cost_source import offer_costs
 
         self.config = self._as_asked = self._as_asked or self.config
         usual = self._usual_lengths
+        offer_costs()
         found = choose_placement(
             self._with_model(), self.executor, self._longest(), self.roles, usual
         )
@@ -256,7 +258,8 @@ class Job:
             f"{readable_seconds(best.seconds)}, with samples "
             + ("as long as they may be." if usual is None else f"of {usual} tokens.")
         )
-        self.placement_notice = " ".join([said, *words(best.settings)])
+        source = f"Times are by {best.plan.times.source}." if best.plan.times else ""
+        self.placement_notice = " ".join(filter(None, [said, source, *words(best.settings)]))
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Builds the workers of the roles where they are placed."""

@@ -28,6 +28,7 @@ from hybridrl.parallel.reduction_choice import (
 )
 from hybridrl.parallel.reduction_timing import HopWay, agreed, measured_ways, reduce_scatter
 from hybridrl.system.device_traits import Moment
+from hybridrl.system.measured_choice import MeasuredChoice
 
 DRIFT = 1.5
 """Sums that take so many times as long as was measured, or as little, may want another way..."""
@@ -79,7 +80,8 @@ class MeasuredSums:
         self.said: list[str] = []
         self.measurements = 0
         self._sums: list[_Sum] = []
-        self._drift, self._drifted, self._updates, self._again = DRIFT, 0, 0, 0
+        self._held = MeasuredChoice(IN_A_ROW)
+        self._drift, self._updates, self._again = DRIFT, 0, 0
         self._last = 0.0  # when the last update was over
 
     def install(self, units: Sequence[FSDPModule], values: Sequence[int]) -> None:
@@ -125,15 +127,14 @@ class MeasuredSums:
             if self._updates == SETTLING:
                 self._say()
             return
-        drifted = share >= WORTH and not 1 / self._drift <= ratio <= self._drift
-        self._drifted = self._drifted + 1 if drifted else 0
-        if self._updates - self._again > CALM:
+        if self._updates - self._again > CALM and self._drift > DRIFT:
             self._drift = DRIFT
-        if self._drifted < IN_A_ROW:
+            self._held.hold(1 / DRIFT, DRIFT)
+        if not self._held.is_outdated(ratio, counts=share >= WORTH):
             return
+        self._drift, self._again = 2 * self._drift, self._updates
         self._measure()
         self._choose()
-        self._drift, self._drifted, self._again = 2 * self._drift, 0, self._updates
         self._say(
             f"in {IN_A_ROW} updates sums took {ratio:.2g} times what was measured, so it was "
             "measured again. "
@@ -176,6 +177,7 @@ class MeasuredSums:
         self.measurements += 1
         largest = max(self._values, default=0)
         self._costs = measured_ways(self._ways, largest, self._group, self._device)
+        self._held.hold(1 / self._drift, self._drift)
 
 
 class UnitSum:

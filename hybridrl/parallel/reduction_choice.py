@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.measured_choice import quickest
 
 FULL = "full"
 """torch's own sum in float32: what every choice is compared with."""
@@ -212,13 +213,8 @@ def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> 
     for number, bucket in enumerate(buckets):
         is_last = number == len(buckets) - 1
         gap = 0.0 if is_last else buckets[number + 1].ready - bucket.ready
-        best, least = ways[0], float("inf")
-        for way in ways:
-            seconds = _seconds_alone(bucket, way, gap, is_last, overlap)
-            # Of what nobody waits for, no share is saved: a bubble.
-            if seconds < (1 - MARGIN) * least:
-                best, least = way, seconds
-        found.append(best)
+        alone = {way.name: _seconds_alone(bucket, way, gap, is_last, overlap) for way in ways}
+        found.append(by_name[quickest(alone, MARGIN)])
     full = [by_name[FULL]] * len(buckets)
     return Choice(
         tuple(way.name for way in found),

@@ -6,9 +6,9 @@ rank is told the time of the slowest one.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, Hop
 from hybridrl.parallel.reduction_choice import FULL, NOTHING, Curve, Part, Way
-from hybridrl.system.device_traits import Moment
+from hybridrl.system.timing import measure_seconds
 
 LEAST, STEP, MOST = 1 << 12, 4, 1 << 24
 """Values that are summed: the fewest, how many times as many come next, and the most."""
 LONG = 0.1
 """Seconds. What takes longer is measured at no larger size."""
-TURNS, MOST_TURNS, ENOUGH = 3, 9, 0.03
-"""At each size: the fewest, and the most while they do not take so many seconds of each way."""
+TURNS = 5
+"""Of each way at each size."""
 
 Work = Callable[[torch.Tensor], None]
 
@@ -126,12 +126,10 @@ def _curves(
     going = list(range(len(works)))
     while going:
         values = torch.randn(numel, device=device)
-        if numel == least:
-            for work in works:  # connections are made, kernels compiled
-                work(values)
-        for number, seconds in zip(
-            going, _seconds([works[number] for number in going], values, group), strict=True
-        ):
+        runs = [partial(works[number], values) for number in going]
+        mine = measure_seconds(runs, device, turns=TURNS, least=0.0)
+        slowest = agreed(mine, dist.ReduceOp.MAX, group)
+        for number, seconds in zip(going, slowest, strict=True):
             found[number].append((float(numel), seconds))
         if numel >= largest and numel > least:
             break
@@ -139,18 +137,3 @@ def _curves(
             going = [number for number in going if found[number][-1][1] <= LONG]
         numel = max(STEP * least, min(STEP * numel, largest))
     return [Curve(tuple(points)) for points in found]
-
-
-def _seconds(works: Sequence[Work], values: torch.Tensor, group: dist.ProcessGroup) -> list[float]:
-    """The median of each."""
-    taken: list[list[float]] = [[] for _ in works]
-    turns, total = 0, 0.0
-    while turns < TURNS or (total < ENOUGH * len(works) and turns < MOST_TURNS):
-        for work, seconds in zip(works, taken, strict=True):
-            begin = Moment(values.device)
-            work(values)
-            mine = Moment(values.device).since(begin)
-            seconds += agreed([mine], dist.ReduceOp.MAX, group)
-            total += seconds[-1]
-        turns += 1
-    return [statistics.median(seconds) for seconds in taken]

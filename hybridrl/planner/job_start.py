@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 
 from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.config.changed import changed
@@ -11,18 +12,15 @@ from hybridrl.controller.executor import Executor
 from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.placement import Placement
 from hybridrl.planner.automatic_settings import choose_settings
-from hybridrl.planner.computation_dtype import with_dtype
 from hybridrl.planner.fitting_settings import refuse
 from hybridrl.planner.job_plan import Plan, make_plan
 from hybridrl.planner.job_roles import shape_at
-from hybridrl.planner.machine.cluster_probe import with_makers_rates, with_rates
+from hybridrl.planner.machine.cluster_rates import resolve_rates
 from hybridrl.planner.machine.device_catalog import is_seen, present
-from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.machine.job_probe import probe_job
 from hybridrl.planner.search.proposals import Proposals, propose
-from hybridrl.planner.step.step_calls import Lengths, sizes_of
+from hybridrl.planner.step.step_calls import Lengths
 from hybridrl.system.cluster_spec import Cluster
-from hybridrl.systems.operator_costs.cost_store import has_costs, rates_of
 from hybridrl.trainers.role_spec import RoleSpec
 
 SEARCH_SECONDS = 30.0
@@ -105,7 +103,7 @@ def choose_placement(
     usual: Lengths | None = None,
 ) -> Proposals:
     """For `placement=auto`: the best ways to run the job on its devices, by their makers' figures,
-    by what `hybridrl calibrate` has kept, or by a probe that the job's own hosts make now.
+    by what was measured before, or by a probe that the job's own hosts make now.
 
     Args:
         config: With the model's folder.
@@ -121,18 +119,12 @@ def choose_placement(
         raise ConfigError(
             f"placement=auto compares plans. {error} Set placement=flattening."
         ) from error
-    dtype = with_dtype(config, executor.cluster.kind).model.dtype
-    machines = present(executor.cluster)
-    rates: Rates | Sequence[Rates]
-    if (known := with_makers_rates(machines)) is not None or has_costs(machines, dtype):
-        machines = known or with_rates(executor.cluster)
-        rates = rates_of(machines, dtype)
-    else:
-        sizes = sizes_of(config, usual or lengths)
-        tokens = min(config.actor.tokens_per_microbatch, sizes.tokens // len(machines.devices) + 1)
-        rates = probe_job(executor, config.model.path, dtype, tokens, sizes.sample_tokens)
+    cluster = present(executor.cluster)
+    rates = resolve_rates(
+        config, cluster, usual or lengths, partial(probe_job, executor), makers_first=True
+    )
     return propose(
-        *(config, machines, rates, usual or lengths, roles),
+        *(config, cluster, rates, usual or lengths, roles),
         longest=lengths,
         deadline_s=SEARCH_SECONDS,
     )

@@ -46,6 +46,9 @@ class DeviceModel:
         bandwidth: Of its memory, bytes per second.
         small_op: Seconds of an operation on a handful of numbers, dispatched from Python.
         measured: Whether a probe has seen these rates; makers' figures are never reached.
+        few_rows: Operations per second in float32 products of few rows, as in generation; 0 where
+            nobody knows.
+        date: When they were measured, seconds since the epoch; 0 where nobody knows.
     """
 
     memory: float
@@ -53,6 +56,8 @@ class DeviceModel:
     bandwidth: float = 0.0
     small_op: float = 1e-5
     measured: bool = False
+    few_rows: float = 0.0
+    date: float = 0.0
 
 
 @dataclass(frozen=True)

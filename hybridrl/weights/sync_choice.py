@@ -8,6 +8,7 @@ are told the same figures.
 
 from __future__ import annotations
 
+from hybridrl.system.measured_choice import MeasuredChoice, quickest
 from hybridrl.weights.weight_message import DELTA, FULL
 
 AUTO = "auto"
@@ -43,8 +44,8 @@ class SyncChoice:
         self._decided = None if self._is_auto else setting
         self._ahead: list[str] = [FULL, DELTA]  # the first difference needs values to differ from
         self._seconds: dict[str, list[float]] = {FULL: [], DELTA: [], PLAIN: []}
-        self._slow = self._syncs = 0
-        self._until = 0.0  # seconds of syncs before the other way is tried again
+        self._choice = MeasuredChoice(SLOW_SYNCS)
+        self._syncs = 0
 
     @property
     def measures(self) -> bool:
@@ -78,10 +79,7 @@ class SyncChoice:
             if not self._ahead:
                 self._decide()
             return
-        full, delta = self._best()
-        self._slow = self._slow + 1 if seconds > (delta if self._decided == FULL else full) else 0
-        self._until -= LOOK_EVERY * seconds
-        if self._slow == SLOW_SYNCS or self._until <= 0:
+        if self._choice.is_outdated(seconds, LOOK_EVERY * seconds):
             self._decided, self._ahead = None, [FULL, DELTA]
             self._seconds = {method: [] for method in self._seconds}
 
@@ -98,5 +96,6 @@ class SyncChoice:
         elif 0 < tried < TRIALS and max(full, delta) < CLEAR * min(full, delta):
             self._ahead = [DELTA, PLAIN]
         else:
-            self._decided, self._slow = FULL if full <= delta else DELTA, 0
-            self._until = max(full, delta) / TRIAL_SHARE
+            self._decided = quickest({FULL: full, DELTA: delta})
+            # Longer than the other way took, or after so long that to try it again costs little.
+            self._choice.hold(0.0, max(full, delta), max(full, delta) / TRIAL_SHARE)

@@ -10,7 +10,6 @@ from settings import TINY
 from hybridrl import load_config
 from hybridrl.placement import GENERATOR
 from hybridrl.planner import job_start as at_start
-from hybridrl.planner.machine.device_rates import Rates
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 SETTINGS = 20
@@ -56,15 +55,14 @@ def test_the_best_plan_starts(seed, hosts, tmp_path, monkeypatch):
 def _probed(draw):
     """Devices as no machine has them: the search then cuts and parts what it never would here."""
     rate, link = 10 ** draw.uniform(8, 12), 10 ** draw.uniform(6, 12)
-    return Rates(
-        forward=rate,
-        training=rate / draw.uniform(1, 3),
-        forward_overhead=10 ** draw.uniform(-6, -3),
-        training_overhead=10 ** draw.uniform(-6, -3),
-        memory=10 ** draw.uniform(8, 12),
-        link=link,
-        network=link,
-        sums=draw.uniform(1, 3),
-        small_op=10 ** draw.uniform(-7, -4),
-        source="made up",
-    )
+    return {
+        "forward": rate,
+        "training": rate / draw.uniform(1, 3),
+        "forward_overhead": 10 ** draw.uniform(-6, -3),
+        "training_overhead": 10 ** draw.uniform(-6, -3),
+        "memory": 10 ** draw.uniform(8, 12),
+        "link": link,
+        "network": link,
+        "sums": draw.uniform(1, 3),
+        "small_op": 10 ** draw.uniform(-7, -4),
+    }

@@ -1,7 +1,6 @@
 """The cluster as plain data: written by hand, as JSON, and measured."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from settings import configured
@@ -9,13 +8,13 @@ from settings import configured
 from hybridrl.cli import main
 from hybridrl.errors import ConfigError
 from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine import cluster_probe
+from hybridrl.planner.machine import cluster_probe, cluster_rates, device_probe
 from hybridrl.planner.machine import device_catalog as devices
-from hybridrl.planner.machine import layer_probe as probe
 from hybridrl.planner.machine.device_catalog import GIB, named
 from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.named_models import with_described_models
 from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel, choose_devices
+from hybridrl.system.timing import measure_seconds
 
 
 def test_several_kinds_and_their_network():
@@ -145,20 +144,19 @@ def test_what_a_probe_measures_is_a_cluster_to_plan_for(tmp_path, monkeypatch, c
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(cluster_probe, "SIDE", {"cpu": 32})
     monkeypatch.setattr(cluster_probe, "STORE_BYTES", 1 << 16)
-    monkeypatch.setattr(probe, "SMALL_OPS", 10)
-    monkeypatch.setattr(probe, "STREAM", 1 << 20)
-    monkeypatch.setattr(probe.timed, "__defaults__", (3, 0.0))
+    monkeypatch.setattr(device_probe, "SMALL_OPS", 10)
+    monkeypatch.setattr(device_probe, "STREAM", 1 << 20)
+    monkeypatch.setitem(measure_seconds.__kwdefaults__, "least", 0.0)
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "probe", "--number=1", "--devices=cpu", "--json", f"--store={tmp_path}"])
     assert not ended.value.code
     found = Cluster.from_json(capsys.readouterr().out)
     assert found.rates_known and found.models["CPU slot"].flops["float32"] > 1e6
     assert found.hosts["localhost"].store.bandwidth > 1e3
-    kept = replace(found, models={"CPU slot": replace(found.models["CPU slot"], bandwidth=77.0)})
-    cluster_probe.keep(kept)  # which is not measured again
-    rates = cluster_probe.with_rates(Cluster.of_one_node("cpu", 1))
-    assert rates.models["CPU slot"].bandwidth == 77.0
-    assert len(Rates.known(rates, "float32")) == 1
+    monkeypatch.setattr(cluster_rates, "probe_cluster", None)  # it is not measured again
+    rates = cluster_rates.with_rates(Cluster.of_one_node("cpu", 1))
+    assert rates.models == found.models
+    assert "rates measured" in Rates.known(rates, "float32")[0].source
 
 
 def test_no_devices_are_not_all_devices():
@@ -189,7 +187,7 @@ def test_a_probe_needs_a_folder_to_write_to(capsys, tmp_path):
 )
 def test_makers_figures_are_those_of_the_device(name, gib, known):
     here = Cluster([Device("cuda", "n", 0, name)], {name: DeviceModel(gib * devices.GIB)})
-    found = cluster_probe.with_makers_rates(here)
+    found = cluster_rates.with_makers_rates(here)
     assert (found is None) == (known is None)
     if known:
         assert found.models[name].bandwidth == devices.ACCELERATORS[known][0].bandwidth
@@ -202,7 +200,7 @@ def test_devices_that_differ_have_each_their_own():
         [Device("cuda", name, 0, name) for name in names],
         {name: DeviceModel(gib * devices.GIB) for name, gib in names.items()},
     )
-    found = cluster_probe.with_makers_rates(here)
+    found = cluster_rates.with_makers_rates(here)
     assert [found.models[name].flops["bfloat16"] for name in names] == [9.89e14, 1.21e14]
     assert devices.present(here) is here
     with pytest.raises(ConfigError, match="no GPU here"):

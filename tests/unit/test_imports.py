@@ -86,12 +86,12 @@ MAY_IMPORT = {
     },
     "planner": {
         *("batch", "layout", "system", "controller", "models", "parallel", "placement", "trainers"),
-        *("rollout", "compress", "run_files", "systems"),
+        *("rollout", "compress", "run_files"),
         *("=checks.machine.placement_checks", "=config.load", "=config.presets"),
     },
     "systems.low_bits": {
         *("batch", "system", "models", "compress"),
-        *("=planner.memory.model_shape", "=planner.machine.layer_probe"),
+        "=planner.memory.model_shape",
     },
     "systems.unequal_generation": {
         *("batch", "layout", "system", "models", "rollout", "checkpoint.tensors"),

@@ -12,7 +12,10 @@ from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.models import make_tiny_model
 from hybridrl.planner.job_plan import make_plan
 from hybridrl.planner.machine import device_catalog as devices
+from hybridrl.planner.machine import measurements
+from hybridrl.planner.machine.cluster_rates import resolve_rates
 from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.machine.measurements import CLUSTER, OPERATORS
 from hybridrl.planner.step.operator_work import (
     DECODE,
     FORWARD,
@@ -20,21 +23,24 @@ from hybridrl.planner.step.operator_work import (
     HEAD,
     OPTIMIZER,
     TRAIN,
-    Device,
-    Sample,
-    Table,
     Work,
-    chosen,
-    roofline,
 )
 from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host, Link
 from hybridrl.systems.operator_costs import calibration
-from hybridrl.systems.operator_costs.cost_model import DeviceCosts, OperatorCosts
-from hybridrl.systems.operator_costs.cost_store import keep_table, other_tables, rates_of
+from hybridrl.systems.operator_costs.cost_model import (
+    CostSample,
+    CostTable,
+    DeviceCosts,
+    DeviceProfile,
+    OperatorCosts,
+    choose_representative,
+    roofline,
+)
+from hybridrl.systems.operator_costs.cost_source import describe_table, offer_costs, other_tables
 
-SLOW = Device(1e10, 2e9, 5e9, 1e9, 2e-6)
-FAST = Device(1e12, 1e11, 1e11, 1e10, 1e-6)
-BETWEEN = Device(1e11, 1e10, 2e10, 3e9, 1.5e-6)
+SLOW = DeviceProfile(1e10, 2e9, 5e9, 1e9, 2e-6)
+FAST = DeviceProfile(1e12, 1e11, 1e11, 1e10, 1e-6)
+BETWEEN = DeviceProfile(1e11, 1e10, 2e10, 3e9, 1.5e-6)
 
 
 def works(number, seed):
@@ -64,7 +70,9 @@ def table(device, number=150, seed=0, quirk=1.0):
         * (quirk if work.op == HEAD else 1.0)
         for work in some
     ]
-    return Table(device, [Sample(w, s * f) for w, s, f in zip(some, line, factor, strict=True)])
+    return CostTable(
+        device, [CostSample(w, s * f) for w, s, f in zip(some, line, factor, strict=True)]
+    )
 
 
 def error(costs, of):
@@ -78,37 +86,36 @@ def costs():
 
 
 def test_what_was_not_measured_is_predicted(costs):
-    assert error(costs, table(SLOW, seed=7)) < 0.08
-    assert error(costs, table(FAST, seed=8)) < 0.08
+    assert error(costs, table(SLOW, seed=7)) < 0.02
+    assert error(costs, table(FAST, seed=8)) < 0.02
 
 
 def test_a_device_of_which_only_the_rates_are_known(costs):
-    assert error(costs, table(BETWEEN, seed=9)) < 0.15
+    assert error(costs, table(BETWEEN, seed=9)) < 0.03
 
 
-def test_a_few_samples_tell_what_is_peculiar_to_a_device():
-    costs = OperatorCosts([table(SLOW, seed=1), table(FAST, seed=2)])
+def test_50_samples_tell_what_is_peculiar_to_a_device(costs):
+    known = [table(SLOW, seed=1), table(FAST, seed=2)]
     seen, unseen = table(BETWEEN, seed=3, quirk=2.0), table(BETWEEN, seed=4, quirk=2.0)
-    before = error(costs, unseen)
-    few = chosen([sample.work for sample in seen.samples], BETWEEN, 50)
-    costs.add(Table(BETWEEN, [seen.samples[n] for n in few]))
-    assert error(costs, unseen) < before / 2
-    assert error(costs, table(SLOW, seed=7)) < 0.08  # the others are what they were
+    few = choose_representative(seen.works, BETWEEN, 50)
+    more = OperatorCosts([*known, CostTable(BETWEEN, [seen.samples[n] for n in few])])
+    assert error(more, unseen) < min(0.02, error(costs, unseen) / 2)
+    assert error(more, table(SLOW, seed=7)) < 0.02  # the others are what they were
 
 
 def test_those_are_chosen_that_stand_for_the_rest():
     some = works(300, 5)
-    few = chosen(some, SLOW, 40)
+    few = choose_representative(some, SLOW, 40)
     assert len(few) == len(set(few)) <= 40
     assert {some[n].op for n in few} == {work.op for work in some}
-    assert chosen(some[:3], SLOW, 40) == [0, 1, 2]
-    assert len(chosen([some[0]] * 5, SLOW, 4)) == 1
+    assert choose_representative(some[:3], SLOW, 40) == [0, 1, 2]
+    assert len(choose_representative([some[0]] * 5, SLOW, 4)) == 1
 
 
 def test_tables_are_plain_data(costs):
     made = table(SLOW, 20)
-    read = Table.of_data(json.loads(json.dumps(made.to_data())))
-    assert read == Table(made.device, list(made.samples))
+    read = CostTable.of_data(json.loads(json.dumps(made.to_data())))
+    assert read == CostTable(made.device, list(made.samples))
 
 
 def test_more_work_takes_longer_on_the_roofline():
@@ -125,22 +132,27 @@ def test_more_work_takes_longer_on_the_roofline():
 
 def test_plans_take_what_was_measured_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
+    make_tiny_model(tmp_path / "model", build_tokenizer(TEXT), seed=0, **shape)
+    config = configured([f"model.path={tmp_path}/model", "model.dtype=float32", "num_devices=2"])
     here = devices.present(Cluster.of_one_node("cpu", 2))
     known = DeviceModel(1e10, {"float32": 1e10, "bfloat16": 1e10}, 5e9, 2e-6, measured=True)
     host = Host(Link(1e9), Link(1e9))
-    here = replace(here, models=dict.fromkeys(here.model_names, known), hosts={"localhost": host})
-    assert [one.costs for one in rates_of(here, "float32")] == [None, None]
-    (tmp_path / "hybridrl" / "costs").mkdir(parents=True)
-    (tmp_path / "hybridrl" / "costs" / "other-float32.json").write_text("{")  # cut short
-    assert other_tables(here, "float32") == []
+    probed = replace(here, models=dict.fromkeys(here.model_names, known), hosts={"localhost": host})
+    kept = measurements.begin_measurement(CLUSTER, measurements.describe_devices(here))
+    measurements.keep_measurement(replace(kept, data=json.loads(probed.to_json())))
+    (tmp_path / "hybridrl" / "measurements" / "other.json").write_text("{")  # cut short
+    assert other_tables("float32") == []
     measured = table(SLOW, seed=1)
-    assert keep_table(here, "float32", measured).is_file()
-    costs = rates_of(here, "float32")[0].costs
+    kept = measurements.begin_measurement(OPERATORS, describe_table(here, "float32"))
+    measurements.keep_measurement(replace(kept, data=measured.to_data()))
+    offer_costs()
+    rates = resolve_rates(config, here)[0]
+    assert "pieces of work measured just now" in rates.source
     work, seconds = measured.samples[0]
-    assert costs.seconds(work) == pytest.approx(seconds, rel=0.2)
-    assert rates_of(here, "bfloat16")[0].costs is None
+    assert rates.costs.seconds(work) == pytest.approx(seconds, rel=0.2)
     elsewhere = devices.named("8xH100")
-    assert rates_of(elsewhere, "float32")[0].costs is None
+    assert resolve_rates(config, elsewhere)[0].costs is None
 
 
 def test_a_plan_is_made_of_measured_work(tmp_path):
@@ -162,8 +174,12 @@ def test_a_plan_is_made_of_measured_work(tmp_path):
 
 def test_every_kind_of_work_is_measured(monkeypatch):
     monkeypatch.setattr(calibration, "SECONDS", 1e-4)
-    monkeypatch.setattr(calibration, "REPEATS", 1)
-    found = calibration.calibrate(Cluster.of_one_node("cpu", 1), "float32", ["qwen3"], [128])
+    monkeypatch.setattr(calibration, "TURNS", 1)
+    here = devices.present(Cluster.of_one_node("cpu", 1))
+    known = DeviceModel(1e10, {"float32": 1e10}, 5e9)
+    here = replace(here, models=dict.fromkeys(here.model_names, known))
+    here = replace(here, hosts={"localhost": Host(Link(1e9), Link(1e9))})
+    found = calibration.calibrate(here, "float32", ["qwen3"], [128])
     assert {sample.work.op for sample in found.samples} == (
         {FORWARD, TRAIN, DECODE, HEAD, "head train", OPTIMIZER}
     )

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybridrl.planner.machine import layer_probe as probe
+from hybridrl.system import timing
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: made.now))
     return made
 
 
@@ -37,11 +37,11 @@ def test_what_disturbs_the_machine_for_a_moment_hits_no_run_alone(clock):
         return lambda number: 50.0 if number in (5, 6) else usual  # of four turns, the third
 
     runs = [clock.run("a", disturbed(1.0)), clock.run("b", disturbed(2.0))]
-    assert probe.timed(runs, CPU, 1, turns=3, least=0.0) == [1.0, 2.0]
+    assert timing.measure_seconds(runs, CPU, turns=3, least=0.0) == [1.0, 2.0]
     assert clock.calls == ["a", "b"] * 4  # once to warm up
 
 
 def test_a_quick_run_is_repeated(clock):
     runs = [clock.run("quick", lambda _: 1.0), clock.run("slow", lambda _: 9.0)]
-    assert probe.timed(runs, CPU, 1, turns=3, least=12.0) == [1.0, 9.0]
+    assert timing.measure_seconds(runs, CPU, turns=3, least=12.0) == [1.0, 9.0]
     assert clock.calls == ["quick", "slow"] + (["quick"] * 4 + ["slow"]) * 3

@@ -13,12 +13,11 @@ from hybridrl.config.load import to_yaml
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import make_tiny_model
+from hybridrl.planner.machine import cluster_rates
 from hybridrl.planner.machine import device_catalog as devices
-from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.sample_lengths import read_lengths
 from hybridrl.planner.step.graph_replay import replay
 from hybridrl.planner.what_if import backtest
-from hybridrl.planner.what_if import replanning as planned_otherwise
 from hybridrl.planner.what_if.graph_changes import Where, with_links, with_speed
 from hybridrl.planner.what_if.questions import Question, predict
 from hybridrl.planner.what_if.recorded_graph import graph_of
@@ -69,7 +68,10 @@ def step(number, at, slow=1.0, waits=(0.2, 1.2)):
     )
 
 
-SLOW = Rates(1e9, 1e9, 1.5e-4, 4.5e-4, 1e9, 1e9, 1e9, 1.0, 1e-5, "as a probe would have it")
+SLOW = {
+    **{"forward": 1e9, "training": 1e9, "forward_overhead": 1.5e-4, "training_overhead": 4.5e-4},
+    **{"memory": 1e9, "link": 1e9, "network": 1e9, "sums": 1.0, "small_op": 1e-5},
+}
 
 
 @pytest.fixture
@@ -78,8 +80,7 @@ def run_of(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
     make_tiny_model(model, build_tokenizer(TEXT), seed=0, **SHAPE)
-    monkeypatch.setattr(planned_otherwise, "probe", lambda *job: SLOW)
-    planned_otherwise._probed.cache_clear()
+    monkeypatch.setattr(cluster_rates, "mean_of_all", lambda *job: SLOW)
 
     def make(name, overrides=(), number=2, steps=None):
         folder = tmp_path / name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from hybridrl.errors import ConfigError
+from hybridrl.planner.step.operator_work import CostPredictor
 from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host
-from hybridrl.systems.operator_costs.cost_model import DeviceCosts
+from hybridrl.system.formatting import readable_seconds
 
 COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
 """Of what the makers promise, the shares that training reaches in matrix products, and memory and
@@ -48,10 +50,10 @@ class Rates:
     source: str
     hop: float = 0.0
     network_hop: float = 0.0
-    costs: DeviceCosts | None = None
+    costs: CostPredictor | None = None
 
     @classmethod
-    def known(cls, cluster: Cluster, dtype: str, costs: DeviceCosts | None = None) -> list[Rates]:
+    def known(cls, cluster: Cluster, dtype: str, costs: CostPredictor | None = None) -> list[Rates]:
         """Of each device of a cluster whose rates are known.
 
         Args:
@@ -92,11 +94,12 @@ class Rates:
         return cls(**rates)
 
 
-def _known(model: DeviceModel, host: Host, precision: str, costs: DeviceCosts | None) -> Rates:
+def _known(model: DeviceModel, host: Host, precision: str, costs: CostPredictor | None) -> Rates:
     compute, bandwidth, wire, said = COMPUTE, BANDWIDTH, WIRE, "known rates"
     if model.measured:
         compute = bandwidth = wire = 1.0
-        said = "measured rates"
+        age = f" {readable_seconds(time.time() - model.date)} ago" if model.date else ""
+        said = f"rates measured{age}"
     return Rates(
         forward=compute * model.flops[precision],
         training=compute * model.flops[precision],
@@ -108,7 +111,7 @@ def _known(model: DeviceModel, host: Host, precision: str, costs: DeviceCosts | 
         sums=1.0,
         small_op=model.small_op,
         source=f"{said}, of which {compute:.0%} in products, {bandwidth:.0%} of memory and "
-        f"{wire:.0%} of links{', and measured work' if costs else ''}",
+        f"{wire:.0%} of links{f', and {costs.source}' if costs else ''}",
         hop=host.inside.latency,
         network_hop=host.network.latency,
         costs=costs,

@@ -10,8 +10,8 @@ import torch
 from hybridrl.controller import ONE_TO_ALL, Worker, WorkerGroup, transfer
 from hybridrl.controller.executor import Executor
 from hybridrl.parallel.process_group import join
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.machine.layer_probe import collectives, measure_layers
+from hybridrl.planner.machine.device_probe import collectives
+from hybridrl.planner.machine.layer_probe import LayerRuns, measure_layers
 from hybridrl.system.cluster_spec import Cluster
 
 ROLE = "probe"
@@ -20,14 +20,14 @@ MESSAGE = 8 << 20
 
 
 class ProbeWorker(Worker):
-    """A rank of what is measured; see `planner.machine.layer_probe`."""
+    """A rank of what is measured; see `layer_probe`."""
 
     @transfer(ONE_TO_ALL)
-    def measure(self, path: str, dtype: str, tokens: int, length: int) -> dict[str, float]:
+    def measure(self, runs: LayerRuns) -> dict[str, float]:
         """Layers of a model, and a gather of one of them."""
         join(self.context)
         place = (self.context.rank, self.context.world_size, self.context.device_kind)
-        return measure_layers(*place, torch.get_num_threads(), path, dtype, tokens, length)
+        return measure_layers(*place, torch.get_num_threads(), runs)
 
     @transfer(ONE_TO_ALL)
     def measure_link(self) -> dict[str, float]:
@@ -36,20 +36,19 @@ class ProbeWorker(Worker):
         return collectives(device, self.context.world_size, MESSAGE)
 
 
-def probe_job(executor: Executor, path: str, dtype: str, tokens: int, length: float) -> Rates:
-    """Measures; see `planner.machine.layer_probe.probe`, which does so without a job.
+def probe_job(executor: Executor, runs: LayerRuns) -> dict[str, float]:
+    """Measure layers as `layer_probe.measure_layers` does, on the job's own hosts.
 
     Raises:
         WorkerError: if a host fails.
     """
     cluster = executor.cluster
-    every = range(len(cluster.devices))
-    group = WorkerGroup(executor, ROLE, ProbeWorker, every)
-    found = group.measure(path, dtype, tokens, round(length)).get()
+    group = WorkerGroup(executor, ROLE, ProbeWorker, range(len(cluster.devices)))
+    found = group.measure(runs).get()
     mean = {name: sum(one[name] for one in found) / len(found) for name in found[0]}
     if len(cluster.nodes) > 1:
         mean |= _links(executor, cluster, mean["network"])
-    return Rates(**mean, source=f"a probe of {len(found)} device(s) by their hosts")
+    return mean
 
 
 def _links(executor: Executor, cluster: Cluster, all_devices: float) -> dict[str, float]:

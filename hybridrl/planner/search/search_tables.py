@@ -65,6 +65,8 @@ def reasons(found: Proposals) -> list[str]:
             f"the leanest of them: {named}"
         )
     said += [f"refused: {sentence}" for sentence in found.refused[:2]]
+    if best.plan.times is not None:
+        said.append(f"seconds are by {best.plan.times.source}")
     how = "none that is left can be better" if report.complete else "the time was over"
     seen = f"{report.looked_at} of {report.ways:,} ways were looked at"
     said.append(f"{seen} in {readable_seconds(report.seconds)}; {how}.")

@@ -1,22 +1,13 @@
-"""A piece of work: what a planner has to know of it, what was measured of it, and which pieces
-stand for others."""
+"""A piece of work that a device does, and who may predict how long it takes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass
+from typing import Protocol
 
 FORWARD, TRAIN, DECODE, HEAD, HEAD_TRAIN, OPTIMIZER, GATHER = OPS = (
     *("forward", "train", "decode", "head", "head train", "optimizer", "gather"),
 )
-LAUNCHES = {FORWARD: 15, TRAIN: 45, DECODE: 18, HEAD: 4, HEAD_TRAIN: 10, OPTIMIZER: 12, GATHER: 3}
-"""Kernels, about: what the network is told a piece of work begins with."""
-LEAST_SPREAD = 0.02
-"""Of a number of a description, to be told apart by it."""
 
 
 @dataclass(frozen=True)
@@ -86,119 +77,15 @@ class Work:
         return 2 * self.tokens
 
 
-@dataclass(frozen=True)
-class Device:
-    """What a probe knows of a device.
+class CostPredictor(Protocol):
+    """Predicts what pieces of work take on a device.
 
     Attributes:
-        flops: Operations per second in products of large matrices.
-        flops_small: The same of matrices with few rows, as in generation.
-        memory, link: Bytes per second.
-        small_op: Seconds of an operation on a handful of numbers.
-        threads: That it computes with; 1 for accelerators.
+        source: Which measurement it rests on, and how old that is.
     """
 
-    flops: float
-    flops_small: float
-    memory: float
-    link: float
-    small_op: float
-    threads: int = 1
+    source: str
 
-
-class Sample(NamedTuple):
-    """A measurement."""
-
-    work: Work
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Table:
-    """What was measured on a device."""
-
-    device: Device
-    samples: Sequence[Sample]
-
-    def to_data(self) -> dict[str, Any]:
-        """As plain data; `of_data` reads it."""
-        rows = [{**asdict(work), "seconds": seconds} for work, seconds in self.samples]
-        return {"device": asdict(self.device), "samples": rows}
-
-    @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> Table:
-        """What `to_data` gave."""
-        samples = []
-        for row in data["samples"]:
-            seconds = row["seconds"]
-            work = Work(**{name: value for name, value in row.items() if name != "seconds"})
-            samples.append(Sample(work, seconds))
-        return cls(Device(**data["device"]), samples)
-
-
-def roofline(works: Sequence[Work], device: Device) -> np.ndarray:
-    """Seconds of each, if its parts came one after the other at the device's rates."""
-    return np.array([sum(_parts(work, device)) for work in works])
-
-
-def _parts(work: Work, device: Device) -> tuple[float, float, float]:
-    rate = device.flops_small if work.op == DECODE else device.flops
-    moved = device.link if work.op == GATHER else device.memory
-    return (
-        work.operations / rate,
-        work.bytes / moved,
-        LAUNCHES[work.op] * device.small_op,
-    )
-
-
-def described(works: Sequence[Work], device: Device) -> np.ndarray:
-    """A row of numbers for each, alike where loops and their proportions are."""
-    rows = []
-    for work in works:
-        parts = _parts(work, device)
-        whole = sum(parts)
-        rows.append(
-            [
-                *(2.0 * (work.op == op) for op in OPS),
-                *map(math.log, (work.tokens, work.length, work.hidden, work.parameters)),
-                *map(math.log, (work.query / work.hidden, work.key_value / work.hidden)),
-                math.log(work.parameters / work.hidden**2),
-                *(math.log(max(1.0, number)) for number in (work.operations, work.bytes)),
-                *(part / whole for part in parts),
-                *map(math.log, (device.flops, device.flops_small, device.memory)),
-                *map(math.log, (device.link, device.small_op, device.threads)),
-            ]
-        )
-    return np.array(rows)
-
-
-DEVICE_COLUMNS = 6
-"""The last ones of a description."""
-
-
-def chosen(works: Sequence[Work], device: Device, number: int, seed: int = 0) -> list[int]:
-    """Of much work the pieces that stand for the rest, by KMeans over their descriptions: those
-    nearest to the centres.
-
-    Args:
-        number: At most.
-    """
-    x = described(works, device)[:, :-DEVICE_COLUMNS]
-    x = (x - x.mean(0)) / np.maximum(x.std(0), LEAST_SPREAD)
-    draws = np.random.default_rng(seed)
-    centres = x[[int(draws.integers(len(x)))]]
-    while len(centres) < min(number, len(x)):  # far from those that there are
-        apart = ((x[:, None] - centres[None]) ** 2).sum(-1).min(1)
-        if not apart.sum():
-            break
-        centres = np.concatenate([centres, x[[int(draws.choice(len(x), p=apart / apart.sum()))]]])
-    for _ in range(20):
-        nearest = ((x[:, None] - centres[None]) ** 2).sum(-1).argmin(1)
-        centres = np.array(
-            [
-                x[nearest == c].mean(0) if (nearest == c).any() else centres[c]
-                for c in range(len(centres))
-            ]
-        )
-    apart = ((x[:, None] - centres[None]) ** 2).sum(-1)
-    return sorted({int(one) for one in apart.argmin(0)})
+    def seconds(self, work: Work) -> float:
+        """Return the seconds of a piece of work."""
+        ...

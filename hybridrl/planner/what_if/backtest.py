@@ -8,23 +8,26 @@ other. The errors are kept, and every later answer comes with what they were.
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from hybridrl.config.presets import leaves
 from hybridrl.errors import ConfigError
-from hybridrl.planner.machine.measurement_cache import cache_file, write_cached
+from hybridrl.planner.machine.measurements import (
+    PREDICTIONS,
+    begin_measurement,
+    find_measurement,
+    keep_measurement,
+)
 from hybridrl.planner.step.graph_replay import replay
 from hybridrl.planner.what_if.questions import Question, predict
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.planner.what_if.replanning import planned_seconds
 
 PLAN, REPLAY, ASKED = "plan", "replay", "whatif"
-FILE = "backtests.json"
-"""In the cache."""
 KEPT = 500
 """Errors that are kept, the newest."""
 _NO_TIME = ("run.", "observe.", "metrics", "checkpoint.", "recover.", "ray.", "trainer.steps")
@@ -96,7 +99,8 @@ def between(run: RecordedRun, other: RecordedRun) -> Question | None:
 def keep(found: Sequence[Tested]) -> None:
     """Notes how far questions were off, for `spread`."""
     errors = _kept() | {one.what: round(one.error, 4) for one in found if one.kind == ASKED}
-    write_cached(cache_file(FILE), json.dumps(dict(list(errors.items())[-KEPT:])))
+    measurement = begin_measurement(PREDICTIONS, {})
+    keep_measurement(replace(measurement, data=dict(list(errors.items())[-KEPT:])))
 
 
 def spread() -> float | None:
@@ -107,7 +111,5 @@ def spread() -> float | None:
 
 def _kept() -> dict[str, float]:
     """By what was asked: whoever asks again changes what is known, and adds nothing."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        kept = json.loads(cache_file(FILE).read_text())
-        return {what: float(error) for what, error in kept.items()}
-    return {}
+    kept = find_measurement(PREDICTIONS, {}, oldest_s=math.inf)
+    return {} if kept is None else dict(kept.data)

@@ -68,6 +68,7 @@ class Prediction:
         held: How many steps the replay is of; see `RecordedRun.held`.
         slowest: The rank that was mended, if one was.
         unseen: Settings that change nothing in the plan, of which so nothing was predicted.
+        source: Which measurement plans rest on, where they were made; empty: the record is enough.
     """
 
     measured: float
@@ -77,6 +78,7 @@ class Prediction:
     held: float
     slowest: str = ""
     unseen: Sequence[str] = ()
+    source: str = ""
 
     @property
     def seconds(self) -> float:
@@ -102,7 +104,7 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
     """
     _check_names(run, question)
     graph = run.graph
-    before, said, unseen = replay(graph), "", []
+    before, said, unseen, source = replay(graph), "", [], ""
     if question.fix_slowest:
         found = slowest_rank(graph)
         if found is None:
@@ -121,12 +123,15 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
         share = response / (prompt + response)
         graph = with_longer_responses(graph, question.responses, share)
     if question.settings or question.devices is not None:
-        graph, unseen = planned_otherwise(run, graph, question.settings, question.devices)
+        settings, devices = question.settings, question.devices
+        graph, unseen, source = planned_otherwise(run, graph, settings, devices)
     if question.overlap_scoring:
         graph = with_scoring_overlapped(graph, REWARD, PARTS)
     for role, asked in question.moves.items():
         graph = moved(graph, role, _places(graph, role, asked))
-    return Prediction(run.seconds, before, replay(graph), len(run.steps), run.held, said, unseen)
+    after = replay(graph)
+    steps, held = len(run.steps), run.held
+    return Prediction(run.seconds, before, after, steps, held, said, unseen, source)
 
 
 def _check_names(run: RecordedRun, question: Question) -> None:

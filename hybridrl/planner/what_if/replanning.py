@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
-
-import torch
 
 from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.config.changed import Setting, changed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.planner.computation_dtype import with_dtype
 from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.cluster_probe import with_makers_rates, with_rates
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.machine.layer_probe import probe
+from hybridrl.planner.machine.cluster_rates import resolve_rates
 from hybridrl.planner.named_models import with_described_models
 from hybridrl.planner.step.graph_replay import Graph
-from hybridrl.planner.step.step_calls import sizes_of
 from hybridrl.planner.step.step_time import Times
 from hybridrl.planner.what_if.graph_changes import Where, moved, with_speed
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.system.cluster_spec import Cluster
-from hybridrl.systems.operator_costs.cost_store import has_costs, rates_of
 from hybridrl.trainers import load_roles
 
 Phases = Mapping[tuple[str, str], float]
@@ -43,15 +35,16 @@ ASKED_OTHERWISE = {
 
 def planned_otherwise(
     run: RecordedRun, graph: Graph, settings: Sequence[Setting], number: int | None
-) -> tuple[Graph, list[str]]:
+) -> tuple[Graph, list[str], str]:
     """With other settings, on other devices: each call in proportion to its plans. And the settings
-    without which the plan would be the same.
+    without which the plan would be the same, and which measurement the plans rest on.
 
     Raises:
         ConfigError: for settings that no plan of these calls has in it.
     """
     _check_settings(run, settings)
-    old = _times(run, run.config, run.cluster, run.placement).phases
+    was = _times(run, run.config, run.cluster, run.placement)
+    old = was.phases
     placement, new = _otherwise(run, settings, number)
     ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
     if placement is run.placement:
@@ -68,7 +61,7 @@ def planned_otherwise(
         with suppress(ConfigError):  # the others cannot be without it
             if _otherwise(run, rest, number) == (placement, new):
                 unseen.append(setting[0])
-    return graph, unseen
+    return graph, unseen, was.source
 
 
 def _otherwise(
@@ -150,31 +143,7 @@ def planned_seconds(run: RecordedRun) -> float:
 
 def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:
     """By the plan of these settings, for samples as long as those of the run."""
-    dtype = with_dtype(config, cluster.kind).model.dtype
-    rates: Rates | Sequence[Rates]
-    known = cluster if cluster.rates_known else with_makers_rates(cluster)
-    if known is not None:
-        rates = Rates.known(known, dtype)
-    elif has_costs(cluster, dtype):
-        rates = rates_of(with_rates(cluster), dtype)
-    else:
-        sizes = sizes_of(run.config, run.lengths)
-        tokens = min(run.config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens)
-        number, length = cluster.devices_per_node, sizes.sample_tokens
-        rates = _probed(str(config.model.path), dtype, cluster.kind, number, tokens, length)
-    plan = make_plan(config, known or cluster, placement, run.lengths, rates)
+    rates = resolve_rates(config, cluster, run.lengths, makers_first=True)
+    plan = make_plan(config, cluster, placement, run.lengths, rates)
     assert plan.times is not None  # for there are rates
     return plan.times
-
-
-@lru_cache(maxsize=8)
-def _probed(path: str, dtype: str, kind: str, number: int, tokens: int, length: float) -> Rates:
-    """Of so many devices of this machine, at once; the same for all plans of a question, of which
-    the differences are to be told."""
-    if kind != "cpu" and not torch.accelerator.is_available():
-        raise ConfigError(
-            f"The run had {kind} devices that nobody knows and that are not here to be measured. "
-            "Write their `models` into its cluster.json, as `hybridrl cluster probe --json` prints "
-            "them there."
-        )
-    return probe(path, dtype, Cluster.of_one_node(kind, number), tokens, length)

@@ -17,15 +17,14 @@ from hybridrl.batch.batch import Batch
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.language_model import build_language_model
 from hybridrl.models.packed_attention import NAME
-from hybridrl.planner.machine.layer_probe import timed
 from hybridrl.planner.memory.model_shape import narrowed
 from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.low_bits.low_bit_linear import apply_bits
 from hybridrl.systems.low_bits.low_bit_training import learn_in
 from hybridrl.systems.low_bits.precision_plan import SCORING, WHOLE
 
 LAYERS = 2
-TURNS = 3
 SECONDS = 0.3
 """Of each measurement, at least."""
 
@@ -68,7 +67,7 @@ def layer_seconds(
     batch = _samples(config.get_text_config().vocab_size, count, few)
     runs = [_run(config, dtype, use, batch, device, 0, whole)]
     runs += [_run(config, dtype, use, batch, device, LAYERS, b) for b in (whole, *bits)]
-    ends, *others = timed(runs, device, 1, TURNS, SECONDS)
+    ends, *others = measure_seconds(runs, device, least=SECONDS)
     layer = {
         b: max(1e-9, (seconds - ends) / LAYERS)
         for b, seconds in zip((whole, *bits), others, strict=True)

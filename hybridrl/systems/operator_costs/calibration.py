@@ -1,4 +1,4 @@
-"""Measuring pieces of work on the devices of this machine, for `operator_cost`.
+"""Measuring pieces of work on the devices of this machine, for `cost_model`.
 
 Each piece is measured as a job does it: a layer of transformers' own model over packed samples, a
 head through our log-probabilities, a token for many rows with a cache, an update of AdamW, a
@@ -8,10 +8,8 @@ gather. All devices of the machine are at work at once.
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
-from hybridrl.models import Packing
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.log_probs import token_log_probs
-from hybridrl.models.packed_attention import NAME
-from hybridrl.planner.machine.layer_probe import memory_rate, on_all, sample_bounds, small_op
+from hybridrl.planner.machine.device_probe import measure_on_all
+from hybridrl.planner.machine.layer_probe import LAYERS, build_layers, packed_run
 from hybridrl.planner.memory.model_shape import narrowed, shape_of
 from hybridrl.planner.step.operator_work import (
     DECODE,
@@ -34,24 +31,22 @@ from hybridrl.planner.step.operator_work import (
     HEAD_TRAIN,
     OPTIMIZER,
     TRAIN,
-    Device,
-    Sample,
-    Table,
     Work,
-    chosen,
 )
 from hybridrl.system.cluster_spec import Cluster
-from hybridrl.system.device_traits import make_current, synchronize
+from hybridrl.system.device_traits import make_current
 from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.timing import measure_seconds
+from hybridrl.systems.operator_costs.cost_model import (
+    CostSample,
+    CostTable,
+    DeviceProfile,
+    choose_representative,
+)
 
-LAYERS = 2
 SECONDS = 0.06
 """Of one measurement, at least."""
-REPEATS = 5
-LARGE, FEW_ROWS = 512, 8
-"""Rows of the matrices of which a probe takes a device's rates."""
-WIDTH = 1024
-MESSAGE = 8 << 20
+TURNS = 5
 VOCABULARY = 512
 
 
@@ -147,124 +142,65 @@ def calibrate(
     families: Sequence[str] = tuple(FAMILIES),
     sizes: Sequence[int] = SIZES,
     limit: int | None = None,
-) -> Table:
+) -> CostTable:
     """Measures the devices of this machine, all at once; the mean of what they found.
 
     Args:
+        cluster: These devices, with the rates that a probe of them has found.
         dtype: Name of the precision of computation.
         limit: So many samples, those that stand for the rest; None: all.
     """
-    found = on_all(_measure, cluster, dtype, tuple(families), tuple(sizes), limit)
-    tables = [Table.of_data(one) for one in found]  # type: ignore[arg-type]
-    first = tables[0]
-    samples = [
-        Sample(rows[0].work, statistics.fmean(row.seconds for row in rows))
-        for rows in zip(*(table.samples for table in tables), strict=True)
-    ]
-    return Table(first.device, samples)
-
-
-def _measure(
-    rank: int,
-    world: int,
-    kind: str,
-    threads: int,
-    dtype: str,
-    families: Sequence[str],
-    sizes: Sequence[int],
-    limit: int | None,
-) -> Any:
-    device = make_current(kind, rank)
-    if world > 1:
-        torch.set_num_threads(threads)
-    known = device_of(device, world, dtype)
-    if world > 1:  # that all ranks measure the same, they go by what the first one knows
-        told: list[Any] = [known]
-        dist.broadcast_object_list(told, src=0)
-        (known,) = told
+    profile = DeviceProfile.of_cluster(cluster, dtype)
     pieces = [
         piece
         for family in families
         for size in sizes
         for piece in pieces_of(config_of(FAMILIES[family], size), dtype)
-        if world > 1 or piece.work.op != GATHER
+        if len(cluster.devices) > 1 or piece.work.op != GATHER
     ]
     if limit is not None:
-        pieces = [pieces[n] for n in chosen([piece.work for piece in pieces], known, limit)]
-    samples = [Sample(piece.work, _seconds(piece, dtype, device, world)) for piece in pieces]
-    return Table(known, samples).to_data()
+        works = [piece.work for piece in pieces]
+        pieces = [pieces[n] for n in choose_representative(works, profile, limit)]
+    found = torch.tensor(measure_on_all(_measure, cluster, dtype, pieces)).double().mean(0)
+    samples = [CostSample(piece.work, float(s)) for piece, s in zip(pieces, found, strict=True)]
+    return CostTable(profile, samples)
 
 
-def device_of(device: torch.device, world: int, dtype: str) -> Device:
-    """What a few seconds tell of a device."""
-    a = torch.ones(LARGE, WIDTH, dtype=DTYPES[dtype], device=device)
-    b = torch.ones(WIDTH, WIDTH, dtype=DTYPES[dtype], device=device)
-    large = _time(lambda: a @ b, device, world)
-    small = _time(lambda: a[:FEW_ROWS] @ b, device, world)
-    link = 1e12
+def _measure(
+    rank: int, world: int, kind: str, threads: int, dtype: str, pieces: Sequence[Piece]
+) -> list[float]:
+    device = make_current(kind, rank)
     if world > 1:
-        part = torch.zeros(MESSAGE // 4 // world, device=device)
-        link = MESSAGE / _time(lambda: _gather(part, world), device, world)
-    return Device(
-        2 * LARGE * WIDTH**2 / large,
-        2 * FEW_ROWS * WIDTH**2 / small,
-        memory_rate(device, world),
-        link,
-        small_op(world),
-        torch.get_num_threads() if device.type == "cpu" else 1,
-    )
+        torch.set_num_threads(threads)
+    return [_seconds(piece, DTYPES[dtype], dtype, device, world) for piece in pieces]
 
 
-def _seconds(piece: Piece, dtype: str, device: torch.device, world: int) -> float:
-    with _prepared(piece, dtype, device, world) as (once, layers):
-        return _time(once, device, world) / layers
-
-
-@contextlib.contextmanager
-def _prepared(
-    piece: Piece, dtype: str, device: torch.device, world: int
-) -> Iterator[tuple[Callable[[], object], int]]:
-    """What does the work once, and for how many layers."""
+def _seconds(
+    piece: Piece, kind: torch.dtype, dtype: str, device: torch.device, world: int
+) -> float:
+    """Of a piece; of a layer where it is of several."""
     work, config = piece
-    tokens = int(work.tokens)
-    kind = DTYPES[dtype]
+    tokens, layers = int(work.tokens), 1
     if work.op == OPTIMIZER:
         weight = torch.zeros(tokens, device=device, requires_grad=True)
         weight.grad = torch.ones_like(weight)
-        yield torch.optim.AdamW([weight], lr=1e-4).step, 1
-        return
-    if work.op == GATHER:
-        part = torch.zeros(max(1, tokens // 4 // world), device=device)
-        yield lambda: _gather(part, world), 1
-        return
-    if work.op in (HEAD, HEAD_TRAIN):
-        yield _head(work, kind, device), 1
-        return
-    assert config is not None  # for it is a layer's
-    with device:
-        model = build_language_model(
-            narrowed(config, 1, LAYERS),
-            dtype=kind,
-            attn_implementation="sdpa" if work.op == DECODE else NAME,
-        )
-    if work.op == DECODE:
-        yield _decode(model.eval(), work, kind, device), LAYERS
-        return
-    bounds = sample_bounds(tokens, int(work.length))
-    packing = Packing.of(bounds, device)
-    ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=device)
-    positions = packing.position_ids(ids.numel())[None]
-    body = decoder_of(model).train()
-
-    def layers() -> None:
-        with contextlib.nullcontext() if work.op == TRAIN else torch.no_grad():
-            states = body(
-                input_ids=ids, position_ids=positions, packing=packing, use_cache=False
-            ).last_hidden_state
-        if work.op == TRAIN:
-            states.sum().backward()
-
-    yield layers, LAYERS
+        once: Callable[[], object] = torch.optim.AdamW([weight], lr=1e-4).step
+    elif work.op == GATHER:
+        once = _gather(torch.zeros(max(1, tokens // 4 // world), device=device), world)
+    elif work.op in (HEAD, HEAD_TRAIN):
+        once = _head(work, kind, device)
+    else:
+        assert config is not None  # for it is a layer's
+        layers = LAYERS
+        if work.op == DECODE:
+            once = _decode(config, work, kind, device)
+        else:
+            body = build_layers(config, dtype, device)
+            once = packed_run(body, device, tokens, int(work.length), work.op == TRAIN)
+    # Of a collective all ranks make as many.
+    least = 0.0 if work.op == GATHER else SECONDS
+    (seconds,) = measure_seconds([once], device, world=world, turns=TURNS, least=least)
+    return seconds / layers
 
 
 def _head(work: Work, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
@@ -285,8 +221,14 @@ def _head(work: Work, dtype: torch.dtype, device: torch.device) -> Callable[[], 
     return once
 
 
-def _decode(model: Any, work: Work, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def _decode(
+    config: PretrainedConfig, work: Work, dtype: torch.dtype, device: torch.device
+) -> Callable[[], None]:
     """A token more for each row. The cache is set back each time."""
+    with device:
+        model: Any = build_language_model(
+            narrowed(config, 1, LAYERS), dtype=dtype, attn_implementation="sdpa"
+        ).eval()
     rows, length = int(work.tokens), int(work.length)
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
     one = ids[:, :1]
@@ -301,30 +243,10 @@ def _decode(model: Any, work: Work, dtype: torch.dtype, device: torch.device) ->
     return once
 
 
-def _gather(part: Tensor, world: int) -> None:
-    with warnings.catch_warnings():  # newer versions of torch prefer names that older ones lack
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.all_gather_into_tensor(torch.empty(len(part) * world, device=part.device), part)
+def _gather(part: Tensor, world: int) -> Callable[[], None]:
+    def once() -> None:
+        with warnings.catch_warnings():  # newer versions of torch prefer names that older ones lack
+            warnings.simplefilter("ignore", FutureWarning)
+            dist.all_gather_into_tensor(torch.empty(len(part) * world, device=part.device), part)
 
-
-def _time(once: Callable[[], object], device: torch.device, world: int) -> float:
-    """The median of some rounds; ranks go through as many."""
-    once()
-    synchronize(device)
-    begin = time.perf_counter()
-    once()
-    synchronize(device)
-    least = time.perf_counter() - begin
-    number = max(1, int(SECONDS / REPEATS / max(least, 1e-6)))
-    if world > 1:
-        told = torch.tensor(float(number), device=device)
-        dist.broadcast(told, 0)
-        number = int(told)
-    found = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        for _ in range(number):
-            once()
-        synchronize(device)
-        found.append((time.perf_counter() - begin) / number)
-    return statistics.median(found)
+    return once

@@ -1,38 +1,109 @@
 """What a piece of work takes on a device: a layer, a head, a token of generation, an update, a
-collective. Learned from measurements, in three storeys.
+collective. Learned from measurements.
 
 A *roofline* says what it would take if products, memory and launches each ran at the device's
-rates. A small network learns, over devices and models, by what factor that is wrong: from a compact
-description of the loops (how much is multiplied, read and kept, in what proportions) and of the
-device. And on a device of which a few samples are known, the rest is told by those near by: a
-Gaussian process over the same description, whose mean is the network. (CDMPP, Hu et al., EuroSys
-2024, predicts tensor programs across devices so, with samples that KMeans has chosen.)
+rates. By what factor that is wrong, a Gaussian process tells from a compact description of the
+loops (how much is multiplied, read and kept, in what proportions) and of the device: work that was
+measured near by counts, on this device most of all. (CDMPP, Hu et al., EuroSys 2024, predicts
+tensor programs across devices from such descriptions, with samples that KMeans has chosen.)
+
+Needs scikit-learn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from hybridrl.planner.step.operator_work import (
-    DEVICE_COLUMNS,
-    LEAST_SPREAD,
-    Device,
-    Table,
+    DECODE,
+    FORWARD,
+    GATHER,
+    HEAD,
+    HEAD_TRAIN,
+    OPS,
+    OPTIMIZER,
+    TRAIN,
     Work,
-    described,
-    roofline,
 )
+from hybridrl.system.cluster_spec import Cluster
 
-NETWORKS, WIDTH, ROUNDS = 4, 32, 300
-"""Of the ensemble, of each hidden layer, and of training."""
-NOISE = 0.1
-"""Of a measurement, as a share of it."""
-FAR = 6.0
+LAUNCHES = {FORWARD: 15, TRAIN: 45, DECODE: 18, HEAD: 4, HEAD_TRAIN: 10, OPTIMIZER: 12, GATHER: 3}
+"""Kernels, about: what the model is told a piece of work begins with."""
+LEAST_SPREAD = 0.02
+"""Of a number of a description, to be told apart by it."""
+NOISE = 1e-3
+"""Variance of a measurement's logarithm, in those of all factors."""
+FAR = 4.0
 """A sample tells of others within this distance, in standard deviations of the description: chosen
 on the tables of `benchmarks/operator_cost.py`."""
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """The rates of a device that its costs are learned with.
+
+    Attributes:
+        flops: Operations per second in products of large matrices.
+        few_rows: The same of matrices with few rows, as in generation.
+        memory, link: Bytes per second.
+        small_op: Seconds of an operation on a handful of numbers.
+    """
+
+    flops: float
+    few_rows: float
+    memory: float
+    link: float
+    small_op: float
+
+    @classmethod
+    def of_cluster(cls, cluster: Cluster, dtype: str) -> DeviceProfile:
+        """Return the rates of the devices of a cluster that was probed."""
+        model, host = cluster.models[cluster.devices[0].model], cluster.hosts[cluster.nodes[0]]
+        few_rows = model.few_rows or model.flops[dtype]
+        link = host.inside.bandwidth
+        return cls(model.flops[dtype], few_rows, model.bandwidth, link, model.small_op)
+
+
+class CostSample(NamedTuple):
+    """A measurement."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """What was measured on a device."""
+
+    device: DeviceProfile
+    samples: Sequence[CostSample]
+
+    @property
+    def works(self) -> list[Work]:
+        """Return the pieces of work that were measured."""
+        return [sample.work for sample in self.samples]
+
+    @property
+    def seconds(self) -> np.ndarray:
+        """Return what each of them took."""
+        return np.array([sample.seconds for sample in self.samples])
+
+    def to_data(self) -> dict[str, Any]:
+        """As plain data; `of_data` reads it."""
+        rows = [{**asdict(work), "seconds": seconds} for work, seconds in self.samples]
+        return {"device": asdict(self.device), "samples": rows}
+
+    @classmethod
+    def of_data(cls, data: Mapping[str, Any]) -> CostTable:
+        """What `to_data` gave."""
+        rows = [dict(row) for row in data["samples"]]
+        samples = [CostSample(seconds=row.pop("seconds"), work=Work(**row)) for row in rows]
+        return cls(DeviceProfile(**data["device"]), samples)
 
 
 class OperatorCosts:
@@ -40,60 +111,38 @@ class OperatorCosts:
 
     Args:
         tables: Of the devices that are known.
-        seed: Of the networks' weights.
     """
 
-    def __init__(self, tables: Sequence[Table], seed: int = 0) -> None:
-        rows, targets = [], []
-        for table in tables:
-            works = [sample.work for sample in table.samples]
-            seconds = np.array([sample.seconds for sample in table.samples])
-            rows.append(described(works, table.device))
-            targets.append(np.log(seconds / roofline(works, table.device)))
-        x, y = np.concatenate(rows), np.concatenate(targets)
+    def __init__(self, tables: Sequence[CostTable]) -> None:
+        from sklearn.gaussian_process import GaussianProcessRegressor
+        from sklearn.gaussian_process.kernels import Matern
+
+        x = np.concatenate([describe_work(table.works, table.device) for table in tables])
+        factors = [table.seconds / roofline(table.works, table.device) for table in tables]
         self._mean, self._spread = x.mean(0), np.maximum(x.std(0), LEAST_SPREAD)
-        self._middle = float(y.mean())
-        self._networks = _trained(self._scaled(x), y - self._middle, seed)
-        self._near: dict[Device, _Near] = {}
-        for table in tables:
-            self.add(table)
+        self._process = GaussianProcessRegressor(
+            Matern(FAR, nu=2.5), alpha=NOISE, optimizer=None, normalize_y=True
+        ).fit((x - self._mean) / self._spread, np.log(np.concatenate(factors)))
 
-    def add(self, table: Table) -> None:
-        """Takes samples of a device, known or new, for what it is asked of this device."""
-        works = [sample.work for sample in table.samples]
-        seconds = np.array([sample.seconds for sample in table.samples])
-        left = np.log(seconds / self._learned(works, table.device))
-        self._near[table.device] = _Near(self._of_work(works, table.device), left)
-
-    def seconds(self, works: Sequence[Work], device: Device) -> np.ndarray:
+    def seconds(self, works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
         """Of each piece of work, on a device of which it has samples, or only the rates."""
-        found = self._learned(works, device)
-        if device in self._near:
-            found = found * np.exp(self._near[device].left(self._of_work(works, device)))
-        return found
-
-    def _learned(self, works: Sequence[Work], device: Device) -> np.ndarray:
-        x = torch.tensor(self._scaled(described(works, device)), dtype=torch.float32)
-        with torch.no_grad():
-            factors = torch.stack([network(x)[:, 0] for network in self._networks]).mean(0)
-        return roofline(works, device) * np.exp(factors.numpy() + self._middle)
-
-    def _scaled(self, x: np.ndarray) -> np.ndarray:
-        return (x - self._mean) / self._spread
-
-    def _of_work(self, works: Sequence[Work], device: Device) -> np.ndarray:
-        return self._scaled(described(works, device))[:, :-DEVICE_COLUMNS]
+        x = (describe_work(works, device) - self._mean) / self._spread
+        return np.asarray(roofline(works, device) * np.exp(self._process.predict(x)))
 
 
 class DeviceCosts:
-    """What work takes on one device, asked one by one.
+    """What work takes on one device, asked one by one: a `CostPredictor`.
 
     Args:
         table: Of this device.
         others: Of devices from which something can be learned about it.
+        source: Which measurement this is.
     """
 
-    def __init__(self, table: Table, others: Sequence[Table] = ()) -> None:
+    def __init__(
+        self, table: CostTable, others: Sequence[CostTable] = (), source: str = "measured work"
+    ) -> None:
+        self.source = source
         self._device = table.device
         self._costs = OperatorCosts([table, *others])
         self._known: dict[Work, float] = {}
@@ -105,50 +154,53 @@ class DeviceCosts:
         return self._known[work]
 
 
-class _Near:
-    """A Gaussian process: what is left of a logarithm, told by the samples near by."""
-
-    def __init__(self, x: np.ndarray, left: np.ndarray) -> None:
-        self._x = x
-        self._variance = max(float((left**2).mean()), NOISE**2)
-        kernel = self._kernel(x) + NOISE**2 * np.eye(len(x))
-        self._weights = np.linalg.solve(kernel, left)
-
-    def left(self, x: np.ndarray) -> np.ndarray:
-        """Of other work."""
-        return np.asarray(self._kernel(x) @ self._weights)
-
-    def _kernel(self, x: np.ndarray) -> np.ndarray:
-        apart = (x**2).sum(1)[:, None] + (self._x**2).sum(1)[None] - 2 * x @ self._x.T
-        apart = np.maximum(apart, 0.0)
-        smooth = np.exp(-apart / (2 * FAR**2))
-        rough = np.exp(-apart / (2 * (FAR / 4) ** 2))
-        return np.asarray(self._variance * (0.7 * smooth + 0.3 * rough))
+def roofline(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
+    """Seconds of each, if its parts came one after the other at the device's rates."""
+    return np.array([sum(_parts(work, device)) for work in works])
 
 
-def _trained(x: np.ndarray, y: np.ndarray, seed: int) -> list[torch.nn.Module]:
-    """An ensemble, each from weights of its own. The error that counts is relative, so that of
-    logarithms is made small."""
-    inputs = torch.tensor(x, dtype=torch.float32)
-    targets = torch.tensor(y, dtype=torch.float32)[:, None]
-    found: list[torch.nn.Module] = []
-    with torch.random.fork_rng(devices=[]):
-        for number in range(NETWORKS):
-            torch.manual_seed(seed + number)
-            network = torch.nn.Sequential(
-                torch.nn.Linear(inputs.shape[1], WIDTH),
-                torch.nn.SiLU(),
-                torch.nn.Linear(WIDTH, WIDTH),
-                torch.nn.SiLU(),
-                torch.nn.Linear(WIDTH, 1),
-            )
-            optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, weight_decay=3e-2)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ROUNDS)
-            for _ in range(ROUNDS):
-                optimizer.zero_grad()
-                loss = torch.nn.functional.smooth_l1_loss(network(inputs), targets, beta=0.1)
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-            found.append(network.eval())
-    return found
+def _parts(work: Work, device: DeviceProfile) -> tuple[float, float, float]:
+    rate = device.few_rows if work.op == DECODE else device.flops
+    moved = device.link if work.op == GATHER else device.memory
+    return (
+        work.operations / rate,
+        work.bytes / moved,
+        LAUNCHES[work.op] * device.small_op,
+    )
+
+
+def describe_work(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
+    """A row of numbers for each, alike where loops and their proportions are."""
+    rows = []
+    for work in works:
+        parts = _parts(work, device)
+        whole = sum(parts)
+        rows.append(
+            [
+                *(2.0 * (work.op == op) for op in OPS),
+                *map(math.log, (work.tokens, work.length, work.hidden, work.parameters)),
+                *map(math.log, (work.query / work.hidden, work.key_value / work.hidden)),
+                math.log(work.parameters / work.hidden**2),
+                *(math.log(max(1.0, number)) for number in (work.operations, work.bytes)),
+                *(part / whole for part in parts),
+                *map(math.log, asdict(device).values()),
+            ]
+        )
+    return np.array(rows)
+
+
+def choose_representative(works: Sequence[Work], device: DeviceProfile, number: int) -> list[int]:
+    """Of much work the pieces that stand for the rest, by KMeans over their descriptions: those
+    nearest to the centres.
+
+    Args:
+        number: At most.
+    """
+    from sklearn.cluster import KMeans
+    from sklearn.metrics import pairwise_distances_argmin
+
+    x = describe_work(works, device)
+    x = (x - x.mean(0)) / np.maximum(x.std(0), LEAST_SPREAD)
+    centres = min(number, len(np.unique(x, axis=0)))
+    means = KMeans(centres, n_init=1, random_state=0).fit(x)
+    return sorted({int(one) for one in pairwise_distances_argmin(means.cluster_centers_, x)})

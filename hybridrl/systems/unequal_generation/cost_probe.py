@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -14,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.language_model import build_language_model
 from hybridrl.planner.memory.model_shape import shape_of
-from hybridrl.system.device_traits import synchronize
 from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.unequal_generation.decoder_stage import DecoderStage
 from hybridrl.systems.unequal_generation.generation_plan import BITS, WHOLE
 from hybridrl.systems.unequal_generation.generation_problem import (
@@ -181,19 +179,7 @@ def _growing(points: Sequence[tuple[int, float]]) -> Curve:
 
 @torch.inference_mode()
 def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
-    """Seconds of each, which take turns, with caches that hold something else: the layers of a
-    model that is worth dividing do not fit into them."""
+    """Seconds of each, with caches that hold something else: the layers of a model that is worth
+    dividing do not fit into them."""
     others = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device=device)
-    seconds: list[list[float]] = [[] for _ in runs]
-    for run in runs:
-        run()
-    begin = time.perf_counter()
-    while len(seconds[0]) < TURNS or time.perf_counter() - begin < SECONDS:
-        for run, found in zip(runs, seconds, strict=True):
-            others.add_(1)
-            synchronize(device)
-            start = time.perf_counter()
-            run()
-            synchronize(device)
-            found.append(time.perf_counter() - start)
-    return [statistics.median(found) for found in seconds]
+    return measure_seconds(runs, device, turns=TURNS, least=SECONDS, between=lambda: others.add_(1))

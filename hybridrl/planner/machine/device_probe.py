@@ -1,0 +1,130 @@
+"""What all devices of this machine do at once: copies, small operations and collectives, measured
+in processes that are a world to torch.distributed."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hybridrl.errors import HybridRLError
+from hybridrl.planner.machine.device_catalog import cores_per_device
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.device_traits import COLLECTIVES
+from hybridrl.system.timing import measure_seconds
+
+STREAM = 64 << 20
+"""Bytes that are copied at a time."""
+LEAST_MESSAGE = 1 << 20
+"""Bytes that are sent at a time, if a layer has fewer."""
+SMALL_OPS = 2000
+LIMIT_S = 60
+TURNS_TOGETHER = 5
+"""Of what the ranks do together: as many on each."""
+
+Measure = Callable[..., dict[str, float]]
+
+
+def mean_of_all(measure: Measure, cluster: Cluster, *job: Any) -> dict[str, float]:
+    """Return the mean of each figure that this machine's devices find; see `measure_on_all`."""
+    found = measure_on_all(measure, cluster, *job)
+    return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
+
+
+def measure_on_all(measure: Callable[..., Any], cluster: Cluster, *job: Any) -> list[Any]:
+    """Return what `measure(rank, world, kind, threads, *job)` finds on each device of this machine
+    that a cluster is made of, all at once, in processes that are a world to torch.distributed.
+
+    Raises:
+        HybridRLError: if a process fails.
+    """
+    here = cluster.devices_per_node
+    if cluster.is_cuda:
+        here = min(here, torch.accelerator.device_count())
+    # One device has this process's own threads, whatever their number.
+    threads = torch.get_num_threads() if here == 1 else cores_per_device(cluster)
+    job = (cluster.kind, threads, *job)
+    if here == 1:
+        return [measure(0, 1, *job)]
+    # A fork is quick, but what used GPUs or several threads before must not be forked.
+    kind = "fork" if cluster.kind == "cpu" and threads == 1 else "spawn"
+    context = mp.get_context(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        arguments = [(measure, rank, here, *job, f"{folder}/meet", queue) for rank in range(here)]
+        processes = [context.Process(target=_child, args=a, daemon=True) for a in arguments]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(LIMIT_S)
+            process.kill()
+        if any(process.exitcode for process in processes):
+            raise HybridRLError(
+                f"A process of the probe failed, or took more than {LIMIT_S} s; its words stand "
+                "above. --devices plans with known rates instead."
+            )
+        return [queue.get() for _ in processes]
+
+
+def _child(measure: Callable[..., Any], rank: int, world: int, *job: Any) -> None:
+    *job_, meet, queue = job
+    dist.init_process_group(
+        COLLECTIVES[job_[0]],
+        init_method=f"file://{meet}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    queue.put(measure(rank, world, *job_))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def memory_rate(device: torch.device, world: int) -> float:
+    """Bytes per second, read and written."""
+    source = torch.zeros(STREAM // 4, device=device)
+    target = torch.zeros_like(source)
+    (seconds,) = measure_seconds([lambda: target.copy_(source)], device, world=world)
+    return 2 * STREAM / seconds
+
+
+def small_op(world: int) -> float:
+    """Seconds of an operation on a handful of numbers."""
+    x = torch.zeros(4)
+
+    def once() -> None:
+        for _ in range(SMALL_OPS):
+            x.add_(1.0)
+
+    (seconds,) = measure_seconds([once], torch.device("cpu"), world=world)
+    return seconds / SMALL_OPS
+
+
+def collectives(device: torch.device, world: int, layer: int) -> dict[str, float]:
+    """What a layer of so many bytes takes to be gathered, and its gradients to be summed. Into new
+    memory, as in training: whoever writes there first waits for the system to find some."""
+    if world == 1:
+        return {"link": math.inf, "network": math.inf, "sums": 1.0}
+    part = torch.zeros(min(max(layer, LEAST_MESSAGE), STREAM) // 4 // world, device=device)
+    numbers = len(part) * world
+
+    def gather() -> None:
+        dist.all_gather_into_tensor(torch.empty(numbers, device=device), part)
+
+    def reduce() -> None:
+        dist.reduce_scatter_tensor(torch.empty_like(part), torch.zeros(numbers, device=device))
+
+    with warnings.catch_warnings():  # newer versions of torch prefer names that older ones lack
+        warnings.simplefilter("ignore", FutureWarning)
+        gathering, reducing = measure_seconds(
+            [gather, reduce], device, world=world, turns=TURNS_TOGETHER, least=0.0
+        )
+    link = part.nbytes * (world - 1) / gathering
+    return {"link": link, "network": link, "sums": reducing / gathering}
