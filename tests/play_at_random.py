@@ -20,7 +20,7 @@ from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl import load_config
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.environments.pool import EnvironmentPool, Play
+from hybridrl.environments.environment_pool import EnvironmentPool, Play
 from hybridrl.models import make_tiny_model
 
 

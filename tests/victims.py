@@ -28,7 +28,7 @@ MEASURED = ("time/", "share/", "throughput/", "memory/", "sync/", "checkpoint/")
 PATTERNS = {
     "host": "RayHost",
     "relay": "ray::Relay",
-    "reward": "hybridrl.rewards.child",
+    "reward": "hybridrl.rewards.reward_program",
     "keeper": "RayKeeper",
     "raylet": "raylet/raylet",
     "gcs": "gcs_server",

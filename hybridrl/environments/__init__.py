@@ -1,6 +1,7 @@
 """Other people's environments, in processes of their own: each plays episodes by talking with the
 model over HTTP, and says what came of them.
 
-`pool.EnvironmentPool` runs them, `shim` is the program of such a process, which needs nothing but
-Python's standard library, and `adapters` are what it loads: one for each kind of environment.
+`environment_pool.EnvironmentPool` runs them, `environment_program` is the program of such a
+process, which needs nothing but Python's standard library, and `adapters` are what it loads: one
+for each kind of environment.
 """

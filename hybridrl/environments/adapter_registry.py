@@ -13,7 +13,7 @@ from hybridrl.environments import adapters
 from hybridrl.errors import ConfigError, nearest
 from hybridrl.system import user_code
 
-_NOT_ADAPTERS = {"environment_adapter", "function", "launch", "model_client", "tool_servers"}
+_NOT_ADAPTERS = {"environment_adapter", "function", "model_client", "tool_servers"}
 
 
 def adapter_names() -> list[str]:

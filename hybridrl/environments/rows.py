@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.environments.environment_pool import EnvironmentPool
 from hybridrl.errors import ConfigError
 
 _LARGEST_SHARE = 0.2

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridrl.rewards.loading import function_list
-    from hybridrl.rewards.pool import RewardPool, RewardResult
+    from hybridrl.rewards.reward_pool import RewardPool, RewardResult
 
 __all__ = ["RewardPool", "RewardResult", "function_list"]
 
 _HOMES = {
-    "RewardPool": "hybridrl.rewards.pool",
-    "RewardResult": "hybridrl.rewards.pool",
+    "RewardPool": "hybridrl.rewards.reward_pool",
+    "RewardResult": "hybridrl.rewards.reward_pool",
     "function_list": "hybridrl.rewards.loading",
 }
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 from hybridrl.config.setting import Setting
 from hybridrl.errors import RewardError
+from hybridrl.processes.pool import WorkItem
 from hybridrl.rewards.options import REWARD
 from hybridrl.rewards.returned_scores import Answer, Steps
 from hybridrl.rewards.signature import rows_of_all, rows_of_group
@@ -74,22 +75,14 @@ class Round:
             },
             "rows": {0: list(range(len(rows)))} if rows else {},
         }
-        tasks = [
+        self._modes = modes
+        self._tasks = [
             row * len(names) + function
             for row in range(len(rows))
             for function, kind in enumerate(self._called_for)
             if row in self._together[kind]
         ]
-        # What waits, by whether the function is asynchronous; a process runs one kind at a time.
-        self.waiting = {
-            kind: deque(task for task in tasks if modes[task % len(names)][0] is kind)
-            for kind in (False, True)
-        }
-        # Asynchronous tasks of a process that died or hung: nobody knows which of them did it, so
-        # each gets a process for itself.
-        self.suspects: deque[int] = deque()
-        self._tried_again: set[int] = set()
-        self.unanswered = len(tasks)
+        self._unanswered = len(self._tasks)
         nothing = Answer(math.nan, math.nan)
         self._answers = [[nothing] * len(rows) for _ in names]
         self._further: dict[str, list[float]] = {}
@@ -99,11 +92,18 @@ class Round:
     @property
     def is_done(self) -> bool:
         """Whether every task has an outcome."""
-        return self.unanswered == 0
+        return self._unanswered == 0
 
-    def message(self, tasks: Sequence[int]) -> list[tuple[int, int, dict[str, Any]]]:
-        """The tasks as a child reads them: number, function, row."""
-        return [(task, task % len(self._names), self._given(task)) for task in tasks]
+    def items(self, limit_s: float) -> list[WorkItem]:
+        """All tasks, each of which may take so many seconds."""
+        return [
+            WorkItem(task, partial(self._payload, task), limit_s, not self._modes[task % count][0])
+            for count in [len(self._names)]
+            for task in self._tasks
+        ]
+
+    def _payload(self, task: int, attempt: int) -> tuple[int, dict[str, Any]]:
+        return task % len(self._names), self._given(task)
 
     def _given(self, task: int) -> dict[str, Any]:
         row, function = divmod(task, len(self._names))
@@ -116,7 +116,7 @@ class Round:
     def score(self, task: int, answers: Sequence[Answer]) -> None:
         """Records what the function says of each row of the task."""
         first, function = divmod(task, len(self._names))
-        self.unanswered -= 1
+        self._unanswered -= 1
         rows = self._together[self._called_for[function]][first]
         for row, answer in zip(rows, answers, strict=True):
             self._answers[function][row] = answer
@@ -127,14 +127,6 @@ class Round:
                     self._further[column] = [math.nan] * len(self._rows)
                 self._further[column][row] = value
 
-    def may_try_again(self, task: int) -> bool:
-        """Of a task whose process was killed: whether it was for the first time, when nobody knows
-        that the task was the reason."""
-        if task in self._tried_again:
-            return False
-        self._tried_again.add(task)
-        return True
-
     def fail(self, task: int, reason: str, is_timeout: bool = False) -> None:
         """Records a failed call.
 
@@ -142,7 +134,7 @@ class Round:
             RewardError: if `on_error` is `fail`.
         """
         row, function = divmod(task, len(self._names))
-        self.unanswered -= 1
+        self._unanswered -= 1
         self._failures += 1
         self._timeouts += is_timeout
         for failed in self._together[self._called_for[function]][row]:

@@ -13,8 +13,8 @@ from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, RewardError, nearest
 from hybridrl.rewards.loading import function_list, functions_of, short_names
 from hybridrl.rewards.options import REWARD, FunctionSettings
-from hybridrl.rewards.pool import RewardPool
 from hybridrl.rewards.returned_scores import Steps
+from hybridrl.rewards.reward_pool import RewardPool
 from hybridrl.rewards.scoring_round import RewardResult
 
 COLUMN = "source"

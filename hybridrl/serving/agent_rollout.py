@@ -331,7 +331,7 @@ def agent_generator(
         outside.notify = endpoint.exchange.wake
         programs: Programs = outside
     else:
-        from hybridrl.environments.pool import EnvironmentPool
+        from hybridrl.environments.environment_pool import EnvironmentPool
 
         programs = EnvironmentPool(environment, endpoint.exchange.wake)
     turn = rollout.max_turn_tokens

@@ -21,7 +21,7 @@ REMIND_S = 60.0
 
 
 class Programs(Protocol):
-    """What plays episodes: `environments.pool.EnvironmentPool`, or programs from outside."""
+    """What plays episodes: `EnvironmentPool`, or programs from outside."""
 
     def start(self, group: Sequence[Play]) -> None:
         """Begins these, samples of one prompt. Never waits."""

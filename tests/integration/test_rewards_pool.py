@@ -186,8 +186,7 @@ def test_one_bad_row_costs_one_row(make_pool, name, response, explanation):
 
 
 @pytest.mark.parametrize("response", ["die", "block"])
-def test_the_guilty_one_of_concurrent_rows_is_found(make_pool, monkeypatch, response):
-    monkeypatch.setattr("hybridrl.rewards.pool._ASYNC_GRACE_S", 0.1)
+def test_the_guilty_one_of_concurrent_rows_is_found(make_pool, response):
     patience = TIMEOUT_S if response == "block" else PATIENCE_S
     pool = make_pool("score_async", timeout_s=patience)
     result = pool.score(rows("1", "2", response, "4"))

@@ -11,7 +11,7 @@ from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.environments.pool import EnvironmentPool, Play
+from hybridrl.environments.environment_pool import EnvironmentPool, Play
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".environments-venv" / "bin" / "python"

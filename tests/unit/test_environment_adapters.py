@@ -16,9 +16,9 @@ from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.adapters.environment_adapter import EpisodeError, Score, scored
-from hybridrl.environments.pool import EnvironmentPool, Play
+from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.environments.environment_program import with_direct_access
 from hybridrl.environments.rows import load_rows
-from hybridrl.environments.shim import with_direct_access
 from hybridrl.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -12,10 +12,10 @@ from scripted_endpoint import ScriptedEndpoint
 from victims import environment_of
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments import process
-from hybridrl.environments.pool import EnvironmentPool, Play
-from hybridrl.environments.shim import MARK
+from hybridrl.environments.environment_pool import EnvironmentPool, Play
 from hybridrl.errors import ConfigError
+from hybridrl.processes import supervised_process
+from hybridrl.processes.supervised_process import MARK
 
 FILE = Path(__file__).parents[1] / "environments_that_fail.py"
 PROGRAM = """
@@ -118,7 +118,7 @@ def test_a_lost_process_costs_who_lost_it(endpoint, pool_of, what, kind, said):
 
 
 def test_memory_is_bounded_without_control_groups(endpoint, pool_of, monkeypatch):
-    monkeypatch.setattr(process, "memory_group", lambda limit: None)
+    monkeypatch.setattr(supervised_process, "memory_group", lambda limit: None)
     found = play(pool_of(memory_gib=0.4), endpoint, ["eat", "good"])
     assert [one.kind for one in found] == ["memory", "ok"]
 

@@ -15,7 +15,7 @@ def write(path, text):
 
 def test_importing_rewards_imports_nothing_heavy():
     code = (
-        "import sys, hybridrl.rewards.pool, hybridrl.rewards.child\n"
+        "import sys, hybridrl.rewards.reward_pool, hybridrl.rewards.reward_program\n"
         "import hybridrl.rewards.builtin_rewards\n"
         "heavy = {'torch', 'sympy', 'ray', 'numpy', 'pyarrow', 'transformers'} & set(sys.modules)\n"
         "sys.exit(', '.join(heavy) or 0)"

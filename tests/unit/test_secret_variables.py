@@ -1,14 +1,12 @@
 """Programs of others start without the job's secrets."""
 
-import os
 import sys
 
 import pytest
-from victims import environment_of
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.pool import EnvironmentPool, Play
-from hybridrl.rewards.process import ChildProcess
+from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.rewards import RewardPool
 from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 SECRETS = {
@@ -68,9 +66,12 @@ def test_environments_start_without_them(secret):
 
 
 def test_reward_processes_start_without_them(secret):
-    child = ChildProcess(("never read",), without_secrets(os.environ, ["PASSED_*"]))
-    try:
-        found = environment_of(child.pid).split(b"\0")
-    finally:
-        child.close()
-    assert b"PASSED_TOKEN=def" in found and b"OF_THE_JOB_TOKEN=abc" not in found
+    with RewardPool([passed_secrets], env=["PASSED_*"]) as pool:
+        assert pool.score([{"prompt": "", "response": "", "answer": ""}]).scores == [3.0]
+
+
+def passed_secrets(response, **row):
+    """The length of the one that is passed."""
+    import os
+
+    return len(os.environ["PASSED_TOKEN"] + os.environ.get("OF_THE_JOB_TOKEN", ""))

@@ -9,8 +9,8 @@ from agent_cases import TRAINED, ScriptedEngine, endpoint_of, merging_tokenizer
 from test_agents import rows
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.adapters.launch import can_isolate
-from hybridrl.environments.pool import EnvironmentPool
+from hybridrl.environments.environment_pool import EnvironmentPool
+from hybridrl.processes.launcher import can_isolate
 from hybridrl.serving.agent_rollout import AgentGenerator
 from hybridrl.serving.failed_episodes import FailedEpisodes
 

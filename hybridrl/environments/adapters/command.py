@@ -10,11 +10,11 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from . import launch
 from .environment_adapter import (
     MODEL,
     BaseAdapter,
@@ -29,6 +29,7 @@ _LONGEST = 1 << 20
 """Bytes of its standard output that are kept, and of its errors: what comes last."""
 _MOST = 16 << 20
 """Bytes that a program may write."""
+_LAUNCHER = str(Path(__file__).resolve().parents[2] / "processes" / "launcher.py")
 _LINGER_S = 5.0
 """So long what a program wrote is waited for when it has ended: others may hold its pipes."""
 
@@ -70,7 +71,8 @@ class Adapter(BaseAdapter):
             if not isinstance(own[option], bool):
                 raise SetupError(f"environment.options.{option}={own[option]}: true or false.")
         self._reports, self._isolates = own["report"], own["isolate"]
-        if self._isolates and not launch.can_isolate():
+        asking = [sys.executable, "-IS", _LAUNCHER, "can-isolate"]
+        if self._isolates and subprocess.run(asking).returncode != 0:
             raise SetupError(
                 "environment.options.isolate=true needs a Landlock that knows scopes: Linux 6.12 "
                 "or later. Here only another user or a container keeps programs apart."
@@ -81,9 +83,7 @@ class Adapter(BaseAdapter):
         if self._reports:
             url = f"{episode.url.removesuffix('/v1')}/reward"
             row = {**row, "hybridrl": {"reward_url": url, "token": episode.report_token}}
-        mark = {launch.MARK: os.environ[launch.MARK]}
-        settings = {"parent": os.getpid(), "mark": mark, "isolated": self._isolates}
-        settings["prints"] = not self._reports
+        settings = {"parent": os.getpid(), "isolated": self._isolates, "prints": not self._reports}
         told = {
             "OPENAI_BASE_URL": episode.url,
             "OPENAI_API_KEY": episode.token,
@@ -91,11 +91,10 @@ class Adapter(BaseAdapter):
             "HYBRIDRL_SESSION": episode.session,
         }
         variables = {**os.environ, **told}
-        del variables[launch.MARK]  # the program has it; what starts it ends by itself
         output, errors, given = _Output(), _Output(), _Input(json.dumps(row).encode())
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-IS", str(launch.__file__), json.dumps(settings)),
+                *(sys.executable, "-IS", _LAUNCHER, json.dumps(settings)),
                 *self._command,
                 stdin=await given.open(),
                 stdout=await output.open(),

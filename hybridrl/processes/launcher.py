@@ -1,12 +1,18 @@
-"""Starts a program, and ends all that it leaves behind: `<python> launch.py SETTINGS PROGRAM ...`.
+"""Start a program and end all that it leaves behind: `<python> launcher.py SETTINGS PROGRAM ...`.
 
 It needs only Python's standard library. What loses its parent becomes a child of this process,
-whatever session it has moved to and however empty its environment, so that it is found. The exit
-status is the program's.
+whatever session it has moved to and however empty its environment, so that it is found: when the
+program ends, when SIGTERM asks for it, and when the parent of this process is gone. The exit status
+is the program's.
 
-The settings are JSON: `parent`, the process without which this one ends; `mark`, variables of the
-program alone; `isolated`, whether it is kept from the processes outside (see `_isolate`); and
-`prints`, whether a number that it printed counts.
+The settings are JSON: `parent`, the process without which this one ends, and optionally
+
+* `isolated`: keep the program from the processes outside (see `_isolate`);
+* `prints`: a number that the program printed counts, unless others hold its output at its end;
+* `connection`, `page`: descriptors that the program has, too: the way to its pool, and a page of
+  shared memory (see `SHARED`);
+* `entrance`: the descriptor of a memory group that the program enters;
+* `memory`: bytes that the program may take with all that it starts, where there is no such group.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import mmap
 import os
 import resource
 import signal
@@ -23,6 +30,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+SHARED = ("item", "deadline_ns", "memory", "swept")
+"""What stands in the shared page, 64 bits each: the item that the program runs just now (0: none,
+or it is not known), until when on the monotonic clock (0: for ever), the bytes for which this
+process has ended the program, and whether nothing is left of it."""
 _PDEATHSIG, _DROP_CAPABILITY, _SUBREAPER, _NO_NEW_PRIVS = 1, 24, 36, 38
 _CREATE_RULESET, _RESTRICT_SELF = 444, 446
 _SCOPE_SIGNAL = 2
@@ -32,8 +43,7 @@ may read any process's memory whatever Landlock says."""
 _SCOPES_SINCE = 6
 _STATUS = 125
 """Of a program whose number may be another's."""
-MARK = "HYBRIDRL_ENVIRONMENT"
-"""A variable that all descendants of a process inherit, so that they can be found and ended."""
+_TICK_S = 0.25
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -69,6 +79,15 @@ def _descendants(pid: int | str) -> Iterator[int]:
         yield from _descendants(child)
 
 
+def _memory() -> int:
+    """Bytes of all descendants that are in memory."""
+    total = 0
+    for pid in _descendants("self"):
+        with contextlib.suppress(OSError, ValueError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return total * mmap.PAGESIZE
+
+
 def _holds(pid: int, file: os.stat_result) -> bool:
     """Whether a process has a file open."""
     with contextlib.suppress(OSError):
@@ -79,7 +98,7 @@ def _holds(pid: int, file: os.stat_result) -> bool:
     return False
 
 
-def _end_children(*_: Any) -> None:
+def _end_children() -> None:
     """Kills all, those too that become children meanwhile."""
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -89,37 +108,64 @@ def _end_children(*_: Any) -> None:
             os.wait()
 
 
-def _end(*_: Any) -> NoReturn:
-    _end_children()
-    os._exit(128 + signal.SIGTERM)
+def _start(settings: dict[str, Any], command: list[str]) -> NoReturn:
+    """Becomes the program."""
+    os.setsid()
+    _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    if "entrance" in settings:
+        os.write(settings["entrance"], b"0")
+        os.close(settings["entrance"])
+    if settings.get("isolated"):
+        _isolate()
+    os.execvp(command[0], command)
+
+
+def _wait_for(program: int, limit: int, shared: memoryview | list[int]) -> int | None:
+    """The exit code of the program; None if it is to be ended, which its parent says by SIGTERM, or
+    its memory."""
+    while True:
+        signals = {signal.SIGTERM, signal.SIGCHLD}
+        heard = signal.sigtimedwait(signals, _TICK_S if limit else 1e6)
+        if heard is not None and heard.si_signo == signal.SIGTERM:
+            return None
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == program:
+                return os.waitstatus_to_exitcode(ended[1])
+        if limit and shared[1] and (taken := _memory()) > limit:
+            shared[2] = taken
+            return None
 
 
 def main() -> None:
     """Runs the program to its end."""
+    if sys.argv[1] == "can-isolate":
+        sys.exit(not can_isolate())
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
     _LIBC.prctl(_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGTERM, _end)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD})
     _LIBC.prctl(_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != settings["parent"]:
         return
     program = os.fork()
     if program == 0:
-        os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
-        if settings["isolated"]:
-            _isolate()
-        os.execvpe(command[0], command, {**os.environ, **settings["mark"]})
+        _start(settings, command)
     output = os.fstat(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for own in (0, 1):  # the program alone reads and writes there
         os.dup2(nothing, own)
-    while (ended := os.wait())[0] != program:
-        pass
-    code = os.waitstatus_to_exitcode(ended[1])
-    others = settings["prints"] and any(_holds(one, output) for one in _descendants("self"))
+    shared: memoryview | list[int] = [0] * len(SHARED)
+    if "page" in settings:
+        os.close(settings["connection"])
+        shared = memoryview(mmap.mmap(settings["page"], mmap.PAGESIZE)).cast("q")
+    code = _wait_for(program, settings.get("memory", 0), shared)
+    is_printing = settings.get("prints") and code == 0
+    others = is_printing and any(_holds(one, output) for one in _descendants("self"))
     _end_children()
-    if others and code == 0:
+    shared[3] = 1
+    if others:
         os.write(
             2,
             b"\nWhat this program had started still held its standard output when it ended, so the "
@@ -127,9 +173,12 @@ def main() -> None:
             b"output; or report the reward (environment.options.report).\n",
         )
         code = _STATUS
+    if code is None:
+        code = 128 + signal.SIGTERM
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.kill(os.getpid(), -code)
     os._exit(code)
 

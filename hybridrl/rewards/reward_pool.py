@@ -1,0 +1,218 @@
+"""RewardPool: scores rows in processes of its own, and outlives whatever happens in them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal
+
+from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError
+from hybridrl.processes.supervised_process import ProcessSpec
+from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
+from hybridrl.rewards.options import REWARD, FunctionSettings, options_of
+from hybridrl.rewards.scoring_round import RewardResult, Round
+from hybridrl.system.secret_variables import passing_hint, without_secrets
+
+__all__ = ["RewardPool", "RewardResult"]
+
+_IMPORT_S = 120.0
+"""For the import of functions beside a job's other work; see `RewardPool.start`."""
+_CONCURRENT_ROWS = 64  # of asynchronous functions, in each process
+_ERRORS = {"ConfigError": ConfigError, "MachineError": MachineError}
+
+
+class RewardPool:
+    """Runs reward functions on rows, in child processes that start with the constructor.
+
+    A row that raises, hangs, returns nonsense or kills its process costs that row (see `on_error`)
+    and no other: see `ProcessPool`.
+
+    Args:
+        functions: `path/to/file.py:score`, `package.module:score`, a built-in name, or a function
+            itself, which is pickled by value, each.
+        weights: of the functions in the sum; all 1 if None.
+        options: keyword arguments for functions, by their short names (`score` of
+            `path/to/file.py:score`).
+        processes: number of child processes.
+        timeout_s: seconds that one function may take for one row, or for all rows if it is called
+            once for all of them.
+        on_error: what a failed call does: `fail` raises, `drop` scores the row NaN, `value` takes
+            `error_value` for the function's score.
+        error_value: see `on_error`.
+        watched: so many of the functions, the last ones, are only looked at; their weights are 0.
+        settings: the names of the settings that the functions come from.
+        env: environment variables with secrets that the processes get (see `without_secrets`).
+
+    Attributes:
+        remarks: what the functions' modules have to say to the user, by `check_reward`; known
+            after `start`.
+
+    Raises:
+        ConfigError: if a setting is wrong, or a function's file or name does not exist.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[str | RewardFunction],
+        weights: Sequence[float] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        processes: int = 1,
+        timeout_s: float = 30.0,
+        on_error: Literal["fail", "drop", "value"] = "fail",
+        error_value: float = 0.0,
+        watched: int = 0,
+        env: Collection[str] = (),
+        settings: FunctionSettings = REWARD,
+    ) -> None:
+        group = settings.group
+        functions = list(functions)
+        self._weights = [1.0] * len(functions) if weights is None else list(weights)
+        self.check(functions, self._weights, options, watched, settings)
+        if processes < 1:
+            raise ConfigError(f"`{group}.processes` is {processes}, expected 1 or more.")
+        if not timeout_s > 0:
+            raise ConfigError(f"`{group}.timeout_s` is {timeout_s}, expected more than 0 seconds.")
+        if on_error not in ("fail", "drop", "value"):
+            raise ConfigError(
+                f"`{group}.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
+            )
+        self._names = short_names(functions)
+        self._specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
+        self._settings, self._watched, self._env = settings, watched, env
+        self._timeout_s, self._on_error, self._error_value = timeout_s, on_error, error_value
+        self.remarks: list[str] = []
+        self._asked: set[str] = set()
+        self._lock = threading.Lock()
+        given = options_of(self._names, options, settings)
+        named_by = settings.of_each(len(functions), watched)
+        spec = ProcessSpec(
+            "reward process",
+            [sys.executable, "-m", "hybridrl.rewards.reward_program"],
+            (self._specs, sys.path, timeout_s, given, settings, named_by),
+            without_secrets(os.environ, env),
+            functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL),
+            pickle.loads,
+        )
+        self._pool = ProcessPool(spec, processes, _CONCURRENT_ROWS)
+        self._pool.start(processes)
+
+    check = staticmethod(check_functions)
+
+    def asks_for(self, entry: str) -> bool:
+        """Whether a function asks for a further entry of rows (see `signature.asked_of`). Known
+        after `start`."""
+        return entry in self._asked
+
+    def start(self, within_s: float = _IMPORT_S) -> None:
+        """Waits until every process has imported the functions and checked that they can work here.
+        `score` does this too.
+
+        Args:
+            within_s: Seconds that it may take; `timeout_s` if that is longer.
+
+        Raises:
+            ConfigError: if a function cannot be loaded, or not in that time.
+            RewardError: if its process died.
+            MachineError: if it cannot work on this machine.
+        """
+        with self._lock:
+            self._wait_until_ready(within_s, all)
+
+    def score(
+        self,
+        rows: Sequence[dict[str, Any]],
+        progress: Callable[[], None] = lambda: None,
+        within_s: float = math.inf,
+        groups: Sequence[int] | None = None,
+    ) -> RewardResult:
+        """Calls every function on every row, with the row's entries as keyword arguments.
+
+        Args:
+            rows: Hold `prompt`, `response`, `answer` and anything else that pickles.
+            progress: Called when rows have been answered, or given up.
+            within_s: Seconds that a call may take, if fewer than `timeout_s`.
+            groups: The prompt of each row, the rows of one next to each other; None: each row has
+                its own.
+
+        Raises:
+            RewardError: if a call failed and `on_error` is `fail`, or the pool is closed.
+            MachineError: if a function cannot work on this machine, whatever `on_error` is.
+        """
+        with self._lock:
+            modes = self._wait_until_ready(_IMPORT_S, any)
+            how = (self._on_error, self._error_value, groups, self._watched)
+            work = Round(rows, self._names, modes, *how, self._settings.group)
+            self._pool.submit(work.items(min(self._timeout_s, within_s)))
+            try:
+                while not work.is_done:
+                    for result in self._poll():
+                        self._take(work, result)
+                    progress()
+            finally:  # after an error, nobody waits for the rows that are still being scored
+                self._pool.cancel()
+            return work.result(self._weights)
+
+    def close(self) -> None:
+        """Kills all processes. A closed pool cannot be used again."""
+        self._pool.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait_until_ready(self, within_s: float, of: Any) -> list[tuple[bool, str]]:
+        """Gives of each function whether it is asynchronous, and what it is called for."""
+        if self._pool.is_closed:
+            raise RewardError("The reward pool is closed; make a new one to score more rows.")
+        self._start_s = max(within_s, self._timeout_s)
+        try:
+            ready = self._pool.wait_until_ready(self._start_s, of=of)
+        except ProcessStartError as error:
+            raise self._refusal(error) from error
+        modes, self.remarks, self._asked = ready
+        return modes  # type: ignore[no-any-return]
+
+    def _poll(self) -> list[ItemResult]:
+        try:
+            return self._pool.poll(math.inf)
+        except ProcessStartError as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: ProcessStartError) -> Exception:
+        if error.status == "late":
+            specs = [s if isinstance(s, str) else s.name for s in self._specs]
+            return ConfigError(
+                f"`{self._settings.function}` names {', '.join(f'`{spec}`' for spec in specs)}, "
+                f"and to import that took longer than {self._start_s:.0f} s, so it was stopped. "
+                "Move what waits or is slow out of the import, into the function; or raise "
+                f"`{self._settings.group}.timeout_s`."
+            )
+        if error.status == "ended":
+            return RewardError(
+                f"A reward process {error} while it imported {', '.join(self._names)}; what it "
+                "wrote to the standard error output may say why."
+            )
+        said = str(error) + passing_hint(str(error), self._settings.group / "env", self._env)
+        return _ERRORS.get(error.status, RewardError)(said)
+
+    def _take(self, work: Round, result: ItemResult) -> None:
+        if result.status == "ok":
+            work.score(result.key, result.value)
+            return
+        if result.status == "machine":
+            raise MachineError(result.value)
+        is_timeout = result.status == "timeout"
+        reason = result.value or f"The reward process {result.loss} while it ran this row."
+        if is_timeout:
+            limit = f"`{self._settings.group}.timeout_s` ({self._timeout_s:g} s)"
+            reason = f"It took longer than {limit} and was stopped."
+        reason += passing_hint(reason, self._settings.group / "env", self._env)
+        work.fail(result.key, reason, is_timeout=is_timeout)

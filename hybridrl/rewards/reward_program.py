@@ -1,0 +1,152 @@
+"""The program of a reward process: `python -m hybridrl.rewards.reward_program`.
+
+It loads the functions, checks that they can work here, and calls them: plain functions one row
+after the other, asynchronous ones concurrently. What an item is answered with is an `Answer` for
+each of its rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+from typing import Any, NamedTuple
+
+from hybridrl.config.setting import Setting
+from hybridrl.errors import HybridRLError, MachineError, RewardError
+from hybridrl.processes import child
+from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
+from hybridrl.rewards.options import FunctionSettings, check_options, parameters_of
+from hybridrl.rewards.returned_scores import Answer, read_answer, read_answers
+from hybridrl.rewards.signature import arguments_of, asked_of, called_for, check_signature
+from hybridrl.system.redaction import redact, redact_output
+
+
+class RewardSetup(NamedTuple):
+    """What a reward process is told first."""
+
+    functions: list[str | ByValue]
+    search_path: list[str]
+    timeout_s: float
+    options: list[dict[str, Any]]
+    settings: FunctionSettings
+    named_by: list[Setting]
+
+
+class _UnreadableError(Exception):
+    """A function returned what is no score."""
+
+
+class _Function:
+    """A reward function with what is known about calling it."""
+
+    def __init__(self, function: RewardFunction, options: dict[str, Any]) -> None:
+        self.call = function
+        self._options = options
+        target = function.func if isinstance(function, functools.partial) else function
+        self.is_async = inspect.iscoroutinefunction(
+            target if inspect.isroutine(target) else type(target).__call__
+        )
+        self.parameters = parameters_of(function)
+        self.called_for = called_for(self.parameters)
+
+    def arguments(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The entries of the row that the function takes, all of them if it has a `**row`, and its
+        options, which win."""
+        return arguments_of(self.parameters, row) | self._options
+
+    def answers(self, returned: Any, row: dict[str, Any]) -> list[Answer]:
+        if self.called_for == "row":
+            answer = read_answer(returned, row["response"])
+            found = answer if isinstance(answer, str) else [answer]
+        else:
+            found = read_answers(returned, row["responses"])
+        if isinstance(found, str):
+            raise _UnreadableError(f"The function returned {found}.")
+        return found
+
+
+class RewardProgram:
+    """See `child.ItemServer`. The payload of an item is the number of a function, and a row."""
+
+    _functions: list[_Function] | None = None
+
+    def start(self, given: tuple[Any, ...], server: child.ItemServer) -> tuple[Any, ...]:
+        """Loads and checks the functions. Gives of each whether it is asynchronous and what it is
+        called for; remarks for the user, by `check_reward`; and the further entries of rows that
+        they ask for (see `signature.asked_of`)."""
+        setup = RewardSetup(*given)
+        redact_output()
+        sys.path += [place for place in setup.search_path if place not in sys.path]
+        functions = []
+        names = short_names(setup.functions)
+        every = zip(setup.functions, names, setup.options, setup.named_by, strict=True)
+        for spec, name, options, setting in every:
+            function = _Function(load_function(spec, setting), options)
+            check_options(name, function.parameters, options, setup.settings)
+            check_signature(name, function.parameters)
+            functions.append(function)
+        remarks = _remarks(setup, functions)
+        self._functions = functions
+        asked = set[str]().union(*(asked_of(function.parameters) for function in functions))
+        return [(one.is_async, one.called_for) for one in functions], remarks, asked
+
+    def run_blocking(self, payload: tuple[int, dict[str, Any]]) -> list[Answer]:
+        number, row = payload
+        function = self._functions[number]
+        return function.answers(function.call(**function.arguments(row)), row)
+
+    async def run(self, payload: tuple[int, dict[str, Any]]) -> list[Answer]:
+        number, row = payload
+        function = self._functions[number]
+        return function.answers(await function.call(**function.arguments(row)), row)
+
+    def explain(self, error: BaseException) -> tuple[str, str]:
+        if isinstance(error, HybridRLError) and self._functions is None:
+            return type(error).__name__, str(error)
+        if isinstance(error, MachineError):
+            return "machine", str(error)
+        if isinstance(error, _UnreadableError):
+            return "error", str(error)
+        return "error", _traceback(error)
+
+
+def _remarks(setup: RewardSetup, functions: list[_Function]) -> list[str]:
+    """Calls the functions' `check_reward`s, where there are any; gives what they remark.
+
+    Raises:
+        HybridRLError: what they raise.
+        RewardError: with the traceback of any other error.
+    """
+    remarks = []
+    for function, options in zip(functions, setup.options, strict=True):
+        inner = getattr(function.call, "func", function.call)  # of a functools.partial
+        module = sys.modules.get(getattr(inner, "__module__", None) or "")
+        check = getattr(module, "check_reward", None)
+        if check is None:
+            continue
+        try:
+            names_group = "group" in inspect.signature(check).parameters
+            group = (setup.settings.group,) if names_group else ()
+            remark = check(options, setup.timeout_s, *group)
+        except HybridRLError:
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"`check_reward` of {module and module.__name__} failed:\n{_traceback(error)}"
+            ) from error
+        if remark is not None:
+            remarks.append(str(remark))
+    return list(dict.fromkeys(remarks))
+
+
+def _traceback(error: BaseException) -> str:
+    return redact(child.traceback_of(error, (__file__, child.__file__)))
+
+
+if __name__ == "__main__":
+    messages = child.Messages(
+        functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL), pickle.loads
+    )
+    child.ItemServer(RewardProgram(), messages).serve()
