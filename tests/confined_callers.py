@@ -206,7 +206,7 @@ def traces(folder):
         f"process {process.pid}"
         for process in psutil.process_iter(["cmdline"])
         for command in [" ".join(process.info["cmdline"] or [])]
-        if ("confined.child" in command and str(folder) in command)
+        if ("confined.supervisor" in command and str(folder) in command)
         or f"left-by-{folder.name}" in command
     }
     return processes | set(map(str, scratch_folders(folder)))
