@@ -15,7 +15,6 @@ import pyarrow.compute as pc
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
-from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.answer_formats import with_answers
 from hybridrl.data.data_files import TRAIN, read_rows, splits_of
 from hybridrl.data.held_out import draw_rows, hold_out
@@ -23,6 +22,7 @@ from hybridrl.data.preference_pairs import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows, check_rows
 from hybridrl.data.row_origin import DATA, RowOrigin
+from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import (
     tokenize_conversations,
     tokenize_examples,
@@ -87,17 +87,9 @@ def load_prompts(
     required = {origin / "prompt_column": prompt_column}
     if answer_column is not None:
         required[origin / "answer_column"] = answer_column
-    tokenized = partial(
-        tokenize_prompts,
-        tokenizer=tokenizer,
-        prompt_column=prompt_column,
-        answer_column=answer_column,
-        chat=config.chat,
-        max_prompt_tokens=config.max_prompt_tokens,
-        too_long=config.too_long,  # type: ignore[arg-type]
-        **_chats(config),
-    )
-    split = _load(config, origin, "problems", required, tokenized, held_out, seed, _with_answers)
+    tokenized = partial(tokenize_prompts, prompt_column=prompt_column, answer_column=answer_column)
+    load = partial(_load, config, origin, tokenizer, held_out, seed)
+    split = load("problems", required, tokenized, _with_answers)
     examples = None
     if task and any(answer != NO_ANSWER for answer in split.training["answer"]):
         examples = load_examples(
@@ -145,35 +137,26 @@ def load_examples(
 
     The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
     """
+    load = partial(_load, config, origin, tokenizer, held_out, seed)
     if config.task is not None and hasattr(load_task(config.task, origin / "task"), "examples"):
-        turns = partial(tokenize_turns, tokenizer=tokenizer)
-        return _load(config, origin, "examples", {}, turns, held_out, seed)
-    settings = {"learn": config.learn, **_chats(config), **_limits(config)}
+        return load("examples", {}, tokenize_turns)
     if config.task is None and config.messages_column is not None:
         required = {origin / "messages_column": config.messages_column}
-        tokenized = partial(
-            tokenize_conversations,
-            tokenizer=tokenizer,
-            messages_column=config.messages_column,
-            **settings,
-        )
-    else:
-        task = config.task is not None
-        or_messages = f", or `{origin / 'messages_column'}` to that of the conversations to learn"
-        columns = ("prompt", "answer")
-        if not task:
-            columns = (_prompt_column(config, origin, or_messages), config.response_column)
-        named = (origin / "prompt_column", origin / "response_column")
-        required = dict(zip(named, columns, strict=True))
-        tokenized = partial(
-            tokenize_examples,
-            tokenizer=tokenizer,
-            prompt_column=columns[0],
-            response_column=columns[1],
-            chat=config.chat,
-            **settings,
-        )
-    return _load(config, origin, "problems", required, tokenized, held_out, seed, _answered)
+        tokenized = partial(tokenize_conversations, messages_column=config.messages_column)
+        return load("problems", required, tokenized, _answered)
+    or_messages = f", or `{origin / 'messages_column'}` to that of the conversations to learn"
+    prompt_column, response_column = "prompt", "answer"
+    if config.task is None:
+        prompt_column = _prompt_column(config, origin, or_messages)
+        response_column = config.response_column
+    required = {
+        origin / "prompt_column": prompt_column,
+        origin / "response_column": response_column,
+    }
+    tokenized = partial(
+        tokenize_examples, prompt_column=prompt_column, response_column=response_column
+    )
+    return load("problems", required, tokenized, _answered)
 
 
 def load_pairs(
@@ -203,33 +186,34 @@ def load_pairs(
         required[origin / "margin_column"] = margin_column
     tokenized = partial(
         tokenize_pairs,
-        tokenizer=tokenizer,
         prompt_column=prompt_column,
         chosen_column=chosen_column,
         rejected_column=rejected_column,
         margin_column=margin_column,
-        chat=config.chat,
-        **_chats(config),
-        **_limits(config),
     )
-    return _load(config, origin, "pairs", required, tokenized, held_out, seed)
+    return _load(config, origin, tokenizer, held_out, seed, "pairs", required, tokenized)
 
 
 def _load(
     config: DataConfig,
     origin: RowOrigin,
-    of_task: str,
-    required: Mapping[str, str],
-    tokenized: Callable[..., Batch],
+    tokenizer: PreTrainedTokenizerBase,
     held_out: int,
     seed: int,
+    of_task: str,
+    required: Mapping[str, str],
+    tokenized: Callable[[RowReader, pa.Table], Batch],
     prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Split:
     """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
     _check_places(config, origin)
     if config.task is not None:
         training, kept = map(prepared, _rows_of_task(config, origin, of_task, held_out, seed))
-        return Split(tokenized(training), tokenized(kept) if len(kept) else None)
+        parts = [
+            tokenized(RowReader.of(config, tokenizer, RefusedRows(origin=origin)), rows)
+            for rows in ([training, kept] if len(kept) else [training])
+        ]
+        return Split(parts[0], parts[1] if len(kept) else None)
     path, (eval_path, eval_split) = str(config.path), _evaluated(config)
     answers = required.get(origin / "answer_column")
     texts = [] if answers is None else [answers]
@@ -240,7 +224,7 @@ def _load(
         rows = read_rows(path, split, required=required, texts=texts, refused=refused)
         rows = with_answers(rows, config.answer_format, answers, refused)
         check_rows(config, rows, refused)
-        batch = tokenized(rows, refused=refused)
+        batch = tokenized(RowReader.of(config, tokenizer, refused), rows)
         refused.tell()
         return batch
 
@@ -375,15 +359,3 @@ def _prompt_column(config: DataConfig, origin: RowOrigin, otherwise: str) -> str
             f"the column of the prompts{otherwise}."
         )
     return config.prompt_column
-
-
-def _chats(config: DataConfig) -> dict[str, Any]:
-    """What chats are rendered with."""
-    context = TemplateContext.of(config.chat_template_options, config.date)
-    tools = None if config.task else config.tools_column
-    return {"context": context, "tools_column": tools, "system_prompt": config.system_prompt}
-
-
-def _limits(config: DataConfig) -> dict[str, Any]:
-    names = ("max_prompt_tokens", "max_response_tokens", "too_long")
-    return {name: getattr(config, name) for name in names}

@@ -12,6 +12,7 @@ from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.datasets import Prompts
 from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
 from hybridrl.environments.rows import load_rows
 from hybridrl.errors import ConfigError
@@ -50,13 +51,10 @@ def load_environment_tasks(
                 f"environment.name={environment.name} gave tasks whose columns are not of one kind "
                 f"each: {error}"
             ) from error
-        return tokenize_prompts(
-            table,
-            tokenizer,
-            prompt_column="prompt",
-            answer_column="answer" if "answer" in table.column_names else None,
-            max_prompt_tokens=config.max_prompt_tokens,
-            context=TemplateContext.of(config.chat_template_options, config.date),
-        )
+        context = TemplateContext.of(config.chat_template_options, config.date)
+        limit = config.max_prompt_tokens
+        reader = RowReader(tokenizer, max_prompt_tokens=limit, context=context)
+        answers = "answer" if "answer" in table.column_names else None
+        return tokenize_prompts(reader, table, "prompt", answers)
 
     return Prompts(tokenized(training), tokenized(kept) if kept else None, None)

@@ -5,35 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from hybridrl.batch.arrow_columns import python_values
 from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.conversations.messages import Message
-from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.chat import (
-    check_cell,
-    check_chat,
-    check_system_prompt,
-    check_text,
-    messages_of,
-    open_with,
-    question_of,
-)
-from hybridrl.data.chat_renderer import ChatRenderer
-from hybridrl.data.encoding import encode_prompts, encode_turns, end_token, ended, trimmed
-from hybridrl.data.lengths import TooLong, rows_within
-from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.chat import check_cell, messages_of, open_with, question_of
+from hybridrl.data.encoding import encode_turns, end_token, ended, trimmed
 from hybridrl.data.row_origin import DataRow
-from hybridrl.data.table_columns import TOOLS, column_of, tools_cells
+from hybridrl.data.row_reader import RowReader, check_some, only_rows
+from hybridrl.data.table_columns import column_of
 from hybridrl.errors import DataError, RowError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 
@@ -50,33 +35,22 @@ class _Pair(NamedTuple):
 
 
 def tokenize_pairs(
+    reader: RowReader,
     rows: pa.Table,
-    tokenizer: PreTrainedTokenizerBase,
     prompt_column: str | None,
     chosen_column: str,
     rejected_column: str,
-    *,
     margin_column: str | None = None,
-    chat: bool | None = None,
-    system_prompt: str | None = None,
-    max_prompt_tokens: int | None = None,
-    max_response_tokens: int | None = None,
-    too_long: TooLong = "error",
-    refused: RefusedRows | None = None,
-    context: TemplateContext | None = None,
-    tools_column: str | None = TOOLS,
 ) -> Batch:
-    """Tokenizes pairs of responses to one prompt, the better one and the worse one.
+    """Tokenize pairs of responses to one prompt, the better one and the worse one.
 
     A response is a string, or a list of chat messages that ends with the assistant's. Such a list
     may hold the prompt too, as data sets of the hub often do; then `prompt_column` may be None or
     absent, and if it is there it must say the same. With None, so may a transcript
-    (`messages_of_transcript`). `chat` and `system_prompt` mean what they mean
-    in `tokenize_prompts`; the answers to a chat go through the chat template as well.
+    (`messages_of_transcript`). The answers to a chat go through the chat template as well.
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
-        refused, context, tools_column: As in `tokenize_prompts`.
 
     Returns:
         A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
@@ -89,61 +63,48 @@ def tokenize_pairs(
             from 1), or no pair is left.
         ConfigError: if the settings contradict each other or the tokenizer.
     """
-    refused = RefusedRows() if refused is None else refused
-    origin = refused.origin
-    chosen = python_values(column_of(rows, chosen_column, origin / "chosen_column"))
-    rejected = python_values(column_of(rows, rejected_column, origin / "rejected_column"))
-    margins = _margins(rows, margin_column, refused)
-    if not chosen:
-        raise DataError("There is nothing to tokenize: the data set has no rows.")
+    refused, origin = reader.refused, reader.origin
+    chosen = reader.cells(rows, chosen_column, "chosen_column")
+    rejected = reader.cells(rows, rejected_column, "rejected_column")
+    margins = _margins(reader, rows, margin_column)
+    check_some(chosen)
     columns = _Columns(prompt_column, chosen_column, rejected_column)
-    if prompt_column is not None and prompt_column in rows.column_names:
-        prompts = python_values(rows.column(prompt_column))
-    elif prompt_column is not None and any(isinstance(answer, str) for answer in chosen):
-        prompts = column_of(rows, prompt_column, origin / "prompt_column").to_pylist()  # raises
+    if prompt_column is not None and (
+        prompt_column in rows.column_names or any(isinstance(answer, str) for answer in chosen)
+    ):
+        prompts = reader.cells(rows, prompt_column, "prompt_column")
     else:
         prompts = [None] * len(chosen)
         columns = columns._replace(prompt=None)
 
-    renderer = ChatRenderer(tokenizer, context, tools_column, origin=origin)
-
     def read(row: DataRow, tools: Any, *cells: Any) -> _Pair:
-        return _pair_of(row, cells, columns, tokenizer, chat, system_prompt, renderer, tools)
+        return _pair_of(reader, row, tools, cells, columns)
 
-    found = refused.map(read, tools_cells(rows, tools_column, origin), prompts, chosen, rejected)
-    renderer.tell()
-    kept = refused.kept(len(found))
-    check_system_prompt(system_prompt, [pair.is_chat for pair in found if pair is not None], origin)
+    found = reader.read(rows, read, prompts, chosen, rejected)
+    reader.check_system_prompt([pair.is_chat for pair in found if pair is not None])
     pairs = [pair or _Pair("", "", "", is_chat=False) for pair in found]
-
-    end = end_token(tokenizer)
+    end = end_token(reader.tokenizer)
     texts = [pair.prompt for pair in pairs]
-    prompt_ids = encode_prompts(texts, [pair.is_chat for pair in pairs], tokenizer, refused)
+    prompt_ids = reader.encode_prompts(texts, [pair.is_chat for pair in pairs])
     answers = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     chosen_ids, rejected_ids = (
         [
             ids if pair.is_chat else ended(ids, end)  # a chat's template says where turns end
-            for ids, pair in zip(encode_turns(side, tokenizer), pairs, strict=True)
+            for ids, pair in zip(encode_turns(side, reader.tokenizer), pairs, strict=True)
         ]
         for side in answers
     )
     read_rows = refused.kept(len(pairs))
     kept = read_rows[[pairs[row].chosen != pairs[row].rejected for row in read_rows]]
-    if len(kept) < len(read_rows):
-        _log.warning(
-            "Dropped %d of %d pairs whose chosen and rejected responses are the same.",
-            len(read_rows) - len(kept),
-            len(read_rows),
-        )
-    limits = [("prompt", prompt_ids, texts, max_prompt_tokens)]
-    limits += [
-        ("response", ids, side, max_response_tokens)
-        for ids, side in zip((chosen_ids, rejected_ids), answers, strict=True)
-    ]
-    for what, ids, side, limit in limits:
-        kept = np.intersect1d(
-            kept, rows_within(what, ids, limit, side, too_long, read_rows, origin=origin)
-        )
+    if dropped := len(read_rows) - len(kept):
+        said = "Dropped %d of %d pairs whose chosen and rejected responses are the same."
+        _log.warning(said, dropped, len(read_rows))
+    for within in (
+        reader.rows_within("prompt", prompt_ids, texts, read_rows),
+        reader.rows_within("response", chosen_ids, answers[0], read_rows),
+        reader.rows_within("response", rejected_ids, answers[1], read_rows),
+    ):
+        kept = np.intersect1d(kept, within)
     if not len(kept):
         raise DataError(
             f"None of the {len(pairs)} pairs is left: in each, the responses in `{chosen_column}` "
@@ -151,15 +112,8 @@ def tokenize_pairs(
             f"(`{origin / 'rejected_column'}`) are the same, or `{origin / 'too_long'}=drop` "
             "dropped it."
         )
-    batch = Batch.from_columns(
-        {
-            "prompt_ids": prompt_ids,
-            "chosen_ids": chosen_ids,
-            "rejected_ids": rejected_ids,
-            "margin": margins,
-        }
-    )
-    return batch if len(kept) == len(batch) else batch.take(kept)
+    columns_of_tokens = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "margin": margins}
+    return only_rows(Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens}), kept)
 
 
 def samples_of_pairs(pairs: Batch) -> Batch:
@@ -186,14 +140,7 @@ class _Columns(NamedTuple):
 
 
 def _pair_of(
-    row: DataRow,
-    cells: tuple[Any, Any, Any],
-    columns: _Columns,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: bool | None,
-    system_prompt: str | None,
-    renderer: ChatRenderer,
-    tools_cell: Any,
+    reader: RowReader, row: DataRow, tools_cell: Any, cells: tuple[Any, ...], columns: _Columns
 ) -> _Pair:
     prompt, chosen, rejected = cells
     if columns.prompt is None:
@@ -215,22 +162,15 @@ def _pair_of(
             f"`{row / 'prompt_column'}` is null. Set it to the column of the prompts.",
             "without a prompt",
         )
-    chats = dict(zip(columns, cells, strict=True))
-    chats = {name: cell for name, cell in chats.items() if isinstance(cell, list) or chat}
-    for name, cell in chats.items():
-        if name is not None:
-            check_chat(row, cell, tokenizer, name, chat)
-    if not chats:
-        for name, cell in zip(columns, cells, strict=True):
-            check_text(row, cell, str(name), row / "*_column")
-        renderer.note_unshown(tools_cell)
-        ends = (trimmed(cell, tokenizer) for cell in (chosen, rejected))
+    named = [(name, "*_column", cell) for name, cell in zip(columns, cells, strict=True)]
+    if not reader.is_chat(row, tools_cell, *named):
+        ends = (trimmed(cell, reader.tokenizer) for cell in (chosen, rejected))
         return _Pair(prompt, *ends, is_chat=False)
     better, worse = (messages_of(row, cell, "assistant") for cell in (chosen, rejected))
-    asked = open_with(system_prompt, _prompt_of(row, prompt, better, worse, columns))
-    tools = renderer.tools(row, tools_cell)
+    asked = open_with(reader.system_prompt, _prompt_of(row, prompt, better, worse, columns))
+    tools = reader.renderer.tools(row, tools_cell)
     (first,), (second,) = (
-        renderer.examples(row, [*asked, answer], [len(asked)], tools)
+        reader.renderer.examples(row, [*asked, answer], [len(asked)], tools)
         for answer in (better[-1], worse[-1])
     )
     return _Pair(first[0], first[1], second[1], is_chat=True)
@@ -300,7 +240,7 @@ def _contents(messages: list[Message]) -> list[Any]:
     return [text.strip() if isinstance(text, str) else text for text in contents]
 
 
-def _margins(rows: pa.Table, margin_column: str | None, refused: RefusedRows) -> np.ndarray:
+def _margins(reader: RowReader, rows: pa.Table, margin_column: str | None) -> np.ndarray:
     if margin_column is None:
         return np.zeros(rows.num_rows, dtype=np.float32)
 
@@ -314,7 +254,6 @@ def _margins(rows: pa.Table, margin_column: str | None, refused: RefusedRows) ->
             )
         return value
 
-    values = column_of(rows, margin_column, refused.origin / "margin_column").to_pylist()
-    return np.array(
-        [math.nan if v is None else v for v in refused.map(read, values)], dtype=np.float32
-    )
+    values = column_of(rows, margin_column, reader.origin / "margin_column").to_pylist()
+    found = reader.refused.map(read, values)
+    return np.array([math.nan if v is None else v for v in found], dtype=np.float32)

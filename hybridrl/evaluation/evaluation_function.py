@@ -23,6 +23,7 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.prompts import MESSAGES, tokenize_prompts
+from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
 from hybridrl.errors import ConfigError, DataError, HybridRLError, nearest
 from hybridrl.rollout import Sampling
@@ -160,15 +161,15 @@ class Model:
             table = table_of(rows)
         except (pa.ArrowException, OverflowError) as error:
             raise DataError(f"The prompts must all be of one kind: {error}") from error
-        return tokenize_prompts(
-            table,
+        reader = RowReader(
             self._tokenizer,
-            prompt_column="prompt",
-            answer_column="answer" if has_answers else None,
             max_prompt_tokens=self._data.max_prompt_tokens,
             context=TemplateContext.of(self._data.chat_template_options, self._data.date),
             tools_column=None,
-            rendered=[isinstance(one, Mapping) and bool(one.get(MESSAGES)) for one in prompts],
+        )
+        rendered = [isinstance(one, Mapping) and bool(one.get(MESSAGES)) for one in prompts]
+        return tokenize_prompts(
+            reader, table, "prompt", "answer" if has_answers else None, rendered
         )
 
     def _asked(self, prompt: Any) -> Any:

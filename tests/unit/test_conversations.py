@@ -14,6 +14,7 @@ from hybridrl.conversations.rendering import TemplateContext, render_chat
 from hybridrl.data.datasets import load_examples, load_prompts
 from hybridrl.data.preference_pairs import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.serving.template_chat import TemplateChat
@@ -64,7 +65,7 @@ def test_conversations_as_json_text(tokenizer, caplog):
     table = pa.table({"messages": [json.dumps(talk({"place": "Bern"}))], "tools": [[WEATHER]]})
     assert (
         '"place": "Bern"'
-        in texts(tokenize_conversations(table, tokenizer, "messages"), tokenizer)[0]
+        in texts(tokenize_conversations(RowReader(tokenizer), table, "messages"), tokenizer)[0]
     )
     assert "JSON in texts" not in caplog.text
 
@@ -84,7 +85,9 @@ def test_all_rows_of_a_conversation_are_on_one_side(tmp_path):
 
 def test_thoughts_that_the_template_never_reads_are_told_of(tokenizer, caplog):
     thoughtful = {"role": "assistant", "content": "a", "reasoning_content": "b"}
-    tokenize_conversations(pa.table({"messages": [[USER, thoughtful]]}), tokenizer, "messages")
+    tokenize_conversations(
+        RowReader(tokenizer), pa.table({"messages": [[USER, thoughtful]]}), "messages"
+    )
     assert "1 rows have messages with `reasoning_content`" in caplog.text
 
 
@@ -104,7 +107,7 @@ def test_json_lines_keep_types_and_order_of_keys(tokenizer, tmp_path):
 )
 def test_data_and_endpoint_read_the_same_tokens(tokenizer, arguments):
     rows = pa.Table.from_pylist([{"messages": talk(arguments), "tools": json.dumps([WEATHER])}])
-    batch = tokenize_conversations(rows, tokenizer, "messages")
+    batch = tokenize_conversations(RowReader(tokenizer), rows, "messages")
     whole = TemplateChat(tokenizer)
     asked = whole.prompt([USER], [WEATHER])
     assert batch["prompt_ids"].rows()[0].tolist() == asked
@@ -122,13 +125,17 @@ def test_tools_reach_the_template(tokenizer, tmp_path, listed):
     assert '"name": "weather"' in asked
     table = pa.Table.from_pylist([{"p": [USER], "tools": listed, "fns": listed}])
     batch = tokenize_prompts(
-        table, tokenizer, prompt_column="p", answer_column=None, max_prompt_tokens=400
+        RowReader(tokenizer, max_prompt_tokens=400), table, prompt_column="p", answer_column=None
     )
     assert batch["prompt"] == [asked]
     assert batch["tools"] == [listed]
     rest = {"p": [USER], "chosen": "a", "rejected": "b", "fns": listed}
     pairs = tokenize_pairs(
-        pa.Table.from_pylist([rest]), tokenizer, "p", "chosen", "rejected", tools_column="fns"
+        RowReader(tokenizer, tools_column="fns"),
+        pa.Table.from_pylist([rest]),
+        "p",
+        "chosen",
+        "rejected",
     )
     assert texts(pairs, tokenizer, "prompt_ids") == [asked]
     config = write(tmp_path / "a.jsonl", [{"prompt": [USER], "tools": listed}] * 2)
@@ -156,7 +163,10 @@ def test_tools_that_nobody_sees_are_told_of(tokenizer, caplog):
     def prompts(row, tokenizer=tokenizer):
         table = pa.Table.from_pylist([row])
         tokenize_prompts(
-            table, tokenizer, prompt_column="p", answer_column=None, max_prompt_tokens=400
+            RowReader(tokenizer, max_prompt_tokens=400),
+            table,
+            prompt_column="p",
+            answer_column=None,
         )
         said, _ = caplog.text, caplog.clear()
         return said
@@ -171,12 +181,10 @@ def test_tools_that_nobody_sees_are_told_of(tokenizer, caplog):
         prompts({"p": [USER], "tools": "hammer, saw"})
     with pytest.raises(DataError, match=r"`data.tools_column` is `tool`.*Did you mean `tools`"):
         tokenize_prompts(
+            RowReader(tokenizer, max_prompt_tokens=9, tools_column="tool"),
             pa.table({"p": ["a"], "tools": [None]}),
-            tokenizer,
             prompt_column="p",
             answer_column=None,
-            max_prompt_tokens=9,
-            tools_column="tool",
         )
 
 
@@ -197,7 +205,7 @@ def test_a_message_that_the_template_skips_is_refused(messages, role):
     table = pa.Table.from_pylist([{"p": [USER]}, {"p": messages}])
     with pytest.raises(DataError, match=f"Row 2 .* of the role `{role}`, .* leaves out"):
         tokenize_prompts(
-            table, tokenizer, prompt_column="p", answer_column=None, max_prompt_tokens=99
+            RowReader(tokenizer, max_prompt_tokens=99), table, prompt_column="p", answer_column=None
         )
 
 
@@ -262,12 +270,11 @@ def test_a_rendered_prompt_gets_no_second_beginning(caplog):
     )
     tokenizer.chat_template = "<|begin|>{% for m in messages %}{{ m.content }}{% endfor %}"
     rows = pa.table({"p": ["<|begin|>a", "a", "<|begin|>a<|end|>"]})
-    settings = {"prompt_column": "p", "answer_column": None, "max_prompt_tokens": 9}
-    ids = [
-        row.tolist() for row in tokenize_prompts(rows, tokenizer, **settings)["prompt_ids"].rows()
-    ]
+    batch = tokenize_prompts(RowReader(tokenizer), rows, "p", None)
+    ids = [row.tolist() for row in batch["prompt_ids"].rows()]
     letter = tokenizer.convert_tokens_to_ids("a")
     assert ids == [[begin, letter], [begin, letter], [begin, letter, end]]
     assert "2 of 3 prompts begin with `<|begin|>` already" in caplog.text
     chat = pa.Table.from_pylist([{"p": [{"role": "user", "content": "a"}]}])
-    assert tokenize_prompts(chat, tokenizer, **settings)["prompt_ids"].rows()[0].tolist() == ids[0]
+    batch = tokenize_prompts(RowReader(tokenizer), chat, "p", None)
+    assert batch["prompt_ids"].rows()[0].tolist() == ids[0]

@@ -6,6 +6,7 @@ import torch
 
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.preference_pairs import samples_of_pairs, tokenize_pairs
+from hybridrl.data.row_reader import RowReader
 from hybridrl.errors import ConfigError, DataError
 
 TEMPLATE = (
@@ -30,9 +31,12 @@ def chat_tokenizer():
     return tokenizer
 
 
-def pairs(rows, tokenizer, prompt_column="prompt", **settings):
+def pairs(rows, tokenizer, prompt_column="prompt", margin_column=None, **settings):
     table = pa.Table.from_pylist(rows)
-    return tokenize_pairs(table, tokenizer, prompt_column, "chosen", "rejected", **settings)
+    return tokenize_pairs(
+        *(RowReader(tokenizer, **settings), table, prompt_column, "chosen", "rejected"),
+        margin_column,
+    )
 
 
 def shown(batch, tokenizer):

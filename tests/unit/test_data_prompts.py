@@ -5,6 +5,7 @@ import pytest
 
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.row_reader import RowReader
 from hybridrl.errors import ConfigError, DataError
 
 TEMPLATE = (
@@ -26,8 +27,10 @@ def chat_tokenizer():
 
 
 def tokenize(rows, tokenizer, **settings):
-    defaults = {"prompt_column": "prompt", "answer_column": None, "max_prompt_tokens": 100}
-    return tokenize_prompts(pa.Table.from_pylist(rows), tokenizer, **(defaults | settings))
+    columns = {"prompt_column": "prompt", "answer_column": None}
+    columns |= {n: settings.pop(n) for n in [*columns, "rendered"] if n in settings}
+    reader = RowReader(tokenizer, **{"max_prompt_tokens": 100, **settings})
+    return tokenize_prompts(reader, pa.Table.from_pylist(rows), **columns)
 
 
 def user(text, **further):

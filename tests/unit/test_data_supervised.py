@@ -4,6 +4,7 @@ import pyarrow as pa
 import pytest
 
 from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
 from hybridrl.errors import ConfigError, DataError
 
@@ -45,12 +46,12 @@ TALK = [
 
 def conversations(rows, template, **settings):
     rows = pa.Table.from_pylist([{"messages": messages} for messages in rows])
-    return tokenize_conversations(rows, with_template(template), "messages", **settings)
+    return tokenize_conversations(RowReader(with_template(template), **settings), rows, "messages")
 
 
 def examples(rows, tokenizer, **settings):
     return tokenize_examples(
-        pa.Table.from_pylist(rows), tokenizer, "prompt", "response", **settings
+        RowReader(tokenizer, **settings), pa.Table.from_pylist(rows), "prompt", "response"
     )
 
 
@@ -69,21 +70,21 @@ def shown(batch, tokenizer):
 
 def test_examples_end_with_the_end_token(tokenizer):
     rows = pa.table({"prompt": ["1+1=", "2+2="], "answer": ["2", "14<eos>"]})
-    batch = tokenize_examples(rows, tokenizer, "prompt", "answer")
+    batch = tokenize_examples(RowReader(tokenizer), rows, "prompt", "answer")
     assert batch.columns == ["prompt_ids", "response_ids", "response_mask"]
     assert shown(batch, tokenizer) == [("1+1=", "2<eos>"), ("2+2=", "14<eos>")]
     assert str(batch["response_mask"].values.dtype) == "torch.uint8"
     with pytest.raises(DataError, match=r"`data.response_column`.*Did you mean `answer`"):
-        tokenize_examples(rows, tokenizer, "prompt", "answr")
+        tokenize_examples(RowReader(tokenizer), rows, "prompt", "answr")
     with pytest.raises(DataError, match=r"Row 1 .*expected a string"):
-        tokenize_examples(pa.table({"p": ["a"], "r": [1]}), tokenizer, "p", "r")
+        tokenize_examples(RowReader(tokenizer), pa.table({"p": ["a"], "r": [1]}), "p", "r")
 
 
 def test_a_tokenizer_without_end_token_cannot_teach():
     endless = build_tokenizer()
     endless.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
-        tokenize_examples(pa.table({"p": ["a"], "r": ["b"]}), endless, "p", "r")
+        tokenize_examples(RowReader(endless), pa.table({"p": ["a"], "r": ["b"]}), "p", "r")
 
 
 @pytest.mark.parametrize(
@@ -209,13 +210,13 @@ def test_a_thought_that_the_generation_prompt_opens_is_learned():
         say("assistant", "2", reasoning_content="easy"),
     ):
         rows = pa.Table.from_pylist([{"messages": [user, answer]}])
-        batch = tokenize_conversations(rows, tokenizer, "messages")
+        batch = tokenize_conversations(RowReader(tokenizer), rows, "messages")
         assert shown(batch, tokenizer) == [
             ("user:1+1<|end|>\nassistant:<think>\n", "easy\n</think>\n\n2<|end|>")
         ]
     rows = pa.Table.from_pylist([{"messages": [user, say("assistant", "2")]}])
     with pytest.raises(DataError, match=r"opens a thought .*message 2 of row 1 .*has none"):
-        tokenize_conversations(rows, tokenizer, "messages")
+        tokenize_conversations(RowReader(tokenizer), rows, "messages")
 
 
 def test_an_empty_thought_of_the_generation_prompt_is_not_learned():
@@ -228,12 +229,12 @@ def test_an_empty_thought_of_the_generation_prompt_is_not_learned():
         "{% if add_generation_prompt %}assistant:<think></think>\n{% endif %}"
     )
     rows = pa.table({"messages": [[say("user", "1"), say("assistant", "2")]]})
-    batch = tokenize_conversations(rows, tokenizer, "messages")
+    batch = tokenize_conversations(RowReader(tokenizer), rows, "messages")
     assert shown(batch, tokenizer) == [("user:1<|end|>assistant:<think></think>\n", "2<|end|>")]
     thoughtful = say("assistant", "<think>so</think>2")
     rows = pa.table({"messages": [[say("user", "1"), thoughtful]]})
     with pytest.raises(DataError, match="in another way than it opens the turn"):
-        tokenize_conversations(rows, tokenizer, "messages")
+        tokenize_conversations(RowReader(tokenizer), rows, "messages")
 
 
 def test_a_template_that_rewrites_turns_is_refused_with_a_cure():
@@ -261,7 +262,7 @@ def test_malformed_conversations_are_named(messages, message):
 
 def test_contradictions_are_named(tokenizer):
     with pytest.raises(ConfigError, match="has no chat template"):
-        tokenize_conversations(pa.table({"messages": [TALK]}), tokenizer, "messages")
+        tokenize_conversations(RowReader(tokenizer), pa.table({"messages": [TALK]}), "messages")
     with pytest.raises(DataError, match=r"`response`, but `data.chat` is false"):
         examples([{"prompt": "a", "response": TALK[1:2]}], with_template(CLOSING), chat=False)
     with pytest.raises(ConfigError, match=r"`data.system_prompt` is set"):

@@ -8,6 +8,7 @@ import pytest
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.preference_pairs import tokenize_pairs
 from hybridrl.data.prompts import tokenize_prompts
+from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
 from hybridrl.rewards.signature import arguments_of, called_for, check_columns, rows_of_all
 
@@ -33,10 +34,9 @@ def of_trl(prompts, completions, completion_ids, trainer_state, ground_truth, **
 
 
 def test_prompts_reach_a_function_as_they_stand_in_the_data(tokenizer):
-    settings = {"prompt_column": "prompt", "answer_column": None, "max_prompt_tokens": 99}
     for prompt, expected in (("1+1=", "1+1="), (said("user", "1"), said("user", "1"))):
         table = pa.Table.from_pylist([{"prompt": prompt, "ground_truth": "2"}])
-        batch = tokenize_prompts(table, tokenizer, **settings)
+        batch = tokenize_prompts(RowReader(tokenizer), table, "prompt", None)
         parameters = list(inspect.signature(of_trl).parameters.values())
         check_columns("of_trl", parameters, batch.columns)
         rows = [{**row, "response": "2"} for row in batch.rows_for_users()]
@@ -49,8 +49,7 @@ def test_prompts_reach_a_function_as_they_stand_in_the_data(tokenizer):
 
 def test_the_system_prompt_is_no_part_of_what_a_function_sees(tokenizer):
     table = pa.Table.from_pylist([{"prompt": said("user", "1")}])
-    settings = {"prompt_column": "prompt", "answer_column": None, "max_prompt_tokens": 99}
-    batch = tokenize_prompts(table, tokenizer, system_prompt="s", **settings)
+    batch = tokenize_prompts(RowReader(tokenizer, system_prompt="s"), table, "prompt", None)
     assert batch["prompt"] == ["s(s)u(1)a("]
     assert batch["prompt_messages"] == [said("user", "1")]
 
@@ -61,18 +60,20 @@ def test_prompt_completion_language_modelling_and_preference(tokenizer):
 
     question, answer = said("user", "1+1="), said("assistant", "2")
     plain = tokenize_examples(
-        rows(prompt="1+1=", completion="2"), tokenizer, "prompt", "completion"
+        RowReader(tokenizer), rows(prompt="1+1=", completion="2"), "prompt", "completion"
     )
     assert tokenizer.decode(plain["response_ids"].rows()[0].tolist()).startswith("2")
     chat = tokenize_examples(
-        rows(prompt=question, completion=answer), tokenizer, "prompt", "completion"
+        RowReader(tokenizer), rows(prompt=question, completion=answer), "prompt", "completion"
     )
-    whole = tokenize_conversations(rows(messages=question + answer), tokenizer, "messages")
+    whole = tokenize_conversations(
+        RowReader(tokenizer), rows(messages=question + answer), "messages"
+    )
     assert chat["response_ids"].values.tolist() == whole["response_ids"].values.tolist()
     pairs = {"chosen": question + answer, "rejected": question + said("assistant", "3")}
     explicit = {"chosen": answer, "rejected": said("assistant", "3"), "prompt": question}
     found = [
-        tokenize_pairs(rows(**cells), tokenizer, "prompt", "chosen", "rejected")
+        tokenize_pairs(RowReader(tokenizer), rows(**cells), "prompt", "chosen", "rejected")
         for cells in (pairs, explicit)
     ]
     assert found[0]["chosen_ids"].values.tolist() == found[1]["chosen_ids"].values.tolist()

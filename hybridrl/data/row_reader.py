@@ -1,0 +1,202 @@
+"""RowReader: from the cells of rows to token ids within the limits; for prompts, examples and
+pairs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hybridrl.batch.arrow_columns import python_values
+from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import DataConfig
+from hybridrl.conversations.rendering import TemplateContext
+from hybridrl.data.chat import check_chat, check_system_prompt, check_text
+from hybridrl.data.chat_renderer import ChatRenderer
+from hybridrl.data.encoding import TokenIds, encode_prompts, excerpt
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_origin import DataRow, RowOrigin
+from hybridrl.data.table_columns import TOOLS, column_of, tools_cells
+from hybridrl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TooLong = Literal["error", "drop"]
+Learn = Literal["all", "last", "each"]
+Found = TypeVar("Found")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """How the rows of one table become token ids.
+
+    Attributes:
+        chat: None renders lists of messages with the tokenizer's chat template and takes strings as
+            they are; True also wraps a string as one user message; False allows strings only.
+        system_prompt: Opens every chat that does not bring a system message of its own.
+        max_prompt_tokens, max_response_tokens: Limits; None: there is none.
+        too_long: `error` refuses a longer row, `drop` leaves it out and logs how many it were.
+        context: Options of the chat template, and the date of the run.
+        tools_column: Of the functions that the model may call, which the template shows; `tools`
+            may be missing. None: there are none.
+        learn: Which answers of a conversation: `all`, in one row where the template shows each as
+            it is generated, else in several; `each` in a row of its own; or the `last` alone.
+        refused: Gets the rows that cannot be read, which are left out if it allows that; else they
+            are an error.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    chat: bool | None = None
+    system_prompt: str | None = None
+    max_prompt_tokens: int | None = None
+    max_response_tokens: int | None = None
+    too_long: TooLong = "error"
+    context: TemplateContext | None = None
+    tools_column: str | None = TOOLS
+    learn: Learn = "all"
+    refused: RefusedRows = field(default_factory=RefusedRows)
+
+    @classmethod
+    def of(
+        cls, config: DataConfig, tokenizer: PreTrainedTokenizerBase, refused: RefusedRows
+    ) -> RowReader:
+        """Return the reader that the settings ask for."""
+        names = ("chat", "system_prompt", "max_prompt_tokens", "max_response_tokens", "too_long")
+        return cls(
+            tokenizer,
+            **{name: getattr(config, name) for name in (*names, "learn")},
+            context=TemplateContext.of(config.chat_template_options, config.date),
+            tools_column=None if config.task else config.tools_column,
+            refused=refused,
+        )
+
+    @property
+    def origin(self) -> RowOrigin:
+        return self.refused.origin
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """What renders the chats of this table."""
+        return ChatRenderer(
+            self.tokenizer, self.context, self.tools_column, self.learn, self.origin
+        )
+
+    def cells(self, rows: pa.Table, column: str, setting: str) -> list[Any]:
+        """Return the cells of a column, which a setting of the data names.
+
+        Raises:
+            DataError: if there is no such column.
+        """
+        return python_values(column_of(rows, column, self.origin / setting))
+
+    def read(
+        self, rows: pa.Table, read: Callable[..., Found], *columns: Sequence[Any]
+    ) -> list[Found | None]:
+        """Call `read(row, tools, *cells)` for each row; None in the place of those that it refuses.
+
+        Raises:
+            DataError: if none may be left out, or too many are.
+        """
+        tools = tools_cells(rows, self.tools_column, self.origin)
+        found = self.refused.map(read, tools, *columns)
+        self.refused.kept(len(found))
+        self.renderer.tell()
+        return found
+
+    def is_chat(self, row: DataRow, tools: Any, *cells: tuple[str | None, str, Any]) -> bool:
+        """Tell whether the cells of a row are a chat, which is rendered, or texts, which are taken
+        as they are.
+
+        Args:
+            cells: The column of each, the setting that names it, and what it holds.
+
+        Raises:
+            DataError, ConfigError: for a chat that settings or tokenizer rule out, and for NUL
+                characters in a text.
+        """
+        chats = {name: cell for name, _, cell in cells if isinstance(cell, list) or self.chat}
+        for name, cell in chats.items():
+            if name is not None:
+                check_chat(row, cell, self.tokenizer, name, self.chat)
+        if chats:
+            return True
+        for name, setting, cell in cells:
+            check_text(row, cell, str(name), row / setting)
+        self.renderer.note_unshown(tools)
+        return False
+
+    def check_system_prompt(self, is_chat: Sequence[bool]) -> None:
+        """Refuse a system prompt for rows that are no chats."""
+        check_system_prompt(self.system_prompt, is_chat, self.origin)
+
+    def encode_prompts(
+        self, texts: Sequence[str], is_chat: Sequence[bool], numbers: Sequence[int] | None = None
+    ) -> list[TokenIds]:
+        """Return the token ids of each prompt; see `hybridrl.data.encoding.encode_prompts`."""
+        return encode_prompts(texts, is_chat, self.tokenizer, self.refused, numbers)
+
+    def rows_within(
+        self,
+        what: Literal["prompt", "response"],
+        encoded: Sequence[TokenIds],
+        texts: Sequence[str],
+        among: npt.NDArray[np.int64],
+        numbers: Sequence[int] | None = None,
+    ) -> npt.NDArray[np.int64]:
+        """Return the numbers (from 0) of the rows within the limit, in order; of those of `among`.
+
+        Args:
+            texts: Of the rows, for messages.
+            numbers: Of the rows, for messages; None: they count from 1.
+
+        Raises:
+            DataError: if a row is too long and `too_long` is `error`, or no row is left.
+            ConfigError: if `too_long` is neither.
+        """
+        limit: int | None = getattr(self, f"max_{what}_tokens")
+        setting, drop = self.origin / f"max_{what}_tokens", self.origin / "too_long"
+        if self.too_long not in ("error", "drop"):
+            raise ConfigError(f"`{drop}` is `{self.too_long}`, expected `error` or `drop`.")
+        lengths = np.array([len(ids) for ids in encoded])
+        if limit is None:
+            return among
+        mine = lengths[among]
+        kept = among[mine <= limit]
+        dropped = len(mine) - len(kept)
+        if dropped and self.too_long == "error":
+            first = int(among[mine > limit][0])
+            number = first + 1 if numbers is None else numbers[first]
+            raise DataError(
+                f"{DataRow(number, self.origin)} has a {what} of {lengths[first]} tokens, more "
+                f"than `{setting}` ({limit}); {dropped} of {len(mine)} rows are too long, the "
+                f"longest has {mine.max()}. Raise `{setting}`, or set `{drop}=drop`. The {what} "
+                f"begins: {excerpt(texts[first])}"
+            )
+        if not len(kept):
+            raise DataError(
+                f"`{drop}=drop` dropped all {dropped} rows: the shortest {what} has {mine.min()} "
+                f"tokens and `{setting}` is {limit}. Raise it."
+            )
+        if dropped:
+            said = "Dropped %d of %d %ss that have more than %d tokens (`%s`)."
+            _log.warning(said, dropped, len(mine), what, limit, setting)
+        return kept
+
+
+def only_rows(batch: Batch, kept: npt.NDArray[np.int64]) -> Batch:
+    """Return these rows, or the batch itself where they are all."""
+    return batch if len(kept) == len(batch) else batch.take(kept)
+
+
+def check_some(rows: Sequence[Any]) -> None:
+    """Refuse to tokenize nothing."""
+    if not rows:
+        raise DataError("There is nothing to tokenize: the data set has no rows.")
