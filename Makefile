@@ -5,7 +5,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit test-long bench-smoke chaos campaign lint format docs clean
+.PHONY: train test test-unit test-long bench-smoke chaos campaign golden lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
@@ -27,6 +27,11 @@ test-unit: .venv/.installed
 # What `make test` leaves out. Before a release.
 test-long: .venv/.installed .environments-venv/.installed
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
+
+# What tiny jobs, command lines and kept runs gave before, and where today differs, in words.
+# ARGS="jobs grpo", ARGS="sentences" (runs the unit tests); with --rewrite: expect it from now on.
+golden: .venv/.installed
+	$(BIN)/python tests/compare_golden.py $(ARGS)
 
 # Every benchmark at its smallest size: whether it runs, not what it measures. Half an hour; part of
 # test-long. ARGS="-k overhead"

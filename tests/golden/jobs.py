@@ -189,7 +189,7 @@ def lines_of_run(run: Path) -> dict[str, str]:
 
 def _lines_of_run(run: Path) -> Iterator[tuple[str, str]]:
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
-    yield "files", json.dumps(sorted(names))
+    yield from ((f"file {name}", "true") for name in sorted(names))
     for number, row in enumerate(_rows(run / "metrics.jsonl")):
         for name, value in sorted(row.items()):
             if not name.startswith(_OF_THE_MACHINE) and not name.endswith("seconds"):
@@ -239,7 +239,7 @@ def write_kept_runs(names: list[str]) -> None:
     _make_smallest_model(_SCRATCH / "model")
     for name in names or KEPT_JOBS:
         run(_SCRATCH, f"run.directory={name}", f"run.name={name}", *KEPT_JOBS[name])
-        (_SCRATCH / name / "curves.png").unlink(missing_ok=True)
+        (_SCRATCH / name / "report.html").unlink(missing_ok=True)
         shutil.rmtree(_SCRATCH / name / "logs", ignore_errors=True)
         summary = _SCRATCH / name / "summary.json"
         summary.write_text(summary.read_text().replace(sys.executable, "python"))
@@ -254,7 +254,7 @@ def _make_smallest_model(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from hybridrl.data.tasks.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer("0123456789+=")
     config = Qwen2Config(
