@@ -12,6 +12,7 @@ from functools import partial
 from hybridrl import Batch
 from hybridrl.trainers.policy_trainer import PolicyTrainer
 from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import GROUP_COLUMNS, group_advantages
 
 
@@ -23,15 +24,16 @@ class SelfPlay(PolicyTrainer):
     def step(self):
         asked = self.next_batch().repeat(tries := self.config.rollout.samples_per_prompt)
         asked |= self.groups["asker"].generate_sequences(asked, self.sampling)
-        self.beside["asker"], sums = asked, self.sums(asked.collect(["prompt", "response_ids"]))
+        drawn, sums = asked, self.sums(asked.collect(["prompt", "response_ids"]))
         solved = self.put(sums).repeat(tries)
         solved |= self.groups["actor"].generate_sequences(solved, self.sampling)
         solved |= self.groups["reward"].compute_reward(solved)
         rate = solved.collect(["scores"])["scores"].view(-1, tries).mean(1)
         pay = 4 * rate * (1 - rate) / sums["times"]
         asked |= self.put(Batch.from_columns({"scores": pay}))
-        self.figures = {"asker/pay": float(pay.mean()), "asker/rate": float(rate.mean())}
-        return solved, [*self.reinforced("actor", solved), *self.reinforced("asker", asked)]
+        updates = [*self.reinforced("actor", solved), *self.reinforced("asker", asked)]
+        metrics = {"asker/pay": float(pay.mean()), "asker/rate": float(rate.mean())}
+        return StepResult(solved, updates, metrics, other_samples={"asker": drawn})
 
     def sums(self, asked):
         """What was asked for, and how many times; of a response only the digits count."""

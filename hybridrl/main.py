@@ -108,7 +108,9 @@ def run(
     from hybridrl.job.job import Job
     from hybridrl.run.loop import Loop
     from hybridrl.run_files.summary import accuracy_name, final_sentence
+    from hybridrl.systems.low_bits.role_plans import precision_notices
     from hybridrl.trainers import load_trainer
+    from hybridrl.trainers.kl_coefficient import notices_of_kl
     from hybridrl.trainers.objectives import correction_notice
 
     def end_now(signal: str) -> None:
@@ -138,6 +140,8 @@ def run(
                 job.placement_notice,
                 correction_notice(config, job.trainer_class),
                 job.plan_notice,
+                *notices_of_kl(config),
+                *precision_notices(config, job.groups),
             )
             here = replace(config, devices=job.executor.cluster.kind)
             unused = (*idle(here), *idle_encodings(config, job.roles, job.placement))

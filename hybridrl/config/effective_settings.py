@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
+from hybridrl.config.constraints import With
 from hybridrl.config.eval_sets import INHERITED
 from hybridrl.config.presets import DATA, leaves, names, preset
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_types import conditions, default_of, hints
+from hybridrl.config.setting_types import conditions, default_of, hints, plain
 
 
 class _Setting(NamedTuple):
@@ -57,6 +59,62 @@ def idle(config: Config) -> list[str]:
 def counts(setting: str, config: Config) -> bool:
     """Whether a setting may do something in this job."""
     return any(one.name == setting and not one.lacks for one in _settings(config, config))
+
+
+TRAINER = "trainer.name="
+"""How a condition begins that names a trainer."""
+
+
+def trainer_settings(*trainers: str) -> frozenset[str]:
+    """Return what any of these built-in trainers reads, of the settings, and groups of them, that
+    not every trainer does."""
+    tied = _tied_to_trainers(Config)
+    return frozenset(n for n in tied if any(_may_read(one, n) for one in trainers))
+
+
+def unread(config: Config, uses: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield what is set away from its default, is read by some trainers only, and not by one that
+    uses these settings: its name, its value, and the trainers that read it, in words. Settings of a
+    group that every job has are left out: `idle` tells of them."""
+    for name, said in _tied_to_trainers(Config).items():
+        group: Any = config
+        *groups, leaf = name.split(".")
+        for part in groups:
+            group = getattr(group, part, None)
+        if group is None or name in uses:
+            continue
+        value, default = getattr(group, leaf), default_of(type(group), leaf)
+        if value != default and (default is None or not is_dataclass(value)):
+            shown = "..." if is_dataclass(value) else value
+            shown = str(value).lower() if isinstance(value, bool) else shown
+            yield name, shown, " and ".join(map(str, said))
+
+
+@cache
+def _tied_to_trainers(group: type, prefix: str = "") -> Mapping[str, Sequence[With]]:
+    """Return the conditions that name trainers, by setting or group that has some."""
+    found: dict[str, Sequence[With]] = {}
+    for name, hint in hints(group).items():
+        said = [one for one in conditions(hint) if TRAINER in " ".join(one.conditions)]
+        found |= {f"{prefix}{name}": said} if said else {}
+        if is_dataclass(kind := plain(hint)):
+            found |= _tied_to_trainers(kind, f"{prefix}{name}.")
+    return found
+
+
+def _may_read(trainer: str, name: str) -> bool:
+    """Return whether a setting can count with a trainer, whatever the other settings are."""
+    tied, parts = _tied_to_trainers(Config), name.split(".")
+    names = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return all(
+        any(
+            one == f"{TRAINER}{trainer}"
+            or (not one.startswith(TRAINER) and _may_read(trainer, one.partition("=")[0]))
+            for one in said.conditions
+        )
+        for each in names
+        for said in tied.get(each, ())
+    )
 
 
 def _settings(

@@ -59,6 +59,12 @@ CORRECTED = With(
 TURNS = With("rollout.episode", "rollout.serve", "environment.name")
 WITH_KL = With("algorithm.kl_coefficient")
 REPLAYED = With("algorithm.replay_share")
+SHAPED = With(*programs("grpo", "ppo", "online_dpo"))
+"""Scores are shaped before they are learned from."""
+STEPPED = With(*programs("grpo", "ppo"))
+PER_TOKEN = With(*programs("ppo", "remax", "safe_rlhf"))
+"""Each token has a reward of its own."""
+PER_TURN = With(*programs("grpo", "ppo", "safe_rlhf"))
 
 
 @dataclass
@@ -115,10 +121,10 @@ class RewardConfig:
     model_steps: Annotated[str | None, With(".model")] = None
     """Have the reward model score each step of a response, as this text parts them (such as a blank
     line), for `algorithm.step_credit`; null: the whole response at its end."""
-    shorter: Annotated[NonNegativeFloat, With(".shorter")] = 0.0
+    shorter: Annotated[NonNegativeFloat, SHAPED, With(".shorter")] = 0.0
     """Weight of a reward for right responses with fewer sampled tokens than others to their prompt
     (Kimi k1.5), and a penalty for longer ones; 0: length does not matter."""
-    normalise_by: Annotated[Name | None, With(".normalise_by")] = None
+    normalise_by: Annotated[Name | None, SHAPED, With(".normalise_by")] = None
     """A column of the data, such as `source`: scores are learned from minus the mean, and over the
     standard deviation, of all scores so far of the same value. null: as they are."""
     check: Annotated[Any, TextOrTexts(), With(".check")] = None
@@ -168,10 +174,12 @@ class AlgorithmConfig:
     `path/to/file.py:name`."""
     advantage_scale: Annotated[str, OneOf("std", "batch", "none"), GRPO, SCALED] = "std"
     """`std`, `batch` or `none`, of the estimators that know it."""
-    turn_credit: Annotated[str, OneOf("episode", "turn"), TURNS, REINFORCED] = "episode"
+    turn_credit: Annotated[str, OneOf("episode", "turn"), TURNS, PER_TURN] = "episode"
     """Of samples of several turns: `episode`, each token has the credit of the whole; `turn`, that
     of its turn: the rewards from then on, compared with those of the same turn of the group."""
-    step_credit: Annotated[str | None, OneOf("sum", "min"), With("algorithm.step_credit")] = None
+    step_credit: Annotated[
+        str | None, OneOf("sum", "min"), STEPPED, With("algorithm.step_credit")
+    ] = None
     """Where rewards come step by step (`steps` of a reward function, `reward.model_steps`): `sum`,
     a step has the credit of all rewards from it on; `min`, of the worst of them (PURE); in `grpo`
     compared with the same step of the group. null: only the sum of a sample's steps counts."""
@@ -223,6 +231,7 @@ class AlgorithmConfig:
             why="It is in nats per token. A target of a whole response, such as 6 in Ziegler et "
             "al. 2019, is divided by the tokens of a response.",
         ),
+        PER_TOKEN,
         With("algorithm.kl_in_reward"),
     ] = None
     """With `kl_in_reward`: adapt the coefficient until the KL, in nats per token, is this; null
@@ -245,7 +254,7 @@ class AlgorithmConfig:
     """Replace prompts whose samples all score alike, which teach nothing, by others (DAPO)."""
     max_refills: Annotated[NonNegativeInt, With("algorithm.dynamic_sampling")] = 4
     """Generations that a step may add to its first for that."""
-    replay_share: Annotated[float, Range(least=0, most=0.9), REPLAYED] = 0.0
+    replay_share: Annotated[float, Range(least=0, most=0.9), GRPO, REPLAYED] = 0.0
     """For `grpo`: of what a step learns from, at most this share is of prompts of earlier steps,
     with the samples that they had then. It comes on top of the step's own. 0: no replay."""
     replay_age: Annotated[PositiveInt, REPLAYED] = 8

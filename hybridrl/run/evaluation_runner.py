@@ -20,12 +20,13 @@ from hybridrl.evaluation.loaded_sets import EvalSet
 from hybridrl.evaluation.sample_table import Samples
 from hybridrl.evaluation.scored_samples import draw, keys_of, table_of
 from hybridrl.rewards import function_list
-from hybridrl.run.watchers.unscored_samples import Unscored
 from hybridrl.run_files.evaluation_log import EvaluationsFile, newest_of_sets
 from hybridrl.run_files.provenance import provenance
 from hybridrl.trainers.role_spec import ACTOR, checked_roles
+from hybridrl.trainers.trainer import EvaluationResult
 
 if TYPE_CHECKING:
+    from hybridrl.batch.call_record import Record
     from hybridrl.console.run_view import StepView
     from hybridrl.job.job import Job
     from hybridrl.rollout import Sampling
@@ -39,11 +40,10 @@ class Evaluations:
         job: The job, its groups built.
         trainer: Its driver program.
         view: Where progress is shown.
-        unscored: Told of everything that is scored.
     """
 
-    def __init__(self, job: Job, trainer: Trainer, view: StepView, unscored: Unscored) -> None:
-        self.job, self.trainer, self.view, self.unscored = job, trainer, view, unscored
+    def __init__(self, job: Job, trainer: Trainer, view: StepView) -> None:
+        self.job, self.trainer, self.view = job, trainer, view
         config = job.config
         self.file = EvaluationsFile(job.directory.path)
         self._trains = trainer.TRAINS
@@ -78,9 +78,13 @@ class Evaluations:
         name = self.owner(figure)
         return name != HELD_OUT and "/" in figure.partition(f"eval/{name}/")[2]
 
-    def run(self, step: int, names: Sequence[str]) -> dict[str, float]:
-        """The figures of these sets, which are also written to the run's folder."""
+    def run(
+        self, step: int, names: Sequence[str]
+    ) -> tuple[dict[str, float], dict[str, Sequence[Record]]]:
+        """Evaluate these sets, and write what was found to the run's folder: their figures, and the
+        records of the calls for each set, by a sentence that says which they were."""
         figures: dict[str, float] = {}
+        calls: dict[str, Sequence[Record]] = {}
         written: dict[str, dict[str, Any]] = {}
         self.view.phase("evaluating")
         self.job.publish()
@@ -91,14 +95,12 @@ class Evaluations:
             else:
                 found, entries = self._set(self.job.eval_sets[name], step)
             records = self.job.beside.called(self.job.executor.take_records())
-            called = f"evaluation{where} at step {step}"
-            for notice in self.unscored.look(called, records, is_needed=not self._trains):
-                self.view.message(notice)
+            calls[f"evaluation{where} at step {step}"] = records
             figures |= found
             written |= entries
         if written:
             self.file.add(self._entry(step, written))
-        return figures
+        return figures, calls
 
     def show(self) -> None:
         """Shows the newest evaluation of each set as a table, where there is more to see than one
@@ -129,19 +131,20 @@ class Evaluations:
     def _held_out(self, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """What the trainer says of the held-out data, and what is kept of it, by role."""
         job, config = self.job, self.job.config
-        self.trainer.drawn.clear()
         who = f"`{type(self.trainer).__qualname__}.evaluate`"
         self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT, step))
         try:
-            figures = job.checked.figures(self.trainer.evaluate(job.put(job.held_out)), who)
+            found = self.trainer.evaluate(job.put(job.held_out))
         finally:
             self.trainer.sampling = job.sampling
+        figures = job.checked.figures(found, who)
+        samples = found.samples if isinstance(found, EvaluationResult) else {}
         entries: dict[str, dict[str, Any]] = {}
         k, by = config.eval.samples, config.eval.by_column
         metrics = (Metric("accuracy"), *((Metric("mean", k), Metric("pass", k)) if k > 1 else ()))
         sampling = job.sampling if k > 1 else job.sampling.greedy()
         extract = extraction("", None, function_list(config.reward.function))
-        for role, drawn in self.trainer.drawn.items():
+        for role, drawn in samples.items():
             keys = keys_of(job.held_out)
             table = table_of(drawn, keys, config.reward.correct_at, extract, [by] if by else [])
             name = _name_of(role, HELD_OUT)
@@ -153,13 +156,12 @@ class Evaluations:
             }
         # Figures that a program of the user's adds, or gives in place of those of answers.
         further = {name: {"value": value} for name, value in figures.items()}
-        for role in self.trainer.drawn:
+        for role in samples:
             prefix = "" if role == ACTOR else f"{role}/"
             known = entries[_name_of(role, HELD_OUT)]["metrics"]
             for name in list(further):
                 if name.removeprefix(prefix).removeprefix("eval/") in known:
                     del further[name]
-        self.trainer.drawn.clear()  # the samples may go
         if further:
             entry = entries.setdefault(HELD_OUT, {"prompts": len(job.held_out), "metrics": {}})
             entry["metrics"] |= {name.removeprefix("eval/"): one for name, one in further.items()}

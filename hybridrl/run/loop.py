@@ -1,13 +1,26 @@
-"""The loop around a driver program: warm-up, steps, evaluations, checkpoints; and what becomes of a
-run that is interrupted, loses workers, or goes back."""
+"""The loop of a run, and what becomes of one that is interrupted, loses workers, or goes back.
+
+load the checkpoint to go on from  <---- Rewind, LostError, ReturnedDevices ----+
+   |                                                                            |
+only from the beginning: warm-up, evaluation 0, checkpoint 0                    |
+   |                                                                            |
++-> start step n                its calls are made, and nothing is waited for:  |
+|  |                            up to `placement.staleness` steps before it,    |
+|  |                            and the writing of a checkpoint, are under way  |
+|  finish step n - staleness    wait for its updates ------------> watchers ----+
+|  |                                                                            |
+|  evaluate, if sets are due    no step is under way ------------> watchers ----+
+|  |                                                                            |
+|  checkpoint, if one is due    workers copy, and write beside later steps      |
++--+                                                                            v
+   +-> the end, or EndRun: sets that are due last, a checkpoint       other errors: the end
+"""
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checkpoint.pruning import check_figure, metric_of
@@ -17,105 +30,203 @@ from hybridrl.config.eval_sets import HELD_OUT
 from hybridrl.console.run_view import StepView
 from hybridrl.errors import HybridRLError, LostError, Preempted
 from hybridrl.run.evaluation_runner import Evaluations
-from hybridrl.run.left import save_models, write_summary
 from hybridrl.run.recovery import Recoveries
-from hybridrl.run.step_runner import Step, Steps, choices_of, note, note_first_step
+from hybridrl.run.run_end import RunEnd
+from hybridrl.run.step_runner import PendingStep, Steps, choices_of
 from hybridrl.run.warmup import warm_up, warms_up
 from hybridrl.run.watchers.accuracy_decline import Decline
 from hybridrl.run.watchers.early_stop import EarlyStop
-from hybridrl.run.watchers.nan_guard import Guard, Rewind
+from hybridrl.run.watchers.generator_mismatch import GeneratorCheck
+from hybridrl.run.watchers.nan_guard import Guard
+from hybridrl.run.watchers.slow_devices import SlowDevices
+from hybridrl.run.watchers.tripwires import Tripwires
+from hybridrl.run.watchers.unscored_samples import Unscored
+from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation, Rewind, Watcher
 from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION
-from hybridrl.run_files.summary import accuracy_name, interrupted_sentence
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.run_files.summary import RunSummary, accuracy_name
 
 if TYPE_CHECKING:
-    from hybridrl.checkpoint.pending_checkpoint import Saving
     from hybridrl.job.job import Job
 
-SAVE_SECONDS_AFTER_ERROR = 60.0
-"""How long the workers may take to save the model when the program has failed."""
+
+class ReturnedDevices(Exception):  # noqa: N818 (it is no error: the run goes on with them)
+    """Devices that had been lost are there again."""
 
 
-class Loop:
+class Loop(RunEnd):
     """Runs a job's trainer for its steps, and leaves metrics, samples, model and summary.
 
     Args:
         job: The job, its groups built.
         view: Where progress is shown.
+
+    Attributes:
+        watchers: Asked after every step and evaluation, in this order: of what several raise, the
+            first counts.
     """
 
     def __init__(self, job: Job, view: StepView) -> None:
-        self.job = job
-        self.view = view
-        self.config = job.config
-        self.summary: dict[str, Any] = {}
+        self.job, self.view, self.config = job, view, job.config
+        self.summary = RunSummary()
         self._recoveries = Recoveries(job.config, job.directory.path)
-        self.guard = Guard(self.config.guard, job.directory, view.message)
-        self._preempted = ""
-        self._interrupted = ""
-        held_out = job.held_out
-        self._decline = Decline(job.config, 0 if held_out is None else len(held_out))
-        self._saved = 0
+        self._guard = Guard(self.config.guard, job.directory)
+        self._prompts = 0 if job.held_out is None else len(job.held_out)
+        self._decline = Decline(job.config, self._prompts)
+        self._preempted = self.interrupted = ""
+        self.saved = 0
         self._begin_run()
 
     def _begin_run(self) -> None:
-        """What there is of a run before its first step."""
-        self.job.executor.notify = self.view.message
-        self.job.beside.take()  # of calls of before, whose numbers begin anew
-        self.trainer = self.job.make_trainer()
-        self._began = False  # until then there is nothing to save, but maybe a model to overwrite
+        """Make what there is of a run before its first step, also after a restart."""
+        job = self.job
+        job.executor.notify = self.view.message
+        job.beside.take()  # of calls of before, whose numbers begin anew
+        self.trainer = job.make_trainer()
+        self.began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
-        self.summary.clear()
-        self.summary |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
-        self.steps = Steps(self.job, self.trainer, self.guard, self.view, self.summary)
-        watches = {"guard": self.guard, "tripwires": self.steps.tripwires}
-        self.checkpoints = Checkpoints(self.job, self.trainer, self.summary, watches)
-        unscored = self.steps.unscored
-        self.evaluations = Evaluations(self.job, self.trainer, self.view, unscored)
-        self._early = EarlyStop(self.config.eval.stop, self.summary)
+        self.summary.begin()
+        self.steps = Steps(job, self.trainer, self.view, self.summary)
+        self.evaluations = Evaluations(job, self.trainer, self.view)
+        places = {role: place.devices for role, place in job.placement.roles.items()}
+        tripwires = Tripwires(self.config, self._prompts)
+        self.watchers: list[Watcher] = [
+            Unscored(self.trainer.TRAINS),
+            self._guard,
+            GeneratorCheck(self.config),
+            SlowDevices(places, job.executor.cluster.devices),
+            tripwires,
+            self._decline,
+            EarlyStop(self.config.eval.stop, self.summary),
+        ]
+        watches = {"guard": self._guard, "tripwires": tripwires}
+        self.checkpoints = Checkpoints(job, self.trainer, self.summary, watches)
 
     def run(self) -> dict[str, Any]:
-        """Trains; goes on from the newest checkpoint when workers are lost. Ctrl-C saves what there
-        is and raises KeyboardInterrupt again; so does an error, if the workers are still there."""
-        try:
-            self._run_to_end()
-        except Preempted as signal:
-            self.summary["interrupted"] = True
-            write_summary(self.job, self.summary, signal)
-            if self._saved:
-                self._say_how_to_go_on(f"{signal}: ended")
-            else:
-                self.view.close(f"{signal}: ended before the first checkpoint.")
-            raise
-        except KeyboardInterrupt as error:
-            # Ray raises one of its own in place of the one that was raised in its calls.
-            signal = KeyboardInterrupt(self._interrupted or str(error))
-            if self._began:
-                limit = self.config.recover.save_s
-                self.view.message(
-                    f"Interrupted: saving the model, for {limit:g} s at most; Ctrl-C again ends at "
-                    "once."
-                )
-                self.summary["interrupted"] = True
-                self._finish(limit, signal)
-                self._say_how_to_go_on("Interrupted")
-            raise signal from None
-        except Exception as error:
-            if self._began:  # else the folder is as good as new
-                with suppress(HybridRLError):  # the first error is the one to be told
-                    write_summary(self.job, self.summary, error)
-            if self._began and self.trainer.TRAINS and self.job.executor.takes_calls:
-                self.view.message("The program failed: saving the model as it is.")
-                with suppress(HybridRLError, OSError):
-                    until = time.monotonic() + SAVE_SECONDS_AFTER_ERROR
-                    self._note_saved(self.checkpoints.finish(SAVE_SECONDS_AFTER_ERROR))
-                    save_models(self.job, self.view, until)
-            raise
-        return self.summary
+        """Train; go on from the newest checkpoint when workers are lost. Ctrl-C saves what there is
+        and raises KeyboardInterrupt again; so does an error, if the workers are still there."""
+        with self.ended_in_order():
+            found = self.job.resumed
+            while True:
+                try:
+                    done = self._resume(found)
+                    if found.folder is None:
+                        self._begin()
+                    self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
+                    self._tell(*self._ask("on_run_end"))
+                    self.finish()
+                    return self.summary
+                except (LostError, ReturnedDevices) as lost:
+                    found = self._restart(lost)
+                except Rewind as rewind:
+                    found = self._go_back(rewind)
 
-    def _say_how_to_go_on(self, why: str) -> None:
-        steps, folder = self.summary["steps"], self.job.directory.path
-        self.view.close(interrupted_sentence(why, steps, self._saved, folder))
+    def _begin(self) -> None:
+        """What comes before the first step."""
+        self._warm_up()
+        figures, _ = self._evaluate(0, self.evaluations.due(0))
+        named = {
+            "checkpoint.best": self.config.checkpoint.best,
+            "eval.stop.metric": self.config.eval.stop.metric,
+        }
+        for setting, figure in named.items():  # those of sets that were not due may come
+            if figure is not None and self.evaluations.owner(metric_of(figure)) == HELD_OUT:
+                check_figure(setting, figure, figures)
+        if self._guard.rewinds:
+            self._checkpoint(0, {})
+
+    def _train(self, done: int, steps: int) -> None:
+        """Make the steps after those that are done."""
+        pending: deque[PendingStep] = deque()
+        if reason := self._tell(*self._ask("on_resume", done)) if done < steps else "":
+            self._end_early(done, reason)
+            return
+        self.job.executor.step = done  # it numbers from 0 the step that is the first here
+        for number in range(done + 1, steps + 1):
+            self._raise_requested_end()
+            pending.append(self.steps.begin(number))
+            self.checkpoints.ask()  # behind the calls of the step
+            sets = self.evaluations.due(number, number == steps)
+            saves = self.checkpoints.is_due(number, steps)
+            ahead = 0 if sets or saves else self.config.placement.staleness
+            while len(pending) > (0 if self._preempted else ahead):
+                self._end_step(pending.popleft())
+            figures, reason = self._evaluate(number, sets)
+            if reason and number < steps:  # sets that are to be evaluated at the end are, now
+                last = self.evaluations.due(number, last=True, but=sets)
+                figures |= self._evaluate(number, last)[0]
+                sets, saves = sets + last, self.config.checkpoint.wanted
+            best = bool(sets) and self._is_best(figures, sets)
+            if saves or best or (self._preempted and not pending):
+                self._checkpoint(number, figures)
+                if not reason and number < steps and self.job.may_grow():
+                    self.note_saved(self.checkpoints.finish())
+                    raise ReturnedDevices("Devices that had been lost are there again.")
+            if reason and number < steps:
+                self._end_early(number, reason)
+                return
+
+    def _end_step(self, pending: PendingStep) -> None:
+        updates = self.steps.wait(pending)
+        self.note_saved(self.checkpoints.poll())
+        step = self.steps.finish(pending, updates, self._saved_figures)
+        self._saved_figures = {}
+        notices, raised = self._ask("on_step_end", step, metrics=step.metrics)
+        self.steps.write(step)
+        self._tell(notices, raised)
+
+    def _evaluate(self, step: int, names: Sequence[str]) -> tuple[dict[str, float], str]:
+        """The figures of these sets, and why the run is to end after them; empty: it goes on."""
+        if not names:
+            return {}, ""
+        with self.job.beside.doing(EVALUATION):
+            figures, calls = self.evaluations.run(step, names)
+        for name, value in figures.items():
+            self.summary.record_metric(name.removeprefix("eval/"), value)
+        if figures:
+            self.job.write(step, figures)
+            self.steps.evaluated = figures | {"accuracy/step": step}
+            spoken = {"accuracy": accuracy_name(self.config.reward)}
+            shown = [
+                f"{spoken.get(name, name)} {value:.3f}"
+                for name, value in figures.items()
+                if not self.evaluations.is_part(name)
+            ]
+            self.view.message(f"step {step}: {', '.join(shown)}")
+        first, now = (self.summary.get(f"accuracy_{which}") for which in ("first", "last"))
+        known = None if "accuracy" not in figures or now is None else (first, now)
+        evaluation = FinishedEvaluation(
+            step, figures, calls, known, lambda figure: self.evaluations.owner(figure) in names
+        )
+        return figures, self._tell(*self._ask("on_evaluation", evaluation))
+
+    def _ask(
+        self, hook: str, *given: Any, metrics: dict[str, float] | None = None
+    ) -> tuple[list[str], Exception | None]:
+        """Ask all watchers; give what they tell the user, and the first that they raised. Metrics
+        join those that are given."""
+        notices, raised = [], None
+        for watcher in self.watchers:
+            try:
+                for finding in getattr(watcher, hook)(*given):
+                    if isinstance(finding, str):
+                        notices.append(finding)
+                    elif metrics is not None:
+                        metrics |= finding
+            except (EndRun, Rewind, HybridRLError) as error:
+                raised = raised or error
+        return notices, raised
+
+    def _tell(self, notices: Sequence[str], raised: Exception | None) -> str:
+        """Show what watchers said and raise what they raised; give the reason of an `EndRun`."""
+        for notice in notices:
+            self.view.message(notice)
+        if raised is None or isinstance(raised, EndRun):
+            return "" if raised is None else str(raised)
+        raise raised
+
+    def _end_early(self, step: int, reason: str) -> None:
+        self.summary["ended_early"] = reason
+        self.view.message(f"step {step}: the run ends here, for {reason}.")
 
     def preempt(self, signal: str) -> None:
         """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as
@@ -127,32 +238,18 @@ class Loop:
     def interrupt(self, signal: str = "Ctrl-C") -> None:
         """Has the run end at once. A signal handler may call it, also where Python lets go of what
         that raises, as in a finalizer: then the run ends before its next step."""
-        self._interrupted = signal
+        self.interrupted = signal
         raise KeyboardInterrupt(signal)
 
-    def _run_to_end(self) -> None:
-        """Everything, on from the newest checkpoint as often as workers are lost or the guard goes
-        back to it."""
-        found = self.job.resumed
-        while True:
-            try:
-                done = self._resume(found)
-                if found.folder is None:
-                    self._warm_up()
-                    self._check_figures(self._evaluate(0, self.evaluations.due(0)))
-                    if self.guard.rewinds:
-                        self._checkpoint(0, {})
-                self._train(done, self.config.trainer.steps if self.trainer.TRAINS else 0)
-                self.guard.check_end()
-                self._finish()
-                return
-            except LostError as lost:
-                found = self._restart(lost)
-            except Rewind as rewind:
-                found = self._go_back(rewind)
+    def _raise_requested_end(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt(self.interrupted)
+        if self._preempted:
+            self.note_saved(self.checkpoints.finish())
+            raise Preempted(self._preempted)
 
-    def _restart(self, lost: LostError) -> Resumed:
-        """Has workers again after a loss, and what they go on from.
+    def _restart(self, lost: LostError | ReturnedDevices) -> Resumed:
+        """Have workers again, on the devices that there are, and what they go on from.
 
         Raises:
             LostError: this one, or one meanwhile, if the run is not to go on.
@@ -161,8 +258,9 @@ class Loop:
             if self._preempted:  # whoever ended the driver has ended the workers, too
                 raise Preempted(self._preempted) from lost
             self.checkpoints.abandon()
-            newest = self.checkpoints.newest_step()
-            self._recoveries.begin(lost, newest, self.summary, self.steps.ended)
+            if isinstance(lost, LostError):
+                newest = self.checkpoints.newest_step()
+                self._recoveries.begin(lost, newest, self.summary, self.steps.ended)
             self.view.message(str(lost).partition("\n")[0])
             try:
                 self.job.restart(self.view.phase)
@@ -178,9 +276,9 @@ class Loop:
     def _go_back(self, rewind: Rewind) -> Resumed:
         """The checkpoint to go back to; the prompts that led here are left out."""
         self.job.executor.settle()
-        self._note_saved(self.checkpoints.finish())
+        self.note_saved(self.checkpoints.finish())
         found = self.checkpoints.newest()
-        self.guard.rewound(rewind, found.step)
+        self._tell(*self._ask("on_rewind", rewind, found.step))
         number = self.job.feed.leave_out(rewind.groups)
         self._begin_run()
         self.view.message(
@@ -193,8 +291,8 @@ class Loop:
         """The number of steps that are done before this run does any."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
-        done = self._saved = self.checkpoints.load(found)
-        self._began = True
+        done = self.saved = self.checkpoints.load(found)
+        self.began = True
         devices, from_memory = len(self.job.executor.cluster.devices), found.copy is not None
         if said := self._recoveries.end(done, self.summary, devices, from_memory):
             self.view.message(said)
@@ -211,7 +309,7 @@ class Loop:
         def progress(step: int, metrics: Mapping[str, float]) -> None:
             if self._preempted:
                 raise Preempted(self._preempted)
-            note_first_step(self.job, self.summary)
+            self.summary.record_first_step(self.job.started)
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
         warm_up(self.job, progress)
@@ -221,138 +319,15 @@ class Loop:
         for choice in choices_of(self.job.executor.take_records()):
             self.view.message(choice)
 
-    def _evaluate(self, step: int, names: Sequence[str]) -> dict[str, float]:
-        """The figures of these sets; none where there are none."""
-        if not names:
-            return {}
-        with self.job.beside.doing(EVALUATION):
-            figures = self.evaluations.run(step, names)
-        if not figures:
-            return {}
-        for name, value in figures.items():
-            note(self.summary, name.removeprefix("eval/"), value)
-        self.job.write(step, figures)
-        self.steps.evaluated = figures | {"accuracy/step": step}
-        spoken = {"accuracy": accuracy_name(self.config.reward)}
-        shown = [
-            f"{spoken.get(name, name)} {value:.3f}"
-            for name, value in figures.items()
-            if not self.evaluations.is_part(name)
-        ]
-        self.view.message(f"step {step}: {', '.join(shown)}")
-        if (now := self.summary.get("accuracy_last")) is not None and "accuracy" in figures:
-            if notice := self._decline.look(step, self.summary["accuracy_first"], now):
-                self.view.message(notice)
-            self.steps.trip(self.steps.tripwires.evaluated(step, now))
-        if self._gives(self._early.metric, names):
-            self._early.look(step, figures)
-        return figures
-
-    def _check_figures(self, figures: Mapping[str, float]) -> None:
-        """Refuses to look at figures that the first evaluation does not give; of sets that were not
-        due they may come."""
-        named = {
-            "checkpoint.best": self.config.checkpoint.best,
-            "eval.stop.metric": self.config.eval.stop.metric,
-        }
-        for setting, figure in named.items():
-            if figure is not None and self.evaluations.owner(metric_of(figure)) == HELD_OUT:
-                check_figure(setting, figure, figures)
-
-    def _is_best(self, figures: Mapping[str, float], names: Sequence[str]) -> bool:
+    def _is_best(self, figures: Mapping[str, float], sets: Sequence[str]) -> bool:
         """Whether a step is the best by what was evaluated of these sets."""
         best = self.config.checkpoint.best
-        wanted = None if best is None else metric_of(best)
-        return self._gives(wanted, names) and self.checkpoints.is_best(figures)
-
-    def _gives(self, wanted: str | None, names: Sequence[str]) -> bool:
-        """Whether evaluations of these sets give a figure."""
-        return wanted is not None and self.evaluations.owner(wanted) in names
+        is_known = best is not None and self.evaluations.owner(metric_of(best)) in sets
+        return is_known and self.checkpoints.is_best(figures)
 
     def _checkpoint(self, step: int, figures: Mapping[str, float]) -> None:
         with self.job.beside.doing(CHECKPOINT):
-            self._note_saved(self.checkpoints.finish())  # the one before
+            self.note_saved(self.checkpoints.finish())  # the one before
             self.checkpoints.start(step, figures)
             if self._preempted or not self.config.checkpoint.asynchronous:
-                self._note_saved(self.checkpoints.finish())
-
-    def _note_saved(self, saved: Saving | None) -> None:
-        if saved is None:
-            return
-        self._saved = saved.step
-        figures = saved.figures()
-        waited = readable_seconds(figures["checkpoint/stall_seconds"])
-        self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
-        self._saved_figures |= figures
-        if saved.copy_fault:
-            self.view.message(
-                f"step {saved.step}: no copy of it is in memory ({saved.copy_fault}); after a loss "
-                "its files would be read"
-            )
-
-    def _train(self, done: int, steps: int) -> None:
-        """Makes the calls of a step while up to `placement.staleness` earlier ones are under way:
-        its samples may be generated while theirs are learned from."""
-        under_way: deque[Step] = deque()
-        verdict = self._early.verdict()
-        if verdict and done < steps:
-            self._end_early(done, verdict)
-            return
-        self.job.executor.step = done  # it numbers from 0 the step that is the first here
-        for number in range(done + 1, steps + 1):
-            if self._interrupted:
-                raise KeyboardInterrupt(self._interrupted)
-            if self._preempted:
-                self._note_saved(self.checkpoints.finish())
-                raise Preempted(self._preempted)
-            under_way.append(self.steps.begin(number))
-            self.checkpoints.ask()  # behind the calls of the step
-            evaluated = self.evaluations.due(number, number == steps)
-            saves = self.checkpoints.is_due(number, steps)
-            ahead = 0 if evaluated or saves else self.config.placement.staleness
-            while len(under_way) > (0 if self._preempted else ahead):
-                self._end(under_way.popleft())
-            figures = self._evaluate(number, evaluated)
-            verdict = self._early.verdict() if evaluated and number < steps else ""
-            if verdict:  # sets that are to be evaluated at the end are, now
-                last = self.evaluations.due(number, last=True, but=evaluated)
-                figures |= self._evaluate(number, last)
-                evaluated += last
-                saves = self.config.checkpoint.wanted
-            best = bool(evaluated) and self._is_best(figures, evaluated)
-            if saves or best or (self._preempted and not under_way):
-                self._checkpoint(number, figures)
-                if not verdict and number < steps and self.job.may_grow():
-                    self._note_saved(self.checkpoints.finish())
-                    raise LostError("Devices that had been lost are there again.")
-
-            if verdict:
-                self._end_early(number, verdict)
-                return
-
-    def _end_early(self, step: int, verdict: str) -> None:
-        self.summary["ended_early"] = verdict
-        self.view.message(f"step {step}: the run ends here, for {verdict}.")
-
-    def _end(self, step: Step) -> None:
-        updates = self.steps.wait(step)
-        self._note_saved(self.checkpoints.poll())
-        saved, self._saved_figures = self._saved_figures, {}
-        self.steps.end(step, updates, saved)
-
-    def _finish(self, limit: float | None = None, error: BaseException | None = None) -> None:
-        """Saves the checkpoint that is being written, the model and the summary; waits
-        for workers so many seconds at most.
-
-        Args:
-            error: What has ended the run early.
-        """
-        until = math.inf if limit is None else time.monotonic() + limit
-        self._note_saved(self.checkpoints.finish(limit))
-        save_models(self.job, self.view, until)
-        if compared := self.evaluations.compared():
-            self.summary["against_baseline"] = compared
-        if doubts := self.evaluations.doubts():
-            self.summary["evaluation_doubts"] = doubts
-        write_summary(self.job, self.summary, error)
-        self.evaluations.show()
+                self.note_saved(self.checkpoints.finish())

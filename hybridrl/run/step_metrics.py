@@ -10,6 +10,7 @@ from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.batch.call_record import Record
 from hybridrl.batch.turn import FAILURES
 from hybridrl.console.phase_colors import phase_shares
+from hybridrl.trainers.kl_coefficient import mean_of_updates
 from hybridrl.trainers.source_figures import scored_figures
 
 UPDATE = {
@@ -55,7 +56,6 @@ OF_STEP = ("sync_", "behind_")
 """How figures begin that are of the step whatever samples a call makes."""
 OTHER = "other"
 """Samples that are not of the step, and that the program gives no name."""
-TOKENS = ("tokens", "critic_tokens", "cost_critic_tokens")
 SYNC = ("received", "redundant", "peak")
 """Of all ranks together; see `hybridrl.weights.weight_sync.SyncCost`."""
 
@@ -142,20 +142,6 @@ def _of_samples(total: Mapping[str, float]) -> dict[str, float]:
         | _responses(total)
         | scored_figures(total)
     )
-
-
-def mean_of_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
-    """Return the mean of a metric over the updates that have it, weighted by their tokens."""
-    found = [update for update in updates if name in update]
-    weights = [_tokens(update) for update in found]
-    if None in weights or not (total := math.fsum(weights)):
-        weights, total = [1.0] * len(found), float(len(found))
-    return math.fsum(w * update[name] for w, update in zip(weights, found, strict=True)) / total
-
-
-def _tokens(update: Mapping[str, float]) -> float | None:
-    """Return the tokens that an update, of whatever role, learned from; None if it does not say."""
-    return next((x for name, x in update.items() if name in TOKENS), None)
 
 
 def _peaks(records: Sequence[Record]) -> dict[str, float]:

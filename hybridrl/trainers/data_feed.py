@@ -103,9 +103,12 @@ class Feed:
         """
         if not self._learns:
             return {}
-        known = scored.collect(["group_id", "scores", OUTCOMES], partial=True)
+        known = scored.collect(["group_id", "scores", OUTCOMES, "episode"], partial=True)
         if {"group_id", "scores"} - set(known.columns):
             return {}
+        if "episode" in known.columns:  # its rows share a score
+            _, firsts = np.unique(known["episode"].numpy(), return_index=True)
+            known = known.take(np.sort(firsts))
         groups, scores = known["group_id"].numpy(), known["scores"].numpy()
         mine = np.asarray([group in self._row_of for group in groups.tolist()], bool)
         outcomes = outcomes_of(known).numpy()[mine]

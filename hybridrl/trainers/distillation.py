@@ -22,14 +22,15 @@ import numpy as np
 
 from hybridrl.algorithms import Distillation, PolicyObjective, whiten
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, DistillationConfig
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.controller import BatchRef
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
 from hybridrl.trainers.role_spec import RoleSpec, standard
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, SAMPLED
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, SAMPLED, StepResult
 
 TEACHER = "teacher"
 WEIGHTS = "teacher_weights"
@@ -41,6 +42,8 @@ class Trainer(PolicyTrainer):
     """The driver program of distillation. The student is the role `actor`; `teacher` is a role with
     a model of its own, or there is one for each value of a column of the data, `teacher_<value>`.
     """
+
+    USES = trainer_settings("distillation")
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
@@ -80,25 +83,31 @@ class Trainer(PolicyTrainer):
         settings = self.config.distillation or DistillationConfig()
         self.prompt = TeacherPrompt.read(settings.teacher_prompt)
         self.since_refresh = 0
+        self._resume_notices: list[str] = []
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         settings = self.config.distillation or DistillationConfig()
         if settings.refresh_every and self.since_refresh >= settings.refresh_every:
             self.refresh(settings.refresh_share)
         self.since_refresh += 1
+        notices, self._resume_notices = self._resume_notices, []
         samples = self.samples()
-        rows, judged = self.unfold(samples, self.judge(samples))
+        judged = self.judge(samples)
+        scored = [joined(samples, judged)]
+        rows, judged = self.unfold(samples, judged)
         batch = joined(rows, [*judged, self._taught(rows)])
         if settings.loss == "sampled":
             # Later updates of a step learn from samples of the policy before the first one.
             old = ["log_probs"] if self.config.actor.updates_per_step > 1 else []
             batch = joined(batch, self.score(rows) if old else [])
             batch |= batch.apply(towards_teacher, list(READ), makes=["advantages"])
-            return batch, self.learn(batch, "ref_log_probs", *old)
+            updates = self.learn(batch, "ref_log_probs", *old)
+            return StepResult(batch, updates, notices=notices, scored_samples=scored)
         needed = (*LEARNED_FROM, *SAMPLED, TEACHER_IDS, TEACHER_LOG_PROBS)
         update = self.groups["actor"].update_actor
         self.steps += 1
-        return batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
+        updates = [update(part.select(*needed)) for part in self.mini_batches(batch)]
+        return StepResult(batch, updates, notices=notices, scored_samples=scored)
 
     def refresh(self, share: float) -> None:
         """Has the teacher take weights of the policy, through a folder."""
@@ -116,7 +125,7 @@ class Trainer(PolicyTrainer):
         settings = self.config.distillation or DistillationConfig()
         if settings.refresh_every and state["since_refresh"] < state["steps"]:
             self.since_refresh = settings.refresh_every
-            self.notices.append(
+            self._resume_notices.append(
                 "The teacher's weights are not part of a checkpoint: it goes on from those that "
                 "the policy has now (distillation.refresh_every)."
             )

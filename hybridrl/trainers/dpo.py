@@ -9,19 +9,21 @@ from collections.abc import Mapping
 from functools import partial
 
 from hybridrl.algorithms import DirectPreference
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.controller import BatchRef
 from hybridrl.evaluation.held_out_metrics import pair_figures, row_sums
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.objectives import preference_objective
 from hybridrl.trainers.role_spec import LEARNER, RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(base.Trainer):
     """The driver program of DPO."""
 
+    USES = trainer_settings("dpo")
     DATA = "pairs"
 
     @staticmethod
@@ -32,13 +34,15 @@ class Trainer(base.Trainer):
     def objective(config: Config) -> DirectPreference:
         return preference_objective(config)
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         actor, reference = self.groups["actor"], self.groups["reference"]
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
         batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
         batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE))
-        return batch, [actor.update_preference(batch.select(*LEARNED_FROM, "ref_log_probs"))]
+        return StepResult(
+            batch, [actor.update_preference(batch.select(*LEARNED_FROM, "ref_log_probs"))]
+        )
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """`eval/pair_accuracy` and `eval/pair_margin` of the implicit reward that is trained, beta

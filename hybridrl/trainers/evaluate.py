@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base
@@ -14,6 +15,7 @@ from hybridrl.trainers.role_spec import STANDARD, RoleSpec, standard
 class Trainer(base.Trainer):
     """A driver program that takes no steps."""
 
+    USES = trainer_settings("evaluate")
     TRAINS = False
 
     @staticmethod

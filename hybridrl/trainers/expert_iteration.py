@@ -17,11 +17,12 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, ExpertConfig
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.controller import BatchRef
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 
 KEPT = (*SAMPLE, "response_mask")
 
@@ -29,6 +30,8 @@ KEPT = (*SAMPLE, "response_mask")
 class Trainer(PolicyTrainer):
     """The driver program of expert iteration. Responses stay with the workers that made them; a
     number and a text of each come to the driver."""
+
+    USES = trainer_settings("expert_iteration")
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
@@ -39,7 +42,7 @@ class Trainer(PolicyTrainer):
         self.settings = self.config.expert or ExpertConfig()
         self.pool: deque[BatchRef] = deque(maxlen=self.settings.steps_kept)
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         samples = self.samples()
         samples = joined(samples, self.judge(samples))
         columns = ["group_id", "scores"]
@@ -49,12 +52,12 @@ class Trainer(PolicyTrainer):
             rows = distinct_right(seen.to_pylist(), right, self.settings.most_per_prompt)
         else:
             rows = best_of_each(samples.collect(columns).to_pylist())
-        self.figures["expert/answers"] = float(len(rows))
         actor = self.groups["actor"]
         kept = samples.take(rows).apply(as_kept, KEPT, makes=KEPT, on=actor, together=1)
         self.pool.append(kept)
         parts = self.mini_batches(BatchRef.concat(list(self.pool)))
-        return samples, [actor.update_supervised(part.select(*LEARNED_FROM)) for part in parts]
+        updates = [actor.update_supervised(part.select(*LEARNED_FROM)) for part in parts]
+        return StepResult(samples, updates, {"expert/answers": float(len(rows))})
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "pool": [kept.collect(KEPT).to_pylist() for kept in self.pool]}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
 from hybridrl.algorithms import AdaptiveKL, FixedKL
 from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.config.schema import Config
 from hybridrl.controller import Handle
-from hybridrl.run.step_metrics import mean_of_updates
+
+TOKENS = ("tokens", "critic_tokens", "cost_critic_tokens")
 
 
 class KLCoefficient:
@@ -65,3 +69,17 @@ def notices_of_kl(config: Config) -> list[str]:
         "k1 has the gradient of the KL; the others hold the policy by a fraction of it, in another "
         "direction. Leave algorithm.kl_estimator out for k1."
     ]
+
+
+def mean_of_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean of a metric over the updates that have it, weighted by their tokens."""
+    found = [update for update in updates if name in update]
+    weights = [_tokens(update) for update in found]
+    if None in weights or not (total := math.fsum(weights)):
+        weights, total = [1.0] * len(found), float(len(found))
+    return math.fsum(w * update[name] for w, update in zip(weights, found, strict=True)) / total
+
+
+def _tokens(update: Mapping[str, float]) -> float | None:
+    """Return the tokens that an update, of whatever role, learned from; None if it does not say."""
+    return next((x for name, x in update.items() if name in TOKENS), None)

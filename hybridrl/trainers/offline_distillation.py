@@ -12,19 +12,20 @@ from collections.abc import Mapping
 
 from hybridrl.algorithms import Distillation
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, DistillationConfig
-from hybridrl.controller import BatchRef, Handle
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import sft
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.distillation import TEACHER
 from hybridrl.trainers.role_spec import LEARNER, RoleSpec
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 
 
 class Trainer(base.Trainer):
     """The driver program of distillation from files."""
 
+    USES = trainer_settings("offline_distillation")
     DATA = "examples"
 
     @staticmethod
@@ -37,11 +38,13 @@ class Trainer(base.Trainer):
     def objective(config: Config) -> Distillation:
         return Distillation((config.distillation or DistillationConfig()).loss)
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         batch, update = self.next_batch(), self.groups["actor"].update_actor
         batch |= self.groups[TEACHER].compute_top_log_probs(batch.select(*SAMPLE))
         needed = (*LEARNED_FROM, TEACHER_IDS, TEACHER_LOG_PROBS)
-        return batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
+        return StepResult(
+            batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
+        )
 
     evaluate = sft.Trainer.evaluate
 

@@ -15,18 +15,21 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import DirectPreference
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
-from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers.objectives import preference_objective
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
 from hybridrl.trainers.reward_shaper import SHAPED, learned_scores
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(PolicyTrainer):
     """The driver program of online DPO."""
+
+    USES = trainer_settings("online_dpo")
+    COMPARES_SAMPLES = True
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
@@ -36,19 +39,20 @@ class Trainer(PolicyTrainer):
     def objective(config: Config) -> DirectPreference:
         return preference_objective(config)
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         actor, reference = self.groups["actor"], self.groups["reference"]
         samples = self.samples()
         samples = joined(samples, self.rewarded(samples))
         scores = learned_scores(samples.collect(["scores", SHAPED], partial=True))
         rows = best_and_worst(scores, self.config.rollout.samples_per_prompt)
         prompts = len(scores) // self.config.rollout.samples_per_prompt
-        self.figures["pairs/prompts"] = len(rows) / 2 / max(1, prompts)
+        metrics = {"pairs/prompts": len(rows) / 2 / max(1, prompts)}
         pairs = samples.take(rows)
         pairs |= reference.compute_ref_log_prob(pairs.select(*SAMPLE))
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         pairs |= pairs.apply(weigh, ["response_mask"], makes=["loss_weights"])
-        return samples, [actor.update_preference(pairs.select(*LEARNED_FROM, "ref_log_probs"))]
+        update = actor.update_preference(pairs.select(*LEARNED_FROM, "ref_log_probs"))
+        return StepResult(samples, [update], metrics)
 
 
 def best_and_worst(scores: Tensor, per_prompt: int) -> npt.NDArray[np.int64]:

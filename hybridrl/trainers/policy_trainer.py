@@ -27,6 +27,7 @@ class PolicyTrainer(base.Trainer):
         credited: The columns that giving credit needs besides scores.
     """
 
+    USES = base.Trainer.USES | base.SHAPING
     ROLES: ClassVar[Sequence[str]] = ("actor", "reward")
     CRITICS: ClassVar[Mapping[str, Sequence[str]]] = {}
 
@@ -53,8 +54,6 @@ class PolicyTrainer(base.Trainer):
         episodes that may have several branches; then one for each, and this waits for them."""
         if not is_served(self.config.rollout, self.config.environment):
             return samples, list(judged)
-        if not self.scored:
-            self.note_scores(joined(samples, judged))
         # Numbers of their own: with those of earlier steps they may be learned from together.
         first, self.episodes = self.episodes, self.episodes + len(samples)
         rows, of = unfold(samples, self.put, self.groups["actor"], first)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import ClassVar
 
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
     ADVANTAGES,
     TOKEN_COLUMNS,
@@ -20,20 +21,26 @@ from hybridrl.trainers.update_columns import (
 class Trainer(PolicyTrainer):
     """The driver program of PPO."""
 
+    USES = trainer_settings("ppo")
     ROLES = ("actor", "critic", "reward")
     CRITICS: ClassVar = {"critic": ("values", "returns")}
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         with_kl = ["ref_log_probs"] if "reference" in self.groups else []
         samples = self.samples()
-        rows, judged = self.unfold(samples, self.rewarded(samples))
-        batch = joined(rows, [*judged, *self.score(rows)])
+        judged = self.rewarded(samples)
+        rows, of_rows = self.unfold(samples, judged)
+        batch = joined(rows, [*of_rows, *self.score(rows)])
         coefficient = self.kl.update()
         credit = partial(critic_advantages, config=config, longest=longest, coefficient=coefficient)
         shaped = [*TOKEN_COLUMNS, *self.credited, "values", "log_probs", *with_kl]
         batch |= batch.apply(
             credit, shaped, makes=[*ADVANTAGES, "returns"], on=self.groups["actor"]
         )
-        self.figures["policy/kl_coefficient"] = coefficient
-        return batch, self.learn(batch, "log_probs")
+        return StepResult(
+            batch,
+            self.learn(batch, "log_probs"),
+            metrics={"policy/kl_coefficient": coefficient},
+            scored_samples=[joined(samples, judged)],
+        )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
     ADVANTAGES,
     TOKEN_COLUMNS,
@@ -20,7 +21,9 @@ from hybridrl.trainers.update_columns import (
 class Trainer(PolicyTrainer):
     """The driver program of ReMax."""
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    USES = trainer_settings("remax")
+
+    def step(self) -> StepResult:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         with_kl = ["ref_log_probs"] if "reference" in self.groups else []
         actor, per_prompt = self.groups["actor"], self.config.rollout.samples_per_prompt
@@ -29,18 +32,23 @@ class Trainer(PolicyTrainer):
         greedy = prompts | actor.generate_sequences(prompts, self.sampling.greedy())
         samples = prompts.repeat(per_prompt)
         samples |= actor.generate_sequences(samples, self.sampling)
-        self.beside["greedy"] = greedy = joined(greedy, self.judge(greedy))
+        greedy = joined(greedy, self.judge(greedy))
         penalised = partial(as_baseline, config=config, longest=longest)
         # Where the rewards are: hosts of the actor would wait for them before the reference scores.
         baseline = greedy.apply(penalised, TOKEN_COLUMNS, makes=["greedy_scores"], on=reward)
         judged = [*self.judge(samples), baseline.repeat(per_prompt)]
-        rows, judged = self.unfold(samples, judged)
-        batch = joined(rows, [*judged, *self.score(rows)])
+        rows, of_rows = self.unfold(samples, judged)
+        batch = joined(rows, [*of_rows, *self.score(rows)])
         coefficient = self.kl.update()
         credit = partial(greedy_advantages, config=config, longest=longest, coefficient=coefficient)
         shaped = [*TOKEN_COLUMNS, *self.credited, "greedy_scores", "log_probs", *with_kl]
         # Samples do not depend on each other, so the hosts of the actor share them.
         together = 1 if rows is samples else None
         batch |= batch.apply(credit, shaped, makes=ADVANTAGES, on=actor, together=together)
-        self.figures["policy/kl_coefficient"] = coefficient
-        return batch, self.learn(batch, "log_probs")
+        return StepResult(
+            batch,
+            self.learn(batch, "log_probs"),
+            metrics={"policy/kl_coefficient": coefficient},
+            scored_samples=[joined(samples, judged)],
+            other_samples={"greedy": greedy},
+        )

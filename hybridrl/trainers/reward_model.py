@@ -9,30 +9,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.controller import BatchRef
 from hybridrl.evaluation.held_out_metrics import pair_figures
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(base.Trainer):
     """The driver program of reward modelling."""
 
+    USES = trainer_settings("reward_model")
     DATA = "pairs"
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
         return standard("reward_model")
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
         batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
         update = self.groups["reward_model"].update_reward_model
-        return batch, [update(batch.select(*LEARNED_FROM, "margin"))]
+        return StepResult(batch, [update(batch.select(*LEARNED_FROM, "margin"))])
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """`eval/pair_accuracy` and `eval/pair_margin` of the held-out pairs."""

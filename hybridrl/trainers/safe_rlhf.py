@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from hybridrl.algorithms import LagrangeMultiplier
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.config.effective_settings import trainer_settings
+from hybridrl.controller import BatchRef
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import ADVANTAGES, TOKEN_COLUMNS, constrained_advantages
 
 SHAPED = (*TOKEN_COLUMNS, "costs", "values", "cost_values", "log_probs")
@@ -20,6 +22,7 @@ SHAPED = (*TOKEN_COLUMNS, "costs", "values", "cost_values", "log_probs")
 class Trainer(PolicyTrainer):
     """The driver program of Safe-RLHF."""
 
+    USES = trainer_settings("safe_rlhf")
     ROLES = ("actor", "critic", "cost_critic", "reward", "cost")
     CRITICS: ClassVar = {
         "critic": ("values", "returns"),
@@ -34,7 +37,7 @@ class Trainer(PolicyTrainer):
         )
         self.last_costs: BatchRef | None = None
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         with_kl = ["ref_log_probs"] if "reference" in self.groups else []
         self._learn_multiplier()
@@ -53,8 +56,12 @@ class Trainer(PolicyTrainer):
         shaped = [*SHAPED, *self.credited, *with_kl]
         batch |= batch.apply(credit, shaped, makes=makes, on=self.groups["actor"])
         self.last_costs = judged[-1]
-        self.figures["cost/multiplier"] = self.multiplier.value
-        return batch, self.learn(batch, "log_probs")
+        return StepResult(
+            batch,
+            self.learn(batch, "log_probs"),
+            metrics={"cost/multiplier": self.multiplier.value},
+            scored_samples=[joined(samples, judged)],
+        )
 
     def _learn_multiplier(self) -> None:
         """From the costs of the last step: one number a sample."""

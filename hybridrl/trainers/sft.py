@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
-from hybridrl.controller import BatchRef, Handle
+from hybridrl.controller import BatchRef
 from hybridrl.evaluation.held_out_metrics import row_sums
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import LEARNER, RoleSpec
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE
+from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 
 
 class Trainer(base.Trainer):
     """The driver program of supervised fine-tuning."""
 
+    USES = trainer_settings("sft")
     DATA = "examples"
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
         return {"actor": LEARNER}
 
-    def step(self) -> tuple[BatchRef, list[Handle]]:
+    def step(self) -> StepResult:
         batch, update = self.next_batch(), self.groups["actor"].update_supervised
-        return batch, [update(part.select(*LEARNED_FROM)) for part in self.mini_batches(batch)]
+        return StepResult(
+            batch, [update(part.select(*LEARNED_FROM)) for part in self.mini_batches(batch)]
+        )
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """`eval/loss`, per token of the held-out responses."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.evaluation.held_out_metrics import evaluate_answers
 from hybridrl.evaluation.scored_samples import Drawn
 from hybridrl.rollout import Sampling
-from hybridrl.systems.low_bits.role_plans import precision_notices
 from hybridrl.trainers.data_feed import Feed
 from hybridrl.trainers.episode_branches import parts_of_groups
-from hybridrl.trainers.kl_coefficient import notices_of_kl
 from hybridrl.trainers.objectives import policy_objective
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec, checked_roles
 from hybridrl.trainers.update_columns import loss_weights
@@ -27,6 +27,63 @@ LEARNED_FROM = (*SAMPLE, "response_mask", "loss_weights")
 """What every update needs of it besides."""
 SAMPLED = ("rollout_log_probs", "policy_version")
 """What an update needs to know of the policy that made it."""
+
+
+SHAPING = frozenset({"reward.shorter", "reward.normalise_by"})
+"""Settings of what is done to scores before they are learned from."""
+_OWN_WAYS = {"algorithm.dynamic_sampling", "algorithm.replay_share", *SHAPING}
+_USUAL = frozenset(
+    name
+    for name in trainer_settings("grpo", "ppo", "remax", "safe_rlhf", "sft", "dpo")
+    if name not in _OWN_WAYS and not name.startswith("preference")
+)
+"""Settings that the methods here read, and the functions that trainers share: of data, losses,
+credit and critics."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step of a trainer gives to the run.
+
+    Attributes:
+        batch: The samples that the step learned from.
+        updates: A handle on the metrics of each update.
+        metrics: Numbers of the trainer's own, which are written with those of this step.
+        notices: Sentences for the user, shown after the step.
+        scored_samples: Samples whose `scores` the sampler of the data learns when the step has
+            ended. Empty: those of `batch`.
+        other_samples: Samples that the step drew and that are in neither, by the beginning of the
+            names of their metrics: `greedy` gives `greedy/reward/mean`. Those that no name is
+            given for begin with `other`.
+    """
+
+    batch: BatchRef
+    updates: Sequence[Handle] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    notices: Sequence[str] = ()
+    scored_samples: Sequence[BatchRef] = ()
+    other_samples: Mapping[str, BatchRef] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Unpack as `batch, updates`, which is all that many trainers return."""
+        return iter((self.batch, self.updates))
+
+
+class EvaluationResult(dict[str, float]):
+    """Metrics of held-out data by name.
+
+    Attributes:
+        samples: The samples that they were computed from, by the role that drew them.
+    """
+
+    def __init__(
+        self, metrics: Mapping[str, float], samples: Mapping[str, list[Drawn]] | None = None
+    ) -> None:
+        super().__init__(metrics)
+        self.samples = dict(samples or {})
+
+    def __or__(self, other: Mapping[str, float]) -> EvaluationResult:  # type: ignore[override]
+        return EvaluationResult({**self, **other}, self.samples)
 
 
 class Trainer(ABC):
@@ -41,16 +98,16 @@ class Trainer(ABC):
         DATA: What a step learns from: `prompts`, `examples` with their responses, or `pairs` of a
             better and a worse response, as neighbouring rows.
         TRAINS: False for a program that only evaluates.
-        figures: The program's own numbers of this step, written with its metrics.
-        notices: Sentences for the user, shown after the step.
-        beside: Samples of this step that are not among those that `step` returns or that are noted,
-            by how the names of their figures are to begin: `greedy` gives `greedy/reward/mean`.
-            Those that have no name here begin with `other`.
-        drawn: Samples of the last evaluation, by the role that gave them; the run keeps them.
+        USES: Settings that it reads, of those that not every trainer does; the others are refused.
+            A trainer of one's own adds to those of its base class:
+            `USES = PolicyTrainer.USES | {"algorithm.dynamic_sampling"}`.
+        COMPARES_SAMPLES: Whether it learns from how the samples of a prompt differ.
     """
 
     DATA: ClassVar[Literal["prompts", "examples", "pairs"]] = "prompts"
     TRAINS: ClassVar[bool] = True
+    USES: ClassVar[frozenset[str]] = _USUAL
+    COMPARES_SAMPLES: ClassVar[bool] = False
 
     def __init__(
         self, config: Config, groups: Mapping[str, WorkerGroup], sampling: Sampling, feed: Feed
@@ -59,11 +116,6 @@ class Trainer(ABC):
         self.groups = groups
         self.sampling = sampling
         self.feed = feed
-        self.figures: dict[str, float] = {}
-        self.notices = [*notices_of_kl(config), *precision_notices(config, groups)]
-        self.scored: list[BatchRef] = []
-        self.beside: dict[str, BatchRef] = {}
-        self.drawn: dict[str, list[Drawn]] = {}
         self._dealt, self._passes = -1, 0
         self.prepare()
 
@@ -84,31 +136,33 @@ class Trainer(ABC):
         """Makes what lives from step to step."""
 
     @abstractmethod
-    def step(self) -> tuple[BatchRef, list[Handle]]:
-        """One step: the samples that it learned from, and a handle on the metrics of each update.
+    def step(self) -> StepResult | tuple[BatchRef, list[Handle]]:
+        """Make one step: a `StepResult`, or only its first two parts, the samples that it learned
+        from and a handle on the metrics of each update.
 
         It returns as soon as everything is called; nothing need have run.
         """
 
-    def evaluate(self, held_out: BatchRef) -> dict[str, float]:
+    def evaluate(self, held_out: BatchRef) -> Mapping[str, float]:
         """Figures of the held-out data: by default those of the answers to its prompts, by the
         role `actor` and by every other one that samples, whose figures begin with its name; none
         for a program without a reward."""
         found: dict[str, float] = {}
+        samples: dict[str, list[Drawn]] = {}
         if "reward" not in self.groups:  # nobody says what is right
             return found
         roles = checked_roles(self.roles(self.config), type(self).__qualname__)
         for role, spec in roles.items():
             if not spec.generates:
                 continue
-            drawn = self.drawn[role] = list[Drawn]()
+            drawn = samples[role] = list[Drawn]()
             figures = evaluate_answers(
                 *(self.groups[role], self.groups["reward"], held_out, self.sampling, self.config),
                 drawn,
             )
             prefix = "" if role == ACTOR else f"{role}/"
             found |= {f"{prefix}{name}": value for name, value in figures.items()}
-        return found
+        return EvaluationResult(found, samples)
 
     def state(self) -> dict[str, Any]:
         """What lives from step to step, as plain data: numbers, texts, lists, dictionaries."""
@@ -138,12 +192,6 @@ class Trainer(ABC):
     def next_examples(self, coefficient: float) -> BatchRef:
         """Prompts with their right responses, for a supervised update of this weight."""
         return self.feed.next_examples(coefficient)
-
-    def note_scores(self, samples: BatchRef) -> BatchRef:
-        """Has the sampler of the data learn the `scores` of these samples when the step has ended;
-        returns them. Without a note it learns those of the samples that `step` returns."""
-        self.scored.append(samples)
-        return samples
 
     def mini_batches(self, batch: BatchRef) -> Iterator[BatchRef]:
         """The batch in `actor.updates_per_step` parts, each token with its weight in the loss of

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 from pyarrow import parquet
+from watching import finished, watched
 
 from hybridrl.config.load import load_config
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
@@ -175,7 +176,7 @@ def test_where_all_fail_there_are_no_rows_and_the_reason_is_said(start, algorith
     with pytest.raises(
         RewardError, match=r"(?s)none of the 12 episodes could be played.*no such move"
     ):
-        Unscored().look("step 1", records)
+        watched(Unscored(), finished(1, records))
 
 
 def test_a_single_sample_is_an_episode_of_its_own(start):

@@ -22,6 +22,8 @@ SMALL = [
     *("eval.prompts=6", "eval.every=0", "observe.samples_every=1", "trainer.steps=2"),
 ]
 OWN = '''
+from dataclasses import replace
+
 import torch
 
 from hybridrl.trainers import grpo
@@ -45,8 +47,11 @@ class Garbage(grpo.Trainer):
         handles = super().learn(batch, *columns)
         for handle in handles:
             handle.get().update(GARBAGE)
-        self.figures |= {"own/none": None, "own/ok": 2, "own/" + "x" * 1000: 1.0}
         return handles
+
+    def step(self):
+        own = {"own/none": None, "own/ok": 2, "own/" + "x" * 1000: 1.0}
+        return replace(super().step(), metrics=own)
 
     def evaluate(self, held_out):
         return super().evaluate(held_out) | {"eval/object": object()}
@@ -57,9 +62,8 @@ class Best(grpo.Trainer):
 
     def step(self):
         self.samples()
-        if not self.steps:
-            self.figures["mine/first"] = 1.0
-        return super().step()
+        own = {} if self.steps else {"mine/first": 1.0}
+        return replace(super().step(), metrics=own)
 '''
 
 
@@ -134,7 +138,7 @@ def test_garbage_among_figures_costs_a_sentence_each_and_no_step(finish, own, ca
     for words in (
         "`actor.update_actor` reported the metric 'mine/text', which is not a number (str)",
         "`actor.update_actor` reported the metric 'mine/huge', which is too large (int)",
-        "`Garbage.figures` reported the metric 'own/none', which is not a number (NoneType)",
+        "`Garbage.step` reported the metric 'own/none', which is not a number (NoneType)",
         "whose name has 1,004 characters",
         "`Garbage.evaluate` reported the metric 'eval/object', which is not a number (object)",
     ):

@@ -69,6 +69,8 @@ def best_and_worst(batch):
     return Batch.from_columns({"order": order.reshape(-1).copy()})
 
 class OnlineDPO(Trainer):
+    USES = Trainer.USES | {"preference", "preference.beta", "preference.loss"}
+
     @staticmethod
     def roles(config):
         return standard("actor", "reference", "reward")
@@ -101,7 +103,7 @@ class Pair(grpo.Trainer):
         groups = self.groups
         self.groups = {**groups, "actor": groups["solver"]}
         try:
-            return batch, handles + super().step()[1]
+            return batch, [*handles, *super().step().updates]
         finally:
             self.groups = groups
 
@@ -382,8 +384,7 @@ def test_a_weight_of_the_kl_of_ones_own_is_asked_told_of_updates_and_saved(start
     trainer.kl = Halving()
     weights = []
     for _ in range(2):
-        trainer.step()
-        weights.append(trainer.figures["policy/kl_coefficient"])
+        weights.append(trainer.step().metrics["policy/kl_coefficient"])
     assert weights == [0.1, 0.05] and len(trainer.kl.seen) == 2
     assert trainer.state()["kl"] == {"coefficient": 0.05}
 

@@ -30,7 +30,7 @@ from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.rollout import Sampling
 from hybridrl.run.step_metrics import step_metrics
-from hybridrl.run.step_runner import Step
+from hybridrl.run.step_runner import PendingStep
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -132,14 +132,15 @@ def start(tmp_path, rewards):
 
 
 def step(job, trainer):
-    """One step: its samples, and its metrics as they are written."""
-    batch, handles = trainer.step()
-    updates = [handle.get() for handle in handles]
+    """One step: its samples, its updates, its metrics as they are written, and its calls; what
+    the trainer says of it is kept as `said`."""
+    trainer.said = result = trainer.step()
+    updates = [handle.get() for handle in result.updates]
     assert all(math.isfinite(value) for update in updates for value in update.values())
     records = job.executor.take_records()
-    made = Step(1, 0.0, batch, handles, 0, {}, [], trainer.scored, trainer.beside, range(0))
-    metrics = step_metrics(records, updates, 1.0, made.drawn())
-    return batch, updates, metrics, [r.method for r in records]
+    drawn = PendingStep(1, 0.0, result, 0, range(0)).drawn()
+    metrics = step_metrics(records, updates, 1.0, drawn)
+    return result.batch, updates, metrics, [r.method for r in records]
 
 
 def held_out(job):
@@ -182,7 +183,7 @@ def test_dynamic_sampling_is_bounded_and_says_what_it_found(start):
     assert set(job.groups) == {"actor", "reward"}, "without a KL no reference is needed"
     batch, _, _, calls = step(job, trainer)
     assert "compute_log_prob" not in calls, "the policy that sampled is the one updated"
-    figures = trainer.figures
+    figures = trainer.said.metrics
     rows = batch.collect(["scores", "group_id"])
     scores = rows["scores"].view(-1, SAMPLES)
     kept = len(scores)
@@ -193,7 +194,7 @@ def test_dynamic_sampling_is_bounded_and_says_what_it_found(start):
     assert calls.count("generate_sequences") == 3
     assert figures["dynamic/generations"] == 3.0
     assert figures["dynamic/informative"] == pytest.approx(kept / (3 * PROMPTS))
-    assert trainer.notices == [
+    assert trainer.said.notices == [
         f"Only {kept} of {3 * PROMPTS} prompts had samples of different scores, after 3 "
         "generations (algorithm.max_refills); the step learns from those."
     ]
@@ -204,8 +205,8 @@ def test_dynamic_sampling_stops_at_enough_prompts(start):
     for _ in range(4):
         batch, _, _, calls = step(job, trainer)
         assert len(batch) == PROMPTS * 8, "what the last generation has too many of is left out"
-        assert calls.count("generate_sequences") == trainer.figures["dynamic/generations"] > 1
-    assert not trainer.notices
+        assert calls.count("generate_sequences") == trainer.said.metrics["dynamic/generations"] > 1
+    assert not trainer.said.notices
 
 
 def test_a_sample_that_is_dropped_does_not_make_its_prompt_informative(start):
@@ -214,7 +215,7 @@ def test_a_sample_that_is_dropped_does_not_make_its_prompt_informative(start):
     batch, *_ = step(job, trainer)
     dropped = batch.collect(["scores"])["scores"].isnan()
     assert dropped.any() and not dropped.all()
-    assert trainer.notices[0].startswith(f"Only 0 of {PROMPTS} prompts")
+    assert trainer.said.notices[0].startswith(f"Only 0 of {PROMPTS} prompts")
 
 
 def test_dynamic_sampling_of_prompts_that_teach_nothing(start):
@@ -224,8 +225,8 @@ def test_dynamic_sampling_of_prompts_that_teach_nothing(start):
     assert calls.count("generate_sequences") == 2 and len(updates) == 3
     assert (batch.collect(["advantages"])["advantages"].values == 0).all()
     assert metrics["policy/grad_norm"] == 0
-    assert trainer.figures["dynamic/informative"] == 0
-    assert trainer.notices[0].startswith(f"Only 0 of {2 * PROMPTS} prompts had samples")
+    assert trainer.said.metrics["dynamic/informative"] == 0
+    assert trainer.said.notices[0].startswith(f"Only 0 of {2 * PROMPTS} prompts had samples")
 
 
 def test_ppo_with_kl_in_the_reward_and_a_target(start):
@@ -244,15 +245,15 @@ def test_ppo_with_kl_in_the_reward_and_a_target(start):
     assert not {"update_actor", "update_supervised"}.intersection(calls)
     assert (batch.collect(["values"])["values"].values == 0).all(), "a new head says 0"
     assert metrics["critic/loss"] > 0 and "policy/kl" not in metrics
-    assert trainer.figures["policy/kl_coefficient"] == 0.1
+    assert trainer.said.metrics["policy/kl_coefficient"] == 0.1
     batch, _, metrics, calls = step(job, trainer)
     assert calls.count("update_actor") == calls.count("update_supervised") == 1
     assert (batch.collect(["values"])["values"].values != 0).any()
-    assert trainer.figures["policy/kl_coefficient"] == 0.1, "nothing was measured before it"
+    assert trainer.said.metrics["policy/kl_coefficient"] == 0.1, "nothing was measured before it"
     step(job, trainer)
     # 0.1 (1 + clip(kl / target - 1, -0.2, 0.2) / 2)
     factor = 1 + min(max(metrics["policy/kl"] / 0.5 - 1, -0.2), 0.2) / 2
-    assert trainer.figures["policy/kl_coefficient"] == pytest.approx(0.1 * factor)
+    assert trainer.said.metrics["policy/kl_coefficient"] == pytest.approx(0.1 * factor)
     assert factor != 1
 
 
@@ -289,11 +290,11 @@ def test_safe_rlhf_moves_its_multiplier(start, rewards):
     rows = batch.collect()
     assert (rows["costs"] == 1.0).all() and "reward/one_digit" in rows.columns
     assert len(updates) == 3 and metrics["cost/mean"] == 1.0 and metrics["cost_critic/loss"] > 0
-    assert trainer.figures["cost/multiplier"] == 0.5
+    assert trainer.said.metrics["cost/multiplier"] == 0.5
     step(job, trainer)
     # Every sample is over the limit by as much as the others: by one unit of the violations.
     expected = 0.5 * math.exp(0.4 * 0.5)
-    assert trainer.figures["cost/multiplier"] == pytest.approx(expected)
+    assert trainer.said.metrics["cost/multiplier"] == pytest.approx(expected)
 
 
 def test_sft(start):
@@ -421,7 +422,7 @@ def test_the_reference_of_remax_waits_for_no_reward(start, monkeypatch):
 
     _, trainer = start("algorithm=remax", "algorithm.kl_coefficient=0.1")
     monkeypatch.setattr(BatchRef, "apply", noted)
-    for handle in trainer.step()[1]:
+    for handle in trainer.step().updates:
         handle.get()
     # Of the baseline, before the reference scores, and of the advantages, after it.
     assert hosts[:2] == ["reward", "actor"]

@@ -105,7 +105,7 @@ WRONG = [
     (["algorithm.advantage=leave_one"], "algorithm.advantage=leave_one", "`leave_one_out`?"),
     (
         ["algorithm=ppo", "algorithm.advantage=leave_one_out"],
-        "algorithm.advantage=leave_one_out is for trainer.name=grpo",
+        "algorithm.advantage=leave_one_out: trainer.name=ppo does not read it",
         "trainer.name=ppo",
     ),
     (["rollout.samples_per_prompt=1"], "rollout.samples_per_prompt=1", "at least 2"),
@@ -247,7 +247,7 @@ RIGHT = [
     ["algorithm.overlong_buffer=8"],
     ["algorithm.loss_options={clip_low: 0.1}"],
     # What only samples are compared for does not matter to a program that draws none.
-    ["algorithm=sft", "rollout.samples_per_prompt=1", "algorithm.overlong_buffer=9"],
+    ["algorithm=sft", "rollout.samples_per_prompt=1"],
     ["algorithm=sft", *LORA, "warmup.steps=5"],
     ["algorithm=dpo", "preference.loss=ipo"],
 ]
@@ -397,3 +397,40 @@ def test_the_names_of_all_settings():
     assert {"trainer.steps", "cost.limit", "cost.function", "preference.beta"} <= set(names)
     assert len(names) == len(set(names)) and not {"cost", "preference", "actor"} & set(names)
     assert all(re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", name) for name in names)
+
+
+OWN = """
+from hybridrl.trainers import grpo
+from hybridrl.trainers.policy_trainer import PolicyTrainer
+
+
+class Mine(PolicyTrainer):
+    def step(self): ...
+
+
+class Draws(Mine):
+    USES = Mine.USES | {"algorithm.dynamic_sampling"}
+
+
+class Derived(grpo.Trainer):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "unread"),
+    [("Mine", ["dynamic_sampling", "replay_share"]), ("Draws", ["replay_share"]), ("Derived", [])],
+)
+def test_what_a_trainer_of_ones_own_does_not_read_is_refused(tmp_path, name, unread):
+    file = tmp_path / f"{name.lower()}_of_mine.py"
+    file.write_text(OWN)
+    own = [*HERE, f"trainer.name={file}:{name}"]
+    check_algorithm(configured(own))
+    settings = {"dynamic_sampling": "true", "replay_share": "0.5"}
+    for setting, value in settings.items():
+        config = configured([*own, f"algorithm.{setting}={value}"])
+        if setting not in unread:
+            check_algorithm(config)
+            continue
+        with pytest.raises(ConfigError, match=rf"algorithm\.{setting}={value}.*USES"):
+            check_algorithm(config)

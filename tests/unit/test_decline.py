@@ -4,27 +4,32 @@ import re
 from dataclasses import replace
 
 import pytest
+from watching import evaluated
 
 from hybridrl.config.schema import Config
 from hybridrl.run.watchers.accuracy_decline import Decline
 
 
+def told(decline, *accuracies):
+    return list(decline.on_evaluation(evaluated(*accuracies)))
+
+
 def test_chance_is_not_told():
     decline = Decline(Config(), 100)
     for now in (0.5, 0.9, 0.35):
-        assert decline.look(20, 0.5, now) == ""
+        assert told(decline, 20, 0.5, now) == []
 
 
 def test_more_than_chance_is_told_once():
     decline = Decline(Config(), 100)
-    said = decline.look(20, 0.5, 0.2)
+    (said,) = told(decline, 20, 0.5, 0.2)
     assert said.startswith("step 20: greedy accuracy has fallen from 0.50 to 0.20")
     assert "100 held-out prompts" in said
-    assert decline.look(40, 0.5, 0.0) == ""
+    assert told(decline, 40, 0.5, 0.0) == []
 
 
 def test_certain_answers_that_get_lost_are_told_of_even_few_prompts():
-    assert Decline(Config(), 8).look(1, 1.0, 0.0)
+    assert told(Decline(Config(), 8), 1, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -39,5 +44,5 @@ def test_the_likely_cause_depends_on_where_the_model_is_from(path, warmup_steps,
     config = Config()
     config.actor.optimizer.warmup_steps = warmup_steps
     config = replace(config, model=replace(config.model, path=path))
-    said = Decline(config, 100).look(5, 0.9, 0.1)
+    (said,) = told(Decline(config, 100), 5, 0.9, 0.1)
     assert re.search(cause, said)

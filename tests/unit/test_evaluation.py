@@ -28,6 +28,7 @@ from hybridrl.evaluation.sample_table import Samples
 from hybridrl.evaluation.scored_samples import keys_of
 from hybridrl.rollout import Sampling
 from hybridrl.run.watchers.early_stop import EarlyStop
+from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation
 from hybridrl.run_files.evaluation_log import EvaluationsFile, named_evaluations, newest_of_sets
 
 SET = "eval.sets.math.data.path=math.jsonl"
@@ -163,31 +164,41 @@ def test_answers_are_found_in_responses():
         assert extraction("", name, [])("") is None
 
 
+def reason(stop, step, **figures):
+    """Why a run is to end after an evaluation; empty: it goes on."""
+    try:
+        stop.on_evaluation(FinishedEvaluation(step, figures))
+    except EndRun as end:
+        return str(end)
+    return ""
+
+
 def test_a_run_ends_when_nothing_has_become_better_for_long():
     summary = {}
     stop = EarlyStop(EvalStopConfig("accuracy", patience=2, least=0.05), summary)
     for step, value in enumerate([0.2, 0.4, 0.44]):
-        stop.look(step, {"accuracy": value})
-        assert not stop.verdict()
+        assert not reason(stop, step, accuracy=value)
     resumed = EarlyStop(EvalStopConfig("accuracy", patience=2), json.loads(json.dumps(summary)))
-    resumed.look(3, {"accuracy": math.nan})
-    assert "accuracy was best at step 1 (0.4)" in resumed.verdict()
+    assert "accuracy was best at step 1 (0.4)" in reason(resumed, 3, accuracy=math.nan)
+    with pytest.raises(EndRun, match="best at step 1"):  # of the checkpoint
+        resumed.on_resume(3)
     with pytest.raises(ConfigError, match=r"eval.stop.metric=accuracy: no evaluation .* gives"):
-        resumed.look(4, {"acuracy": 1.0})
+        reason(resumed, 4, acuracy=1.0)
+    of_others = FinishedEvaluation(4, {}, covers=lambda figure: False)
+    assert resumed.on_evaluation(of_others) == ()
 
 
 def test_a_run_ends_when_it_is_good_enough():
     stop = EarlyStop(EvalStopConfig("-eval/loss", target=0.5), {})
-    stop.look(0, {"eval/loss": 0.6})
-    assert not stop.verdict()
-    stop.look(1, {"eval/loss": 0.5})
-    assert "eval/loss is 0.5, as good as eval.stop.target=0.5 asks, since step 1" in stop.verdict()
+    assert not reason(stop, 0, **{"eval/loss": 0.6})
+    said = reason(stop, 1, **{"eval/loss": 0.5})
+    assert "eval/loss is 0.5, as good as eval.stop.target=0.5 asks, since step 1" in said
     other = EarlyStop(EvalStopConfig("accuracy", target=0.5), stop._summary)
-    assert not other.verdict()  # what is known is of another figure
+    assert other.on_resume(1) == ()  # what is known is of another figure
     stop = EarlyStop(EvalStopConfig("accuracy", target=0.5, least=0.1), {})
-    for step, value in enumerate([0.45, 0.5]):  # not better by `least`, and yet good enough
-        stop.look(step, {"accuracy": value})
-    assert "accuracy is 0.5" in stop.verdict()
+    assert not reason(stop, 0, accuracy=0.45)
+    # not better by `least`, and yet good enough
+    assert "accuracy is 0.5" in reason(stop, 1, accuracy=0.5)
 
 
 def test_the_file_holds_each_evaluation_once_and_forgets(tmp_path):

@@ -13,6 +13,7 @@ import hybridrl
 ROOT = Path(hybridrl.__file__).parent
 EVERYBODY = {"errors", "system.redaction", "config.schema", "config.role_models", "config.resume"}
 EVERYBODY |= {"config.resumed_settings", "config.eval_sets", "config.changed", "config.setting"}
+EVERYBODY |= {"config.effective_settings"}
 EVERYTHING = {"*"}
 # A room is a package under hybridrl; of those that stand here one within another, the inner one
 # counts. It may import itself, `EVERYBODY`, and what stands here: a room with all that is in it, or
@@ -67,7 +68,7 @@ MAY_IMPORT = {
     },
     "trainers": {
         *("batch", "system", "algorithms", "controller", "data", "evaluation", "run_files"),
-        *("rollout", "=config.load", "=run.step_metrics", "systems"),
+        *("rollout", "=config.load", "systems"),
     },
     "checkpoint.copies": {"system", "controller", "checkpoint"},
     "checkpoint": {

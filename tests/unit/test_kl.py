@@ -14,7 +14,7 @@ from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.config.setting_types import wrong_values
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer
-from hybridrl.trainers.kl_coefficient import KLCoefficient
+from hybridrl.trainers.kl_coefficient import KLCoefficient, notices_of_kl
 
 FORMULAS = {
     "k1": lambda x: x,
@@ -131,14 +131,14 @@ def test_an_adaptive_coefficient_goes_on_in_a_later_job():
 def test_another_estimator_in_the_reward_is_a_notice():
     kl_in_reward = ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
     for estimator in ("k2", "k3", "abs", "k3+"):
-        trainer = make_trainer([*kl_in_reward, f"algorithm.kl_estimator={estimator}"])
-        assert f"algorithm.kl_estimator={estimator} " in trainer.notices[0]
+        config = configured([*kl_in_reward, f"algorithm.kl_estimator={estimator}"])
+        assert f"algorithm.kl_estimator={estimator} " in notices_of_kl(config)[0]
     for silent in (
         kl_in_reward,
         [*kl_in_reward, "algorithm.kl_estimator=k1"],
         ["algorithm.kl_estimator=k3"],
     ):
-        assert make_trainer(silent).notices == []
+        assert notices_of_kl(configured(silent)) == []
 
 
 def make_trainer(overrides):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from watching import finished, watched
 
 from hybridrl.batch.call_record import Record
 from hybridrl.run.watchers.slow_devices import SlowDevices, ratios_of
@@ -15,10 +16,12 @@ def record(rank, seconds, tokens=100, waited=0.0, role="actor", method="update",
 
 
 def watch(steps, devices=4, roles=("actor",)):
-    """What is said after each of these steps: lists of records."""
+    """The metrics, and what is said, after each of these steps: lists of records."""
     places = {role: list(range(devices)) for role in roles}
     slow = SlowDevices(places, Cluster.of_one_node("cpu", devices).devices)
-    return [slow.look(step) for step in steps]
+    found = [finished(5, step) for step in steps]
+    said = [watched(slow, step) for step in found]
+    return [(step.metrics, sentences) for step, sentences in zip(found, said, strict=True)]
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 16])
@@ -31,7 +34,7 @@ def test_a_device_that_takes_twice_as_long_is_named_once(devices):
 
     said = [said for _, said in watch(map(step, range(20)), devices)]
     assert [len(sentences) for sentences in said] == [0, 0, 0, 0, 1, *[0] * 15]
-    assert said[4][0].startswith("device 1 on localhost (actor rank 1) takes ")
+    assert said[4][0].startswith("step 5: device 1 on localhost (actor rank 1) takes ")
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4, 16])

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from settings import configured
+from watching import finished, watched
 
 from hybridrl.batch.trends import variance_of_sums
 from hybridrl.run.watchers.tripwires import Tripwires, window_of
@@ -24,7 +25,7 @@ def told(found, steps, **figures):
     said = []
     for step in range(steps):
         metrics = {NAMES[name]: figure(step) for name, figure in figures.items()}
-        said += found.look(step + 1, metrics)
+        said += watched(found, finished(step + 1, metrics=metrics))
     return said
 
 
@@ -49,7 +50,7 @@ def rising(step):
 def test_a_reward_that_rises_while_what_is_meant_falls_is_told_once():
     found = wires()
     said = told(found, 60, reward=noisy(rising), check=noisy(lambda s: 0.6 - 0.008 * s, seed=1))
-    assert len(said) == 1 and found.tripped == 1
+    assert len(said) == 1 and found.state()["told"] == ["check/contains"]
     assert "reward/mean rose from 0." in said[0] and "check/contains, which is not" in said[0]
 
 

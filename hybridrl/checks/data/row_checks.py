@@ -18,7 +18,7 @@ def check_teachers(config: Config, prompts: Batch) -> None:
         ConfigError: for a template with a column that rows have not, or a row without a teacher.
     """
     settings = config.distillation
-    if config.trainer.name != "distillation" or settings is None:
+    if settings is None:
         return
     known = list(prompts.columns)
     template = TeacherPrompt.read(settings.teacher_prompt)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from hybridrl.config.effective_settings import unread
 from hybridrl.config.schema import Config, CostConfig, CriticConfig, is_served
 from hybridrl.errors import ConfigError, check_all, nearest
 
 OF_TASKS = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
-WITH_PAIRS = ("dpo", "online_dpo", "reward_model")
-SAMPLES_AS_DATA = ("online_dpo", "expert_iteration")
-"""Programs that learn from samples whoever wrote them, not by how likely they were."""
-WITH_STEPS = ("grpo", "ppo")
-WITH_SHAPING = ("grpo", "ppo", "online_dpo")
+OF_PARTS = ("cost", "preference", "critic.value_clip", "critic.warmup_steps")
+"""Settings of parts that a trainer has or has not, which `_check_parts` tells of."""
 ESTIMATORS_OF_STEPS = ("group_relative", "reinforce_plus_plus")
-WITH_REWARD_PER_TOKEN = ("ppo", "safe_rlhf", "remax")
 
 
 def check_algorithm(config: Config) -> None:
@@ -22,17 +19,35 @@ def check_algorithm(config: Config) -> None:
     Raises:
         ConfigError: names the settings and the cure.
     """
-    checks = [_check_parts, _check_cost, _check_lora, _check_steps, _check_shaping]
+    checks = [_check_parts, _check_unread, _check_cost, _check_lora, _check_steps, _check_shaping]
     if _learns_from_samples(config):
         checks += [_check_advantages, _check_turns, _check_kl, _check_loss, _check_samples]
     check_all(checks, config)
 
 
-def _is_own(trainer: str) -> bool:
-    """Whether a driver program is the user's: what it makes of the settings is its own affair."""
+def _uses(config: Config) -> frozenset[str]:
+    """Return what the trainer reads of the settings that not every trainer does."""
+    from hybridrl.trainers import load_trainer
+
+    return frozenset(load_trainer(config.trainer.name).USES)
+
+
+def _is_built_in(config: Config) -> bool:
     from hybridrl.trainers import PROGRAMS
 
-    return trainer not in PROGRAMS
+    return config.trainer.name in PROGRAMS
+
+
+def _check_unread(config: Config) -> None:
+    """Refuse settings that the trainer does not read, whoever wrote it."""
+    name = config.trainer.name
+    own = "" if _is_built_in(config) else f", or name it in the USES of {name} if that reads it"
+    for setting, value, readers in unread(config, _uses(config)):
+        if setting not in OF_PARTS:
+            raise ConfigError(
+                f"{setting}={value}: trainer.name={name} does not read it; it counts with "
+                f"{readers}. Leave it out{own}."
+            )
 
 
 def _learns_from_samples(config: Config) -> bool:
@@ -59,28 +74,18 @@ def _check_parts(config: Config) -> None:
             "belongs to Safe-RLHF and Safe-RLHF needs one. Use algorithm=safe_rlhf, which sets "
             "both."
         )
-    if (config.preference is not None) != (name in WITH_PAIRS) and not _is_own(name):
+    learns_pairs = "preference" in _uses(config)
+    if (config.preference is not None) != learns_pairs:
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
             "from pairs. Use algorithm=dpo, algorithm=online_dpo or algorithm=reward_model, which "
-            "set both."
+            "set both; a trainer of your own that reads it has it in its USES."
         )
-    if name in WITH_PAIRS and config.actor.updates_per_step > 1:
+    if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
             "one update of each step's pairs. Lower data.prompts_per_step for more updates."
-        )
-    if config.algorithm.dynamic_sampling and name != "grpo" and not _is_own(name):
-        raise ConfigError(
-            f"algorithm.dynamic_sampling=true compares the samples of a prompt, which "
-            f"trainer.name={name} does not. Use algorithm=dapo, or leave it out."
-        )
-    if config.algorithm.replay_share and name != "grpo" and not _is_own(name):
-        raise ConfigError(
-            f"algorithm.replay_share={config.algorithm.replay_share}: only trainer.name=grpo, and "
-            f"the algorithms that are settings of it, replay samples; trainer.name={name} does "
-            "not. Leave it out."
         )
     share, prompts = config.algorithm.replay_share, config.data.prompts_per_step
     if share and not most_replayed(config):
@@ -131,22 +136,18 @@ def _check_lora(config: Config) -> None:
 
 def _check_advantages(config: Config) -> None:
     from hybridrl.algorithms.registry import ADVANTAGES, advantage_estimator, takes
+    from hybridrl.trainers import load_trainer
 
     algorithm, name = config.algorithm, config.trainer.name
     per_prompt = config.rollout.samples_per_prompt
     estimator = advantage_estimator(algorithm.advantage)
-    if _is_own(name):
+    if not _is_built_in(config):
         return
-    if per_prompt == 1 and name == "online_dpo":
-        raise ConfigError(
-            "rollout.samples_per_prompt=1: trainer.name=online_dpo learns from the best and the "
-            "worst sample of a prompt, so it needs at least 2."
-        )
-    if name != "grpo":
-        if algorithm.advantage != "group_relative":
+    if "algorithm.advantage" not in _uses(config):
+        if per_prompt == 1 and load_trainer(name).COMPARES_SAMPLES:
             raise ConfigError(
-                f"algorithm.advantage={algorithm.advantage} is for trainer.name=grpo; "
-                f"trainer.name={name} has its own way. Leave it out."
+                f"rollout.samples_per_prompt=1: trainer.name={name} learns from the best and the "
+                "worst sample of a prompt, so it needs at least 2."
             )
         return
     if per_prompt == 1 and takes(estimator, "groups"):
@@ -169,7 +170,7 @@ def _check_advantages(config: Config) -> None:
 
 
 def _check_turns(config: Config) -> None:
-    name, rollout = config.trainer.name, config.rollout
+    rollout = config.rollout
     if config.algorithm.turn_credit != "turn":
         return
     if rollout.episode is None and not is_served(rollout, config.environment):
@@ -177,20 +178,11 @@ def _check_turns(config: Config) -> None:
             "algorithm.turn_credit=turn, but samples have one turn. Name what takes the others: "
             "rollout.episode or environment.name; or set algorithm.turn_credit=episode."
         )
-    instead = {
-        "remax": "the greedy response of ReMax has one score, and no turns to compare with",
-        "distillation": "a student learns what a teacher thinks of tokens, and not from rewards",
-    }
-    if name in instead:
-        raise ConfigError(
-            f"algorithm.turn_credit=turn with trainer.name={name}: {instead[name]}. Use "
-            "algorithm=grpo or algorithm=ppo, or set algorithm.turn_credit=episode."
-        )
 
 
 def _check_steps(config: Config) -> None:
     """Refuses rewards of steps where nothing reads them."""
-    algorithm, name = config.algorithm, config.trainer.name
+    algorithm = config.algorithm
     if config.reward.model_steps is not None and algorithm.step_credit is None:
         raise ConfigError(
             f"reward.model_steps={config.reward.model_steps!r} has the reward model score steps, "
@@ -209,14 +201,8 @@ def _check_steps(config: Config) -> None:
             "turns that have credit of their own (algorithm.turn_credit=turn), are not cut into "
             "steps. Leave it out."
         )
-    if _is_own(name):
-        return
-    if name not in WITH_STEPS:
-        raise ConfigError(
-            f"algorithm.step_credit={algorithm.step_credit}: trainer.name={name} knows one score a "
-            f"sample. Use algorithm=grpo or algorithm=ppo, or leave it out."
-        )
-    if name == "grpo" and algorithm.advantage not in ESTIMATORS_OF_STEPS:
+    compares = _is_built_in(config) and "algorithm.advantage" in _uses(config)
+    if compares and algorithm.advantage not in ESTIMATORS_OF_STEPS:
         raise ConfigError(
             f"algorithm.step_credit={algorithm.step_credit}: algorithm.advantage="
             f"{algorithm.advantage} compares whole samples. Use one of "
@@ -225,15 +211,8 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_shaping(config: Config) -> None:
-    """Refuses to shape rewards where nothing shapes them."""
-    reward, name = config.reward, config.trainer.name
-    found = {"reward.shorter": reward.shorter, "reward.normalise_by": reward.normalise_by}
-    for setting, value in found.items():
-        if value and name not in WITH_SHAPING and not _is_own(name):
-            raise ConfigError(
-                f"{setting}={value}: trainer.name={name} learns from scores as they are. It is for "
-                f"{', '.join(WITH_SHAPING)}; leave it out."
-            )
+    """Refuses to shape rewards where that means nothing."""
+    reward = config.reward
     if config.cost is not None and (config.cost.shorter or config.cost.normalise_by):
         raise ConfigError(
             "cost.shorter and cost.normalise_by would move the limit of the cost. Leave them out."
@@ -246,7 +225,7 @@ def _check_shaping(config: Config) -> None:
             f"reward.normalise_by={reward.normalise_by} with algorithm.{setting}: scores would "
             "have another scale than the rewards of their parts. Leave one of them out."
         )
-    if reward.shorter and config.rollout.samples_per_prompt == 1 and name in WITH_SHAPING:
+    if reward.shorter and config.rollout.samples_per_prompt == 1 and _is_built_in(config):
         raise ConfigError(
             f"reward.shorter={reward.shorter} compares the samples of a prompt, and "
             "rollout.samples_per_prompt=1. Draw 2 or more."
@@ -254,14 +233,13 @@ def _check_shaping(config: Config) -> None:
 
 
 def _check_kl(config: Config) -> None:
-    algorithm, name = config.algorithm, config.trainer.name
-    per_token = name in WITH_REWARD_PER_TOKEN or _is_own(name)
+    algorithm = config.algorithm
     if algorithm.kl_in_reward and not algorithm.kl_coefficient:
         raise ConfigError(
             "algorithm.kl_in_reward=true with algorithm.kl_coefficient=0: there is no KL to take "
             "off. Set algorithm.kl_coefficient."
         )
-    if algorithm.kl_target is not None and not (algorithm.kl_in_reward and per_token):
+    if algorithm.kl_target is not None and not algorithm.kl_in_reward:
         raise ConfigError(
             f"algorithm.kl_target={algorithm.kl_target} adapts the KL in the rewards of ppo, remax "
             "and safe_rlhf. Set algorithm.kl_in_reward=true there, or leave the target out."
@@ -314,8 +292,8 @@ def _check_samples(config: Config) -> None:
     from hybridrl.algorithms.registry import weighs_by_ratio
 
     algorithm, rollout = config.algorithm, config.rollout
-    if _is_own(config.trainer.name) or config.trainer.name in SAMPLES_AS_DATA:
-        return
+    if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
+        return  # it learns from samples whoever wrote them, or as it likes
     for name, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != whole:
             raise ConfigError(

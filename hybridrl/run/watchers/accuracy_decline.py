@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from hybridrl.config.schema import Config
+from hybridrl.run.watchers.watcher import FinishedEvaluation, Watcher
 from hybridrl.run_files.summary import accuracy_name
 
 DEVIATIONS = 3.0
@@ -18,7 +20,7 @@ def fell(before: float, now: float, prompts: int) -> bool:
     return before - now > DEVIATIONS * math.sqrt(variance)
 
 
-class Decline:
+class Decline(Watcher):
     """Compares evaluations with the first of the run; speaks once.
 
     Args:
@@ -30,13 +32,17 @@ class Decline:
         self._config, self._prompts = config, prompts
         self._told = False
 
-    def look(self, step: int, first: float, now: float) -> str:
-        """What is to be said of the accuracies before the first step and now; empty: nothing."""
-        if self._told or not fell(first, now, self._prompts):
-            return ""
+    def on_evaluation(self, evaluation: FinishedEvaluation) -> Iterator[str]:
+        """Tell of an accuracy that has fallen since the first."""
+        if self._told or evaluation.accuracy is None:
+            return
+        first, now = evaluation.accuracy
+        if not fell(first, now, self._prompts):
+            return
         self._told = True
-        return (
-            f"step {step}: {accuracy_name(self._config.reward)} has fallen from {first:.2f} to "
+        name = accuracy_name(self._config.reward)
+        yield (
+            f"step {evaluation.step}: {name} has fallen from {first:.2f} to "
             f"{now:.2f}, more than chance explains with {self._prompts} held-out prompts. "
             f"{self._cause()}"
         )

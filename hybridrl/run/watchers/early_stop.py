@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from hybridrl.checkpoint.pruning import check_figure, metric_of
 from hybridrl.config.schema import EvalStopConfig
+from hybridrl.run.watchers.watcher import EndRun, Finding, FinishedEvaluation, Watcher
 
 STATE = "stop"
 """Where the rule keeps what it knows in the summary, which checkpoints bring back."""
 
 
-class EarlyStop:
+class EarlyStop(Watcher):
     """As `eval.stop` says.
 
     Args:
@@ -28,23 +29,35 @@ class EarlyStop:
         """The figure's name; None: no figure ends the run."""
         return None if self._settings.metric is None else metric_of(self._settings.metric)
 
-    def look(self, step: int, figures: Mapping[str, float]) -> None:
-        """Takes note of an evaluation that gives the figure.
+    def on_resume(self, step: int) -> Sequence[Finding]:
+        """End a run for what was evaluated before.
 
         Raises:
-            ConfigError: if it does not.
+            EndRun: if it is good enough.
         """
-        metric = self._settings.metric
-        if metric is None:
-            return
-        check_figure("eval.stop.metric", metric, figures)
-        value = figures[metric_of(metric)]
+        if verdict := self.verdict():
+            raise EndRun(verdict)
+        return ()
+
+    def on_evaluation(self, evaluation: FinishedEvaluation) -> Sequence[Finding]:
+        """Take note of an evaluation of the set that gives the figure.
+
+        Raises:
+            ConfigError: if it does not give it.
+            EndRun: if the run is to end.
+        """
+        metric, step = self._settings.metric, evaluation.step
+        if metric is None or not evaluation.covers(metric_of(metric)):
+            return ()
+        check_figure("eval.stop.metric", metric, evaluation.figures)
+        value = evaluation.figures[metric_of(metric)]
         known = self._known
         if known is None or self._is_better(value, known["best"]):
             known = {"best": value, "best_step": step, "waited": 0}
         else:
             known = {**known, "waited": known["waited"] + 1}
         self._summary[STATE] = {"metric": metric, **known, "last": value, "last_step": step}
+        return self.on_resume(step)
 
     def verdict(self) -> str:
         """Why the run is to end, as a sentence without its full stop; empty: it goes on."""

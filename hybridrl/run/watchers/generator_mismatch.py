@@ -6,10 +6,11 @@ generator thought of their tokens is compared with what the trainer thinks anywa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
+from hybridrl.run.watchers.watcher import Finding, FinishedStep, Watcher
 from hybridrl.trainers.objectives import fewer_bits, syncs_roughly
 
 MOST = {"float32": 1e-4, "bfloat16": 0.05}
@@ -23,9 +24,24 @@ MOST_IN_8_BITS = 0.1
 `rollout.plan`, `models.actor.precision`)."""
 
 
+class GeneratorCheck(Watcher):
+    """Compares them after the first step that learns from samples, also of a run that goes on;
+    later ones may learn from those of older policies."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._compared = False
+
+    def on_step_end(self, step: FinishedStep) -> Sequence[Finding]:
+        """Raises as `check_generator`."""
+        if not self._compared and "mismatch/k3" in step.metrics:
+            check_generator(self._config, step.metrics)
+            self._compared = True
+        return ()
+
+
 def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
-    """To be asked after the first step of this process that learns from samples; later ones may
-    learn from those of older policies.
+    """Compare generator and trained model by the metrics of a step.
 
     Args:
         metrics: Of the step.

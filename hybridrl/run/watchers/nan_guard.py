@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 
 from hybridrl.batch.arrow_columns import Ragged
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import WEIGHT, Record
+from hybridrl.batch.call_record import WEIGHT
 from hybridrl.config.schema import GuardConfig
-from hybridrl.controller import BatchRef
 from hybridrl.errors import TrainingError
+from hybridrl.run.watchers.watcher import Finding, FinishedStep, Rewind, Watcher
 from hybridrl.run_files.run_directory import RunDirectory
 
 SKIPPED = "skipped_updates"
@@ -69,32 +69,16 @@ class BadStep:
         return said + "."
 
 
-class Rewind(Exception):  # noqa: N818 (it is no error: the loop goes on from a checkpoint)
-    """The run is to go back to its newest checkpoint.
-
-    Attributes:
-        groups: Numbers of the prompts to leave out.
-    """
-
-    def __init__(self, step: int, groups: Sequence[int]) -> None:
-        super().__init__(step)
-        self.step, self.groups = step, groups
-
-
-class Guard:
+class Guard(Watcher):
     """Watches the steps of a run.
 
     Args:
         config: What is to be done.
         directory: Where bad steps are kept.
-        say: Told of them.
     """
 
-    def __init__(
-        self, config: GuardConfig, directory: RunDirectory, say: Callable[[str], None]
-    ) -> None:
-        self._config, self._say = config, say
-        self._directory = directory
+    def __init__(self, config: GuardConfig, directory: RunDirectory) -> None:
+        self._config, self._directory = config, directory
         self._in_a_row: dict[str, int] = defaultdict(int)
         self._rewinds: Counter[int] = Counter()
         self._made = self._left_out = 0
@@ -104,47 +88,46 @@ class Guard:
         """Whether the run may go back, so that it needs a checkpoint from the beginning."""
         return self._config.on_nan == "rewind"
 
-    def look(
-        self,
-        step: int,
-        records: Sequence[Record],
-        updates: Sequence[Mapping[str, float]],
-        metrics: Mapping[str, float],
-    ) -> BadStep | None:
-        """The step, if it is a bad one."""
-        names = [name for name in metrics if name.endswith(WATCHED)]
-        wrong = sorted(name for name in names if not math.isfinite(metrics[name]))
-        skipped = self._count(updates)
-        if not wrong and not skipped:
-            return None
-        seen = [(f.order, r.start, r.rank, f"{r.role}", f.where) for r in records for f in r.faults]
-        where, in_weights = "", False
-        if seen:
-            order, _, rank, role, what = min(seen)
-            where, in_weights = f"{role} rank {rank}, in {what}", order == WEIGHT
-        return BadStep(step, wrong, skipped, where, in_weights)
-
-    def act(
-        self, bad: BadStep, batch: BatchRef, groups: Sequence[int], metrics: Mapping[str, float]
-    ) -> None:
-        """Keeps what the step learned from, tells of it, and does what `guard.on_nan` says.
-
-        Args:
-            batch: Its samples.
-            groups: Numbers of its prompts.
+    def on_step_end(self, step: FinishedStep) -> Iterator[Finding]:
+        """Keep what a bad step learned from, tell of it, and do what `guard.on_nan` says.
 
         Raises:
             TrainingError: if the run is to end.
             Rewind: if it is to go back.
         """
-        samples = batch.collect()
+        bad = self.look(step)
+        yield {"guard/skipped": float(bad.skipped if bad else 0)}
+        if bad is not None:
+            yield from self._act(bad, step)
+
+    def look(self, step: FinishedStep) -> BadStep | None:
+        """Return the step, if it is a bad one; count its updates."""
+        metrics = step.metrics
+        names = [name for name in metrics if name.endswith(WATCHED)]
+        wrong = sorted(name for name in names if not math.isfinite(metrics[name]))
+        skipped = self._count(step.updates)
+        if not wrong and not skipped:
+            return None
+        seen = [
+            (fault.order, record.start, record.rank, f"{record.role}", fault.where)
+            for record in step.records
+            for fault in record.faults
+        ]
+        where, in_weights = "", False
+        if seen:
+            order, _, rank, role, what = min(seen)
+            where, in_weights = f"{role} rank {rank}, in {what}", order == WEIGHT
+        return BadStep(step.number, wrong, skipped, where, in_weights)
+
+    def _act(self, bad: BadStep, step: FinishedStep) -> Iterator[str]:
+        samples, groups = step.result.batch.collect(), step.groups
         column, rows = first_not_finite(samples)
         bad = replace(bad, column=column, rows=rows)
-        where = self._keep(bad, samples, metrics)
+        where = self._keep(bad, samples, step.metrics)
         if self._config.on_nan == "stop":
             raise TrainingError(f"{bad} {where} The run ends, as guard.on_nan=stop says.")
         if self._config.on_nan == "rewind":
-            self._say(f"{bad} {where}")
+            yield f"{bad} {where}"
             if rows and "group_id" in samples:
                 groups = samples["group_id"][rows].tolist()
             raise Rewind(bad.number, groups)
@@ -161,7 +144,7 @@ class Guard:
                 "(actor.optimizer.learning_rate) that has sent the weights to infinity."
             )
         left_out = "The update was left out. " if bad.skipped else ""
-        self._say(f"{bad} {left_out}{where}")
+        yield f"{bad} {left_out}{where}"
 
     def _keep(self, bad: BadStep, samples: Batch, metrics: Mapping[str, float]) -> str:
         """Writes the samples for inspection; a sentence that tells where."""
@@ -172,24 +155,25 @@ class Guard:
         path = self._directory.write_bad_step(bad.number, samples.table, found)
         return f"Its samples are in {path}."
 
-    def rewound(self, bad: Rewind, to: int) -> None:
-        """Takes note that the run goes back to a checkpoint.
+    def on_rewind(self, rewind: Rewind, step: int) -> Sequence[Finding]:
+        """Take note that the run goes back.
 
         Raises:
             TrainingError: if it has done so too often.
         """
         self._in_a_row.clear()
-        self._rewinds[to] += 1
-        if self._rewinds[to] > self._config.most_skipped:
+        self._rewinds[step] += 1
+        if self._rewinds[step] > self._config.most_skipped:
             raise TrainingError(
-                f"step {bad.step}: the run has gone back to the checkpoint of step {to} "
+                f"step {rewind.step}: the run has gone back to the checkpoint of step {step} "
                 f"{self._config.most_skipped} times (guard.most_skipped), and the numbers were not "
                 "finite again with other prompts. So it is not the prompts: try a lower learning "
                 "rate (actor.optimizer.learning_rate), or go on from an earlier checkpoint."
             )
+        return ()
 
-    def check_end(self) -> None:
-        """To be asked after the last step.
+    def on_run_end(self) -> Sequence[Finding]:
+        """Refuse a run that learned nothing.
 
         Raises:
             TrainingError: if every update of the run was left out.
@@ -200,6 +184,7 @@ class Guard:
                 "were not finite: nothing was learned. What each step learned from is in "
                 f"{self._directory.path / 'bad-steps'}."
             )
+        return ()
 
     def state(self) -> dict[str, Any]:
         """The counts of a run, as plain data."""

@@ -9,10 +9,11 @@ would have taken at the median's speed.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 
 from hybridrl.batch.call_record import Record
+from hybridrl.run.watchers.watcher import Finding, FinishedStep, Watcher
 from hybridrl.system.cluster_spec import Device
 
 WINDOW = 6
@@ -30,7 +31,7 @@ LEAST_SECONDS = 0.02
 """What takes less in a step is not looked at."""
 
 
-class SlowDevices:
+class SlowDevices(Watcher):
     """Watches the records of a run, step by step, and names each slow device once.
 
     Args:
@@ -46,25 +47,18 @@ class SlowDevices:
         self._slow: deque[set[int]] = deque(maxlen=WINDOW)
         self._named: set[int] = set()
 
-    def look(self, records: Sequence[Record]) -> tuple[dict[str, float], list[str]]:
-        """Takes note of a step.
-
-        Args:
-            records: One per call and rank.
-
-        Returns:
-            The largest ratio as a metric, where devices can be compared, and a sentence about each
-            device that is named now.
-        """
-        ratios = ratios_of(records, self._devices_by_role)
+    def on_step_end(self, step: FinishedStep) -> Iterator[Finding]:
+        """Give the largest ratio as a metric, where devices can be compared, and a sentence about
+        each device that is named now."""
+        ratios = ratios_of(step.records, self._devices_by_role)
         self._ratios.append(ratios)
         self._slow.append(slow_of(ratios))
-        said = []
+        if len(ratios) > 1:
+            yield {"time/slowest_ratio": max(ratios.values())}
         for device in sorted(self._slow[-1] - self._named):
             if sum(device in slow for slow in self._slow) >= OFTEN:
                 self._named.add(device)
-                said.append(self._sentence(device))
-        return {"time/slowest_ratio": max(ratios.values())} if len(ratios) > 1 else {}, said
+                yield f"step {step.number}: {self._sentence(device)}"
 
     def _sentence(self, device: int) -> str:
         ratio = median_low([step[device] for step in self._ratios if device in step])

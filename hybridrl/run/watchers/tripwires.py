@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ import numpy as np
 
 from hybridrl.batch.trends import variance_of_sums
 from hybridrl.config.schema import Config
+from hybridrl.errors import TrainingError
 from hybridrl.run.watchers.accuracy_decline import fell
+from hybridrl.run.watchers.watcher import Finding, FinishedEvaluation, FinishedStep, Watcher
 
 REWARD, LENGTH, ENTROPY, REPEATED = (
     *("reward/mean", "response/length_mean"),
@@ -49,32 +51,46 @@ class Means(NamedTuple):
     now: float
 
 
-class Tripwires:
+class Tripwires(Watcher):
     """Watches the figures of a run; tells of each sign once.
 
     Args:
         config: Of the job.
-        prompts: Held-out ones.
-
-    Attributes:
-        tripped: Signs told of so far.
+        prompts: Number of held-out ones.
     """
 
     def __init__(self, config: Config, prompts: int = 0) -> None:
         self.window = window_of(config)
-        self._prompts = prompts
+        self._prompts, self._stops = prompts, config.guard.on_tripwire == "stop"
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._accuracies: list[float] = []  # the first and the newest
         self._told: set[str] = set()
 
-    @property
-    def tripped(self) -> int:
-        return len(self._told)
+    def on_step_end(self, step: FinishedStep) -> Iterator[Finding]:
+        """Tell of what can be seen now.
+
+        Raises:
+            TrainingError: if the run is to end for it.
+        """
+        if not self.window:
+            return
+        said = self.look(step.number, step.metrics)
+        yield {"guard/tripwires": float(len(self._told))}
+        yield from self._trip(said)
+
+    def on_evaluation(self, evaluation: FinishedEvaluation) -> Iterator[Finding]:
+        """Tell of an accuracy that falls while the reward rises; raises as `on_step_end`."""
+        if evaluation.accuracy is not None:
+            yield from self._trip(self.evaluated(evaluation.step, evaluation.accuracy[1]))
+
+    def _trip(self, said: Sequence[str]) -> Iterator[str]:
+        for notice in said:
+            if self._stops:
+                raise TrainingError(f"{notice} The run ends, as guard.on_tripwire=stop says.")
+            yield notice
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """What is to be said of a step that has ended."""
-        if not self.window:
-            return []
+        """Take note of the metrics of a step; return sentences on signs that are told of now."""
         checks = [name for name in metrics if name.startswith(CHECK) and name.count("/") == 1]
         for name in (REWARD, LENGTH, ENTROPY, REPEATED, *checks):
             seen, value = self._seen[name], metrics.get(name, math.nan)
@@ -88,7 +104,7 @@ class Tripwires:
         return [said for name, text in found.items() if (said := self._once(name, step, text))]
 
     def evaluated(self, step: int, accuracy: float) -> list[str]:
-        """What is to be said of an evaluation."""
+        """Take note of an accuracy; return a sentence if it is a sign that is told of now."""
         if not self.window or not self._prompts:
             return []
         self._accuracies = [*self._accuracies[:1], accuracy]

@@ -3,38 +3,48 @@ said of them, and when there are too few left to go on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hybridrl.batch.call_record import Record
 from hybridrl.batch.turn import FAILURES
 from hybridrl.errors import RewardError
+from hybridrl.run.watchers.watcher import FinishedEvaluation, FinishedStep, Watcher
 
 KINDS = ("reward", "cost")
 
 
-class Unscored:
-    """Watches the scoring of a run; tells of the first failure of each role once."""
+class Unscored(Watcher):
+    """Watches the scoring of a run; tells of the first failure of each role once.
 
-    def __init__(self) -> None:
+    Args:
+        trains: Whether the run learns: then an evaluation may go without scores.
+    """
+
+    def __init__(self, trains: bool = True) -> None:
+        self._trains = trains
         self._told: set[str] = set()
 
-    def look(self, where: str, records: Sequence[Record], is_needed: bool = True) -> list[str]:
-        """What is to be said of these calls.
-
-        Args:
-            where: When they were made, such as `step 3`.
-            is_needed: Whether the run is over without a score: not if it only evaluates by the way.
+    def on_step_end(self, step: FinishedStep) -> Iterator[str]:
+        """Tell of samples of a step.
 
         Raises:
-            RewardError: if one is needed and no sample of theirs has it.
+            RewardError: if none of them has a score.
         """
-        said = [told for record in records for told in self._new(record, where)]
+        return self._look(f"step {step.number}", step.records, is_needed=True)
+
+    def on_evaluation(self, evaluation: FinishedEvaluation) -> Iterator[str]:
+        """Tell of samples of an evaluation; raises as `on_step_end` if nothing else is done."""
+        for where, records in evaluation.calls.items():
+            yield from self._look(where, records, is_needed=not self._trains)
+
+    def _look(self, where: str, records: Sequence[Record], is_needed: bool) -> Iterator[str]:
+        for record in records:
+            yield from self._new(record, where)
         for kind in KINDS:
             if why := _none_scored(kind, records):
                 if is_needed:
                     raise RewardError(f"{where}: {why.format('nothing is left to learn from')}")
-                said.append(f"{where}: {why.format('its figures say nothing')}")
-        return said
+                yield f"{where}: {why.format('its figures say nothing')}"
 
     def _new(self, record: Record, where: str) -> list[str]:
         if not record.notices or record.role in self._told:
