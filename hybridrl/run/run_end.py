@@ -56,7 +56,7 @@ class RunEnd:
 
     @contextmanager
     def ended_in_order(self) -> Iterator[None]:
-        """Around a run: what ends it early is raised again when what there is has been saved. An error
+        """Around a run: raise what ends it early again when all there is has been saved. An error
         saves a model if the workers are still there."""
         try:
             yield
@@ -94,9 +94,10 @@ class RunEnd:
             raise
 
     def finish(self, limit: float | None = None, error: BaseException | None = None) -> None:
-        """Save the checkpoint that is being written, the models and the summary; wait for workers so many seconds at most.
+        """Save the checkpoint that is being written, the models and the summary.
 
         Args:
+            limit: Seconds to wait for workers; None: as long as it takes.
             error: What has ended the run early.
         """
         until = math.inf if limit is None else time.monotonic() + limit

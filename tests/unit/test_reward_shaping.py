@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_knows_what_was_scored_before():
 def test_what_is_not_shaped_is_refused():
     for overrides, words in [
         (["algorithm=remax", "reward.shorter=0.1"], "does not read it"),
-        (["algorithm=expert_iteration", "reward.normalise_by=source"], "scores as they are"),
+        (["algorithm=expert_iteration", "reward.normalise_by=source"], "does not read it"),
         (["algorithm=ppo", "reward.shorter=1", "rollout.samples_per_prompt=1"], "Draw 2 or more"),
     ]:
         with pytest.raises(ConfigError, match=words):
