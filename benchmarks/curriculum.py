@@ -28,8 +28,8 @@ from typing import Any
 from figures import report
 from reasoning_gym import create_dataset
 
-from hybridrl.config.load import load_config
 from hybridrl.data.tasks import arithmetic
+from hybridrl.job.config_resolution import load_config
 from hybridrl.main import run
 
 GAIN = 0.04

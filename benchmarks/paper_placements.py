@@ -16,7 +16,7 @@ import time
 
 from figures import SMOKE, report
 
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 from hybridrl.planner.machine.device_catalog import named
 from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.named_models import with_described_models

@@ -20,8 +20,8 @@ from pathlib import Path
 from figures import report
 from rich.console import Console
 
-from hybridrl.config.load import load_config
 from hybridrl.console.line_console import LineConsole
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER
 from hybridrl.report.device_spans import IDLE, device_spans

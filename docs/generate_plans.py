@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 from hybridrl.planner.job_plan import make_plan
 from hybridrl.planner.machine.device_catalog import named
 from hybridrl.planner.plan_tables import memory_table, roles_table, sizes_lines

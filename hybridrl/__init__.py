@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
     from hybridrl.batch.turn import Episode, Turn
-    from hybridrl.config.load import load_config
+    from hybridrl.job.config_resolution import load_config
     from hybridrl.job.job import Job
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ _HOMES = {
     "Episode": "hybridrl.batch.turn",
     "Job": "hybridrl.job.job",
     "Turn": "hybridrl.batch.turn",
-    "load_config": "hybridrl.config.load",
+    "load_config": "hybridrl.job.config_resolution",
 }
 
 

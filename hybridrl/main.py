@@ -24,7 +24,7 @@ from rich.console import Console
 from hybridrl import __version__
 from hybridrl.cli import COMMANDS
 from hybridrl.config.effective_settings import idle
-from hybridrl.config.load import load_config, shown
+from hybridrl.config.load import shown
 from hybridrl.config.schema import Config
 from hybridrl.config.sweep import jobs
 from hybridrl.errors import (
@@ -35,6 +35,7 @@ from hybridrl.errors import (
     Preempted,
     Problems,
 )
+from hybridrl.job.config_resolution import load_config
 from hybridrl.run.signals import Interrupts, leave
 from hybridrl.system.redaction import redact_output, register_secrets
 

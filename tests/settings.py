@@ -5,9 +5,10 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.load import load_config, to_config
+from hybridrl.config.load import to_config
 from hybridrl.config.presets import CHOSEN
 from hybridrl.config.schema import Config
+from hybridrl.job.config_resolution import load_config
 
 TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
 """A model on which a step takes a tenth of a second."""

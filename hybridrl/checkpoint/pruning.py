@@ -56,11 +56,6 @@ def metric_of(best: str) -> str:
     return best.removeprefix("-")
 
 
-def check_best(best: str, figures: Mapping[str, float]) -> None:
-    """As `check_figure`, of `checkpoint.best`."""
-    check_figure("checkpoint.best", best, figures)
-
-
 def check_figure(setting: str, named: str, figures: Mapping[str, float]) -> None:
     """Refuses a metric that no evaluation gives.
 

@@ -22,13 +22,13 @@ from hybridrl.checkpoint.copies.memory_copies import MemoryCopies
 from hybridrl.checkpoint.fingerprints import MADE_WITH
 from hybridrl.checkpoint.pending_checkpoint import Saving
 from hybridrl.checkpoint.plain_state import check_plain
-from hybridrl.checkpoint.pruning import KeepRule, check_best, metric_of
-from hybridrl.checkpoint.resumed import Resumed
+from hybridrl.checkpoint.pruning import KeepRule, check_figure, metric_of
+from hybridrl.checkpoint.resume import Resumed
 from hybridrl.checkpoint.save_schedule import WhenToSave
-from hybridrl.checkpoint.store import StepFolders
-from hybridrl.config.resume import SETTINGS, steps_folder
+from hybridrl.checkpoint.store import StepFolders, steps_folder
 from hybridrl.errors import DataError, HybridRLError, LostError, WorkerError
 from hybridrl.run.warmup import keep_copies, load_copies, warms_up
+from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.system.locations import write_whole
 from hybridrl.system.storage import explain_write_errors
 
@@ -89,7 +89,7 @@ class Checkpoints:
         """
         if self._keep.best is None:
             return False
-        check_best(self._keep.best, figures)
+        check_figure("checkpoint.best", self._keep.best, figures)
         saved = [*self._folders.figures().values()]
         if self._saving is not None:
             saved.append(self._evaluated)
@@ -262,7 +262,7 @@ class Checkpoints:
             best = self._keep.best
             is_of_set = best is not None and metric_of(best).startswith("eval/")  # may come later
             if best is not None and not is_of_set and (figures := _evaluated(found)):
-                check_best(best, figures)
+                check_figure("checkpoint.best", best, figures)
             self.job.feed.load_state(state["feed"])
             self.trainer.load_state(state["trainer"])
             loading = [

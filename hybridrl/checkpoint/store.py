@@ -1,4 +1,4 @@
-"""The folders of whole steps that a run leaves: each is complete, or it does not count.
+"""The steps that a run has saved: each is complete, or it does not count.
 
 <run>/checkpoints/
     step-000020/        files as their owners wrote them, and complete.json, which lists each with
@@ -16,28 +16,32 @@ what the checksums are for. The rule needs no rename, so it holds on object stor
 from __future__ import annotations
 
 import json
+import re
 import time
-import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from hybridrl.checkpoint.pruning import KeepRule
 from hybridrl.checkpoint.tensors.rank_manifest import (
-    LISTS,
+    crc32_of,
     damage,
     files_there,
+    is_list,
     lacking,
     read_lists,
 )
-from hybridrl.config.resume import COMPLETE, step_of
+from hybridrl.config.secrets import hides_password
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.run_files.run_paths import CHECKPOINTS
+from hybridrl.run_files.run_reader import RunReader
+from hybridrl.system.bounded_files import load_object
 from hybridrl.system.locations import (
     Location,
     RemotePath,
-    reading,
+    location_of,
     remove,
     sizes_below,
     sync_names,
@@ -45,8 +49,10 @@ from hybridrl.system.locations import (
 )
 from hybridrl.system.storage import explain_write_errors
 
+COMPLETE = "complete.json"
+"""The file that a step's folder has when it is complete."""
 BEST = "best.json"
-_BLOCK_BYTES = 1 << 22
+_STEP = re.compile(r"step-(\d{6,})")
 _READERS = 4
 """Files that are read at once for their checksums, which use no Python lock."""
 
@@ -69,12 +75,17 @@ class Completed:
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file["size"] for file in self.files.values())
+
+    @property
+    def roles(self) -> list[str]:
+        """Roles whose workers have written a part."""
+        return sorted({name.split("/")[0] for name in self.files if "/" in name})
 
 
 class StepFolders:
-    """Those of one run.
+    """The steps that one run has saved.
 
     Args:
         path: The folder that they are in.
@@ -85,19 +96,19 @@ class StepFolders:
         self._known: dict[int, Completed] = {}
 
     def at(self, step: int) -> Location:
-        """The folder of a step, whether it is there or not."""
+        """Return the folder of a step, whether it is there or not."""
         return self.path / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps that are complete, the oldest first."""
+        """Return the complete steps, the oldest first."""
         return [step for step in self._named() if (self.at(step) / COMPLETE).is_file()]
 
     def unfinished(self) -> list[int]:
-        """Steps that are being written, or were when their run was killed."""
+        """Return the steps that are being written, or were when their run was killed."""
         return [step for step in self._named() if not (self.at(step) / COMPLETE).is_file()]
 
     def begin(self, step: int) -> Location:
-        """An empty folder to write a step in.
+        """Return an empty folder to write a step in.
 
         Raises:
             StorageError: if it cannot be made.
@@ -112,7 +123,7 @@ class StepFolders:
     def complete(
         self, step: int, figures: Mapping[str, float] | None = None, parts: Iterable[str] = ()
     ) -> Location:
-        """Lists what `begin` gave was filled with; from now on it counts.
+        """List what `begin` gave was filled with; from now on the step counts.
 
         Args:
             figures: What was evaluated after the step.
@@ -139,21 +150,21 @@ class StepFolders:
         return folder
 
     def discard(self, step: int) -> None:
-        """Removes what has been written of a step that could not be completed, as far as it can."""
+        """Remove what was written of a step that could not be completed, as far as it can be."""
         try:
             self._remove(step)
         except OSError:
             return  # it does not count anyway, and the next job removes it
 
     def completed(self, step: int) -> Completed:
-        """What was noted of a complete step.
+        """Return what was noted of a complete step.
 
         Raises:
             OSError, ValueError: if its list cannot be read.
         """
         if step not in self._known:
-            read = json.loads((self.at(step) / COMPLETE).read_text(encoding="utf-8"))
-            if not isinstance(read, dict) or not isinstance(read.get("files"), dict):
+            read = load_object(self.at(step) / COMPLETE)
+            if not isinstance(read.get("files"), dict):
                 raise ValueError("it lists no files")
             if not isinstance(read.get("step"), int):
                 raise ValueError("it names no step")
@@ -163,7 +174,7 @@ class StepFolders:
         return self._known[step]
 
     def figures(self) -> dict[int, dict[str, float]]:
-        """What was evaluated after each complete step; nothing of those whose list is damaged."""
+        """Return what was evaluated after each complete step; of damaged ones nothing."""
         found = {}
         for step in self.steps():
             try:
@@ -173,7 +184,7 @@ class StepFolders:
         return found
 
     def prune(self, rule: KeepRule) -> list[int]:
-        """Removes the steps that the rule does not keep, notes which is the best, and gives the
+        """Remove the steps that the rule does not keep, note which is the best, and return the
         steps that were removed.
 
         Raises:
@@ -191,16 +202,16 @@ class StepFolders:
         return outdated
 
     def forget_after(self, step: int) -> None:
-        """Removes later steps, and those that were never completed."""
+        """Remove later steps, and those that were never completed."""
         with explain_write_errors(self.path):
             for later in {*self.unfinished(), *(s for s in self._named() if s > step)}:
                 self._remove(later)
 
     def fault(self, step: int, *, contents: bool = True) -> str:
-        """What is wrong with a step's folder, naming the file; empty if nothing is.
+        """Return what is wrong with a step's folder, naming the file; empty if nothing is.
 
         Args:
-            contents: Reads all of it; false: of tensors the sizes only.
+            contents: Read all of it; false: of tensors the sizes only.
         """
         folder = self.at(step)
         self._known.pop(step, None)
@@ -217,8 +228,7 @@ class StepFolders:
                     return f"{folder / name} is missing"
                 if sizes[name] != expected["size"]:
                     return f"{folder / name} has {sizes[name]} bytes instead of {expected['size']}"
-            apart = {name for name, expected in listed.items() if "crc32" not in expected}
-            found = _contents(folder, apart)
+            found = _contents(folder, {name for name in listed if "crc32" not in listed[name]})
             for name, expected in listed.items():
                 if found[name] != expected:
                     return f"{folder / name} is not what was written (its crc32 differs)"
@@ -233,11 +243,11 @@ class StepFolders:
         return ""
 
     def newest(self, at_most: int | None = None) -> tuple[int | None, list[str]]:
-        """The newest step that is whole, and a sentence about each newer one that is not. Of
-        tensors at a URL only the sizes are compared here; whoever reads them checks the rest.
+        """Return the newest step that is whole, and a sentence about each newer one that is not.
+        Of tensors at a URL only the sizes are compared here; whoever reads them checks the rest.
 
         Args:
-            at_most: Leaves out steps after this one.
+            at_most: Leave out steps after this one.
 
         Raises:
             ConfigError: if there are steps and none of them is whole.
@@ -256,30 +266,87 @@ class StepFolders:
         return None, []
 
     def _named(self) -> list[int]:
-        """Steps that have a folder."""
+        """Return the steps that have a folder."""
         try:
             paths = [p for p in self.path.iterdir() if isinstance(p, RemotePath) or p.is_dir()]
-            found = [step_of(path) for path in paths]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(step for step in found if step is not None)
+        return sorted(step for path in paths if (step := step_of(path)) is not None)
 
     def _remove(self, step: int) -> None:
-        """First what says that it is complete, for a run that is killed in between."""
+        """Remove a step, first what says that it is complete: the run may be killed in between."""
         self._known.pop(step, None)
         remove(self.at(step) / COMPLETE)
         remove(self.at(step))
 
 
+def step_of(place: Location) -> int | None:
+    """Return the step whose folder this is by its name; None if it is none."""
+    found = _STEP.fullmatch(place.name)
+    return int(found[1]) if found else None
+
+
+def steps_folder(run: Path, folder: str | None) -> Location:
+    """Return where the steps of a run are.
+
+    Args:
+        folder: As `checkpoint.folder` says.
+    """
+    return run / CHECKPOINTS if folder is None else location_of(folder)
+
+
+def stored_steps_folder(run: Path) -> Location:
+    """Return where the steps of a run are by its own settings.
+
+    Raises:
+        ConfigError: if that is a URL whose password is not written down, or no place.
+    """
+    checkpoint = RunReader(run).settings().get("checkpoint")
+    folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
+    if isinstance(folder, str) and hides_password(folder):
+        raise ConfigError(
+            f"The checkpoints of {run} are at {folder}, of which the password is not written "
+            f"down. Give it again: resume=auto run.directory={run} checkpoint.folder=<URL>."
+        )
+    return steps_folder(run, folder if isinstance(folder, str) else None)
+
+
+def list_checkpoints(run: RunReader) -> tuple[list[dict[str, Any]], str]:
+    """Return the complete checkpoints of a run, with `step`, and `bytes`, `time`, `figures` and
+    `best`, or `damaged`; and where they are, if they are not in its folder. Nothing is listed of a
+    URL: what stands in a folder must not send whoever looks at it to other machines."""
+    try:
+        folder = stored_steps_folder(run.path)
+        found = [] if isinstance(folder, RemotePath) else _entries(StepFolders(folder))
+    except (ConfigError, OSError) as error:
+        return [], str(error)
+    return found, "" if folder == run.path / CHECKPOINTS else str(folder)
+
+
+def _entries(folders: StepFolders) -> list[dict[str, Any]]:
+    try:
+        best = load_object(folders.path / BEST).get("step")
+    except (OSError, ValueError):
+        best = None
+    found: list[dict[str, Any]] = []
+    for step in folders.steps():
+        try:
+            one = folders.completed(step)
+            known = {"bytes": one.bytes, "time": one.time, "figures": one.figures}
+            found.append({"step": step, **known, "best": step == best})
+        except (OSError, ValueError, KeyError, TypeError):
+            found.append({"step": step, "damaged": True})
+    return found
+
+
 def _roles(folder: Location) -> list[str]:
-    """Folders of a step with files that several ranks wrote."""
-    return sorted(
-        {name.split("/")[0] for name in sizes_below(folder) if fnmatch(name, f"*/{LISTS}")}
-    )
+    """Return the folders of a step with files that several ranks wrote."""
+    names = (name.split("/") for name in sizes_below(folder))
+    return sorted({name[0] for name in names if len(name) == 2 and is_list(name[1])})
 
 
 def _written_together(folder: Location) -> set[str]:
-    """Files whose checksums ranks have listed.
+    """Return the files whose checksums ranks have listed.
 
     Raises:
         StorageError: if one of them is not written to its end.
@@ -294,21 +361,13 @@ def _written_together(folder: Location) -> set[str]:
 
 
 def _contents(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
-    """Size and crc32 of every file but the list itself; of those in `apart` the size alone."""
+    """Return size and crc32 of every file but `COMPLETE`; of those in `apart` the size alone."""
     sizes = {name: size for name, size in sizes_below(folder).items() if name != COMPLETE}
     read = [name for name in sizes if name not in apart]
     with ThreadPoolExecutor(_READERS) as readers:
-        sums = readers.map(_crc32, [folder / name for name in read])
+        sums = readers.map(lambda name: crc32_of(folder / name, [(0, sizes[name])]), read)
         crc32 = dict(zip(read, sums, strict=True))
     return {
         name: {"size": size} | ({"crc32": crc32[name]} if name in crc32 else {})
         for name, size in sizes.items()
     }
-
-
-def _crc32(file: Location) -> int:
-    found = 0
-    with reading(file) as opened:
-        while block := opened.read(_BLOCK_BYTES):
-            found = zlib.crc32(block, found)
-    return found

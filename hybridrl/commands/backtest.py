@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from hybridrl.commands.steps import show, show_json
+from hybridrl.commands.output import show, show_json
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 
 if TYPE_CHECKING:

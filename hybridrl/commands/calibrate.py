@@ -8,8 +8,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from hybridrl.commands.output import show, show_json
 from hybridrl.commands.plan_options import devices_here
-from hybridrl.commands.steps import show, show_json
 from hybridrl.errors import ConfigError, HybridRLError, pip_install
 
 FEW, MANY = 50, 160

@@ -7,18 +7,26 @@ its own. Nothing here needs a device, nor that the run has ended.
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from hybridrl.checkpoint.pruning import KeepRule, check_best
-from hybridrl.checkpoint.store import StepFolders
-from hybridrl.commands.steps import settings_of, show, show_json
-from hybridrl.config.resume import Source, named_source
+from hybridrl.checkpoint.pruning import KeepRule, check_figure
+from hybridrl.checkpoint.resume import Source, named_source
+from hybridrl.checkpoint.store import COMPLETE, StepFolders
+from hybridrl.checkpoint.stored_settings import differences, load_stored
+from hybridrl.checkpoint.tensors.rank_manifest import read_lists
+from hybridrl.commands.output import show, show_json
 from hybridrl.errors import ConfigError
-from hybridrl.run_files.metric_reader import read_metrics
+from hybridrl.run_files.run_paths import SETTINGS
+from hybridrl.run_files.run_reader import RunReader
+from hybridrl.system.bounded_files import load_object
+from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.formatting import readable_bytes, readable_seconds
+from hybridrl.system.locations import Location
 
 DAMAGED = 1
 """Exit code of `verify` where a step is not as it was written."""
@@ -75,25 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Does what was asked for; gives the exit code.
+    """Do what was asked for; return the exit code.
 
     Raises:
         HybridRLError: if it cannot be done.
     """
-    if chosen.action in ("inspect", "export", "diff"):
-        from hybridrl.commands import contents, export, step_difference
-
-        commands = {
-            "inspect": contents.inspect,
-            "export": export.export,
-            "diff": step_difference.diff,
-        }
-        return commands[chosen.action](chosen)
-    return {"list": list_steps, "verify": verify, "prune": prune}[chosen.action](chosen)
+    actions = {
+        **{"list": list_steps, "inspect": inspect, "verify": verify},
+        **{"export": export, "diff": diff, "prune": prune},
+    }
+    return actions[chosen.action](chosen)
 
 
 def list_steps(chosen: argparse.Namespace) -> int:
-    """`hybridrl checkpoint list`."""
+    """Show the steps of a run."""
     source = named_source("", chosen.run)
     folders = StepFolders(source.steps)
     figures, rewards = folders.figures(), _rewards(source)
@@ -122,7 +125,7 @@ def list_steps(chosen: argparse.Namespace) -> int:
 
 
 def verify(chosen: argparse.Namespace) -> int:
-    """`hybridrl checkpoint verify`."""
+    """Read all of a run's steps."""
     source = named_source("", chosen.run)
     folders = StepFolders(source.steps)
     steps = folders.steps() if source.step is None else [source.step]
@@ -135,8 +138,83 @@ def verify(chosen: argparse.Namespace) -> int:
     return DAMAGED if any(faults.values()) else 0
 
 
+def inspect(chosen: argparse.Namespace) -> int:
+    """Show what a step holds, from its lists alone; no tensor is read."""
+    _, folders, step = _one_step(chosen.step)
+    noted = folders.completed(step)
+    try:
+        roles = {role: _describe_role(folders.at(step) / role) for role in noted.roles}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folders.at(step)} is damaged: {error}.") from error
+    if chosen.json:
+        known = {"step": step, "bytes": noted.bytes, "time": noted.time, "metrics": noted.figures}
+        return show_json(known | roles)
+    size = readable_bytes(noted.bytes)
+    show(f"step {step} in {folders.path}: {size} in {len(noted.files)} files")
+    for role, found in roles.items():
+        numbers = {**found["counters"], **found["counters"].get("counters", {})}
+        text = ", ".join(f"{k} {v}" for k, v in numbers.items() if k != "counters")
+        show(f"\n{role}, written by {found['ranks']} ranks; {text}")
+        table = Table("tensor", "dtype", "shape", "boxes", "file")
+        for name, tensor in found["tensors"].items():
+            shape = " x ".join(map(str, tensor["shape"])) or "()"
+            boxes = str(len(tensor["boxes"]))
+            table.add_row(name, tensor["dtype"], shape, boxes, ", ".join(tensor["files"]))
+        show(table)
+    return 0
+
+
+def export(chosen: argparse.Namespace) -> int:
+    """Write the model of a role as a Hugging Face folder of its own."""
+    from hybridrl.checkpoint.export import export_model, saved_dtype
+
+    run, folders, step = _one_step(chosen.step)
+    target, role, dtype = Path(chosen.folder), chosen.role, chosen.dtype
+    if dtype is None:
+        dtype = saved_dtype(load_stored(run.settings))
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: must be one of {', '.join(DTYPES)}.")
+    if not 0 < chosen.file_gib < math.inf:
+        raise ConfigError(f"--file-gib {chosen.file_gib:g}: must be a number of more than 0.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} is there already, and is not empty. Name a new folder.")
+    noted = folders.completed(step)
+    if role not in noted.roles:
+        raise ConfigError(f"--role {role}: step {step} has {', '.join(noted.roles)}.")
+    files = [n.removeprefix(f"{role}/") for n in noted.files if n.startswith(f"{role}/")]
+    most = int(chosen.file_gib * 2**30)
+    size = export_model(folders.at(step) / role, files, target, dtype, most)
+    if chosen.json:
+        return show_json({"step": step, "role": role, "folder": str(target), "bytes": size})
+    return show(f"{target}: {role} of step {step}, {readable_bytes(size)} of {dtype}")
+
+
+def diff(chosen: argparse.Namespace) -> int:
+    """Show how far the weights of two steps are apart, and their settings."""
+    from hybridrl.checkpoint.comparison import compare_weights
+
+    (_, before, old), (_, after, new) = _one_step(chosen.before), _one_step(chosen.after)
+    first, second = before.at(old), after.at(new)
+    shared = set(before.completed(old).roles) & set(after.completed(new).roles)
+    roles = {role: compare_weights(first / role, second / role) for role in sorted(shared)}
+    settings = differences(load_stored(first / SETTINGS), load_stored(second / SETTINGS))
+    if chosen.json:
+        return show_json({"before": old, "after": new, "roles": roles, "settings": settings})
+    for role, tensors in roles.items():
+        show(f"{role}, step {old} -> {new}")
+        table = Table("weight", "largest change", "relative change", "share changed")
+        for name, change in tensors.items():
+            if (other := change.get("other")) is not None:
+                table.add_row(name, other)
+            else:
+                largest, relative = change["largest"], change["relative"]
+                table.add_row(name, f"{largest:.3g}", f"{relative:.3g}", f"{change['changed']:.1%}")
+        show(table)
+    return show(*(f"changed: {line}" for line in settings))
+
+
 def prune(chosen: argparse.Namespace) -> int:
-    """`hybridrl checkpoint prune`."""
+    """Remove the steps that the rule does not keep."""
     source = named_source("", chosen.run)
     if source.step is not None:
         raise ConfigError(
@@ -148,7 +226,8 @@ def prune(chosen: argparse.Namespace) -> int:
             raise ConfigError(f"--keep-{option} {value}: must be {least} or more.")
     folders = StepFolders(source.steps)
     if chosen.best is not None:
-        check_best(chosen.best, {k: 0.0 for step in folders.figures().values() for k in step})
+        known = {name: 0.0 for step in folders.figures().values() for name in step}
+        check_figure("checkpoint.best", chosen.best, known)
     if chosen.dry_run:
         figures = folders.figures()
         removed = sorted(figures.keys() - rule.kept(figures))
@@ -163,8 +242,8 @@ def prune(chosen: argparse.Namespace) -> int:
 def _rule(
     source: Source, last: int | None = None, every: int | None = None, best: str | None = None
 ) -> KeepRule:
-    """That of the run's settings, but for what is given."""
-    settings = settings_of(source).get("checkpoint") or {}
+    """Return the rule of the run's settings, but for what is given."""
+    settings = load_stored(source.settings).get("checkpoint") or {}
     return KeepRule(
         settings.get("keep_last", 2) if last is None else last,
         settings.get("keep_every", 0) if every is None else every,
@@ -173,8 +252,48 @@ def _rule(
 
 
 def _rewards(source: Source) -> dict[int, dict[str, float]]:
-    """The mean reward of each step, where the run's own folder is here."""
-    if source.run is None:
-        return {}
-    rows = read_metrics(source.run / "metrics.jsonl")
+    """Return the mean reward of each step, where the run's own folder is here."""
+    rows = [] if source.run is None else RunReader(source.run).rows()
     return {row["step"]: {REWARD: row[REWARD]} for row in rows if REWARD in row}
+
+
+def _one_step(named: str) -> tuple[Source, StepFolders, int]:
+    """Return the step that is named, of a run the newest that is complete.
+
+    Raises:
+        ConfigError: if it is not complete, or if there is none.
+    """
+    source = named_source("", named)
+    folders = StepFolders(source.steps)
+    steps = folders.steps()
+    step = source.step if source.step is not None else max(steps, default=None)
+    if step is None or step not in steps:
+        known = ", ".join(map(str, steps)) or "none"
+        raise ConfigError(
+            f"{named}: no such complete step is in {folders.path}; there are {known}."
+        )
+    try:
+        folders.completed(step)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folders.at(step) / COMPLETE} could not be read ({error}). Bring it back from a "
+            "copy, or name another step."
+        ) from error
+    return source, folders, step
+
+
+def _describe_role(folder: Location) -> dict[str, Any]:
+    lists = read_lists(folder)
+    tensors: dict[str, Any] = {}
+    for rank, one in enumerate(lists):
+        for box in one.boxes:
+            known = {"dtype": box.dtype, "shape": box.shape, "files": [], "boxes": []}
+            tensor = tensors.setdefault(box.tensor, known)
+            if (file := one.file_of(box)) not in tensor["files"]:
+                tensor["files"].append(file)
+            tensor["boxes"].append({"rank": rank, "box": box.box})
+    counters: dict[str, Any] = {}
+    for name in ("training.json", "generations.json"):
+        if (folder / name).is_file():
+            counters |= load_object(folder / name)
+    return {"ranks": len(lists), "counters": counters, "tensors": tensors}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from hybridrl.commands.output import show
 from hybridrl.commands.plan_options import devices_here
-from hybridrl.commands.steps import show
 from hybridrl.errors import ConfigError
 from hybridrl.system.cluster_spec import Cluster
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from hybridrl.commands.steps import show, show_json
+from hybridrl.commands.output import show, show_json
 from hybridrl.doctor.check_runner import examine, families
 from hybridrl.doctor.finding import Finding, State
 from hybridrl.errors import ConfigError

@@ -10,7 +10,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from hybridrl.commands.steps import show
+from hybridrl.commands.output import show
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.system.storage import write_error_sentence
 

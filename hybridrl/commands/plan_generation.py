@@ -59,7 +59,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: a sentence that says what is wrong, or what is lacking.
     """
-    from hybridrl.config.load import load_config
+    from hybridrl.job.config_resolution import load_config
     from hybridrl.models import load_config as load_model_config
     from hybridrl.models import load_model, load_tokenizer
     from hybridrl.planner.computation_dtype import kind_here, with_dtype

@@ -23,8 +23,8 @@ def planned(settings: Sequence[str]) -> tuple[Config, str]:
     A model of the user's is not planned with the lengths of the built-in task that is learned where
     no data is named.
     """
-    from hybridrl.config.load import load_config
     from hybridrl.config.task_settings import without_task
+    from hybridrl.job.config_resolution import load_config
 
     config = load_config(settings)
     if config.model.path is None:

@@ -20,9 +20,9 @@ from rich.table import Table
 
 from hybridrl.checks.settings.job_checks import check, devices_here
 from hybridrl.checks.settings.precision_checks import check_role
-from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import load_rows, model_folder
 from hybridrl.models import load_config as load_model_config
 from hybridrl.models import load_model, load_tokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.errors import ConfigError
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 from hybridrl.run_files.summary import REPORT
 from hybridrl.system.formatting import readable_bytes
 
@@ -35,8 +35,8 @@ def run(chosen: argparse.Namespace) -> int:
         ConfigError: if a folder is no run's, or the file cannot be named so.
         StorageError: if the page cannot be written.
     """
-    shown = RunFolder(Path(chosen.run).expanduser())
-    others = [RunFolder(Path(other).expanduser()) for other in chosen.against]
+    shown = open_run(Path(chosen.run).expanduser())
+    others = [open_run(Path(other).expanduser()) for other in chosen.against]
     # Of `--against runs/*` the run itself is one, and runs/latest another for the second time.
     against = list({other.path: other for other in others if other.path != shown.path}.values())
     out = Path(chosen.out).expanduser() if chosen.out else None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hybridrl.commands.steps import show
+from hybridrl.commands.output import show
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.report.device_spans import (
     IDLE,

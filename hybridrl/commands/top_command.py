@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import RUNNING, state_of
 
 PIPE_WIDTH = 120
@@ -43,16 +44,18 @@ def run(chosen: argparse.Namespace) -> int:
     # It brings torch, which takes seconds; a wrong folder is refused without it.
     from hybridrl.report.top_screen import screen
 
+    run_files = RunReader(folder)
+
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     width = console.width - 1
     if chosen.once or not sys.stdout.isatty() or state_of(folder)[0] != RUNNING:
-        console.print(screen(folder, width))
+        console.print(screen(run_files, width))
         return 0
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(screen(folder, width), console=console, auto_refresh=False) as live,
+        Live(screen(run_files, width), console=console, auto_refresh=False) as live,
     ):
         while state_of(folder)[0] == RUNNING:
             time.sleep(chosen.every)
-            live.update(screen(folder, console.width - 1), refresh=True)
+            live.update(screen(run_files, console.width - 1), refresh=True)
     return 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hybridrl.commands.steps import show, show_json
+from hybridrl.commands.output import show, show_json
 from hybridrl.config.changed import changed
 from hybridrl.config.overrides import read_overrides
 from hybridrl.config.setting_types import wrong_values

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
@@ -35,7 +34,6 @@ from hybridrl.config.presets import (
     settings_of_group,
 )
 from hybridrl.config.presets import leaves as leaves_of_preset
-from hybridrl.config.resumed_settings import with_settings_of_run
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.setting_names import check_name, leaves, without_old_settings
 from hybridrl.config.setting_types import (
@@ -48,18 +46,15 @@ from hybridrl.config.setting_types import (
 )
 from hybridrl.config.task_settings import said_by_task, with_task_noted
 from hybridrl.errors import ConfigError, Problems, nearest
+from hybridrl.system.bounded_files import load_yaml
 
 _PLACE_OF_ROWS = re.compile(r"data(\.(task|path|sources)(\..*)?)?")
 """Settings that name data."""
 
 
-def load_config(overrides: Sequence[str] = ()) -> Config:
-    """The typed configuration of a job. With `resume` it is that of the resumed run, but for what
-    the overrides say.
-
-    Args:
-        overrides: As on the command line, for example `["data=jsonl", "data.path=prompts.jsonl"]`
-            or `["recipe=my.yaml"]`.
+def compose_config(overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
+    """Return the typed configuration that overrides ask for, and the dotted names of the settings
+    that they and presets give. What a run that is resumed has is not in it; see `load_config`.
 
     Raises:
         ConfigError: for each unknown key (names the nearest), value of the wrong type, or value
@@ -73,13 +68,13 @@ def load_config(overrides: Sequence[str] = ()) -> Config:
             if wrong := dict(wrong_values(to_config(composed))):
                 raise ConfigError(*wrong.values())
     problems.raise_if_any()
-    keys = (key for override in read for key in _settings_of(override))
+    keys = [key for override in read for key in _settings_of(override)]
     config = to_config(composed)
     if is_served(config.rollout, config.environment) and not any(map(_names_functions, read)):
         config = _without_default_function(config)
     if instead:
         config = with_task_noted(config, instead, is_default)
-    return with_settings_of_run(config, keys)
+    return config, keys
 
 
 def _names_functions(override: Override) -> bool:
@@ -102,10 +97,9 @@ def read_settings(file: Path) -> Config:
         ConfigError: if they cannot be read.
     """
     try:
-        read = without_old_settings(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
-        stored = OmegaConf.create(read)
+        stored = OmegaConf.create(without_old_settings(load_yaml(file) or {}))
         return to_config(OmegaConf.merge(OmegaConf.structured(Config), stored))  # type: ignore[arg-type]
-    except (OSError, yaml.YAMLError, UnicodeError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{file} could not be read: {str(error).splitlines()[0]}. Bring it back from a copy."
         ) from error

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.config.constraints import NotLonger
-from hybridrl.config.resume import LATEST
 from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_paths import LATEST
 
 Scores = TypeVar("Scores", bound=RewardConfig)
 ACTOR, LEARNED = "actor", "reward_model"

@@ -23,12 +23,12 @@ import psutil
 from hybridrl.batch.figures import FigureCheck
 from hybridrl.checkpoint.fingerprints import check_made_with, made_with
 from hybridrl.checkpoint.ownership import FolderOwner
-from hybridrl.checkpoint.resumed import find_checkpoint
+from hybridrl.checkpoint.resume import find_checkpoint
+from hybridrl.checkpoint.store import steps_folder
 from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
 from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.eval_sets import eval_sets
 from hybridrl.config.load import to_plain, to_yaml
-from hybridrl.config.resume import steps_folder
 from hybridrl.config.schema import Config
 from hybridrl.config.secrets import command_line
 from hybridrl.console.run_console import progress_lines
@@ -41,7 +41,7 @@ from hybridrl.run_files.beside_steps import BesideSteps
 from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
 from hybridrl.run_files.run_directory import RunDirectory, make_steps_folder
 from hybridrl.run_files.run_lock import RunLock
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import RunState, outcome_of
 from hybridrl.run_files.summary import REPORT
 from hybridrl.system.formatting import readable_seconds
@@ -379,7 +379,7 @@ class Job:
         try:
             from hybridrl.report.report_content import write_report
 
-            write_report(RunFolder(self.directory.path))
+            write_report(RunReader(self.directory.path))
         except Exception as fault:  # what ends a job early may have left half an import behind
             _log.warning("%s was not written: %s", self.directory.path / REPORT, fault)
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.eval_sets import eval_sets, evaluates_held_out, needs_held_out
 from hybridrl.config.load import read_settings
-from hybridrl.config.resume import SETTINGS
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.task_settings import remark_on_task, without_task
 from hybridrl.errors import ConfigError, Problems, nearest
+from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.system.storage import explain_write_errors
 from hybridrl.trainers import load_trainer, name_of
 from hybridrl.trainers.role_spec import SCORING, RoleSpec

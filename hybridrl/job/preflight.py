@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checkpoint.resumed import find_checkpoint
+from hybridrl.checkpoint.resume import find_checkpoint
 from hybridrl.checks.data.reward_data_checks import check_rewards
 from hybridrl.checks.data.row_checks import check_rubrics, check_teachers
 from hybridrl.checks.data.row_tests import check_tests

@@ -68,9 +68,9 @@ def _cure(seen: Evidence, numbers: dict[str, float]) -> tuple[str, dict[str, flo
 def slow_ranks(seen: Evidence) -> Iterator[Advice]:
     """Ranks that others wait for."""
     share = seen.waits.get(PEERS, 0.0)
-    if share < MUCH_PEERS or seen.run is None:
+    if share < MUCH_PEERS or seen.replayed is None:
         return
-    found = predict(seen.run, Question(fix_slowest=True))
+    found = predict(seen.replayed, Question(fix_slowest=True))
     numbers = {"share": share, "change": found.change}
     title = f"devices wait for slower ranks {share:.0%} of the time"
     action = "Their shares of the tokens differ; look at lengths of samples and what else runs."

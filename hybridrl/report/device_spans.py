@@ -8,7 +8,6 @@ hole, from the beginning of the first step to the end of the last.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from hybridrl.batch.call_record import Record
 from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER, Piece, collectives, pieces_of
 from hybridrl.run_files.beside_steps import CHECKPOINT, DATA, EVALUATION, KEEPING
 from hybridrl.run_files.recorded_steps import RecordedStep, read_steps
+from hybridrl.run_files.run_reader import RunReader
 
 GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
     *("generate", "score", "log-prob", "advantage", "update", "sync", "save", "idle"),
@@ -84,16 +84,7 @@ def device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
     Raises:
         DataError: if the run has recorded no steps.
     """
-    return spans_of(read_steps(run_folder), devices_in(run_folder), last)
-
-
-def devices_in(run_folder: Path) -> set[int]:
-    """Those that roles of a run live on, as far as its `placement.json` can be read."""
-    try:
-        roles = json.loads((run_folder / "placement.json").read_text(encoding="utf-8"))["roles"]
-        return {int(device) for role in roles.values() for device in role["devices"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
+    return spans_of(read_steps(run_folder), RunReader(run_folder).devices(), last)
 
 
 def spans_of(

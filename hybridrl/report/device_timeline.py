@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hybridrl.console.phase_colors import PHASE_COLOURS
@@ -21,12 +20,13 @@ from hybridrl.report.device_spans import (
     SYNC,
     UPDATE,
     DeviceSpan,
-    devices_in,
     idle_by_cause,
     in_words,
     spans_of,
 )
-from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+from hybridrl.run_files.recorded_steps import RecordedStep
+from hybridrl.run_files.run_paths import STEPS
+from hybridrl.run_files.run_reader import RunReader
 
 MOST_STEPS = 20
 MOST_SPANS = 12_000
@@ -44,7 +44,7 @@ COLOURS = {
 _MICROSECONDS = 6
 
 
-def timeline(run: Path) -> dict[str, Any]:
+def timeline(run: RunReader) -> dict[str, Any]:
     """The newest steps of a run, as many as there is room for.
 
     Returns:
@@ -53,13 +53,13 @@ def timeline(run: Path) -> dict[str, Any]:
         its name, then start, seconds, rank and tokens. Seconds count from the first step shown.
         `note`: what is left out, or why there is nothing.
     """
-    if not (run / "steps.jsonl").is_file():
+    if not (run.path / STEPS).exists():
         return _nothing("No step has been recorded.")
     try:
-        steps = read_steps(run, NEWEST_BYTES)
+        steps = run.steps()
     except DataError as error:
         return _nothing(str(error))
-    devices = devices_in(run)
+    devices = run.devices()
     count = min(MOST_STEPS, len(steps))
     spans = spans_of(steps, devices, count)
     while len(spans) > MOST_SPANS and count > 1:

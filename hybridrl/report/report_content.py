@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl import __version__
+from hybridrl.checkpoint.store import list_checkpoints
 from hybridrl.config.presets import algorithm_of
 from hybridrl.console.phase_colors import PHASE_COLOURS, PHASES
 from hybridrl.report.device_timeline import timeline
@@ -20,8 +20,7 @@ from hybridrl.report.sample_browser import samples
 from hybridrl.report.settings import differences
 from hybridrl.report.words import words
 from hybridrl.run_files.evaluation_log import newest_of_sets
-from hybridrl.run_files.metric_reader import GrowingMetrics
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.summary import REPORT
 from hybridrl.system.storage import replacing
 
@@ -44,15 +43,13 @@ class Content:
         against: Runs that are compared with it.
     """
 
-    def __init__(self, run: RunFolder, against: Sequence[RunFolder] = ()) -> None:
+    def __init__(self, run: RunReader, against: Sequence[RunReader] = ()) -> None:
         self.run, self.against = run, list(against)
-        self._metrics = {one.path: GrowingMetrics(one.metrics_file) for one in (run, *against)}
-        self._reading = threading.Lock()
         self.parts: Mapping[str, Callable[[], Any]] = {
             "head": self.head,
             "words": lambda: words(self.run, self.against),
             "curves": self.curves,
-            "timeline": lambda: timeline(self.run.path),
+            "timeline": lambda: timeline(self.run),
             "samples": lambda: samples(self.run),
             "data": lambda: self.run.data_report(),
             "settings": self.settings,
@@ -65,7 +62,7 @@ class Content:
 
     def head(self) -> dict[str, Any]:
         """What run this is, and what has become of it."""
-        rows = self.rows()
+        rows = self.run.rows()
         settings, summary = self.run.settings(), self.run.summary()
         trained = [row["step"] for row in rows if "time/step" in row]
         return {
@@ -95,7 +92,7 @@ class Content:
             "runs": [
                 {
                     "name": one.name,
-                    **curves(self.rows(one)),
+                    **curves(one.rows()),
                     "evaluations": _evaluated(one.evaluations()),
                 }
                 for one in (self.run, *self.against)
@@ -114,7 +111,8 @@ class Content:
 
     def state(self) -> dict[str, Any]:
         """Memory, evaluations, and what went wrong."""
-        rows = self.rows()
+        rows = self.run.rows()
+        checkpoints, checkpoints_at = list_checkpoints(self.run)
         return {
             "memory": memory_table(rows, self._planned),
             "evaluations": newest_of_sets(self.run.evaluations()),
@@ -122,14 +120,10 @@ class Content:
             "failed_episodes": self.run.failed_episodes(),
             "warnings": self.run.warnings(),
             "bad_steps": self.run.bad_steps(),
-            "checkpoints": self.run.checkpoints(),
+            "checkpoints": checkpoints,
+            "checkpoints_at": checkpoints_at,
             "troubles": _wrong_figures(rows),
         }
-
-    def rows(self, run: RunFolder | None = None) -> Rows:
-        """The metrics of the run, or of another one here."""
-        with self._reading:
-            return self._metrics[(run or self.run).path].rows()
 
     @cached_property
     def _planned(self) -> Planned:
@@ -137,7 +131,7 @@ class Content:
 
 
 def write_report(
-    run: RunFolder, against: Sequence[RunFolder] = (), out: Path | None = None
+    run: RunReader, against: Sequence[RunReader] = (), out: Path | None = None
 ) -> tuple[Path, int]:
     """Write the report of a run as a page, whole or not at all: a browser may be looking at an
     earlier one.

@@ -32,8 +32,7 @@ from hybridrl.report.html_page import OF_RUNS, SCRIPTS, page, page_of_runs, poli
 from hybridrl.report.live_report import Part, Watched
 from hybridrl.report.report_content import Content
 from hybridrl.report.run_table import Runs
-from hybridrl.run_files.metric_reader import GrowingMetrics
-from hybridrl.run_files.run_reader import RunFolder, check_runs, is_run, runs_in
+from hybridrl.run_files.run_reader import RunReader, check_runs, is_run, runs_in
 from hybridrl.run_files.run_status import RUNNING, state_of
 
 HOST = "127.0.0.1"
@@ -55,11 +54,11 @@ class Site:
     """
 
     def __init__(self, path: Path) -> None:
-        self.run = RunFolder(path) if is_run(path) else None
+        self.run = RunReader(path) if is_run(path) else None
         check_runs(path)
         self.runs = Runs(path.resolve())
         self._watched: dict[str, Watched] = {}
-        self._metrics: dict[Path, GrowingMetrics] = {}
+        self._readers: dict[Path, RunReader] = {}
         self._lock = threading.Lock()
 
     def page(self, names: str) -> str | None:
@@ -96,12 +95,8 @@ class Site:
             everything = runs_in(self.runs.folder)
             folders = [folder for folder in everything if state_of(folder)[0] == RUNNING]
         with self._lock:
-            growing = {
-                folder: self._metrics.get(folder) or GrowingMetrics(folder / "metrics.jsonl")
-                for folder in folders
-            }
-            self._metrics = growing
-            return prometheus.exposition({folder: one.rows() for folder, one in growing.items()})
+            self._readers = {one: self._readers.get(one) or RunReader(one) for one in folders}
+            return prometheus.exposition({one: run.rows() for one, run in self._readers.items()})
 
 
 class Server(ThreadingHTTPServer):

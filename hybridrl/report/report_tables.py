@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 from hybridrl.config.load import read_settings
 from hybridrl.errors import HybridRLError
 from hybridrl.placement import Placement
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
+from hybridrl.run_files.run_reader import RunReader
+from hybridrl.system.bounded_files import read_text
 from hybridrl.system.cluster_spec import Cluster
 
 _GIB = 2**30
@@ -45,12 +47,12 @@ def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[st
     }
 
 
-def planned_memory(run: RunFolder) -> Planned:
+def planned_memory(run: RunReader) -> Planned:
     """What the plan of a run says, made again from its settings and its devices."""
     try:
-        config = read_settings(run.path / "config.yaml")
-        cluster = Cluster.from_json((run.path / "cluster.json").read_text())
-        placement = Placement.from_json((run.path / "placement.json").read_text())
+        config = read_settings(run.path / SETTINGS)
+        cluster = Cluster.from_json(read_text(run.path / CLUSTER))
+        placement = Placement.from_json(read_text(run.path / PLACEMENT))
     except (HybridRLError, OSError, ValueError, KeyError, TypeError):
         return Planned(note="Settings or devices of the run are not there: no plan.")
     folder = Path(config.model.path) if config.model.path else run.path / "initial_model"

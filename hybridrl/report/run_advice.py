@@ -11,6 +11,7 @@ from hybridrl.report.learning_advice import LEARNING
 from hybridrl.report.run_evidence import Evidence
 from hybridrl.report.run_summary import learned
 from hybridrl.report.time_advice import TIME
+from hybridrl.run_files.run_reader import RunReader
 
 __all__ = ["TIP", "WARNING", "Advice", "advise", "advise_of", "what_was_learned"]
 
@@ -21,7 +22,7 @@ LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *
 def advise(run_folder: Path) -> list[Advice]:
     """All that there is to say of a run, what matters most first; nothing of a run that is well and
     has no time to win, nor of one that has not done a step."""
-    return advise_of(Evidence(run_folder))
+    return advise_of(Evidence(RunReader(run_folder)))
 
 
 def advise_of(seen: Evidence) -> list[Advice]:
@@ -32,4 +33,4 @@ def advise_of(seen: Evidence) -> list[Advice]:
 
 def what_was_learned(run_folder: Path) -> list[str]:
     """Sentences: what the run learned, how sure that is, and where its time went."""
-    return learned(Evidence(run_folder))
+    return learned(Evidence(RunReader(run_folder)))

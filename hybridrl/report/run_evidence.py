@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +17,12 @@ from hybridrl.config.load import read_settings
 from hybridrl.config.schema import Config
 from hybridrl.errors import HybridRLError
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.report.device_spans import IDLE, DeviceSpan, devices_in, idle_by_cause, spans_of
+from hybridrl.report.device_spans import IDLE, DeviceSpan, idle_by_cause, spans_of
 from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION, KEEPING
-from hybridrl.run_files.evaluation_log import EvaluationsFile
-from hybridrl.run_files.metric_reader import read_metrics, series
-from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+from hybridrl.run_files.metric_reader import series
+from hybridrl.run_files.recorded_steps import RecordedStep
+from hybridrl.run_files.run_paths import SAMPLES, SETTINGS
+from hybridrl.run_files.run_reader import RunReader, read_table
 
 NEWEST_STEPS = 20
 """So many steps say where time goes."""
@@ -56,18 +56,18 @@ class Evidence:
     """That of a run.
 
     Attributes:
-        folder: Its own.
+        run: Its files.
         last: So many of its newest steps say where time goes.
     """
 
-    folder: Path
+    run: RunReader
     last: int = NEWEST_STEPS
 
     @cached_property
     def config(self) -> Config | None:
         """Its settings, if they can be read."""
         try:
-            return read_settings(self.folder / "config.yaml")
+            return read_settings(self.run.path / SETTINGS)
         except (HybridRLError, OSError):
             return None
 
@@ -79,7 +79,7 @@ class Evidence:
     @cached_property
     def all_rows(self) -> list[dict[str, Any]]:
         """Those of evaluations, too."""
-        return read_metrics(self.folder / "metrics.jsonl")
+        return self.run.rows()
 
     @cached_property
     def steps(self) -> int:
@@ -122,12 +122,10 @@ class Evidence:
     @cached_property
     def groups(self) -> list[Group]:
         """Those of the newest tables of samples, of two samples and more."""
-        from pyarrow import parquet  # 0.3 s
-
         found: list[Group] = []
-        for file in sorted((self.folder / "samples").glob("step-*.parquet"))[-NEWEST_SAMPLES:]:
+        for file in self.run.files(SAMPLES, "step-*.parquet")[-NEWEST_SAMPLES:]:
             try:
-                table = parquet.read_table(file, columns=None)
+                table = read_table(file)
             except (OSError, ValueError):  # one that was cut short
                 continue
             if {"group_id", "scores"} <= set(table.column_names):
@@ -136,8 +134,8 @@ class Evidence:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """See `EvaluationsFile`."""
-        return EvaluationsFile(self.folder).read()
+        """See `evaluation_log`."""
+        return self.run.evaluations()
 
     @cached_property
     def evaluated(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
@@ -152,10 +150,10 @@ class Evidence:
         return [(name, each[0], each[-1]) for name, each in found.items() if len(each) > 1]
 
     @cached_property
-    def run(self) -> RecordedRun | None:
+    def replayed(self) -> RecordedRun | None:
         """Its newest steps, to be replayed."""
         try:
-            return RecordedRun.at(self.folder, self.last)
+            return RecordedRun.at(self.run.path, self.last)
         except (HybridRLError, OSError, ValueError, KeyError):
             return None
 
@@ -163,7 +161,7 @@ class Evidence:
     def recorded(self) -> list[RecordedStep]:
         """See `read_steps`."""
         try:
-            return read_steps(self.folder, NEWEST_BYTES)
+            return self.run.steps()
         except (HybridRLError, OSError):
             return []
 
@@ -173,7 +171,7 @@ class Evidence:
         time."""
         if not self.recorded:
             return []
-        spans = spans_of(self.recorded, devices_in(self.folder), self.last)
+        spans = spans_of(self.recorded, self.run.devices(), self.last)
         first = min(span.step for span in spans)
         return [span for span in spans if span.step > max(1, first)] or spans
 

@@ -28,7 +28,7 @@ def learned(seen: Evidence) -> list[str]:
 
 def _end(seen: Evidence) -> list[str]:
     """How a run ended that did not do all of its steps."""
-    state, why = state_of(seen.folder)
+    state, why = state_of(seen.run.path)
     if state == FINISHED and not seen.rows:
         return ["The run is over, and no step of training was done."]
     if state not in (FAILED, INTERRUPTED, KILLED):

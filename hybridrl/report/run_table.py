@@ -10,9 +10,9 @@ from typing import Any
 from hybridrl.config.presets import algorithm_of
 from hybridrl.report.live_report import Part, stamps
 from hybridrl.report.metric_curves import thin
-from hybridrl.run_files.evaluation_log import EvaluationsFile, newest_of_sets
-from hybridrl.run_files.metric_reader import GrowingMetrics, series
-from hybridrl.run_files.run_reader import RunFolder, runs_in
+from hybridrl.run_files.evaluation_log import newest_of_sets
+from hybridrl.run_files.metric_reader import series
+from hybridrl.run_files.run_reader import RunReader, runs_in
 
 MOST_RUNS = 300
 """The newest; a folder with more is better cleaned up."""
@@ -37,14 +37,14 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._growing: dict[Path, GrowingMetrics] = {}
+        self._readers: dict[Path, RunReader] = {}
         self._lines: dict[Path, tuple[Any, dict[str, Any]]] = {}
         self.part = Part(self._table, self._stamp)
 
-    def named(self, name: str) -> RunFolder | None:
+    def named(self, name: str) -> RunReader | None:
         """The run of this name; None: there is none."""
         found = next((one for one in runs_in(self.folder) if one.name == name), None)
-        return None if found is None else RunFolder(found)
+        return None if found is None else RunReader(found)
 
     def _stamp(self) -> list[Any]:
         return [(one.name, *stamps([one], _FILES)) for one in runs_in(self.folder)[:MOST_RUNS]]
@@ -63,13 +63,16 @@ class Runs:
         stamp = list(stamps([path], _FILES))
         known = self._lines.get(path)
         if known is None or known[0] != stamp:
-            growing = self._growing.setdefault(path, GrowingMetrics(path / "metrics.jsonl"))
-            known = self._lines[path] = stamp, _line(RunFolder(path), growing.rows())
+            known = self._lines[path] = (
+                stamp,
+                _line(self._readers.setdefault(path, RunReader(path))),
+            )
         return known[1]
 
 
-def _line(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    trainer = run.settings().get("trainer")
+def _line(run: RunReader) -> dict[str, Any]:
+    rows, settings = run.rows(), run.settings()
+    trainer = settings.get("trainer")
     trainer = trainer if isinstance(trainer, dict) else {}
     trained = [row["step"] for row in rows if "time/step" in row]
     _, rewards = thin(*series(rows, FIGURES["reward"]), SPARK_POINTS)
@@ -78,9 +81,9 @@ def _line(run: RunFolder, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "status": run.status(),
         "step": trained[-1] if trained else 0,
         "steps": trainer.get("steps"),
-        "algorithm": algorithm_of(run.settings()),
+        "algorithm": algorithm_of(settings),
         "rewards": rewards,
-        "evaluations": _values(newest_of_sets(EvaluationsFile(run.path).read())),
+        "evaluations": _values(newest_of_sets(run.evaluations())),
         **{column: newest(rows, metric) for column, metric in FIGURES.items()},
     }
 

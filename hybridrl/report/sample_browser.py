@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.report.token_texts import texts, tokenizer_of
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_paths import SAMPLES, TOKENS
+from hybridrl.run_files.run_reader import RunReader, read_table
 
 if TYPE_CHECKING:
     from pyarrow import Table
@@ -42,9 +43,9 @@ class Source(NamedTuple):
         return f"{self.set}, step {self.step}" if self.set else f"step {self.step}"
 
 
-def samples(run: RunFolder, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+def samples(run: RunReader, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """What the samples browser shows: `sources`, `samples`, and a `note` of what was left out."""
-    everything = sources_of(run.path)
+    everything = sources_of(run)
     chosen = _chosen(everything)
     tokenizer = tokenizer_of(run.path, run.settings()) if chosen else None
     shown, sources, unread = [], [], []
@@ -70,10 +71,10 @@ def samples(run: RunFolder, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     }
 
 
-def sources_of(run: Path) -> list[Source]:
+def sources_of(run: RunReader) -> list[Source]:
     """All files of samples that a run has, in the order of their steps."""
     found = []
-    for file in (run / "samples").glob("*.parquet"):
+    for file in run.files(SAMPLES, "*.parquet"):
         if named := _FILE.fullmatch(file.name):
             found.append(Source(file, int(named["step"]), named["set"] or ""))
     return sorted(found, key=lambda one: (one.step, one.set))
@@ -98,9 +99,7 @@ def _rows(
     Of the first group, if it has none, as many samples as fit without their tokens, and one at
     least.
     """
-    from pyarrow import parquet
-
-    table = parquet.read_table(source.file)
+    table = read_table(source.file)
     tokens = _token_table(source)
     found: list[tuple[int, dict[str, Any]]] = []
     left = room
@@ -132,10 +131,8 @@ def _size(sample: dict[str, Any]) -> int:
 
 def _token_table(source: Source) -> Table | None:
     """What is known of the tokens of the first samples; see `run.sample_recorder`."""
-    from pyarrow import parquet
-
-    file = source.file.parent.parent / "tokens" / source.file.name
-    return parquet.read_table(file) if not source.set and file.is_file() else None
+    file = source.file.parent.parent / TOKENS / source.file.name
+    return read_table(file) if not source.set and file.is_file() else None
 
 
 def _groups(table: Table) -> Iterator[tuple[int, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from hybridrl.config.load import load_config, to_plain
+from hybridrl.config.load import compose_config, to_plain
 from hybridrl.config.presets import leaves
 
 MOST_SHOWN = 300
@@ -56,7 +56,7 @@ def differences(
 @cache
 def defaults() -> Mapping[str, Any]:
     """All settings of a job of which nothing is said, by their dotted names."""
-    return dict(leaves(to_plain(load_config([]))))
+    return dict(leaves(to_plain(compose_config()[0])))
 
 
 def _names(runs: Iterable[Mapping[str, Any]]) -> list[str]:

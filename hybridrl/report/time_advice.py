@@ -129,10 +129,10 @@ TIME = slow_reward, generation, small_microbatches, evaluations, checkpoints
 
 def change_of(seen: Evidence, question: Question) -> float | None:
     """-0.3: a step would take 30% less; None where the run cannot be replayed."""
-    if seen.run is None:
+    if seen.replayed is None:
         return None
     try:
-        return predict(seen.run, question).change
+        return predict(seen.replayed, question).change
     except HybridRLError:
         return None
 

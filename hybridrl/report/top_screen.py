@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -18,6 +17,8 @@ from hybridrl.report.device_spans import IDLE, DeviceSpan, in_words
 from hybridrl.report.run_advice import advise_of
 from hybridrl.report.run_evidence import Evidence
 from hybridrl.report.run_summary import learned
+from hybridrl.run_files.run_paths import SAMPLES
+from hybridrl.run_files.run_reader import RunReader, read_table
 from hybridrl.run_files.run_status import RUNNING, state_of
 from hybridrl.run_files.summary import accuracy_name
 from hybridrl.system.formatting import readable_seconds
@@ -28,14 +29,14 @@ STEPS_LOOKED_AT = 5
 """So many of the newest steps say what devices do."""
 
 
-def screen(folder: Path, width: int, now: float | None = None) -> RenderableType:
+def screen(run: RunReader, width: int, now: float | None = None) -> RenderableType:
     """What a run shows at a moment.
 
     Args:
         width: Cells.
         now: Seconds since the epoch; None: the time of the clock.
     """
-    seen = Evidence(folder, STEPS_LOOKED_AT)
+    seen = Evidence(run, STEPS_LOOKED_AT)
     parts: list[RenderableType] = [_title(seen, width)]
     if not seen.rows:
         parts.append(Text(learned(seen)[0], "dim"))
@@ -43,7 +44,7 @@ def screen(folder: Path, width: int, now: float | None = None) -> RenderableType
     parts += value_lines(_readings(seen), width)
     if seen.spans:
         parts += [Text(), _devices(seen, time.time() if now is None else now)]
-    if sample := _sample(folder):
+    if sample := _sample(run):
         parts += [Text(), Text.assemble(("last sample  ", "dim"), one_line(sample, width - 13))]
     parts.append(Text())
     if advice := advise_of(seen):
@@ -55,9 +56,9 @@ def screen(folder: Path, width: int, now: float | None = None) -> RenderableType
 
 
 def _title(seen: Evidence, width: int) -> Text:
-    state, why = state_of(seen.folder)
+    state, why = state_of(seen.run.path)
     total = 0 if seen.config is None else seen.config.trainer.steps
-    words = f"{seen.folder}   step {seen.steps}/{total}   {state or 'no state'}"
+    words = f"{seen.run.path}   step {seen.steps}/{total}   {state or 'no state'}"
     if why:
         words += f": {why}"
     if "staleness/mean" in (seen.rows[-1] if seen.rows else {}):
@@ -79,7 +80,7 @@ def _readings(seen: Evidence) -> Readings:
 def _devices(seen: Evidence, now: float) -> Table:
     """A row for each device: its roles, what it is at, its idle share and why."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    running = state_of(seen.folder)[0] == RUNNING
+    running = state_of(seen.run.path)[0] == RUNNING
     in_hand = "in hand, by the last step" if running else "at the end"
     for column in ("device", "roles", in_hand, "busy", "idle", "idle most of all"):
         table.add_column(column, header_style="dim")
@@ -117,16 +118,14 @@ def _named(span: DeviceSpan) -> str:
     return in_words(span.cause) if span.phase == IDLE else f"{span.role}.{span.phase}"
 
 
-def _sample(folder: Path) -> str:
+def _sample(run: RunReader) -> str:
     """The last one that was kept: prompt, response and score."""
-    from pyarrow import ArrowException, parquet
-
-    files = sorted((folder / "samples").glob("step-*.parquet"))
+    files = run.files(SAMPLES, "step-*.parquet")
     if not files:
         return ""
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(files[-1]).slice(0, 1).to_pylist()
-    except (OSError, ArrowException):
+        rows: list[dict[str, Any]] = read_table(files[-1]).slice(0, 1).to_pylist()
+    except (OSError, ValueError):
         return ""
     if not rows:
         return ""

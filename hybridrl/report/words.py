@@ -10,22 +10,22 @@ from hybridrl.report.run_advice import advise_of
 from hybridrl.report.run_evidence import Evidence
 from hybridrl.report.run_summary import learned
 from hybridrl.run_files.evaluation_log import newest_of_sets
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import RunReader
 
 BETTER_BY = {"accuracy": 1, "pair_accuracy": 1, "loss": -1}
 """Metrics that say which of two models is better, and the sign of a gain."""
 TWO_SIDED_95 = 1.96
 
 
-def words(run: RunFolder, against: Sequence[RunFolder] = ()) -> dict[str, Any]:
+def words(run: RunReader, against: Sequence[RunReader] = ()) -> dict[str, Any]:
     """`learned`, sentences, with those on runs beside it; and `advice`, what matters most first;
     None: no step says anything."""
-    seen = Evidence(run.path)
+    seen = Evidence(run)
     found = [one._asdict() for one in advise_of(seen)] if seen.rows else None
     return {"learned": [*learned(seen), *compared(run, against)], "advice": found}
 
 
-def compared(run: RunFolder, against: Sequence[RunFolder]) -> list[str]:
+def compared(run: RunReader, against: Sequence[RunReader]) -> list[str]:
     """Which of two runs is better by the newest evaluations that both have, and whether chance
     explains the difference: each run's own interval counts, as if the prompts were not the same."""
     mine, sentences = newest_of_sets(run.evaluations()), []
@@ -43,7 +43,7 @@ def compared(run: RunFolder, against: Sequence[RunFolder]) -> list[str]:
 
 
 def _better(
-    one: tuple[RunFolder, Any], two: tuple[RunFolder, Any], name: str, metric: str, sign: int
+    one: tuple[RunReader, Any], two: tuple[RunReader, Any], name: str, metric: str, sign: int
 ) -> str:
     """Such as: held_out/accuracy: a 0.72 (step 40), b 0.61 (step 60): a is better by 0.11, which
     chance does not explain (95%: 0.02 to 0.20). Empty where one of them has no such metric."""

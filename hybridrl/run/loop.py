@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checkpoint.pruning import check_figure, metric_of
-from hybridrl.checkpoint.resumed import Resumed
+from hybridrl.checkpoint.resume import Resumed
 from hybridrl.checkpoint.saver import Checkpoints
 from hybridrl.config.eval_sets import HELD_OUT
 from hybridrl.console.run_view import StepView

@@ -8,16 +8,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_paths import EVALUATIONS as NAME
 from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.bounded_files import load_json
 from hybridrl.system.storage import replacing
 
-NAME = "evaluations.json"
 FORMAT = 1
 
 
@@ -35,10 +35,9 @@ class EvaluationsFile:
         """All evaluations, in the order of their steps; none if there is no file, or if it is none
         of ours."""
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
+            return _entries(load_json(self.path))
         except (OSError, ValueError):
             return []
-        return _entries(found)
 
     def add(self, evaluation: Mapping[str, Any]) -> None:
         """Adds one, in place of what there is of the same sets at its step. A reader sees the file
@@ -85,7 +84,7 @@ def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any
             f"evaluated something, or its {NAME}."
         )
     try:
-        entries = _entries(json.loads(file.read_text(encoding="utf-8")))
+        entries = _entries(load_json(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}={path}: {file} cannot be read: {error}.") from error
     if not entries:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from hybridrl.system.bounded_files import lines_from, open_regular, parse_json, start_near_end
+
+MOST_BYTES = 256 << 20
+"""Of a longer file the newest lines are read."""
+MOST_LINE_BYTES = 1 << 20
 _REMEMBERED = 64
 """Bytes by which it is known again what was read before."""
 
@@ -16,6 +20,9 @@ class GrowingMetrics:
 
     Args:
         file: `metrics.jsonl`; it need not be there yet.
+
+    Attributes:
+        fault: Why the file could not be read; else empty.
     """
 
     def __init__(self, file: Path) -> None:
@@ -24,33 +31,39 @@ class GrowingMetrics:
 
     def rows(self) -> list[dict[str, Any]]:
         """As `read_metrics`."""
+        self.fault = ""
         try:
-            with self._file.open("rb") as lines:
+            with open_regular(self._file) as lines:
                 lines.seek(max(0, self._read - len(self._end)))
-                if lines.read(len(self._end)) != self._end:  # a resumed run cut it and went on
-                    self._forget()
-                    lines.seek(0)
-                for line in lines:
+                if not self._read or lines.read(len(self._end)) != self._end:
+                    self._forget()  # a resumed run cut it and went on
+                    self._read = start_near_end(lines, MOST_BYTES)
+                for line in lines_from(lines, MOST_LINE_BYTES):
                     self._merge(line)
                     if not line.endswith(b"\n"):  # to be read again when it is whole
                         break
-                    self._read += len(line)
+                    self._read = lines.tell()
                     self._end = (self._end + line)[-_REMEMBERED:]
-        except (FileNotFoundError, IsADirectoryError):
+        except FileNotFoundError:
             self._forget()
+        except OSError as error:
+            self._forget()
+            self.fault = str(error)
         return [self._rows[step] for step in sorted(self._rows)]
 
     def _forget(self) -> None:
         self._rows: dict[int, dict[str, Any]] = {}
-        self._read, self._end = 0, b""
+        self._read, self._end, self._newest = 0, b"", -1
 
     def _merge(self, line: bytes) -> None:
-        row = _parsed(line.decode(errors="replace"))
+        row = _parsed(line)
         if row is None:
             return
         step = row["step"]
-        if "reward/mean" in row and self._rows and step <= max(self._rows):
+        if "reward/mean" in row and step <= self._newest:
             self._rows = {earlier: kept for earlier, kept in self._rows.items() if earlier <= step}
+            self._newest = step
+        self._newest = max(self._newest, step)
         self._rows.setdefault(step, {}).update(row)
 
 
@@ -67,12 +80,12 @@ def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
 def length_up_to(metrics_file: Path, step: int) -> int:
     """Bytes of the file before the first line that is of a later step, or that is no whole line."""
     length = 0
-    with metrics_file.open("rb") as lines:
-        for line in lines:
-            row = _parsed(line.decode(errors="replace"))
+    with open_regular(metrics_file) as lines:
+        for line in lines_from(lines):
+            row = _parsed(line)
             if row is None or row["step"] > step or not line.endswith(b"\n"):
                 break
-            length += len(line)
+            length = lines.tell()
     return length
 
 
@@ -82,9 +95,9 @@ def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _parsed(line: str) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line.decode(errors="replace"))
     except ValueError:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):

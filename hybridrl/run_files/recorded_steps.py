@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 from hybridrl.batch.call_record import Record, Span
 from hybridrl.errors import DataError
 from hybridrl.run_files.metric_reader import length_up_to
+from hybridrl.run_files.run_paths import STEPS
+from hybridrl.system.bounded_files import MOST_LINE_BYTES, parse_json, read_end
 from hybridrl.system.storage import explain_write_errors, replacing
 
 KEPT_BYTES = 64 << 20
@@ -50,7 +52,7 @@ class RecordedSteps:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.file = folder / "steps.jsonl"
+        self.file = folder / STEPS
 
     def write(self, recorded: RecordedStep) -> None:
         """Adds a step.
@@ -94,18 +96,22 @@ def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedSt
     Raises:
         DataError: if there is nothing.
     """
-    file = folder / "steps.jsonl"
-    if not file.is_file():
+    file = folder / STEPS
+    try:
+        text = _newest_text(file, newest_bytes)
+    except FileNotFoundError:
         raise DataError(
-            f"{folder} has no steps.jsonl, in which a run records what its ranks did in each step. "
+            f"{folder} has no {STEPS}, in which a run records what its ranks did in each step. "
             "Name the folder of a run, such as runs/latest."
-        )
+        ) from None
+    except OSError as error:
+        raise DataError(f"{file} could not be read: {error}.") from error
     found: list[RecordedStep] = []
     last = -1
-    for number, line in enumerate(_newest_text(file, newest_bytes).splitlines(keepends=True), 1):
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            recorded = _from_data(json.loads(line))
-        except (ValueError, KeyError, TypeError) as error:
+            recorded = _from_data(parse_json(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if found and not line.endswith("\n"):
                 break
             raise DataError(f"{file}, line {number}: {error} is no recorded step.") from error
@@ -120,16 +126,9 @@ def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedSt
 
 
 def _newest_text(file: Path, most: int | None) -> str:
-    """Whole lines of the end of the file, at most so many bytes, but one line at least."""
-    with file.open("rb") as opened:
-        size = opened.seek(0, os.SEEK_END)
-        first = 0 if most is None else max(0, size - most)
-        opened.seek(first)
-        if first:
-            opened.readline()  # the rest of a line
-        if opened.tell() == size:  # that was the whole of it
-            opened.seek(0)
-        return opened.read().decode(errors="replace")
+    """Return whole lines of the end of the file, at most so many bytes, but one line at least."""
+    text = read_end(file, most or 2 * KEPT_BYTES) or read_end(file, MOST_LINE_BYTES)
+    return text.decode(errors="replace")
 
 
 def _as_data(recorded: RecordedStep) -> dict[str, Any]:

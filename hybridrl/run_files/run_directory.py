@@ -36,12 +36,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.resume import LATEST
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.evaluation_log import EvaluationsFile
 from hybridrl.run_files.metric_reader import length_up_to
 from hybridrl.run_files.recorded_steps import RecordedSteps
 from hybridrl.run_files.run_lock import LOCK
+from hybridrl.run_files.run_paths import LATEST
 from hybridrl.run_files.strict_json import to_json
 from hybridrl.system.storage import (
     DISK_FULL,

@@ -22,9 +22,10 @@ from typing import Any
 import psutil
 
 from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_paths import LOCK
+from hybridrl.system.bounded_files import open_regular, parse_json
 from hybridrl.system.storage import explain_write_errors
 
-LOCK = "lock.json"
 BEAT_SECONDS = 10.0
 """How often a job touches its lock."""
 SILENT_SECONDS = 60.0
@@ -112,13 +113,10 @@ def this_process() -> dict[str, Any]:
 def read_holder(file: Path) -> dict[str, Any] | None:
     """Which process has noted itself in a lock; None if none has."""
     try:
-        opened = os.open(file, os.O_RDONLY)
+        with open_regular(file) as opened:
+            return _read(opened.fileno())
     except OSError:
         return None
-    try:
-        return _read(opened)
-    finally:
-        os.close(opened)
 
 
 def _machine() -> str:
@@ -179,7 +177,7 @@ def _is_at(file: int, path: Path) -> bool:
 def _read(file: int) -> dict[str, Any] | None:
     """What is noted; None if nothing is, or nothing that was written to its end."""
     try:
-        found = json.loads(os.pread(file, 1 << 16, 0))
+        found = parse_json(os.pread(file, 1 << 16, 0))
         return found if {"host", "machine", "pid", "started", "since"} <= found.keys() else None
     except (ValueError, AttributeError):
         return None

@@ -1,148 +1,154 @@
-"""The folder of a run as a report reads it: whatever is there, and nothing else is wanted."""
+"""The folder of a run as everybody reads it: whatever is there, and nothing else is wanted.
+
+A folder may come from a stranger. Only what is in it is read, no links, pipes or devices, and files
+only up to a size (`hybridrl.system.bounded_files`). What cannot be read counts as missing, and
+`RunReader.faults` says why.
+"""
 
 from __future__ import annotations
 
-import json
 import re
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from hybridrl.checkpoint.store import BEST, StepFolders
 from hybridrl.errors import ConfigError
+from hybridrl.run_files import run_paths as names
 from hybridrl.run_files.evaluation_log import EvaluationsFile
-from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.metric_reader import GrowingMetrics
+from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+from hybridrl.run_files.run_status import load_status
+from hybridrl.system.bounded_files import (
+    load_object,
+    load_yaml,
+    open_regular,
+    parse_json,
+    read_end,
+    read_text,
+)
 
-MARKS = ("config.yaml", "metrics.jsonl")
+if TYPE_CHECKING:
+    from pyarrow import Table
+
+MARKS = (names.SETTINGS, names.METRICS)
 """A folder with one of these is a run's."""
 LOG_BYTES = 1 << 20
 """So much of the end of each log is looked at."""
+MOST_LOGS = 256
+"""Logs that are looked at, those that were written to last."""
+MOST_TABLE_BYTES = 4 << 30
+"""Largest table of samples, in memory."""
 MOST_WARNINGS = 40
 MOST_NAMED = 3
 _WARNING = re.compile(r"\b(warning|error|exception|traceback)\b", re.I)
 _CHANGING = re.compile(r"\d+")
 
 
-class RunFolder:
+class RunReader:
     """One run.
 
     Args:
         path: Its folder; `runs/latest` will do.
-
-    Raises:
-        ConfigError: if that is none.
     """
 
     def __init__(self, path: Path) -> None:
-        if not is_run(path):
-            raise ConfigError(not_a_run(path))
         self.path = path.resolve()
+        self._metrics = GrowingMetrics(self.path / names.METRICS)
+        self._reading = threading.Lock()
 
     @property
     def name(self) -> str:
         """The folder's own."""
         return self.path.name
 
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step; see `read_metrics`. Reads only what is new."""
+        with self._reading:
+            return self._metrics.rows()
+
+    def steps(self) -> list[RecordedStep]:
+        """Return the newest steps that the run has recorded; see `read_steps`."""
+        return read_steps(self.path, NEWEST_BYTES)
 
     def settings(self) -> dict[str, Any]:
-        """Of `config.yaml`, nested; empty if it is not there or cannot be read."""
+        """Return what `config.yaml` holds, nested; empty if it cannot be read."""
         try:
-            found = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, UnicodeError, yaml.YAMLError):
+            found = load_yaml(self.path / names.SETTINGS)
+        except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
     def settings_text(self) -> str:
-        """`config.yaml` as it stands."""
+        """Return `config.yaml` as it stands."""
         try:
-            return (self.path / "config.yaml").read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            return read_text(self.path / names.SETTINGS)
+        except (OSError, ValueError):
             return ""
 
     def summary(self) -> Mapping[str, Any]:
-        """Of `summary.json`, which a run writes at its end."""
-        return _object(self.path / "summary.json")
+        """Return `summary.json`, which a run writes at its end."""
+        return self._object(names.SUMMARY)
 
     def status(self) -> dict[str, Any]:
-        """`state`, `why`, `began` and `ended`; a state that is not known is empty."""
-        noted = _object(self.path / "status.json")
-        state, why = state_of(self.path)
-        return {
-            "state": state,
-            "why": why,
-            "began": noted.get("began"),
-            "ended": noted.get("ended"),
-        }
+        """See `load_status`."""
+        return load_status(self.path)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """See `run_files.evaluation_log`."""
+        """See `evaluation_log`."""
         return EvaluationsFile(self.path).read()
 
     def data_report(self) -> Mapping[str, Any]:
-        """Of `data-report.json`: the first row, and what the data repeats."""
-        return _object(self.path / "data-report.json")
+        """Return `data-report.json`: the first row, and what the data repeats."""
+        return self._object(names.DATA_REPORT)
+
+    def devices(self) -> set[int]:
+        """Return the devices that roles live on, as far as `placement.json` can be read."""
+        try:
+            roles = self._object(names.PLACEMENT)["roles"].values()
+            return {int(device) for role in roles for device in role["devices"]}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return set()
 
     def recoveries(self) -> list[dict[str, Any]]:
-        """A row each time that workers were lost and the run went on."""
-        return list(_lines(self.path / "recoveries.jsonl"))
+        """Return a row for each time that workers were lost and the run went on."""
+        try:
+            text = read_text(self.path / names.RECOVERIES)
+        except (OSError, ValueError):
+            return []
+        return list(_objects(text))
 
     def bad_steps(self) -> list[dict[str, Any]]:
-        """Steps whose numbers were not finite, and what was found in them."""
+        """Return the steps whose numbers were not finite, and what was found in them."""
         return [
-            {"step": _step_in(file.name), **_object(file)}
-            for file in sorted((self.path / "bad-steps").glob("step-*.json"))
+            {"step": _step_in(file.name), **self._object(file)}
+            for file in self.files(names.BAD_STEPS, "step-*.json")
         ]
 
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """Whole steps in the run's own folder: `step`, `bytes`, `time`, `figures`, `best`."""
-        folders = StepFolders(self.path / "checkpoints")
-        best = _object(self.path / "checkpoints" / BEST).get("step")
-        found = []
-        for step in folders.steps():
-            try:
-                one = folders.completed(step)
-                size = one.bytes
-            except (OSError, ValueError, KeyError, TypeError):
-                found.append({"step": step, "damaged": True})
-                continue
-            found.append(
-                {
-                    "step": step,
-                    "bytes": size,
-                    "time": one.time,
-                    "figures": one.figures,
-                    "best": step == best,
-                }
-            )
-        return found
-
     def failed_episodes(self) -> list[dict[str, Any]]:
-        """Episodes kept in `failed/`, those of one kind that ended in the same line together:
-        `files`, `line`, `times`, as `warnings` has them."""
+        """Return the episodes kept in `failed/`, those of one kind that ended in the same line
+        together: `files`, `line`, `times`, as `warnings` has them."""
         files: dict[str, list[str]] = {}
-        for file in sorted((self.path / "failed").glob("*.json")):
-            found = _object(file)
+        for file in self.files(names.FAILED, "*.json"):
+            found = self._object(file)
             last = str(found.get("failure")).rstrip().rpartition("\n")[2]
             line = f"episode failed ({found.get('kind')}): {last[:400]}"
             files.setdefault(line, []).append(f"failed/{file.name}")
         return [
-            {"files": names[:MOST_NAMED], "line": line, "times": len(names)}
-            for line, names in sorted(files.items(), key=lambda one: -len(one[1]))
+            {"files": alike[:MOST_NAMED], "line": line, "times": len(alike)}
+            for line, alike in sorted(files.items(), key=lambda one: -len(one[1]))
         ]
 
     def warnings(self) -> list[dict[str, Any]]:
-        """Lines of the ranks' logs that tell of something wrong, those alike but for their numbers
-        together: `files`, `line` (the newest), `times`; the most frequent first."""
+        """Return lines of the ranks' logs that tell of something wrong, those alike but for their
+        numbers together: `files`, `line` (the newest), `times`; the most frequent first, after the
+        files of the run that could not be read."""
         times: Counter[str] = Counter()
         files: dict[str, list[str]] = {}
         newest: dict[str, str] = {}
-        for file in sorted((self.path / "logs").glob("*.log")):
+        logs = sorted(self.files(names.LOGS, "*.log"), key=lambda one: one.lstat().st_mtime)
+        for file in sorted(logs[-MOST_LOGS:]):
             for line in _end_of(file).splitlines():
                 if _WARNING.search(line):
                     key = _CHANGING.sub("0", line)[:200]
@@ -150,10 +156,73 @@ class RunFolder:
                     newest[key] = line.strip()[:400]
                     if file.name not in files.setdefault(key, []):
                         files[key].append(file.name)
-        return [
+        faults = [{"files": [n], "line": why, "times": 1} for n, why in self.faults().items()]
+        return faults + [
             {"files": files[key], "line": newest[key], "times": count}
             for key, count in times.most_common(MOST_WARNINGS)
         ]
+
+    def faults(self) -> dict[str, str]:
+        """Return why files of the run cannot be read, by their names."""
+        found = {}
+        for name in names.FILES:
+            file = self.path / name
+            try:
+                if name.endswith(".yaml"):
+                    load_yaml(file)
+                elif name.endswith(".json"):
+                    load_object(file)
+                else:
+                    open_regular(file).close()
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError) as error:
+                found[name] = f"{name} could not be read: {error}"
+        return found
+
+    def files(self, folder: str, pattern: str) -> list[Path]:
+        """Return the files of a folder of the run, by their names; none of a folder elsewhere."""
+        place = self.path / folder
+        return [] if place.is_symlink() else sorted(place.glob(pattern))
+
+    def _object(self, file: str | Path) -> dict[str, Any]:
+        try:
+            return load_object(self.path / file)
+        except (OSError, ValueError):
+            return {}
+
+
+def read_table(file: Path) -> Table:
+    """Return a table of samples.
+
+    Raises:
+        OSError, ValueError: if it cannot be read, is no regular file, or too large.
+    """
+    from pyarrow import ArrowException, parquet  # 0.3 s
+
+    try:
+        with open_regular(file) as opened:
+            table = parquet.ParquetFile(opened)
+            groups = range(table.metadata.num_row_groups)
+            if (
+                sum(table.metadata.row_group(one).total_byte_size for one in groups)
+                > MOST_TABLE_BYTES
+            ):
+                raise OSError(f"{file} is larger than what is read")
+            return table.read()
+    except ArrowException as error:
+        raise ValueError(f"{file} is no whole table: {error}") from error
+
+
+def open_run(path: Path) -> RunReader:
+    """Return the run in a folder.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if not is_run(path):
+        raise ConfigError(not_a_run(path))
+    return RunReader(path)
 
 
 def is_run(path: Path) -> bool:
@@ -200,23 +269,11 @@ def not_a_run(path: Path) -> str:
     return f"{path} is no run's folder: it has neither {MARKS[0]} nor {MARKS[1]}. {hint}"
 
 
-def _object(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Those that are whole."""
-    try:
-        text = file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The lines that are whole."""
     for line in text.splitlines():
         try:
-            found = json.loads(line)
+            found = parse_json(line)
         except ValueError:
             continue
         if isinstance(found, dict):
@@ -225,9 +282,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 
 def _end_of(file: Path) -> str:
     try:
-        with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - LOG_BYTES))
-            return opened.read().decode(errors="replace")
+        return read_end(file, LOG_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

@@ -9,17 +9,18 @@ nobody's: `state_of` sees both.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from hybridrl.errors import HybridRLError
-from hybridrl.run_files.run_lock import LOCK, SILENT_SECONDS, is_dead, read_holder
+from hybridrl.run_files.run_lock import SILENT_SECONDS, is_dead, read_holder
+from hybridrl.run_files.run_paths import LOCK, STATUS
 from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.bounded_files import load_object
 from hybridrl.system.storage import replacing
 
-STATUS = "status.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = (
     *("running", "finished", "failed", "interrupted", "killed"),
 )
@@ -34,7 +35,8 @@ class RunState:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / STATUS
-        self._began = _began(self._file) or _now()  # a run that goes on began when it first did
+        # A run that goes on began when it first did.
+        self._began = load_status(folder)["began"] or _now()
         self._state = ""
 
     def begin(self) -> None:
@@ -82,33 +84,35 @@ def outcome_of(error: BaseException | None) -> tuple[str, str]:
 
 
 def state_of(folder: Path) -> tuple[str, str]:
-    """The state of a run and why: `running`, `finished`, `failed`, `interrupted`, `killed`; empty
-    where no job has noted one."""
+    """Return the state of a run and why; see `load_status`."""
+    found = load_status(folder)
+    return found["state"], found["why"]
+
+
+def load_status(folder: Path) -> dict[str, Any]:
+    """Return `state`, `why`, `began` and `ended` of a run. The state is `running`, `finished`,
+    `failed`, `interrupted` or `killed`; all are empty where no job has noted them."""
     try:
-        found = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-        state, why = str(found["state"]), str(found["why"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "", ""
-    if state != RUNNING:
-        return state, why
-    holder = read_holder(folder / LOCK)
+        found = load_object(folder / STATUS)
+        state, why = str(found.get("state", "")), str(found.get("why", ""))
+    except (OSError, ValueError):
+        return dict.fromkeys(("state", "why", "began", "ended"), "")
+    if state == RUNNING and (fault := _who_is_gone(folder / LOCK)):
+        state, why = KILLED, fault
+    return {"state": state, "why": why, "began": found.get("began"), "ended": found.get("ended")}
+
+
+def _who_is_gone(lock: Path) -> str:
+    """Say which job has ended without noting it; empty if it still has its lock."""
+    holder = read_holder(lock)
     if holder is None:
-        return KILLED, "The job ended without a word."
+        return "The job ended without a word."
     try:
-        silent = time.time() - (folder / LOCK).stat().st_mtime
+        silent = time.time() - lock.stat().st_mtime
     except OSError:
         silent = SILENT_SECONDS
-    if is_dead(holder, silent):
-        return KILLED, f"Process {holder['pid']} on {holder['host']} is gone."
-    return state, why
-
-
-def _began(file: Path) -> str:
-    """When the run of a status file began; empty if there is none."""
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["began"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+    is_gone = is_dead(holder, silent)
+    return f"Process {holder['pid']} on {holder['host']} is gone." if is_gone else ""
 
 
 def _now() -> str:

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config
 from hybridrl.errors import HybridRLError, Problems
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.preflight import load_inputs, preflight
 from hybridrl.trainers import load_roles
 

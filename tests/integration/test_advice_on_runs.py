@@ -3,8 +3,8 @@
 import pytest
 from settings import TINY
 
-from hybridrl.config.load import load_config
 from hybridrl.engine.hybrid_engine import HybridEngine
+from hybridrl.job.config_resolution import load_config
 from hybridrl.main import run as run_job
 from hybridrl.report.device_spans import device_spans
 from hybridrl.report.run_advice import WARNING, advise

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl.config.load import load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import ConfigError, TrainingError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
 from hybridrl.trainers import grpo

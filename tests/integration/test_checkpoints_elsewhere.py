@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.store import StepFolders
-from hybridrl.config.load import load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError, StorageError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
 from hybridrl.system.locations import location_of, sizes_below

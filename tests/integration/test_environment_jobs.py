@@ -11,9 +11,9 @@ import torch
 from pyarrow import parquet
 from watching import finished, watched
 
-from hybridrl.config.load import load_config
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.errors import ConfigError, RewardError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.run.step_metrics import step_metrics

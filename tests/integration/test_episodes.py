@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl import Turn
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.datasets import load_prompts
 from hybridrl.data.tasks import calculator
 from hybridrl.errors import ConfigError, RolloutError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.rollout.engine_requests import Finished, Sampling, responses
 from hybridrl.rollout.episode_class import load_episode
 from hybridrl.rollout.episode_generator import EpisodeGenerator

@@ -9,7 +9,7 @@ import pytest
 from settings import SHORT
 
 from hybridrl import main
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 
 INLINE = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),

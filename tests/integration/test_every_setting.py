@@ -18,9 +18,9 @@ from flips import another_value
 from hybridrl import main
 from hybridrl.cli import main as command_line
 from hybridrl.config.effective_settings import idle
-from hybridrl.config.load import load_config
 from hybridrl.config.setting_names import leaves
 from hybridrl.errors import HybridRLError
+from hybridrl.job.config_resolution import load_config
 
 pytestmark = pytest.mark.long
 

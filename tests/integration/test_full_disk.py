@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.store import StepFolders
-from hybridrl.config.load import load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import StorageError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
 

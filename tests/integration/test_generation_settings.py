@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow.parquet as pq
 
 from hybridrl import main
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 
 JOB = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),

@@ -16,18 +16,18 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hybridrl.config.load import load_config
 from hybridrl.config.presets import names
 from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.report.prometheus_metrics import exposition
 from hybridrl.report.report_content import Content
 from hybridrl.run import loop
 from hybridrl.run_files.metric_reader import read_metrics
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -232,7 +232,7 @@ def test_trackers_and_pages_have_the_figures_of_the_file(run):
     gauges = re.findall(r"# HELP (\S+) (.+)\n# TYPE .*\n\S+ (.+)\n", page)
     of_page = {name: float(value) for _, name, value in gauges}
     assert {name: of_page.get(name) for name in newest} == newest
-    series = Content(RunFolder(run.folder)).curves()["runs"][0]["series"]
+    series = Content(open_run(run.folder)).curves()["runs"][0]["series"]
     for name, value in newest.items():
         assert series[name]["y"][-1] == pytest.approx(value, rel=1e-4), name
 
@@ -259,7 +259,7 @@ def test_evaluations_are_those_of_the_file_and_of_their_samples(run):
         if name.startswith(("accuracy", "eval/"))
     }
     assert in_file == in_evaluations and in_file
-    newest = Content(RunFolder(run.folder)).state()["evaluations"]
+    newest = Content(open_run(run.folder)).state()["evaluations"]
     assert {name: one["metrics"] for name, one in newest.items()} == {
         name: one["metrics"] for name, one in run.evaluations[-1]["sets"].items()
     }
@@ -352,7 +352,7 @@ def test_the_summary_has_the_first_and_the_last_figures(run):
     assert run.summary["steps"] == len(trained)
     generated = [v for row in trained for n, v in row.items() if n.endswith("response/tokens")]
     assert run.summary["tokens_generated"] == sum(generated)
-    assert Content(RunFolder(run.folder)).head()["tokens"] == run.summary["tokens_generated"]
+    assert Content(open_run(run.folder)).head()["tokens"] == run.summary["tokens_generated"]
     ends = [name.removesuffix("_last") for name in run.summary if name.endswith("_last")]
     assert ends
     for name in ends:
@@ -379,7 +379,7 @@ def test_the_console_has_the_figures_of_the_file(run):
 def test_samples_that_are_shown_are_those_that_are_kept(run):
     if not run.samples_prompts:
         return
-    sources = Content(RunFolder(run.folder)).parts["samples"]()
+    sources = Content(open_run(run.folder)).parts["samples"]()
     labels = [source["label"] for source in sources["sources"]]
     for (step, _), found in zip(run.steps.items(), run.shown, strict=True):
         table = run.table(step)

@@ -11,11 +11,11 @@ import torch
 from hybridrl import main
 from hybridrl.algorithms import DirectPreference
 from hybridrl.batch.batch import Batch
-from hybridrl.config.load import load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.run import loop

@@ -19,9 +19,9 @@ import pytest
 from pages import PAGES, PROGRAMS, ROOT, blocks
 
 from hybridrl import cli, main
-from hybridrl.config.load import load_config
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
+from hybridrl.job.config_resolution import load_config
 from hybridrl.models import make_tiny_model
 
 MAIN = ["python", "-m", "hybridrl.main"]

@@ -8,9 +8,9 @@ from engine_cases import CPU, DEALS, LEARNING, deal, make_batch, make_engine, pa
 from ranks import run_ranks
 
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.layout.rank_mesh import Mesh
 from hybridrl.parallel.parallel_mesh import ParallelMesh

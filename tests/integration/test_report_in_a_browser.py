@@ -12,7 +12,7 @@ from run_folders import HOSTILE, metrics_row, run_folder
 from hybridrl.report.html_page import page as page_of
 from hybridrl.report.report_content import Content
 from hybridrl.report.report_server import Server, Site
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed here")
 # Its last part is there, and the browser has told the charts how wide they are, which draws them.
@@ -20,7 +20,7 @@ DRAWN = "document.querySelector('#state h3') && document.querySelector('.chart s
 
 
 def written(folder, out):
-    run = RunFolder(folder)
+    run = open_run(folder)
     out.write_text(page_of(run.name, Content(run).data()))
     return out.as_uri()
 

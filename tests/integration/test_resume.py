@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.store import StepFolders
-from hybridrl.config.load import load_config, read_settings
+from hybridrl.config.load import read_settings
 from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError, DataError, StorageError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.job.job_inputs import with_date
 from hybridrl.models import make_tiny_model

@@ -10,9 +10,9 @@ from test_resume_ray import SLOW_REWARD
 
 from hybridrl.checkpoint.store import StepFolders
 from hybridrl.cli import main
-from hybridrl.config.load import load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import StorageError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
 from hybridrl.system.locations import location_of, sizes_below

@@ -12,7 +12,6 @@ import torch
 
 from hybridrl import trainers
 from hybridrl.batch.batch import Batch
-from hybridrl.config.load import load_config
 from hybridrl.config.schema import Config
 from hybridrl.controller import (
     DP,
@@ -26,6 +25,7 @@ from hybridrl.controller import (
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.evaluation.held_out_metrics import evaluate_answers
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
 from hybridrl.rollout import Sampling

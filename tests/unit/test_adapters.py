@@ -19,10 +19,10 @@ from transformers import (
 
 from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
 from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.config.load import load_config
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.models import (
     CausalPolicy,
     PackedSamples,

@@ -15,7 +15,7 @@ from hybridrl.planner.machine.device_catalog import present
 from hybridrl.report.run_advice import TIP, WARNING, advise, what_was_learned
 from hybridrl.report.words import words
 from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 from hybridrl.system.cluster_spec import Cluster
 
 BEGIN = 1_700_000_000.0
@@ -335,7 +335,7 @@ def test_a_folder_with_little_in_it_says_so(tmp_path):
 def test_a_run_that_ended_without_a_step_says_how(tmp_path, capsys, state, why, said):
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "status.json").write_text(json.dumps({"state": state, "why": why}))
-    assert words(RunFolder(tmp_path)) == {"learned": [said], "advice": None}
+    assert words(open_run(tmp_path)) == {"learned": [said], "advice": None}
     with pytest.raises(SystemExit):
         cli.main(["top", str(tmp_path)])
     assert said in " ".join(capsys.readouterr().out.split())

@@ -28,7 +28,7 @@ from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.environments.episode_runner import Played
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.sample_generator import GenerationTask
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 from hybridrl.serving.agent_rollout import AgentGenerator, ServedModel, agent_generator
 from hybridrl.serving.failed_episodes import FailedEpisodes
 
@@ -190,7 +190,7 @@ def test_failed_episodes_are_kept_with_row_traceback_and_transcript(
         "of a resumed run"
     )
     (tmp_path / "config.yaml").write_text("")
-    found = RunFolder(tmp_path).failed_episodes()
+    found = open_run(tmp_path).failed_episodes()
     (line,) = [one for one in found if "(error)" in one["line"]]
     assert line["times"] == 2 and line["files"] == [f"failed/{name}" for name in names[:2]]
 

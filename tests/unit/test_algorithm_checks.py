@@ -7,10 +7,10 @@ from settings import configured
 
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config
 from hybridrl.config.presets import FOLDER
 from hybridrl.config.setting_names import leaves
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import correction_notice
 from hybridrl.trainers.objectives import policy_objective as objective

@@ -8,8 +8,8 @@ from transformers import LlamaConfig
 
 from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.cli import main
-from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.placement import Placement
 from hybridrl.planner.job_plan import make_plan
 from hybridrl.planner.machine.device_catalog import named

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from hybridrl.config.load import load_config
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.datasets import (
@@ -17,6 +16,7 @@ from hybridrl.data.datasets import (
 )
 from hybridrl.data.refused_rows import collected
 from hybridrl.errors import DataError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import load_rows
 
 GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1), "kind": n} for n in range(20)]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.pruning import KeepRule
+from hybridrl.checkpoint.store import StepFolders, list_checkpoints, steps_folder
 from hybridrl.checkpoint.tensors.file_plan import plan_files, share
 from hybridrl.checkpoint.tensors.rank_manifest import Written, list_of
 from hybridrl.checkpoint.tensors.remote_files import write_apart
@@ -21,6 +22,7 @@ from hybridrl.cli import main
 from hybridrl.layout.boxes import whole
 from hybridrl.layout.tensor_layout import Layout
 from hybridrl.layout.tensor_pieces import local_pieces
+from hybridrl.run_files.run_reader import open_run
 from hybridrl.system.locations import location_of, write_whole
 
 SETTINGS = "checkpoint: {every: 10, keep_last: 1, best: accuracy}\nactor: {parallel: {tp: 1}}\n"
@@ -218,3 +220,24 @@ def test_a_damaged_list_of_a_step_or_settings_that_are_none_are_a_sentence(
     if place != folders.path:
         (place / "config.yaml").write_text("- one")
         assert "holds no settings. Bring it back" in command(capsys, "list", place, code=2)
+
+
+def test_the_report_lists_checkpoints_wherever_they_are(tmp_path):
+    """As `hybridrl checkpoint list` does, by the settings of the run; a URL it only names."""
+    for folder in (None, tmp_path / "elsewhere"):
+        run = tmp_path / f"run-{folder is None}"
+        run.mkdir()
+        named = "null" if folder is None else str(folder)
+        (run / "config.yaml").write_text(f"checkpoint: {{folder: {named}, best: accuracy}}\n")
+        folders = StepFolders(steps_folder(run, None if folder is None else named))
+        for step in (1, 2):
+            (folders.begin(step) / "weights").write_bytes(b"x")
+            folders.complete(step, {"accuracy": 1 / step})
+        folders.prune(KeepRule(best="accuracy"))
+        found, where = list_checkpoints(open_run(run))
+        assert [(one["step"], one["best"]) for one in found] == [(1, True), (2, False)]
+        assert where == ("" if folder is None else named)
+    (folders.at(2) / "complete.json").write_text("[" * 10_000)
+    assert list_checkpoints(open_run(run))[0][1] == {"step": 2, "damaged": True}
+    (run / "config.yaml").write_text("checkpoint: {folder: 's3://bucket/run'}\n")
+    assert list_checkpoints(open_run(run)) == ([], "s3://bucket/run")

@@ -8,8 +8,8 @@ from scipy.optimize import minimize_scalar
 from hybridrl.checkpoint import save_schedule as when_to_save
 from hybridrl.checkpoint.save_schedule import WhenToSave, best_interval
 from hybridrl.config.changed import changed
-from hybridrl.config.load import load_config
 from hybridrl.config.schema import CheckpointConfig
+from hybridrl.job.config_resolution import load_config
 from hybridrl.planner import automatic_settings as chosen_settings
 from hybridrl.planner.automatic_settings import choose_settings
 from hybridrl.planner.job_plan import make_plan

@@ -1,7 +1,7 @@
 import pytest
 
-from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 
 PATTERN = r"<a>\d+\.it's \' and \\"
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hybridrl import __version__
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

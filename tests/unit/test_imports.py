@@ -11,8 +11,8 @@ import pytest
 import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
-EVERYBODY = {"errors", "system.redaction", "config.schema", "config.role_models", "config.resume"}
-EVERYBODY |= {"config.resumed_settings", "config.eval_sets", "config.changed", "config.setting"}
+EVERYBODY = {"errors", "system.redaction", "config.schema", "config.role_models"}
+EVERYBODY |= {"run_files.run_paths", "config.eval_sets", "config.changed", "config.setting"}
 EVERYBODY |= {"config.effective_settings"}
 EVERYTHING = {"*"}
 # A room is a package under hybridrl; of those that stand here one within another, the inner one
@@ -58,7 +58,7 @@ MAY_IMPORT = {
         *("checkpoint.engine_state", "conversations", "environments", "serving", "systems"),
     },
     "placement": {"batch", "layout", "system", "controller"},
-    "run_files": {"batch", "system", "=checkpoint.store", "=console.safe_text"},
+    "run_files": {"batch", "system", "=console.safe_text"},
     "console": {
         *("batch", "system", "run_files", "=report.trace_events"),
     },
@@ -72,7 +72,7 @@ MAY_IMPORT = {
     },
     "checkpoint.copies": {"system", "controller", "checkpoint"},
     "checkpoint": {
-        *("system", "layout", "models", "run_files", "trainers", "controller", "data", "batch"),
+        *("system", "layout", "run_files", "config", "batch"),
         *("checkpoint.copies", "checkpoint.tensors", "=run.warmup"),
     },
     "run": {
@@ -80,11 +80,11 @@ MAY_IMPORT = {
         *("data", "evaluation", "rewards", "run_files", "checkpoint.copies"),
         *("=config.load", "=config.setting_types", "=rollout.rollout_engine"),
     },
-    "config": {"=system.locations", "=system.user_code"},
+    "config": {"=system.bounded_files", "=system.user_code"},
     "checks": {
         *("batch", "layout", "system", "algorithms", "conversations", "data", "models", "parallel"),
         *("placement", "rewards", "rollout", "sandbox", "trainers", "evaluation", "systems"),
-        *("environments", "=config.setting_types"),
+        *("environments", "checkpoint", "=config.setting_types"),
     },
     "planner": {
         *("batch", "layout", "system", "controller", "models", "parallel", "placement", "trainers"),
@@ -102,7 +102,7 @@ MAY_IMPORT = {
     "systems.operator_costs": {"batch", "system", "models", "planner"},
     "systems": {"system", "systems.low_bits", "=planner.machine.device_catalog"},
     "report": {
-        *("batch", "system", "console", "run_files", "placement", "planner"),
+        *("batch", "system", "console", "run_files", "checkpoint", "placement", "planner"),
         *("=config.load", "=config.presets", "=config.setting_types"),
     },
     "doctor": {"system", "=checks.machine.open_files", "=run_files.summary"},

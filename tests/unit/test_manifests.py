@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema comes with Ray")
 DOCKER = Path(__file__).parents[2] / "docker"

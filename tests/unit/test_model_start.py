@@ -2,8 +2,8 @@
 
 import pytest
 
-from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ def test_case_is_no_difference_and_a_poor_guess_is_none(name, known, meant):
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "dr_grpo", "sft", "ppo"])
 def test_a_run_is_known_by_its_algorithm(name):
-    from hybridrl.config.load import load_config, to_plain
+    from hybridrl.config.load import to_plain
+    from hybridrl.job.config_resolution import load_config
 
     assert algorithm_of(to_plain(load_config([f"algorithm={name}"]))) == name
 

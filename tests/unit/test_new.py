@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl import cli
 from hybridrl.commands.new_command import TEMPLATES
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 
 
 def refused(words, capsys):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.checks.machine.shared_paths import folders_of_workers, paths_of_workers
-from hybridrl.config.load import load_config
 from hybridrl.controller.failures import Death, Hosts, Identity, explain
 from hybridrl.controller.group_call import Call, Failure
 from hybridrl.controller.hang_report import Hang
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.cluster_nodes import (
     Node,

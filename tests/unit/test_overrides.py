@@ -3,11 +3,11 @@
 import pytest
 
 from hybridrl.config.aliases import foreign_settings, meant
-from hybridrl.config.load import load_config
 from hybridrl.config.presets import CHOSEN
 from hybridrl.config.setting_names import is_open, leaves
 from hybridrl.config.sweep import jobs
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 
 TEXTS = [
     *(

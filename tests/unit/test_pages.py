@@ -17,10 +17,10 @@ from pages import INLINE, PAGES, ROOT, anchors, blocks, commands, links
 from hybridrl import cli, main
 from hybridrl.commands import plan_command as plan
 from hybridrl.config.aliases import meant
-from hybridrl.config.load import load_config
 from hybridrl.config.setting_names import leaves
 from hybridrl.config.sweep import jobs
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]

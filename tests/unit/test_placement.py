@@ -11,8 +11,9 @@ from settings import configured
 
 import hybridrl
 from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.load import load_config, to_yaml
+from hybridrl.config.load import to_yaml
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.placement import Placement
 from hybridrl.placement.disaggregated_actor import SeparatedActor
 from hybridrl.system.cluster_spec import Cluster

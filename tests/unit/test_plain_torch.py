@@ -9,7 +9,7 @@ import pytest
 from plain_cases import make_folders, settings_of
 
 from hybridrl import main
-from hybridrl.config.load import load_config
+from hybridrl.job.config_resolution import load_config
 
 pytestmark = pytest.mark.usefixtures("process_group")
 CLOSE = 1e-5

@@ -143,7 +143,7 @@ def test_a_plan_that_is_worse_than_its_indicators_said_is_made_again(folder, mon
 
 
 def cli_config(folder):
-    from hybridrl.config.load import load_config as load_settings
+    from hybridrl.job.config_resolution import load_config as load_settings
 
     return load_settings([f"model.path={folder}", "model.dtype=float32", "data.prompts_per_step=1"])
 

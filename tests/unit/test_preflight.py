@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl import cli
-from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, Problems
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.preflight import preflight
 from hybridrl.main import run
 from hybridrl.models import tiny_config

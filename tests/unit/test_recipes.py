@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config
 from hybridrl.config.overrides import read_overrides
 from hybridrl.errors import Problems
+from hybridrl.job.config_resolution import load_config
 from hybridrl.planner.job_plan import make_plan
 from hybridrl.planner.machine.device_catalog import named
 

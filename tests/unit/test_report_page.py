@@ -16,14 +16,14 @@ from hybridrl.report.report_content import Content
 from hybridrl.report.sample_browser import samples
 from hybridrl.report.settings import differences
 from hybridrl.report.token_texts import texts
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 from hybridrl.run_files.strict_json import to_json
 
 DATA = re.compile(r'<script type="application/json" id="data-(\w+)">(.*?)</script>', re.S)
 
 
 def report_of(*folders):
-    runs = [RunFolder(folder) for folder in folders]
+    runs = [open_run(folder) for folder in folders]
     return page(runs[0].name, Content(runs[0], runs[1:]).data())
 
 
@@ -77,7 +77,7 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path):
 
 
 def test_whole_groups_are_kept_and_at_least_one(tmp_path):
-    run = RunFolder(run_folder(tmp_path / "run", rows=40, says="word " * 100))
+    run = open_run(run_folder(tmp_path / "run", rows=40, says="word " * 100))
     found = samples(run, most_bytes=4000)["samples"]
     assert 0 < len(found) < 40 and len(found) % 4 == 0
     (one,) = samples(run, most_bytes=1)["samples"]  # however little room there is
@@ -119,7 +119,7 @@ def test_a_run_that_has_not_made_a_step(tmp_path):
 def test_a_file_of_samples_that_cannot_be_read_is_named(tmp_path):
     run = run_folder(tmp_path / "run")
     (run / "samples" / "step-000002.parquet").write_text("cut")
-    found = samples(RunFolder(run))
+    found = samples(open_run(run))
     assert len(found["sources"]) == 1 and "step-000002.parquet" in found["unread"][0]
 
 
@@ -155,7 +155,7 @@ def test_a_character_of_several_tokens_stands_with_its_last():
 def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, make, words):
     make(tmp_path / "x")
     with pytest.raises(ConfigError, match=words):
-        RunFolder(tmp_path / "x")
+        open_run(tmp_path / "x")
 
 
 def test_the_command_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
@@ -196,7 +196,7 @@ def test_a_page_takes_the_place_of_files_only(tmp_path, capsys):
 def test_a_run_without_a_recorded_step_is_not_told_to_be_no_run(tmp_path):
     run = run_folder(tmp_path / "run")
     (run / "steps.jsonl").unlink()
-    assert Content(RunFolder(run)).data()["timeline"]["note"] == "No step has been recorded."
+    assert Content(open_run(run)).data()["timeline"]["note"] == "No step has been recorded."
 
 
 def test_json_in_a_page_is_closed_by_nothing():

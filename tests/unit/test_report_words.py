@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hybridrl.report.words import compared
-from hybridrl.run_files.run_reader import RunFolder
+from hybridrl.run_files.run_reader import open_run
 
 
 def run_with(folder, metric, value, low, high, name="held_out"):
@@ -15,7 +15,7 @@ def run_with(folder, metric, value, low, high, name="held_out"):
     entry = {"step": 40, "sets": {name: {"metrics": {metric: figure}}}}
     written = {"format": 1, "evaluations": [entry]}
     (folder / "evaluations.json").write_text(json.dumps(written))
-    return RunFolder(folder)
+    return open_run(folder)
 
 
 @pytest.mark.parametrize(

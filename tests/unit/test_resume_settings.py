@@ -2,11 +2,12 @@
 
 import pytest
 
+from hybridrl.checkpoint.resume import find_source
+from hybridrl.checkpoint.stored_settings import changes_learning, differences, named_code
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config, read_settings, to_plain, to_yaml
-from hybridrl.config.resume import forked, resumed
-from hybridrl.config.resumed_settings import changes_learning, differences, named_code
+from hybridrl.config.load import read_settings, to_plain, to_yaml
 from hybridrl.errors import ConfigError, MissingPackageError
+from hybridrl.job.config_resolution import load_config
 
 OWN = ["algorithm=ppo", "algorithm.gamma=0.9", "models.critic.optimizer.learning_rate=1e-3"]
 
@@ -107,17 +108,19 @@ def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, t
         found = load_config([f"fork={named}", "algorithm.gamma=0.5", f"run.directory={new}"])
         assert found.trainer.name == "ppo" and found.algorithm.gamma == 0.5
         assert found.trainer.steps == 40 and found.run.directory == str(new)
-        assert found.fork == str(named) and forked(found).steps == run / "checkpoints"
+        source = find_source(found)
+        assert found.fork == str(named) and source.steps == run / "checkpoints" and source.forks
     assert load_config([f"fork={run}"]).run.directory is None
     # The same command goes on with the new run as soon as that has a checkpoint.
     again = [f"fork={run}", "resume=auto", f"run.directory={new}"]
-    assert load_config(again).trainer.name == "ppo" and resumed(load_config(again)) is None
+    assert load_config(again).trainer.name == "ppo" and find_source(load_config(again)).forks
     (new / "checkpoints" / "step-000025").mkdir(parents=True)  # that never became complete
-    assert resumed(load_config(again)) is None
+    assert find_source(load_config(again)).forks
     complete_step(new / "checkpoints", 30)
     (new / "config.yaml").write_text(to_yaml(load_config(["algorithm.gamma=0.7"])))
     found = load_config(again)
-    assert found.algorithm.gamma == 0.7 and resumed(found).run == new and forked(found) is None
+    source = find_source(found)
+    assert found.algorithm.gamma == 0.7 and source.run == new and not source.forks
 
 
 def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settings(tmp_path):
@@ -127,14 +130,14 @@ def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settin
     settings = to_yaml(load_config([*OWN, "checkpoint.every=9", f"checkpoint.folder={elsewhere}"]))
     (run / "config.yaml").write_text(settings)
     found = load_config([f"resume={run}"])
-    assert resumed(found).steps == elsewhere and found.run.directory == str(run)
+    assert find_source(found).steps == elsewhere and found.run.directory == str(run)
     assert found.checkpoint.folder == str(elsewhere)
     # The fork of such a run must not write, nor remove, among its checkpoints.
     assert load_config([f"fork={run}"]).checkpoint.folder is None
     (step / "config.yaml").write_text(settings)
     (run / "config.yaml").unlink()
     found = load_config([f"resume={step}", f"run.directory={tmp_path / 'other'}"])
-    assert found.trainer.name == "ppo" and resumed(found).step == 20
+    assert found.trainer.name == "ppo" and find_source(found).step == 20
     auto = ["resume=auto", f"checkpoint.folder={elsewhere}", f"run.directory={tmp_path / 'other'}"]
     assert load_config(auto).trainer.name == "ppo"
 

@@ -10,10 +10,11 @@ import traceback
 import pytest
 
 from hybridrl import main
-from hybridrl.config.load import load_config, to_plain, to_yaml
+from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.secrets import Secret, command_line, is_secret
 from hybridrl.console.safe_text import one_line, plain_lines
 from hybridrl.errors import ConfigError, StorageError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.run_files.run_status import RunState
 from hybridrl.run_files.strict_json import to_json
 from hybridrl.system import redaction

@@ -6,8 +6,8 @@ import pytest
 from settings import configured
 
 from hybridrl.checks.settings.job_checks import check
-from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 
 HERE = ["executor=inline", "rollout=transformers"]
 

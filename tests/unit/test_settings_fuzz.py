@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.aliases import foreign_settings
 from hybridrl.config.constraints import ListOf, OneOf
-from hybridrl.config.load import load_config, to_yaml
+from hybridrl.config.load import to_yaml
 from hybridrl.config.presets import CHOSEN, names
 from hybridrl.config.schema import OptimizerConfig, ParallelConfig
 from hybridrl.config.setting_names import OPEN, leaves
 from hybridrl.config.setting_types import bounds, hints, is_optional, plain
 from hybridrl.errors import HybridRLError
+from hybridrl.job.config_resolution import load_config
 
 MINUTES = float(os.environ.get("HYBRIDRL_FUZZ_MINUTES", "0"))
 pytestmark = pytest.mark.timeout(0 if MINUTES else 600)

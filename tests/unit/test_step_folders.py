@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from hybridrl.checkpoint.plain_state import check_plain
-from hybridrl.checkpoint.pruning import KeepRule, check_best
+from hybridrl.checkpoint.pruning import KeepRule, check_figure
 from hybridrl.checkpoint.store import StepFolders
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.run_directory import RunDirectory
@@ -102,7 +102,7 @@ def test_what_is_best():
 )
 def test_a_metric_that_no_evaluation_gives_is_a_sentence(best, figures, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        check_best(best, figures)
+        check_figure("checkpoint.best", best, figures)
 
 
 DAMAGE = {

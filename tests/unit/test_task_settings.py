@@ -11,9 +11,10 @@ from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.changed import changed
 from hybridrl.config.effective_settings import idle
 from hybridrl.config.eval_sets import INHERITED, OF_PLACE, OF_TRAINING, eval_sets
-from hybridrl.config.load import load_config, shown
+from hybridrl.config.load import shown
 from hybridrl.config.schema import DataConfig
 from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import remarks_on, with_objects
 
 EVALUATE = ["algorithm=evaluate", "model.path=some/model", "executor=inline", "run.dry=true"]

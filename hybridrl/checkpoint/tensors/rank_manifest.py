@@ -20,6 +20,7 @@ from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
 from hybridrl.layout.boxes import Box, runs, volume
+from hybridrl.system.bounded_files import parse_json, read_text
 from hybridrl.system.locations import Location, ranges_of, sizes_below
 
 ITEM_BYTES = {
@@ -31,6 +32,7 @@ LISTS = "rank-*.json"
 CARRIED = "carried"
 """In the plain numbers of a state: names of the tensors that are as the model's own files have
 them."""
+_MOST_LIST_BYTES = 1 << 30
 _READ_BYTES = 4 << 20
 _READERS = 4
 """Boxes that are checked at once, most of the time without Python's lock."""
@@ -129,7 +131,7 @@ class Written:
             ValueError: if it is something else.
         """
         try:
-            read = json.loads(text)
+            read = parse_json(text)
             headers, own = (
                 {file: WrittenHeader(**found) for file, found in read[kind].items()}
                 for kind in ("headers", "own")
@@ -160,6 +162,11 @@ def list_of(folder: Location, rank: int) -> Location:
     return folder / LISTS.replace("*", f"{rank:05}")
 
 
+def is_list(name: str) -> bool:
+    """Return whether this is the name of such a list."""
+    return fnmatch(name, LISTS)
+
+
 def read_lists(folder: Location) -> list[Written]:
     """What all ranks wrote to a folder; empty if it is of another kind.
 
@@ -167,9 +174,9 @@ def read_lists(folder: Location) -> list[Written]:
         OSError, ValueError: if one cannot be read; names it.
     """
     found = []
-    for name in (name for name in sizes_below(folder) if fnmatch(name, LISTS)):
+    for name in filter(is_list, sizes_below(folder)):
         try:
-            found.append(Written.from_json((folder / name).read_text(encoding="utf-8")))
+            found.append(Written.from_json(read_text(folder / name, _MOST_LIST_BYTES)))
         except ValueError as error:
             raise ValueError(f"{folder / name}: {error}") from error
     return found
@@ -218,7 +225,7 @@ def damage(folder: Location, lists: Sequence[Written]) -> str:
         for box in one.boxes
     ]
     with ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(lambda check: _crc32(folder / check[0], check[2]) == check[3], checks)
+        found = readers.map(lambda check: crc32_of(folder / check[0], check[2]) == check[3], checks)
         for (file, what, _, _), is_same in zip(checks, found, strict=True):
             if not is_same:
                 readers.shutdown(wait=False, cancel_futures=True)
@@ -226,7 +233,7 @@ def damage(folder: Location, lists: Sequence[Written]) -> str:
     return ""
 
 
-def _crc32(file: Location, ranges: Iterable[tuple[int, int]]) -> int:
+def crc32_of(file: Location, ranges: Iterable[tuple[int, int]]) -> int:
     found = 0
     with ranges_of(file) as read:
         for start, size in ranges:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hybridrl.config.resume import AUTO, forked, resumed
+from hybridrl.checkpoint.resume import AUTO, find_source
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.system.locations import location_of
@@ -40,8 +40,7 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
     Raises:
         ConfigError: names the setting, or the role that cannot be saved.
     """
-    resumed(config)
-    forked(config)
+    find_source(config)
     check_min_devices(config, config.num_devices)
     checkpoint = config.checkpoint
     for name, value in (("resume", config.resume), ("fork", config.fork)):

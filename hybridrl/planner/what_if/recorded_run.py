@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,10 @@ from hybridrl.placement import Placement
 from hybridrl.planner.step.graph_replay import Graph
 from hybridrl.planner.step.step_calls import Lengths
 from hybridrl.planner.what_if.recorded_graph import graph_of
-from hybridrl.run_files.metric_reader import read_metrics
-from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+from hybridrl.run_files.recorded_steps import RecordedStep
+from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
+from hybridrl.run_files.run_reader import RunReader
+from hybridrl.system.bounded_files import parse_json, read_text
 from hybridrl.system.cluster_spec import Cluster
 
 WARM = 1
@@ -62,7 +63,7 @@ class RecordedRun:
         Raises:
             ConfigError: if the folder lacks something.
         """
-        files = [folder / name for name in ("config.yaml", "cluster.json", "placement.json")]
+        files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
         for file in files:
             if not file.is_file():
                 raise ConfigError(
@@ -70,7 +71,7 @@ class RecordedRun:
                     "which has made a step."
                 )
         try:
-            steps = read_steps(folder, NEWEST_BYTES)
+            steps = RunReader(folder).steps()
         except DataError as error:
             raise ConfigError(str(error)) from error
         config = read_settings(files[0])
@@ -121,7 +122,7 @@ class RecordedRun:
         """Of the samples of these steps."""
         config = self.config
         numbers = {step.step for step in self.steps}
-        rows = [r for r in read_metrics(self.folder / "metrics.jsonl") if r["step"] in numbers]
+        rows = [r for r in RunReader(self.folder).rows() if r["step"] in numbers]
         response = _mean(rows, "response/length_mean", config.rollout.max_tokens)
         longest = _mean(rows, "response/length_max", response)
         if observed := _mean(rows, "response/observed_tokens", 0.0):  # between the model's turns
@@ -144,10 +145,10 @@ def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> flo
 
 def _read(file: Path, parse: Callable[[str], _T]) -> _T:
     try:
-        return parse(file.read_text(encoding="utf-8"))
+        return parse(read_text(file))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is no text in UTF-8.") from error
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         raise ConfigError(f"{file}: {error}") from error
 
 
@@ -155,7 +156,7 @@ def _placement_and_settings(text: str) -> tuple[Placement, list[Setting]]:
     """Where roles lived; and the settings that a search chose with that, which config.yaml does not
     have: it says what was asked."""
     placement = Placement.from_json(text)
-    return placement, list(json.loads(text).get("settings", {}).items())
+    return placement, list(parse_json(text).get("settings", {}).items())
 
 
 def _shifted(record: Record, earlier: float) -> Record:

@@ -96,15 +96,17 @@
     ];
   }
 
-  function checkpoints(found) {
+  function checkpoints(found, folder) {
     return [
       h("h3", {}, "Checkpoints"),
-      table([["step", true], ["size", true], ["written"], ["figures"]], found.map((one) => [
+      folder ? h("p", { class: "soft" },
+        `In ${folder}; hybridrl checkpoint list RUN says more.`) : null,
+      found.length ? table([["step", true], ["size", true], ["written"], ["figures"]], found.map((one) => [
         String(one.step), one.damaged ? "–" : bytes(one.bytes),
         one.damaged ? "its list is damaged" : moment(one.time * 1000),
         [one.best ? h("b", {}, "best ") : "",
           Object.entries(one.figures || {}).slice(0, 4)
-            .map(([name, value]) => `${name} ${number(value)}`).join(", ")]])),
+            .map(([name, value]) => `${name} ${number(value)}`).join(", ")]])) : null,
     ];
   }
 
@@ -116,7 +118,8 @@
         Object.keys(state.evaluations).length ? evaluations(state.evaluations) : null,
         state.memory.rows.length ? memory(state.memory) : null,
         troubles(state, head.status),
-        state.checkpoints.length ? checkpoints(state.checkpoints) : null);
+        state.checkpoints.length || state.checkpoints_at
+          ? checkpoints(state.checkpoints, state.checkpoints_at) : null);
     },
   };
 })();

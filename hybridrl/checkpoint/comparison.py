@@ -1,19 +1,14 @@
-"""`hybridrl checkpoint diff`: how far the weights of two steps are apart, and their settings."""
+"""How far the weights of two checkpoints are apart."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
 from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.commands.steps import one_step, settings_of, show, show_json
-from hybridrl.config.resume import Source
-from hybridrl.config.resumed_settings import differences
 from hybridrl.layout.boxes import extent, whole, windows
 from hybridrl.system.locations import Location
 
@@ -21,42 +16,9 @@ WINDOW_ELEMENTS = 4 << 20
 """What is compared at once."""
 
 
-def diff(chosen: argparse.Namespace) -> int:
-    """`hybridrl checkpoint diff`."""
-    (first, before, old), (second, after, new) = one_step(chosen.before), one_step(chosen.after)
-    roles = {
-        role: _tensors(before.at(old) / role, after.at(new) / role)
-        for role in sorted(_roles(before.completed(old).files) & _roles(after.completed(new).files))
-    }
-    settings = differences(_settings(first, before.at(old)), _settings(second, after.at(new)))
-    if chosen.json:
-        return show_json({"before": old, "after": new, "roles": roles, "settings": settings})
-    for role, tensors in roles.items():
-        show(f"{role}, step {old} -> {new}")
-        table = Table("weight", "largest change", "relative change", "share changed")
-        for name, change in tensors.items():
-            if (other := change.get("other")) is not None:
-                table.add_row(name, other)
-            else:
-                largest, relative = change["largest"], change["relative"]
-                share = change["changed"]
-                table.add_row(name, f"{largest:.3g}", f"{relative:.3g}", f"{share:.1%}")
-        show(table)
-    return show(*(f"changed: {line}" for line in settings))
-
-
-def _roles(files: dict[str, Any]) -> set[str]:
-    return {name.split("/")[0] for name in files if "/" in name}
-
-
-def _settings(source: Source, folder: Location) -> dict[str, Any]:
-    """Those that the step was saved with."""
-    return settings_of(Source(folder, folder / source.settings.name))
-
-
-def _tensors(before: Location, after: Location) -> dict[str, dict[str, Any]]:
-    """By weight: the largest change of a value, the norm of the changes to that of the values
-    before, and the share of values that are others."""
+def compare_weights(before: Location, after: Location) -> dict[str, dict[str, Any]]:
+    """Return, by weight of a role, the largest change of a value, the norm of the changes to that
+    of the values before, and the share of values that are others."""
     old, new = _weights(before), _weights(after)
     found: dict[str, dict[str, Any]] = {}
     for name in sorted({*old, *new}):
@@ -70,7 +32,7 @@ def _tensors(before: Location, after: Location) -> dict[str, dict[str, Any]]:
 
 
 def _weights(folder: Location) -> dict[str, TensorFiles | TensorsApart]:
-    """By the name of a weight: the files that have it."""
+    """Return, by the name of a weight, the files that have it."""
     lists = open_lists(folder)
     stems = {box.file.split(".")[0].split("-")[0] for one in lists for box in one.boxes}
     opened = [open_tensors(folder, stem, lists) for stem in sorted(stems - {"moments"})]
