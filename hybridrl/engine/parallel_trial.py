@@ -13,23 +13,19 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hybridrl.algorithms import TokenLoss
-from hybridrl.batch.arrow_columns import Ragged
-from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.models import CausalPolicy, PackedModel, ScalarModel
-from hybridrl.models.packing_trial import said_alone, twins
-from hybridrl.models.shrunk_config import VOCABULARY, WINDOW, shrunk
+from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
+from hybridrl.models.shrunk_config import WINDOW
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 LENGTHS = (WINDOW, 5, WINDOW - 1)
 """Of the samples: a ring takes none that are longer than a window."""
-TOLERANCE = 1e-3
-"""Of a log-probability, and of the gradient's norm as a share of it. Rounding is below 1e-5."""
 CUTTING = ("tp", "pp", "ulysses", "ring")
 """Axes over which a model's arithmetic is divided."""
 
@@ -50,15 +46,13 @@ def prove_cuts(
         ConfigError: on every rank, if the model would be another one.
     """
     sizes = {axis: mesh.size(axis) for axis in CUTTING if mesh.size(axis) > 1}
-    settings = model.inner.config.to_dict()
-    key = repr((sorted(settings.items()), type(model), sizes, config.parallel, trains))
+    key = trial_key(model.inner.config, type(model), sizes, config.parallel, trains)
     if not sizes or key in _proven:
         return
     cut = ", ".join(f"actor.parallel.{axis}={size}" for axis, size in sizes.items())
     who = f"{path} ({model.inner.config.model_type}) cannot be cut by {cut}"
     cure = "Data parallelism alone (actor.parallel.tp=1 and so on) does not cut the arithmetic."
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with trial_seed():
         try:
             off, norm_off = _differences(model, mesh, config, trains)
         except HybridRLError:
@@ -80,10 +74,12 @@ def _differences(
     model: PackedModel, mesh: ParallelMesh, config: ActorConfig, trains: bool
 ) -> tuple[float, float]:
     """Of the outputs, and of the gradient's norm as a share of it; the largest of all ranks."""
-    small = _small(model.inner.config, mesh, config)
-    is_scalar = isinstance(model, ScalarModel)
-    ours, alone = twins(small, is_scalar)
-    samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
+    is_scalar, layers = isinstance(model, ScalarModel), mesh.size("pp") * config.parallel.chunks
+    cuts = mesh.size("tp") * mesh.size("ulysses")
+    trial = ModelTrial(
+        model.inner.config, LENGTHS, scalar=is_scalar, cuts=cuts, layers=max(2, layers)
+    )
+    ours = trial.model
     copy = ScalarModel(ours, "before", model.rows) if is_scalar else CausalPolicy(ours, model.rows)
     settings = replace(
         config,
@@ -96,9 +92,9 @@ def _differences(
         ),  # what they lose is no cut's fault
     )
     engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, "float32", settings)
-    batch, name = _batch(samples), model.OUTPUTS[0]
+    batch, name = trial.batch(), model.OUTPUTS[0]
     found = engine.forward(batch)[name].values
-    expected = torch.cat([said_alone(alone, sample) for sample in samples])
+    expected = trial.reference_outputs()
     off = norm_off = 0.0
     if mesh.index("pp") == mesh.size("pp") - 1:  # the last stage of a pipeline has them
         off = float((found - expected.detach()).abs().max())
@@ -107,7 +103,7 @@ def _differences(
         norm = engine.update(batch, lambda outputs, *_: TokenLoss(outputs[name], {}))["grad_norm"]
         norm /= mesh.size("dp")  # all of them have the same samples
         expected.sum().backward()
-        alone_norm = float(torch.stack([p.grad.norm() for p in _learning(alone)]).norm())
+        alone_norm = float(torch.stack([p.grad.norm() for p in _learning(trial.reference)]).norm())
         norm_off = abs(norm / alone_norm - 1)
     worst = torch.tensor([off, norm_off]).nan_to_num(torch.inf)  # or no comparison would see it
     if (group := mesh.group()) is not None:
@@ -115,24 +111,5 @@ def _differences(
     return worst[0].item(), worst[1].item()
 
 
-def _small(config: PretrainedConfig, mesh: ParallelMesh, cut: ActorConfig) -> PretrainedConfig:
-    stages = mesh.size("pp") * cut.parallel.chunks
-    return shrunk(config, cuts=mesh.size("tp") * mesh.size("ulysses"), layers=max(2, stages))
-
-
 def _learning(model: PreTrainedModel) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _batch(samples: list[Tensor]) -> Batch:
-    """Each sample's first token is its prompt."""
-    bounds = torch.tensor([0, *(len(sample) - 1 for sample in samples)]).cumsum(0)
-    ones = torch.ones(int(bounds[-1]))
-    return Batch.from_columns(
-        {
-            "prompt_ids": [sample[:1] for sample in samples],
-            "response_ids": [sample[1:] for sample in samples],
-            "response_mask": Ragged(ones.bool(), bounds),
-            "loss_weights": Ragged(ones, bounds),
-        }
-    )

@@ -14,26 +14,17 @@ import copy
 import math
 
 import torch
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
-from hybridrl.batch.batch import Batch
 from hybridrl.errors import ConfigError
-from hybridrl.models.language_model import build_language_model, check_scalar, decoder_of
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.language_model import check_scalar
+from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
 from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.models.packing import PackedSamples, Rows
-from hybridrl.models.shrunk_config import VOCABULARY, shrunk
 
 LENGTHS = (11, 40, 7)
 """Of the samples: the second is longer than a window and than what rotary positions were made
 for."""
-TOLERANCE = 1e-3
-"""Of a log-probability. Rounding is below 1e-4, what is wrong above 1e-2."""
-MOST_PARAMETERS = 50_000_000
-"""A copy with more would cost seconds."""
-
-
 ADDS_POSITIONS = ("bloom", "mpt")
 """Types of models that always do."""
 NEW_LINE = "\n"
@@ -49,8 +40,7 @@ def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
     Raises:
         ConfigError: in either way its log-probabilities, or values, would be wrong.
     """
-    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    key = repr((sorted(known.items()), scalar))
+    key = trial_key(config, scalar)
     if key not in _admitted:
         _admitted[key] = _tried(config, path, scalar)
     return _admitted[key]
@@ -72,21 +62,17 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
 
 def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | None, float]:
     """How samples can be laid out (None: in no way), and how far the last way was off."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        samples = [torch.randint(VOCABULARY, (length,)) for length in LENGTHS]
+    with trial_seed(), torch.no_grad():
         try:
-            ours, alone = twins(shrunk(config), scalar)
-            expected = torch.cat([said_alone(alone, sample) for sample in samples])
+            trial = ModelTrial(config, LENGTHS, scalar=scalar)
+            expected = trial.reference_outputs()
         except Exception as error:  # of whatever kind: nobody knows what models will come
             raise ConfigError(
                 f"{who} cannot be trained here: a small copy of it, which would prove that its "
                 f"samples can be packed, does not run ({type(error).__name__}: "
                 f"{str(error).partition(NEW_LINE)[0][:300]})."
             ) from error
-        batch = Batch.from_columns(
-            {"prompt_ids": [x[:1] for x in samples], "response_ids": [x[1:] for x in samples]}
-        )
+        ours, batch = trial.model, trial.batch()
         off = math.inf
         for rows in Rows:
             model = ScalarModel(ours, "before", rows) if scalar else CausalPolicy(ours, rows)
@@ -98,7 +84,8 @@ def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | Non
                     "interface of transformers that packed samples need "
                     f"({type(error).__name__}: {error})."
                 ) from error
-            off = _difference(outputs[model.OUTPUTS[0]], expected)
+            off = float((outputs[model.OUTPUTS[0]] - expected).abs().max())
+            off = off if math.isfinite(off) else math.inf
             if off <= TOLERANCE:
                 return rows, off
     return None, off
@@ -131,46 +118,3 @@ def _suspects(config: PretrainedConfig) -> dict[str, dict[str, float | None]]:
         ),
         "it has a scale of the logits": {"logit_scale": 1.0} if set_so.get("logit_scale") else {},
     }
-
-
-@torch.no_grad()
-def twins(config: PretrainedConfig, scalar: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Two models of the same random weights: one as it is trained, one of transformers.
-
-    Args:
-        config: See `shrunk`.
-    """
-    if scalar:
-        config.num_labels = 1
-    with torch.device("meta"):
-        meta = build_language_model(config, scalar=scalar, attn_implementation="eager")
-    if (size := sum(p.numel() for p in meta.parameters())) > MOST_PARAMETERS:
-        raise ValueError(f"it would still have {size:,} parameters")
-    ours, alone = (
-        build_language_model(
-            config, scalar=scalar, dtype=torch.float32, attn_implementation=attention
-        ).eval()
-        for attention in (NAME, "eager")
-    )
-    for parameter in ours.parameters():  # biases and norms must matter, too
-        if parameter.ndim > 1:
-            parameter *= 5
-        else:
-            parameter += 0.3 * torch.randn_like(parameter)
-    alone.load_state_dict(ours.state_dict())
-    return ours, alone
-
-
-def said_alone(model: PreTrainedModel, sample: Tensor) -> Tensor:
-    """What transformers says of a sample that is alone: log-probabilities of its tokens after the
-    first, or the values before these."""
-    row = sample[None]
-    if model.get_output_embeddings() is None:
-        return model.score(decoder_of(model)(row, use_cache=False).last_hidden_state[0, :-1])[:, 0]
-    scores = torch.log_softmax(model(row, use_cache=False).logits[0, :-1], 1)
-    return scores.gather(1, sample[1:, None])[:, 0]
-
-
-def _difference(found: Tensor, expected: Tensor) -> float:
-    off = float((found - expected).abs().max())
-    return off if math.isfinite(off) else math.inf

@@ -14,18 +14,16 @@ from transformers.cache_utils import Cache, DynamicCache
 from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import whole
-from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.language_model import decoder_of
 from hybridrl.models.linear_layers import check_linear
 from hybridrl.models.model_loading import unread_model
-from hybridrl.models.shrunk_config import VOCABULARY, shrunk
+from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
 from hybridrl.models.stored_tensors import parts_in_files
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_linear import LowBitLinear, apply_bits
 from hybridrl.systems.unequal_generation.generation_plan import WHOLE
 
 PARTS = ("embed_tokens", "layers", "norm")
-TOLERANCE = 1e-3
-"""Of the largest logit of a small model. Rounding is far below."""
 
 
 class DecoderStage(nn.Module):
@@ -165,8 +163,7 @@ def check_stages(config: PretrainedConfig, setting: str, path: str) -> None:
         ConfigError: begins with `setting`.
     """
     check_linear(config, setting, path, "Set rollout=vllm.")
-    known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    if (key := repr(sorted(known.items()))) not in _odd:
+    if (key := trial_key(config)) not in _odd:
         _odd[key] = _tried(config)
     if found := _odd[key]:
         raise ConfigError(
@@ -180,23 +177,14 @@ _odd: dict[str, str] = {}
 
 @torch.no_grad()
 def _tried(config: PretrainedConfig) -> str:
-    small = shrunk(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with trial_seed():
         try:
-            model = build_language_model(
-                small, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+            trial = ModelTrial(config, (21, 21))
+            model, ids = trial.model, torch.stack(trial.samples)
             lacking = [part for part in PARTS if not hasattr(decoder_of(model), part)]
             if lacking:
                 return f"it has no `{lacking[0]}`"
-            for parameter in model.parameters():  # caps and scales must matter, too
-                if parameter.ndim > 1:
-                    parameter *= 5
-                else:
-                    parameter += 0.3 * torch.randn_like(parameter)
-            ids = torch.randint(VOCABULARY, (2, 21))
-            expected = model(ids, use_cache=False).logits[:, -1]
+            expected = trial.reference(ids, use_cache=False).logits[:, -1]
             layers = len(decoder_of(model).layers)
             stages = [
                 DecoderStage(copy.deepcopy(model), None, *part, torch.float32, torch.device("cpu"))
