@@ -43,7 +43,7 @@ from hybridrl.models import make_tiny_model
 from hybridrl.parallel.process_group import join
 from hybridrl.rollout import Sampling
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.vllm import VLLMRollout
+from hybridrl.rollout.vllm_engine import VLLMRollout
 from hybridrl.serving.agent_rollout import AgentGenerator
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.template_chat import TemplateChat

@@ -103,7 +103,7 @@ def measure_generation(rounds: int) -> None:
 
 
 def make_engine(folder: str, quantization: str, dtype: str) -> Any:
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
 
     return VLLMRollout(
         EngineSetup(

@@ -137,7 +137,7 @@ def layouts(rank: int, rounds: int) -> dict[str, tuple[float, int]]:
 
 def into_vllm(folder: Path, rounds: int) -> dict[str, tuple[float, int]]:
     """As `layouts`, for an engine that trains and one of vLLM that generates."""
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
 
     parallel = ParallelConfig(tp=TRAIN_TP)
     mesh = ParallelMesh(training_mesh(RANKS, parallel, ROLLOUT_TP), CPU)

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybridrl.job.job import Job
+
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ahead of the imports that take time: Ctrl-C among them is no traceback.
@@ -12,7 +18,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +110,6 @@ def run(
             _look(config if data is None else with_rows(config, data, Path(folder)))
         return {}
     from hybridrl.checks.settings.training_checks import idle_encodings
-    from hybridrl.console.overview import overview
     from hybridrl.console.run_console import make_console
     from hybridrl.job.job import Job
     from hybridrl.run.loop import Loop
@@ -246,6 +251,30 @@ def _complain(error: HybridRLError) -> None:
     console = Console(stderr=True, force_jupyter=False)
     console.print("error:", style="bold red", end=" ")
     console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+
+
+def overview(job: Job, plan: Sequence[str]) -> str:
+    """A few lines: the derived sizes, and the plan's own lines of roles, devices and memory."""
+    config, cluster = job.config, job.executor.cluster
+    prompts, per_prompt = config.data.prompts_per_step, config.rollout.samples_per_prompt
+    held_out = len(job.held_out) if job.held_out is not None else 0
+    held_out //= 2 if job.trainer_class.DATA == "pairs" else 1
+    samples = f"{prompts} prompts x {per_prompt} samples = {prompts * per_prompt} samples"
+    of_step = {
+        "prompts": samples,
+        "examples": f"{prompts} examples",
+        "pairs": f"{prompts} pairs",
+    }[job.trainer_class.DATA]
+    step = f"step        {of_step}, {config.actor.updates_per_step} update(s)"
+    lines = [
+        f"run         {job.directory.path}",
+        f"model       {config.model.path or 'tiny, made from the seed'}, {config.model.dtype}",
+        f"data        {len(job.training):,} {job.trainer_class.DATA}, {held_out:,} held out",
+        *([step] if job.trainer_class.TRAINS else []),
+        f"sample      up to {job.longest_prompt} + {job.longest_response} tokens",
+        f"devices     {len(cluster.devices)} x {cluster.kind}, placement {job.placement.strategy}",
+    ]
+    return "\n".join([*lines, *plan])
 
 
 if __name__ == "__main__":

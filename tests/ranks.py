@@ -13,7 +13,7 @@ from hybridrl.parallel.process_group import join
 # The process that ranks are forked from has these imported; it starts once for all tests.
 MODULES = [
     "hybridrl.engine.hybrid_engine",
-    *(["hybridrl.rollout.vllm"] if find_spec("vllm") else []),
+    *(["hybridrl.rollout.vllm_engine"] if find_spec("vllm") else []),
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 ]

@@ -21,7 +21,7 @@ from hybridrl.ray_backend.ray_import import ray
 from hybridrl.system.cluster_spec import DEFAULT_CPU_SLOTS, Cluster
 
 NUMBER = 4
-PRELOAD = ["hybridrl.workers.actor_worker", "hybridrl.rollout.vllm"]
+PRELOAD = ["hybridrl.workers.actor_worker", "hybridrl.rollout.vllm_engine"]
 CLOSE_SECONDS = 60.0
 
 _pids: set[int] = set()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybridrl.ray_backend.memory_keepers import Keepers
 
 _ENGINE_MODULES = {
-    "vllm": "hybridrl.rollout.vllm",
+    "vllm": "hybridrl.rollout.vllm_engine",
     "transformers": "hybridrl.rollout.transformers_engine",
     "pipeline": "hybridrl.systems.unequal_generation.pipeline_engine",
 }

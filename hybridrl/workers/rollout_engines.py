@@ -21,7 +21,7 @@ from hybridrl.rollout.single_turn import SingleTurnGenerator
 from hybridrl.workers.training_engines import ModelSource
 
 ENGINES = {
-    "vllm": ("hybridrl.rollout.vllm", "VLLMRollout"),
+    "vllm": ("hybridrl.rollout.vllm_engine", "VLLMRollout"),
     "transformers": ("hybridrl.rollout.transformers_engine", "TransformersRollout"),
     "pipeline": ("hybridrl.systems.unequal_generation.pipeline_engine", "PipelineRollout"),
 }

@@ -110,7 +110,7 @@ def test_with_vllm(tmp_path):
 
 
 def play_with_vllm(rank, tmp_path):
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"

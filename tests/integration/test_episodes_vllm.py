@@ -72,7 +72,7 @@ def play_with_vllm(rank, tmp_path):
     from hybridrl.rollout.episode_class import load_episode
     from hybridrl.rollout.episode_generator import EpisodeGenerator
     from hybridrl.rollout.rollout_engine import EngineSetup
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job = f"hybridrl-{os.getpid()}-1"

@@ -56,7 +56,7 @@ def make_model(layers=3, dense=(1,)):
 
 def rank_program(rank, folder, job):
     """Samples of engines of both precisions, made in both ways."""
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
 
     found = {}
     prompts = [[5, 6, 14, 7, 8, 17], [9, 10], [9, 10], [11, 12, 13, 20]] * 8

@@ -123,7 +123,7 @@ def rank_program(
 
 
 def make_rollout(folder: Path, case: Case, ranks: int, job: str, **options: Any) -> Any:
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
 
     parallel = RolloutParallelConfig(ranks)
     return VLLMRollout(
@@ -230,7 +230,7 @@ def refuse(rollout: Any, shapes: Any) -> tuple[bool, list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    log = logging.getLogger("hybridrl.rollout.vllm")
+    log = logging.getLogger("hybridrl.rollout.vllm_engine")
     log.addHandler(handler)
     try:
         return rollout.pieces(shapes) is None, lines

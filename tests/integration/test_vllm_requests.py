@@ -22,7 +22,7 @@ def make_requests(rank, tmp_path):
     from hybridrl.data.character_tokenizer import build_tokenizer
     from hybridrl.models import make_tiny_model
     from hybridrl.rollout.engine_requests import Request, Sampling
-    from hybridrl.rollout.vllm import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMRollout
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"

@@ -155,9 +155,9 @@ def test_every_group_of_an_accelerator_takes_tensors_of_the_host_too():
 def test_the_engine_is_given_what_vllm_takes():
     known = parameters(method(vllm_class("entrypoints/llm.py", "LLM"), "__init__"))
     known |= fields(vllm_class("engine/arg_utils.py", "EngineArgs"))
-    (call,) = calls("rollout/vllm_engine.py", "LLM")
+    (call,) = calls("rollout/vllm_startup.py", "LLM")
     given = keywords(call)
-    for node in ast.walk(tree_of(ROOT / "rollout/vllm_engine.py")):  # and by device
+    for node in ast.walk(tree_of(ROOT / "rollout/vllm_startup.py")):  # and by device
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict):
             given |= {key.value for key in node.value.keys if key is not None}
     assert "enable_sleep_mode" in given
@@ -167,7 +167,7 @@ def test_the_engine_is_given_what_vllm_takes():
 @needs_vllm
 def test_sampling_is_asked_for_as_vllm_has_it():
     known = fields(vllm_class("sampling_params.py", "SamplingParams"))
-    for call in calls("rollout/vllm.py", "SamplingParams"):
+    for call in calls("rollout/vllm_engine.py", "SamplingParams"):
         assert keywords(call) <= known, sorted(keywords(call) - known)
 
 
@@ -175,7 +175,7 @@ def test_sampling_is_asked_for_as_vllm_has_it():
 def test_sleeping_and_waking_is_as_vllm_has_it():
     llm = vllm_class("entrypoints/llm.py", "LLM")
     for name in ("sleep", "wake_up", "reset_prefix_cache"):
-        for call in calls("rollout/vllm.py", name):
+        for call in calls("rollout/vllm_engine.py", name):
             if ast.unparse(call.func).startswith("self._llm."):
                 assert keywords(call) <= parameters(method(llm, name)), name
     worker = vllm_class("v1/worker/gpu_worker.py", "Worker")
@@ -183,7 +183,7 @@ def test_sleeping_and_waking_is_as_vllm_has_it():
     assert "tags" in parameters(method(worker, "wake_up"))
     tags = {
         tag.value
-        for call in calls("rollout/vllm.py", "wake_up")
+        for call in calls("rollout/vllm_engine.py", "wake_up")
         for word in call.keywords
         for tag in getattr(word.value, "elts", ())
     }

@@ -59,9 +59,7 @@ MAY_IMPORT = {
     },
     "placement": {"batch", "layout", "system", "controller"},
     "run_files": {"batch", "system", "=console.safe_text"},
-    "console": {
-        *("batch", "system", "run_files", "=report.trace_events"),
-    },
+    "console": {"batch", "system", "run_files"},
     "evaluation": {
         *("batch", "controller", "conversations", "data", "run_files", "rewards", "system"),
         *("rollout", "=config.constraints"),

@@ -6,7 +6,7 @@ from test_low_bit_linear import tiny_model
 from torch import nn
 
 from hybridrl.models import int8_matmul as int8_products
-from hybridrl.models.int8_rounding import round_columns, round_rows, seed_rounding
+from hybridrl.models.row_quantization import round_columns, round_rows, seed_rounding
 from hybridrl.systems.low_bits.low_bit_training import Int8Linear, learn_in
 
 

@@ -35,7 +35,7 @@ KNOWN = {
         "planner/memory/token_bytes.py",
     ),  # of storages, as torch's own
     "_schema": ("rollout/loader_probe.py",),
-    "_dynamo": ("rollout/vllm_engine.py",),
+    "_dynamo": ("rollout/vllm_startup.py",),
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
@@ -58,14 +58,14 @@ KNOWN = {
     ),
     "_disable_adapters": ("engine/sharded_model.py",),
     # vLLM
-    "_distributed_args": ("rollout/vllm_engine.py",),
+    "_distributed_args": ("rollout/vllm_startup.py",),
     "_adapter_manager": ("rollout/vllm_lora.py",),
     "_apply_weights_onednn": ("rollout/vllm_quantization.py",),
     "_use_zentorch": ("rollout/vllm_weights.py",),
     "vllm._custom_ops": ("rollout/vllm_weights.py",),
     # Python, Ray, fsspec
-    "_SHM_NAME_PREFIX": ("rollout/vllm_engine.py",),  # 3.11 to 3.13
-    "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_engine.py",),
+    "_SHM_NAME_PREFIX": ("rollout/vllm_startup.py",),  # 3.11 to 3.13
+    "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_startup.py",),
     "_current_frames": ("controller/host_health.py", "rollout/user_code_loop.py"),
     "_json": ("sandbox/confined/object_exchange.py",),  # 3.11 to 3.13
     "_thread": ("sandbox/confined/object_exchange.py",),

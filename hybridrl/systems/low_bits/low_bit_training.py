@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.int8_matmul import Int8Weight, int8_product
-from hybridrl.models.int8_rounding import round_columns, round_rows
-from hybridrl.models.row_quantization import Rows
+from hybridrl.models.row_quantization import Rows, round_columns, round_rows
 from hybridrl.systems.low_bits.low_bit_linear import check_bits, decoder_layers, linears
 
 
