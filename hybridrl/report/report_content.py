@@ -15,10 +15,9 @@ from hybridrl.console.phase_colors import PHASE_COLOURS, PHASES
 from hybridrl.report.device_timeline import timeline
 from hybridrl.report.html_page import page
 from hybridrl.report.metric_curves import PANELS, curves
-from hybridrl.report.report_tables import Planned, memory_table, planned_memory
+from hybridrl.report.report_tables import Planned, differences, memory_table, planned_memory
+from hybridrl.report.run_summary import words
 from hybridrl.report.sample_browser import samples
-from hybridrl.report.settings import differences
-from hybridrl.report.words import words
 from hybridrl.run_files.evaluation_log import newest_of_sets
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.summary import REPORT

@@ -1,16 +1,29 @@
-"""What a run learned and where its time went, in sentences."""
+"""What a run learned, where its time went, whether others are better, and what to change: in
+sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from hybridrl.report.advice import Advice
+from hybridrl.report.device_advice import DEVICES
 from hybridrl.report.device_spans import in_words
+from hybridrl.report.learning_advice import LEARNING
 from hybridrl.report.run_evidence import Change, Evidence
+from hybridrl.report.time_advice import TIME
 from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION, KEEPING
+from hybridrl.run_files.evaluation_log import newest_of_sets
+from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED, KILLED, state_of
 from hybridrl.system.formatting import readable_seconds
 
+LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *DEVICES)
+"""Everything that is looked for."""
+BETTER_BY = {"accuracy": 1, "pair_accuracy": 1, "loss": -1}
+"""Metrics that say which of two models is better, and the sign of a gain."""
+TWO_SIDED_95 = 1.96
 BY_CHANCE = 0.05
 """What chance makes less often than that is told as no chance."""
 LEAST_SHARE = 0.02
@@ -19,7 +32,7 @@ PARTS = 4
 
 
 def learned(seen: Evidence) -> list[str]:
-    """See `what_was_learned`."""
+    """Return sentences: what the run learned, how sure that is, and where its time went."""
     ended = _end(seen)
     if not seen.rows:
         return ended or ["The run has not done a step yet."]
@@ -114,3 +127,74 @@ def _to(change: Change) -> str:
 
 def _within(figures: Mapping[str, float]) -> str:
     return f"{figures['value']:.3g} ({figures['low']:.3g} to {figures['high']:.3g})"
+
+
+def advise_of(seen: Evidence) -> list[Advice]:
+    """Return all that there is to advise on a run, what matters most first; nothing on a run that
+    is well and has no time to win, nor on one that has not done a step."""
+    found = [advice for look in LOOKS for advice in look(seen)]
+    return sorted(found, key=lambda advice: -advice.weight)
+
+
+def words(run: RunReader, against: Sequence[RunReader] = ()) -> dict[str, Any]:
+    """`learned`, sentences, with those on runs beside it; and `advice`, what matters most first;
+    None: no step says anything."""
+    seen = Evidence(run)
+    found = [one._asdict() for one in advise_of(seen)] if seen.rows else None
+    return {"learned": [*learned(seen), *compared(run, against)], "advice": found}
+
+
+def compared(run: RunReader, against: Sequence[RunReader]) -> list[str]:
+    """Which of two runs is better by the newest evaluations that both have, and whether chance
+    explains the difference: each run's own interval counts, as if the prompts were not the same."""
+    mine, sentences = newest_of_sets(run.evaluations()), []
+    for other in against:
+        theirs = newest_of_sets(other.evaluations())
+        found = [
+            sentence
+            for name in mine.keys() & theirs.keys()
+            for metric, sign in BETTER_BY.items()
+            if (sentence := _better((run, mine[name]), (other, theirs[name]), name, metric, sign))
+        ]
+        nothing = f"{run.name} and {other.name} have no evaluation of the same set."
+        sentences += sorted(found) or [nothing]
+    return sentences
+
+
+def _better(
+    one: tuple[RunReader, Any], two: tuple[RunReader, Any], name: str, metric: str, sign: int
+) -> str:
+    """Such as: held_out/accuracy: a 0.72 (step 40), b 0.61 (step 60): a is better by 0.11, which
+    chance does not explain (95%: 0.02 to 0.20). Empty where one of them has no such metric."""
+    figures = [found["metrics"].get(metric, {}) for _, found in (one, two)]
+    values = [figure.get("value") for figure in figures]
+    if None in values:
+        return ""
+    shown = ", ".join(
+        f"{run.name} {value:.3g} (step {found['step']})"
+        for (run, found), value in zip((one, two), values, strict=True)
+    )
+    gain = sign * (values[0] - values[1])
+    better = (one if gain > 0 else two)[0].name
+    errors = [_standard_error(figure) for figure in figures]
+    if None in errors:
+        said = f"{better} is better by {abs(gain):.3g}; how sure that is is unknown" if gain else ""
+        return f"{name}/{metric}: {shown}: {said or 'no difference'}."
+    doubt = TWO_SIDED_95 * math.hypot(*errors)
+    if abs(gain) <= doubt:
+        said = f"neither is better by more than chance explains (95%: ±{doubt:.2g})"
+    else:
+        said = (
+            f"{better} is better by {abs(gain):.3g}, which chance does not explain (95%: "
+            f"{abs(gain) - doubt:.2g} to {abs(gain) + doubt:.2g})"
+        )
+    return f"{name}/{metric}: {shown}: {said}."
+
+
+def _standard_error(figure: dict[str, Any]) -> float | None:
+    """By the interval where there is one: that of a share of 0 or 1 is not 0."""
+    low, high = figure.get("low"), figure.get("high")
+    if low is None or high is None:
+        found = figure.get("standard_error")
+        return None if found is None else float(found)
+    return float((high - low) / (2 * TWO_SIDED_95))

@@ -14,9 +14,8 @@ from hybridrl.console.dashboard import bar, value_lines
 from hybridrl.console.run_readings import Readings
 from hybridrl.console.safe_text import one_line
 from hybridrl.report.device_spans import IDLE, DeviceSpan, in_words
-from hybridrl.report.run_advice import advise_of
 from hybridrl.report.run_evidence import Evidence
-from hybridrl.report.run_summary import learned
+from hybridrl.report.run_summary import advise_of, learned
 from hybridrl.run_files.run_paths import SAMPLES
 from hybridrl.run_files.run_reader import RunReader, read_table
 from hybridrl.run_files.run_status import RUNNING, state_of

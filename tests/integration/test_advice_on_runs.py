@@ -6,8 +6,11 @@ from settings import TINY
 from hybridrl.engine.hybrid_engine import HybridEngine
 from hybridrl.job.config_resolution import load_config
 from hybridrl.main import run as run_job
+from hybridrl.report.advice import WARNING
 from hybridrl.report.device_spans import device_spans
-from hybridrl.report.run_advice import WARNING, advise
+from hybridrl.report.run_evidence import Evidence
+from hybridrl.report.run_summary import advise_of
+from hybridrl.run_files.run_reader import RunReader
 
 JOB = [
     *(*TINY, "executor=inline", "rollout=transformers", "trainer.steps=6", "warmup.steps=60"),
@@ -40,6 +43,10 @@ FAULTS = {
 }
 TWO_DEVICES = ["executor=ray", "num_devices=2", *RIGHT_AT_FIRST]
 APART = [*TWO_DEVICES, "placement=separation"]
+
+
+def advise(folder):
+    return advise_of(Evidence(RunReader(folder)))
 
 
 @pytest.mark.long

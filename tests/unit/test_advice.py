@@ -12,10 +12,11 @@ from hybridrl import cli
 from hybridrl.batch.call_record import Record, Span
 from hybridrl.config.load import to_yaml
 from hybridrl.planner.machine.device_catalog import present
-from hybridrl.report.run_advice import TIP, WARNING, advise, what_was_learned
-from hybridrl.report.words import words
+from hybridrl.report.advice import TIP, WARNING
+from hybridrl.report.run_evidence import Evidence
+from hybridrl.report.run_summary import advise_of, learned, words
 from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
-from hybridrl.run_files.run_reader import open_run
+from hybridrl.run_files.run_reader import RunReader, open_run
 from hybridrl.system.cluster_spec import Cluster
 
 BEGIN = 1_700_000_000.0
@@ -39,6 +40,14 @@ HEALTHY = {
 SECONDS = {"generate": 1.0, "score": 0.1, "train": 2.0}
 MIXED = [[0.0, 1.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
 LENGTHS = [3, 2, 2, 3]
+
+
+def advise(folder):
+    return advise_of(Evidence(RunReader(folder)))
+
+
+def what_was_learned(folder):
+    return learned(Evidence(RunReader(folder)))
 
 
 def steps_of(seconds, devices=((0,), (0,)), tokens=8600):

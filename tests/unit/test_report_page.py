@@ -13,9 +13,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.report.html_page import page
 from hybridrl.report.metric_curves import curves, thin
 from hybridrl.report.report_content import Content
-from hybridrl.report.sample_browser import samples
-from hybridrl.report.settings import differences
-from hybridrl.report.token_texts import texts
+from hybridrl.report.report_tables import differences
+from hybridrl.report.sample_browser import samples, texts
 from hybridrl.run_files.run_reader import open_run
 from hybridrl.run_files.strict_json import to_json
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hybridrl.report.words import compared
+from hybridrl.report.run_summary import compared
 from hybridrl.run_files.run_reader import open_run
 
 
