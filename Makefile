@@ -5,7 +5,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 TORCH := $(shell grep '^torch==' requirements/cpu.txt)
 
-.PHONY: train test test-unit test-long bench-smoke chaos campaign golden lint format docs clean
+.PHONY: train test test-unit test-more test-long bench-smoke chaos campaign golden lint format docs clean
 
 train: .venv/.installed
 	$(BIN)/python -m hybridrl.main $(ARGS)
@@ -24,7 +24,18 @@ endif
 test-unit: .venv/.installed
 	$(BIN)/python -m pytest tests/unit -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
-# What `make test` leaves out. Before a release.
+# Products of cases, slow and random tests of what `make test` covers, and the benchmarks that take
+# less than a minute: half an hour. Continuous integration runs it after `make test`.
+ifeq ($(ARGS),)
+test-more: .venv/.installed
+	$(BIN)/python -m pytest tests/unit -m "more and not long" -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest tests/integration -m "more and not long" -n 2 --dist loadfile --no-loadscope-reorder
+else
+test-more: .venv/.installed
+	$(BIN)/python -m pytest -m "more and not long" $(ARGS)
+endif
+
+# Whole learning runs, many hosts, what is killed at odd moments. Before a release.
 test-long: .venv/.installed .environments-venv/.installed
 	$(BIN)/python -m pytest -m long -n 2 --dist loadfile $(ARGS)
 
@@ -33,10 +44,10 @@ test-long: .venv/.installed .environments-venv/.installed
 golden: .venv/.installed
 	$(BIN)/python tests/compare_golden.py $(ARGS)
 
-# Every benchmark at its smallest size: whether it runs, not what it measures. Half an hour; part of
-# test-long. ARGS="-k overhead"
+# Every benchmark at its smallest size: whether it runs, not what it measures. Half an hour; the
+# quick ones are part of test-more, the others of test-long. ARGS="-k overhead"
 bench-smoke: .venv/.installed
-	$(BIN)/python -m pytest -m long tests/integration/test_benchmarks.py $(ARGS)
+	$(BIN)/python -m pytest -m "more or long" tests/integration/test_benchmarks.py $(ARGS)
 
 # Kills parts of jobs at random moments, of those that go on and of those that have to end: an hour
 # and a half. ARGS="--rounds 6 --seed 7"

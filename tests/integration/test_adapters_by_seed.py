@@ -9,6 +9,8 @@ from hybridrl.controller import Context
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import make_tiny_model
 
+pytestmark = pytest.mark.more
+
 pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
 CUTS = {

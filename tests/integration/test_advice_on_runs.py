@@ -12,6 +12,8 @@ from hybridrl.report.run_evidence import Evidence
 from hybridrl.report.run_summary import advise_of
 from hybridrl.run_files.run_reader import RunReader
 
+pytestmark = pytest.mark.more
+
 JOB = [
     *(*TINY, "executor=inline", "rollout=transformers", "trainer.steps=6", "warmup.steps=60"),
     *("data.prompts_per_step=16", "observe.samples_every=1", "eval.every=0", "eval.prompts=16"),

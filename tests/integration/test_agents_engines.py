@@ -103,6 +103,7 @@ def test_with_transformers(tmp_path):
     check(tmp_path, turns, sampled)
 
 
+@pytest.mark.more
 @pytest.mark.vllm
 def test_with_vllm(tmp_path):
     """In a process of its own, because vLLM wants a process group."""

@@ -19,6 +19,7 @@ def model(tmp_path) -> Path:
     return make_tiny_model(tmp_path / "tiny", build_tokenizer(CHARACTERS), seed=0, **shape)
 
 
+@pytest.mark.more
 @pytest.mark.ray
 def test_adapters_are_the_same_on_all_ranks_and_in_all_runs_of_one_seed(run, model, tmp_path):
     pytest.importorskip("peft")
@@ -62,6 +63,7 @@ def adapted(run, model, tmp_path):
     )
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.parametrize("adapters", ["merged", "separate"])
@@ -86,6 +88,7 @@ def test_adapters_go_on_from_stage_to_stage(run, model, adapted, adapters):
     assert first.keys() == last.keys() and any(not first[k].equal(last[k]) for k in first)
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_a_trained_reward_model_rewards_and_is_not_changed(run, model, tmp_path):
@@ -138,6 +141,7 @@ class Mine(Trainer):
 """
 
 
+@pytest.mark.more
 @pytest.mark.ray
 def test_an_algorithm_in_a_file_beside_the_user(command, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)

@@ -4,6 +4,8 @@ and nothing makes the host wait for the device in a layer."""
 import pytest
 from at_size import GIB, JOBS, OTHERS, in_a_process
 
+pytestmark = pytest.mark.more
+
 TOLERANCE = 0.1
 ROUNDS = 0.2 * GIB
 """Messages of a sync take less than their room, as the number of rounds has it."""

@@ -157,6 +157,7 @@ def test_rewind_goes_back_and_leaves_the_prompt_out(inline, every):
     takes_back(plain, inline, every)
 
 
+@pytest.mark.more
 def test_what_was_taken_back_is_in_no_figure_of_the_run(inline):
     plain, _ = inline("plain", "trainer.steps=2")
     (plain.parent / "bad.txt").write_text(prompts_of(plain, 1)[0])
@@ -167,6 +168,7 @@ def test_what_was_taken_back_is_in_no_figure_of_the_run(inline):
     assert summary["reward_first"] == first != before
 
 
+@pytest.mark.more
 def test_the_weight_of_the_kl_is_that_of_the_step_gone_back_to(inline, tmp_path):
     adaptive = ["algorithm=ppo", f"trainer.name={tmp_path / 'own.py'}:SpoiledPPO"]
     adaptive += ["algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"]
@@ -189,6 +191,7 @@ def test_the_weight_of_the_kl_is_that_of_the_step_gone_back_to(inline, tmp_path)
     assert found[4] == (5, saved["trainer"]["kl"]["coefficient"])
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_rewind_over_ray(run, settings, tmp_path, monkeypatch, ranks):
@@ -200,6 +203,7 @@ def test_rewind_over_ray(run, settings, tmp_path, monkeypatch, ranks):
     takes_back(plain, on_hosts)
 
 
+@pytest.mark.more
 def test_prompts_that_are_not_to_blame_are_no_way_out(inline, monkeypatch):
     """Every step after the checkpoint is bad: the run does not go round for ever."""
     step = grpo.Trainer.step

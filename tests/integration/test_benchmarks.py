@@ -9,7 +9,12 @@ import sys
 import pytest
 from pages import ROOT
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
+SECONDS = {
+    *("codecs", "dispatch", "distillation", "loading", "operator_cost", "overhead", "packing"),
+    *("paper_placements", "plan", "plan_at_size", "reshard", "sandbox", "timeline", "weight_sync"),
+}
+"""What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip"), reason="makes hosts: needs root and iproute2"
 )
@@ -67,10 +72,14 @@ PARTS = {"figures", "trl_arm"}
 FIGURE = {"name", "ratio", "goal", "ours", "baseline", "unit"}
 
 
+def mark_of(name):
+    return pytest.mark.more if name in SECONDS else pytest.mark.long
+
+
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [
-        pytest.param(name, arguments, marks=marks, id=name)
+        pytest.param(name, arguments, marks=[*marks, mark_of(name)], id=name)
         for name, (arguments, *marks) in SMALLEST.items()
     ],
 )

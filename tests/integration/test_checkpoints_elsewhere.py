@@ -98,6 +98,7 @@ def test_steps_at_a_url_outlive_the_machine_of_the_run(whole, tmp_path):
     assert_goes_on_as(forked, whole, after=3)
 
 
+@pytest.mark.more
 def test_a_folder_of_checkpoints_is_of_one_run(tmp_path):
     shared = f"checkpoint.folder={tmp_path / 'shared'}"
     train(*SMALL, shared, f"run.directory={tmp_path / 'one'}", "trainer.steps=3")
@@ -107,6 +108,7 @@ def test_a_folder_of_checkpoints_is_of_one_run(tmp_path):
     assert sizes_below(tmp_path / "shared") == before
 
 
+@pytest.mark.more
 def test_a_url_is_of_one_run_and_who_goes_on_with_it_ends_the_other(tmp_path, process_group):
     url = f"memory://{uuid.uuid4()}/run"
     command = [*SMALL, f"checkpoint.folder={url}", "trainer.steps=3"]
@@ -124,6 +126,7 @@ def test_a_url_is_of_one_run_and_who_goes_on_with_it_ends_the_other(tmp_path, pr
         train(*command, "resume=auto", f"run.directory={tmp_path / 'one'}", "trainer.steps=6")
 
 
+@pytest.mark.more
 def test_which_steps_are_saved_and_stay(tmp_path):
     rules = ["checkpoint.every=0", "checkpoint.every_minutes=1e-9", "checkpoint.best=accuracy"]
     rules += ["checkpoint.keep_last=1", "checkpoint.keep_every=2", "eval.every=1"]

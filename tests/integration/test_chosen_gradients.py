@@ -18,6 +18,8 @@ from hybridrl.parallel import reduction_timing as sum_times
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.reduction_choice import FULL, NOTHING, Curve, Part
 
+pytestmark = pytest.mark.more
+
 WORLD = 4
 # Name: ranks, the node of each, and the ways that there are beside `full` with the error of each.
 TWO_LEVELS = {

@@ -58,6 +58,7 @@ with RayExecutor("cpu", 4, address=sys.argv[1], cpus_per_host=1) as first:
 """
 
 
+@pytest.mark.more
 def test_devices_of_a_node_are_neighbours_and_taken_ones_are_shown(nodes):
     code, output = run(JOIN, nodes[0].cluster)
     assert code == 0, output
@@ -78,6 +79,7 @@ def test_a_cluster_that_is_too_small(nodes, tmp_path):
     assert f"{nodes[1].address}: 0 of 0 GPUs and 3 of 3 CPUs free" in output
 
 
+@pytest.mark.more
 def test_an_address_at_which_nothing_answers(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -85,6 +87,7 @@ def test_an_address_at_which_nothing_answers(tmp_path):
     assert code == 2 and f"ray.address=127.0.0.1:{port}: nothing answers there" in output
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not find_spec("moto"), reason="moto is not installed")
 def test_a_bucket_that_workers_have_no_credentials_for(nodes, s3_server, tmp_path):
     """The driver has them, and has written there before workers are asked."""
@@ -105,6 +108,7 @@ end(node)
 """
 
 
+@pytest.mark.more
 def test_a_ray_of_somebody_else_is_left_alone(nodes):
     """Ray itself joins what the last `ray start` wrote to this file, whether that lives or not."""
     folder = Path(tempfile.mkdtemp(prefix="hy", dir="/tmp"))  # short, for sockets
@@ -119,12 +123,14 @@ def test_a_ray_of_somebody_else_is_left_alone(nodes):
     assert float(output.split("cpus ")[1].split()[0]) == usable_cores() and not left
 
 
+@pytest.mark.more
 def test_the_script_that_waits_for_all_nodes(nodes):
     wait = [sys.executable, str(Path(__file__).parents[2] / "docker" / "wait_for_nodes.py")]
     done = subprocess.run([*wait, nodes[0].cluster, "2"], **QUIET)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.more
 def test_a_temporary_folder_of_a_long_name(tmp_path):
     long = tmp_path / ("scratch-of-job-" + "4711" * 25)
     long.mkdir()
@@ -133,6 +139,7 @@ def test_a_temporary_folder_of_a_long_name(tmp_path):
     assert not Path(output.split("at ")[1].split()[0]).exists()
 
 
+@pytest.mark.more
 def test_an_address_of_the_environment_is_called_by_its_name(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     for address in (None, "auto"):

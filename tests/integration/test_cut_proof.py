@@ -15,6 +15,8 @@ from hybridrl.models.packed_attention import NAME
 from hybridrl.parallel import tensor_parallel as tensor
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
+pytestmark = pytest.mark.more
+
 CUTS = {
     "tp2": (2, {"tp": 2}),
     "tp3": (3, {"tp": 3}),

@@ -21,6 +21,8 @@ from hybridrl.models import make_tiny_model
 from hybridrl.workers.reward_worker import RewardWorker
 from hybridrl.workers.training_engines import ModelSource
 
+pytestmark = pytest.mark.more
+
 ROWS = 8
 COUNTS = (8, 3, 1, 0)
 CUTS = {

@@ -16,6 +16,8 @@ from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
+pytestmark = pytest.mark.more
+
 WORLD, TOP_K = 4, 5
 CUTS = {
     "dp2": (2, ParallelConfig()),

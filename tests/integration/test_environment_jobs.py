@@ -139,6 +139,7 @@ def test_turns_have_credit_of_their_own(start):
         assert total == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -191,6 +192,7 @@ def samples_of(directory, step):
     return table.select(["group_id", "episode", "branch", "response", "scores"]).to_pylist()
 
 
+@pytest.mark.more
 def test_a_run_that_goes_on_samples_what_it_would_have_sampled(tmp_path, place):
     def run(name, *overrides):
         from hybridrl import main
@@ -219,6 +221,7 @@ RANKS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.parametrize(
     "ranks",
@@ -267,6 +270,7 @@ async def play(row, model):
 '''
 
 
+@pytest.mark.more
 def test_options_of_the_chat_template_reach_the_endpoint_of_a_job(start, place, tmp_path):
     (tmp_path / "play.py").write_text(OPTIONS)
     tokenizer = build_tokenizer(TEXT, chat=True)

@@ -11,6 +11,8 @@ from hybridrl.data.environment_tasks import ENVIRONMENT
 from hybridrl.job.job_inputs import load_rows
 from hybridrl.models import make_tiny_model
 
+pytestmark = pytest.mark.more
+
 INLINE = ("executor=inline", "rollout=transformers", "devices=cpu")
 FILE = Path(__file__).parents[1] / "environments_that_fail.py"
 TASKS = ("data=environment", "environment.tasks=20", "eval.prompts=4")

@@ -51,6 +51,7 @@ def test_ranks_that_share_an_engine_play_in_lockstep(run, settings):
         assert row["mismatch/k3"] < 1e-6
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("flow", [[], ["placement.in_flight=true", "placement.staleness=1"]])
 def test_episodes_leave_a_generator_as_they_finish(run, settings, flow):
     directory = run(*settings, "rollout=transformers", "placement=separation", *flow)

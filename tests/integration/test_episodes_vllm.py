@@ -138,6 +138,7 @@ def play_with_vllm(rank, tmp_path):
     assert len(set(drawn["turns"].tolist())) > 1
 
 
+@pytest.mark.more
 def test_a_job_learns_from_episodes_alone(command):
     run = command(
         *SHORT,

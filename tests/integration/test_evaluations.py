@@ -105,6 +105,7 @@ def test_sets_beside_the_held_out_rows_and_an_early_end(sets, tmp_path, capsys):
     assert "samples, 1 update(s)" not in shown
 
 
+@pytest.mark.more
 @pytest.mark.ray
 def test_sets_over_ray(run, sets):
     overrides = ["rollout=transformers", "warmup.steps=0", "eval.every=2", "trainer.steps=1"]

@@ -57,6 +57,7 @@ def digits(response):
     return sum(character.isdigit() for character in response) / 3
 
 
+@pytest.mark.more
 def test_distillation_brings_the_student_to_the_teacher(start, tmp_path):
     teacher = make_tiny_model(
         tmp_path / "teacher", build_tokenizer(CHARACTERS), seed=7, context=128, **SHAPE
@@ -79,6 +80,7 @@ def test_samples_of_a_program_that_asks_no_reward_are_shown_as_texts(start):
     assert len(rows["response"]) == 32 and all(isinstance(text, str) for text in rows["response"])
 
 
+@pytest.mark.more
 def test_self_play_asks_sums_and_keeps_both_models(start):
     job = start("trainer.name=self_play.py:SelfPlay")
     steps = run(job)
@@ -94,6 +96,7 @@ def test_self_play_asks_sums_and_keeps_both_models(start):
     assert [groups[role].policy_version().get() for role in ("actor", "asker")] == [[3], [3]]
 
 
+@pytest.mark.more
 def test_the_curriculum_asks_what_is_right_half_of_the_time(start):
     job = start("data.sampler=curriculum.py:PassRate", "data.prompts_per_step=64", reward=digits)
     run(job)

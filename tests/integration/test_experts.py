@@ -24,7 +24,7 @@ from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare
 from hybridrl.rollout.single_turn import SingleTurnStream
 from hybridrl.system.shared_memory import remove_shared_memory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.more, pytest.mark.vllm]
 CPU = torch.device("cpu")
 SAMPLING = Sampling(max_tokens=24, temperature=1.0)
 

@@ -8,6 +8,8 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
+pytestmark = pytest.mark.more
+
 
 def open_ports(processes):
     """The addresses at which these processes listen."""

@@ -36,6 +36,7 @@ def test_a_killed_worker_with_vllm(command):
     assert "died during" in run.output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_saves_what_there_is(command, number):
     run = command(*LONG)
@@ -62,6 +63,7 @@ def test_a_killed_driver_leaves_nothing_that_stops_the_next_job(command, tmp_pat
     assert again.finish() == 0, again.output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("choice", ["value", "fail", pytest.param("drop", marks=pytest.mark.long)])
 def test_a_reward_that_hangs(command, tmp_path, choice):
     (tmp_path / "slow.py").write_text(
@@ -118,6 +120,7 @@ def test_a_machine_that_runs_out_of_memory_is_named_with_who_uses_it(command):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.more
 def test_a_full_disk_is_a_sentence(command):
     run = command(*LONG)
     run.directory.mkdir(exist_ok=True)
@@ -129,6 +132,7 @@ def test_a_full_disk_is_a_sentence(command):
     assert "metrics.jsonl" in run.output and "Traceback" not in run.output
 
 
+@pytest.mark.more
 def test_a_failing_step_shows_no_secret(command, tmp_path):
     """Not in what a reward function prints, logs or raises, and in no file of the run."""
     (tmp_path / "score.py").write_text(

@@ -13,7 +13,7 @@ from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("process_group")]
 
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),

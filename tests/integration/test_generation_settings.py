@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pyarrow.parquet as pq
+import pytest
 
 from hybridrl import main
 from hybridrl.job.config_resolution import load_config
+
+pytestmark = pytest.mark.more
 
 JOB = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),

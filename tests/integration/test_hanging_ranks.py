@@ -36,11 +36,15 @@ def long(*case):
     return pytest.param(*case, marks=pytest.mark.long)
 
 
+def more(*case):
+    return pytest.param(*case, marks=pytest.mark.more)
+
+
 @pytest.mark.parametrize(
     ("way", "does", "waiting"),
     [
         ("frozen", "does not answer: it was stopped", "ranks 0 2 wait for it in all_reduce"),
-        ("deadlock", r"is in \S+_ranks\.py:\d+ in deadlock", "ranks 0 2 wait for it in all"),
+        more("deadlock", r"is in \S+_ranks\.py:\d+ in deadlock", "ranks 0 2 wait for it in all"),
         long("endless", r"is in \S+_ranks\.py:\d+ in endless", "0 2 wait for it in all_reduce"),
         long("messages", r"is in \S+_ranks\.py:\d+ in endless", "rank 2 waits for it in a message"),
         long("left", "has no call in hand", "ranks 0 2 wait for it in all_reduce"),

@@ -14,7 +14,7 @@ from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import TrainingError
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 SHAPE = {
     **{"hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 from hybridrl.data.character_tokenizer import CHARACTERS, build_tokenizer
 from hybridrl.models import make_tiny_model
 
+pytestmark = pytest.mark.more
+
 TEMPLATE = "{prompt}{response},{answer}"
 CONTEXT = 17
 """Longest template and grade: what the policy says at greatest length does not fit."""

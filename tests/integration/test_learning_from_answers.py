@@ -62,6 +62,7 @@ def nothing(response):
     return 0.0
 
 
+@pytest.mark.more
 def test_online_dpo_learns_what_scores_best(start):
     job = start(
         *("algorithm=online_dpo", "trainer.steps=10"),
@@ -73,6 +74,7 @@ def test_online_dpo_learns_what_scores_best(start):
     assert steps[-1]["reward/mean"] > 2 * steps[0]["reward/mean"]
 
 
+@pytest.mark.more
 def test_online_dpo_of_samples_that_score_alike_has_no_pairs(start):
     steps = run(start("algorithm=online_dpo", reward=nothing))
     assert all(row["pairs/prompts"] == 0 for row in steps)
@@ -97,6 +99,7 @@ def test_expert_iteration_learns_from_each_right_answer_once(start):
     assert steps[-1]["reward/mean"] > 2 * steps[0]["reward/mean"]
 
 
+@pytest.mark.more
 def test_expert_iteration_without_a_right_answer_goes_on(start):
     steps = run(start("algorithm=expert_iteration", reward=nothing))
     assert [row["expert/answers"] for row in steps] == [0, 0, 0]
@@ -130,6 +133,7 @@ def test_answers_that_were_kept_survive_a_checkpoint(start):
     assert len(batch) == 32 and handles[0].get()["tokens"] >= 6
 
 
+@pytest.mark.more
 def test_a_tripwire_ends_a_run_whose_reward_is_not_what_is_looked_at(start, tmp_path):
     path = tmp_path / "watched.py"
     path.write_text("def not_one(response, **row):\n    return float(response[:1] != '1')\n")
@@ -166,6 +170,7 @@ def test_steps_and_shorter_answers_are_learned_from(start):
     assert right == [len(response) == 3 for response in rows["response"]]
 
 
+@pytest.mark.more
 def test_all_files_say_the_same_of_what_is_right(start):
     def at_the_bound(response):
         return {"score": 0.7 * response.startswith("1"), "steps": [(1, 5.0)][: len(response)]}
@@ -199,6 +204,7 @@ def test_all_files_say_the_same_of_what_is_right(start):
     assert compared >= 8
 
 
+@pytest.mark.more
 def test_an_evaluation_without_a_score_does_not_end_the_training(start, tmp_path, capsys):
     for name, answer in (("rows", "1"), ("held_out", "unknown")):
         rows = [{"prompt": f"{n}+1=", "answer": answer} for n in range(8)]

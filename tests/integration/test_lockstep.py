@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -13,6 +14,8 @@ from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 from hybridrl.rollout.rollout_engine import BatchedEngine
 from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SampleStream
 from hybridrl.rollout.transcript import Transcript
+
+pytestmark = pytest.mark.more
 
 
 class Noted(BatchedEngine):

@@ -35,6 +35,7 @@ def test_a_killed_worker_is_replaced_and_nothing_is_lost(command, run, tmp_path)
     assert summary["recoveries"] == 1 and summary["seconds_lost"] >= row["seconds"]
 
 
+@pytest.mark.more
 def test_sigterm_saves_the_step_in_hand(command):
     told = command(*JOB, "trainer.steps=100000", "checkpoint.every=1000", "recover.grace_s=120")
     told.wait_for_step(3)
@@ -50,6 +51,7 @@ def test_sigterm_saves_the_step_in_hand(command):
     assert "Traceback" not in told.output
 
 
+@pytest.mark.more
 def test_sigterm_while_the_job_starts_is_for_another_time_too(command):
     told = command(*JOB, "executor=inline", "trainer.steps=100000", "checkpoint.every=1000")
     told.wait_for("loading data")
@@ -59,6 +61,7 @@ def test_sigterm_while_the_job_starts_is_for_another_time_too(command):
     assert not (told.directory / "lock.json").exists()
 
 
+@pytest.mark.more
 def test_sigterm_to_ray_as_well_ends_it_within_the_grace(command):
     told = command(*JOB, "trainer.steps=100000", "checkpoint.every=2", "recover.grace_s=20")
     told.wait_for_step(3)

@@ -77,6 +77,7 @@ def test_a_run_leaves_everything_a_user_needs(whole_run):
     assert steps[-1]["reward/mean"] == pytest.approx(mean)
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_equal_seeds_give_equal_rewards_with_vllm(whole_run, run):
@@ -147,6 +148,7 @@ def test_a_model_folder_without_weights(refusal, tmp_path):
     assert "no weights" in refusal(*INLINE, *settings)
 
 
+@pytest.mark.more
 def test_real_work_reads_files_and_functions_of_the_users(inline_run, command, tmp_path):
     rows = "".join(f'{{"question": "{i}+1=", "solution": "{i + 1}"}}\n' for i in range(40))
     (tmp_path / "prompts.jsonl").write_text(rows)

@@ -25,6 +25,8 @@ from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import NAME
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
+pytestmark = pytest.mark.more
+
 WORLD = 4
 ONE = "one rank"
 CUTS = {

@@ -11,6 +11,8 @@ import pytest
 import hybridrl
 from hybridrl import cli
 
+pytestmark = pytest.mark.more
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(hybridrl.__file__).parents[1])}
 
 

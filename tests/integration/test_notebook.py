@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from settings import SHORT
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("process_group")]
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 

@@ -29,7 +29,7 @@ from hybridrl.run import loop
 from hybridrl.run_files.metric_reader import read_metrics
 from hybridrl.run_files.run_reader import open_run
 
-pytestmark = pytest.mark.usefixtures("process_group")
+pytestmark = [pytest.mark.more, pytest.mark.usefixtures("process_group")]
 
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),

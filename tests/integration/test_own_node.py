@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 DRIVER = """
 import threading
 from hybridrl.ray_backend.own_node import RAYLET, OwnNode

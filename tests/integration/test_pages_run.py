@@ -24,6 +24,8 @@ from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.job.config_resolution import load_config
 from hybridrl.models import make_tiny_model
 
+pytestmark = pytest.mark.more
+
 MAIN = ["python", "-m", "hybridrl.main"]
 SMALL = [
     *("executor=inline", "rollout=transformers", "trainer.steps=2", "warmup.steps=0"),

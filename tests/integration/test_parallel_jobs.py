@@ -13,7 +13,7 @@ from hybridrl.config.schema import ParallelConfig
 from hybridrl.controller import WorkerGroup
 from hybridrl.job.worker_groups import worker_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.vllm]
 CUTS = ("dp", "tp", "pp", "ring", "ulysses")
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from settings import LEARNS, SHORT
+from tiers import few_of
 
 from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, to_json
 
@@ -31,7 +32,7 @@ def lines_of(folder):
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", few_of(PLACES, [*PLACES][:1]))
 def test_rounded_weights_follow_the_trainers_and_samples_are_weighed(run, plan, place):
     folder = run(*SHORT, "ray.address=auto", *USES, plan(), *PLACES[place])
     steps = [line for line in lines_of(folder) if "mismatch/k3" in line]
@@ -49,6 +50,7 @@ def test_whole_weights_over_stages_are_the_trainers(run):
     assert all("policy/correction_weight" not in step for step in steps)
 
 
+@pytest.mark.more
 @pytest.mark.ray
 @pytest.mark.long
 def test_it_learns(run, plan):

@@ -38,6 +38,8 @@ from hybridrl.models.packed_attention import NAME
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
+pytestmark = pytest.mark.more
+
 LAYERS = 5
 STEPS = 8
 STANDING = OptimizerConfig(learning_rate=0.0, max_grad_norm=0.0)

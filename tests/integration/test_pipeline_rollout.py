@@ -15,6 +15,8 @@ from hybridrl.rollout.transformers_engine import TransformersRollout
 from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, equal_plan
 from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
 
+pytestmark = pytest.mark.more
+
 WORLD, LAYERS, EOS = 4, 5, 1
 LOW = (16, 8, 4, 8, 16)
 PLANS = {

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from settings import TINY
+from tiers import few_of
 
 from hybridrl import load_config
 from hybridrl.planner.step.graph_replay import replay
@@ -41,7 +42,7 @@ def on_policy(hosts, tmp_path_factory):
     return run(hosts, tmp_path_factory.mktemp("flattening"))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", few_of(PLACEMENTS, ["separation"]))
 def test_every_placement_learns_the_same(placement, on_policy, hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # so that `auto` measures
     found, versions = run(hosts, tmp_path, *PLACEMENTS[placement])
@@ -49,6 +50,7 @@ def test_every_placement_learns_the_same(placement, on_policy, hosts, tmp_path, 
     assert versions == on_policy[1]
 
 
+@pytest.mark.more
 def test_staleness_1_is_one_step_off(on_policy, hosts, tmp_path):
     """The reference generates, with one set of weights, before the updates of the step before."""
     wanted, versions = run(hosts, tmp_path / "reference", ahead=OneStepOff)
@@ -59,6 +61,7 @@ def test_staleness_1_is_one_step_off(on_policy, hosts, tmp_path):
     assert found[1] == versions
 
 
+@pytest.mark.more
 def test_older_weights_come_from_the_object_store(hosts, tmp_path):
     _, versions = run(hosts, tmp_path, "placement=separation", "placement.staleness=2")
     assert [sorted(set(v)) for v in versions] == [[0], [0], [0], [2], [4]]

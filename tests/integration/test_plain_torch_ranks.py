@@ -10,6 +10,8 @@ from plain_cases import OPTIONS, PROGRAMS, exists, make_folders, settings_of
 
 from hybridrl import load_config, main
 
+pytestmark = pytest.mark.more
+
 CLOSE = 1e-5
 STALE = ("temperature", "two updates", "entropy", "staleness")
 TOGETHER = (

@@ -49,6 +49,7 @@ def run(folder, name, *overrides):
     return [json.loads(row) for row in rows], "\n".join(map(str, said))
 
 
+@pytest.mark.more
 def test_a_reference_in_fewer_bits_through_grpo(tmp_path):
     """The KL of the first step is that of rounding alone, which is 0 without; warm-up gives the
     reference other weights, which it rounds again."""
@@ -138,6 +139,7 @@ def loss_of(outputs):
     return TokenLoss(-outputs["log_probs"], {})
 
 
+@pytest.mark.more
 def test_ranks_of_other_bits_train_and_score_together(tmp_path):
     first, second = run_ranks(rank_program, tmp_path, 2)
     for name in ("whole", "low"):

@@ -19,6 +19,8 @@ from hybridrl.controller.worker import Context
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.workers.training_engines import ModelSource, policy_engine
 
+pytestmark = pytest.mark.more
+
 WORLD = 2
 EVERYWHERE = ("gemma3", "qwen3_5", "mistral3", "deepseek_v3")
 """Under every cut; the others under the first."""

@@ -6,6 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 from published_models import publish
 
+pytestmark = pytest.mark.more
+
 BFLOAT16 = ["model.dtype=bfloat16"]
 JOB = [
     *("num_devices=1", "model.dtype=float32", "rollout=vllm", "data=jsonl"),

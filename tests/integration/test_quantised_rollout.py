@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridrl.models.row_quantization import quantise
 
-pytestmark = [pytest.mark.ray, pytest.mark.vllm]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.vllm]
 PLACES = [
     pytest.param([], id="on the trainer's devices"),
     pytest.param(["placement=separation"], id="on its own", marks=pytest.mark.long),

@@ -137,6 +137,7 @@ def test_calls_and_batches_from_group_to_group(many, groups):
     assert len(set(groups["a"].processes().get())) == MANY
 
 
+@pytest.mark.more
 def test_records_belong_to_steps(many, groups):
     many.take_records()
     groups["c"].mark(0)
@@ -149,6 +150,7 @@ def test_records_belong_to_steps(many, groups):
     assert many.take_records() == []
 
 
+@pytest.mark.more
 def test_every_host_keeps_the_order_of_the_driver(groups):
     start = [len(marks) for marks in groups["a"].marks().get()]
     made = []
@@ -161,6 +163,7 @@ def test_every_host_keeps_the_order_of_the_driver(groups):
         assert marks[start[host] :] == [call for call in made if host in on[call[0]]]
 
 
+@pytest.mark.more
 def test_an_interrupted_wait_loses_nothing(groups):
     handle = groups["a"].sleep(2, 3.0)
     threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -172,12 +175,14 @@ def test_an_interrupted_wait_loses_nothing(groups):
     assert time.monotonic() - begin < 5
 
 
+@pytest.mark.more
 def test_waiting_for_some_time_only(groups):
     handle = groups["a"].sleep(MANY - 1, 1.0)
     assert not handle.done_within(0.2)
     assert handle.done_within(None)
 
 
+@pytest.mark.more
 def test_memory_does_not_grow_with_the_calls(ray, many, groups):
     def stored() -> int:
         """Objects in shared memory."""
@@ -228,6 +233,7 @@ def test_a_killed_host_is_named(few):
         again.get()
 
 
+@pytest.mark.more
 def test_a_hanging_host_is_named_with_all_stacks(few):
     tiny = few(timeout_s=5.0)
     with pytest.raises(CallTimeoutError, match=r"tiny\.sleep on rank 1 did not finish") as caught:
@@ -235,11 +241,13 @@ def test_a_hanging_host_is_named_with_all_stacks(few):
     assert "time.sleep(seconds)" in str(caught.value)
 
 
+@pytest.mark.more
 def test_a_relay_that_died_unnoticed_lets_the_job_end(few):
     few()
     relay_process().kill()  # the executor is closed when the test is over
 
 
+@pytest.mark.more
 def test_a_killed_relay_is_a_sentence(few):
     tiny = few()
     handle = tiny.sleep(1, 60.0)

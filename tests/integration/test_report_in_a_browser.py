@@ -50,6 +50,7 @@ def test_a_report_opens_alone_without_an_error(tmp_path):
     asyncio.run(look())
 
 
+@pytest.mark.more
 def test_no_two_lines_of_a_chart_have_one_number(tmp_path):
     run = run_folder(tmp_path / "run", steps=0, samples_at=())
     figures = {"mismatch/k3": 1e-13, "throughput/tokens_per_second": 1.2e5, "policy/entropy": 0.5}
@@ -76,6 +77,7 @@ def test_no_two_lines_of_a_chart_have_one_number(tmp_path):
     asyncio.run(look())
 
 
+@pytest.mark.more
 def test_a_row_of_the_table_of_runs_is_a_line_on_a_narrow_screen(tmp_path):
     run_folder(tmp_path / "runs" / "one")
     server = Server(Site(tmp_path / "runs"))
@@ -96,6 +98,7 @@ def test_a_row_of_the_table_of_runs_is_a_line_on_a_narrow_screen(tmp_path):
         server.server_close()
 
 
+@pytest.mark.more
 def test_what_is_seen_by_pointing_is_reached_by_keys(tmp_path):
     run = run_folder(tmp_path / "run", steps=40, says="words")
     url = written(run, tmp_path / "report.html")
@@ -127,6 +130,7 @@ def test_what_is_seen_by_pointing_is_reached_by_keys(tmp_path):
     asyncio.run(look())
 
 
+@pytest.mark.more
 def test_a_search_finds_and_a_sort_sorts(tmp_path):
     run = run_folder(tmp_path / "run", rows=12)
     url = written(run, tmp_path / "report.html")

@@ -152,7 +152,12 @@ def steps_of(folder):
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(name, marks=pytest.mark.long if name in AS_OTHERS else ()) for name in PROGRAMS],
+    [
+        pytest.param(name, marks=pytest.mark.more if number else ())
+        for number, name in enumerate(PROGRAMS)
+        if name not in AS_OTHERS
+    ]
+    + [pytest.param(name, marks=pytest.mark.long) for name in AS_OTHERS],
 )
 def test_three_steps_and_three_more_are_six(run, program):
     if program == "adapters":
@@ -206,6 +211,7 @@ def test_the_same_command_goes_on_after_a_failure_and_starts_where_there_is_noth
     assert_same_run(once_more, whole)
 
 
+@pytest.mark.more
 def test_what_a_later_step_left_is_gone_when_an_earlier_one_is_resumed(run):
     settings = ["checkpoint.every=1", "checkpoint.keep_last=3", "trainer.steps=4", "eval.every=0"]
     folder, _ = run("run", *settings)
@@ -304,6 +310,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_step_before(run, monkeypatch):
     assert_same_run(folder, whole)
 
 
+@pytest.mark.more
 def test_a_run_keeps_the_date_of_its_first_start(run, tmp_path, monkeypatch):
     """Chat templates write it into prompts: a resume on the next day has the same ones, and so has
     an evaluation of the run's model."""
@@ -354,6 +361,7 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(run):
         run("run", "trainer.steps=3")
 
 
+@pytest.mark.more
 def test_a_sampler_whose_state_is_no_plain_data_is_named(run):
     with pytest.raises(ConfigError, match=r"data\.sampler=.*keys are texts"):
         run("run", "trainer.steps=3", "data.sampler={file}:Unsaveable")

@@ -10,7 +10,7 @@ from test_resume import rows_of
 
 from hybridrl.run.loop import Loop
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 SLOW_REWARD = """
 import time
 

@@ -195,6 +195,7 @@ def test_the_guilty_one_of_concurrent_rows_is_found(make_pool, response):
     assert [s for s in result.scores if not math.isnan(s)] == [1.0, 2.0, 4.0]
 
 
+@pytest.mark.more
 def test_many_bad_rows_and_several_processes(make_pool):
     pool = make_pool("score", processes=2, timeout_s=TIMEOUT_S)
     responses = ["die", "hang", "raise", *map(str, range(50)), "hang", "segfault"]
@@ -272,6 +273,7 @@ def test_a_coroutine_without_async_def_is_explained(make_pool):
     assert "must be declared `async def`" in make_pool("forgetful").score(rows("1")).first_failure
 
 
+@pytest.mark.more
 def test_large_rows_and_slow_readers(make_pool):
     result = make_pool("score").score(rows("len(prompt)", *["1"] * 5) * 10)
     assert result.failures == 0
@@ -315,6 +317,7 @@ def test_a_row_whose_process_is_killed_is_tried_once_more(make_pool, tmp_path):
     assert result.failures == 1 and "killed by SIGKILL" in result.first_failure
 
 
+@pytest.mark.more
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 @pytest.mark.parametrize("response", ["1", "hang"])
 def test_processes_die_with_a_killed_parent(functions_file, response):

@@ -18,6 +18,7 @@ from hybridrl.run import loop
 from hybridrl.system.locations import location_of, sizes_below
 
 pytestmark = [
+    pytest.mark.more,
     pytest.mark.usefixtures("process_group"),
     pytest.mark.skipif(
         not all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask")),

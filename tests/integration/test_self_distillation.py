@@ -75,6 +75,7 @@ def test_the_teacher_says_what_it_thinks_after_its_own_prompt(start):
     assert handles[0].get()["loss"] > 1e-5, "it is not what the student thinks"
 
 
+@pytest.mark.more
 def test_a_teacher_that_is_refreshed_is_the_policy_or_on_its_way_there(start):
     began = said(start(), "teacher")
     found = {}
@@ -118,6 +119,7 @@ def test_a_teacher_that_could_teach_nothing_is_refused(start, overrides, words):
         run(start(*overrides))
 
 
+@pytest.mark.more
 def test_a_student_learns_from_given_responses_what_a_teacher_would_have_said(tmp_path):
     rows = [{"prompt": f"{a}+1=", "response": str(a + 1)} for a in range(40)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

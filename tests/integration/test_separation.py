@@ -5,6 +5,7 @@ import json
 import pyarrow.parquet as pq
 import pytest
 from settings import LEARNS, SHORT, TINY
+from tiers import few_of
 
 from hybridrl import load_config
 
@@ -17,7 +18,7 @@ def steps_of(directory):
     return [row for row in rows if "policy/loss" in row]
 
 
-@pytest.mark.parametrize("flow", ["collective", "store", "in_flight"])
+@pytest.mark.parametrize("flow", few_of(["collective", "store", "in_flight"], ["collective"]))
 def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(run, flow):
     options = {
         "collective": ["placement.staleness=1"],
@@ -44,6 +45,7 @@ def test_the_main_job_runs_and_samples_are_as_old_as_they_may_be(run, flow):
     assert min(versions.to_pylist()) >= warm_up + 5 - most
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("tp", [1, 2])
 def test_replicas_share_the_rows(tp, hosts, tmp_path):
     """There are more prompts than run at a time: two replicas claim them one by one, and the two

@@ -40,6 +40,8 @@ from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
+pytestmark = pytest.mark.more
+
 FOUR = ["ulysses2 x ring2", "ring4", "ulysses4"]
 DEALS = {1: [(11,)], 2: [(6, 5), (0, 11)]}
 STEPS = 8

@@ -19,7 +19,11 @@ from settings import SHORT
 from hybridrl.checkpoint.store import StepFolders
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(not shutil.which("bash"), reason="bash")]
+pytestmark = [
+    pytest.mark.more,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not shutil.which("bash"), reason="bash"),
+]
 SRUN = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -w ]] && shift; shift; done
 "$@" & task=$!

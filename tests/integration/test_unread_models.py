@@ -19,6 +19,8 @@ from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.workers.training_engines import ModelSource, policy_engine, scalar_engine
 
+pytestmark = pytest.mark.more
+
 WORLD = 4
 CUTS = {
     "dp4": ParallelConfig(),

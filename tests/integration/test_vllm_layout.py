@@ -21,7 +21,7 @@ from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.weight_writer import by_tensor, inside
 from hybridrl.system.shared_memory import remove_shared_memory
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.more, pytest.mark.vllm]
 PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]
 GREEDY = Sampling(max_tokens=12, temperature=0.0)
 HEAD_DIM, KV_HEADS, HIDDEN, VOCABULARY = 32, 2, 128, 49

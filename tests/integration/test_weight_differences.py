@@ -165,6 +165,7 @@ def test_a_flipped_bit_is_found_and_sent_again(ranks):
     assert costs[0][3].sent < costs[0][2].sent  # differences again, after that
 
 
+@pytest.mark.more
 def test_what_is_damaged_twice_ends_the_job(tmp_path):
     found = run_ranks(damaged_for_good, tmp_path, 2)
     assert "damaged on their way to rank 1" in found[1] and "rollout.weight_sync" in found[1]

@@ -25,6 +25,8 @@ from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.weight_gathers import DIFFERENCES, DifferenceAllGather, add_difference
 
+pytestmark = pytest.mark.more
+
 WORLD, UPDATES, SAVED = 4, 4, 1
 # Name: ranks, `parallel.shards`, precision of computation, and whether the model is one unit.
 ARMS = {

@@ -126,7 +126,8 @@ def title(case):
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, id=title(case)) for case in CASES),
+        pytest.param(CASES[0], id=title(CASES[0])),
+        *(pytest.param(case, id=title(case), marks=pytest.mark.more) for case in CASES[1:]),
         *(pytest.param(case, id=title(case), marks=pytest.mark.long) for case in MORE),
     ],
 )
@@ -199,6 +200,7 @@ def actors_with_adapters(executor, path):
     ]
 
 
+@pytest.mark.more
 def test_adapters_beside_the_weights_are_those_multiplied_in(hosts, tmp_path):
     make_model(tmp_path, "Llama", tied=False)
     prompts = Batch.from_columns({"prompt_ids": PROMPTS * 4})

@@ -8,7 +8,7 @@ from settings import LEARNS, SHORT
 from test_separation import steps_of
 from test_two_hosts import Driver
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 JOB = [
     *(*SHORT, *LEARNS, "placement=separation", "model.dtype=bfloat16", "trainer.steps=4"),
     *("actor.optimizer.learning_rate=1e-5", "eval.every=100"),

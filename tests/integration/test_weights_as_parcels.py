@@ -161,6 +161,7 @@ def differences(rank):
     return found
 
 
+@pytest.mark.more
 def test_differences_travel_and_what_cannot_be_used_comes_whole(tmp_path):
     sender, *receivers = run_ranks(differences, tmp_path, 3)
     for receiver in receivers:

@@ -1,0 +1,17 @@
+"""Which cases of a product `make test` runs, and which only `make test-more`."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def few_of(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
+    """Return cases for `parametrize`, all but some of them for `make test-more`.
+
+    Args:
+        kept: The cases that stay in `make test`, or n: every n-th one.
+    """
+    names = list(cases)
+    stay = names[::kept] if isinstance(kept, int) else kept
+    return [name if name in stay else pytest.param(name, marks=pytest.mark.more) for name in names]
