@@ -39,7 +39,6 @@ from hybridrl.errors import (
     HybridRLError,
     MissingPackageError,
     Preempted,
-    Problems,
 )
 from hybridrl.job.config_resolution import load_config
 from hybridrl.run.signals import Interrupts, leave
@@ -102,7 +101,8 @@ def run(
         KeyboardInterrupt: after Ctrl-C, when what there was has been saved.
         Preempted: after SIGTERM, when the run can go on from a checkpoint.
     """
-    from hybridrl.job.job_inputs import with_objects, with_rows
+    from hybridrl.data.job_data import with_rows
+    from hybridrl.job.config_resolution import with_objects
 
     config = with_objects(config, reward, data, trainer)
     if config.run.dry:
@@ -141,8 +141,7 @@ def run(
 
             view.message(overview(job, short(job.plan) if job.plan else []))
             choices = (
-                job.dtype_notice,
-                job.settings_notice,
+                *job.settings_notices,
                 job.placement_notice,
                 correction_notice(config, job.trainer_class),
                 job.plan_notice,
@@ -182,11 +181,10 @@ def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[Non
 
 def _look(config: Config) -> None:
     """Checks everything and prints the settings; starts nothing."""
+    from hybridrl.checks.check_list import Need
     from hybridrl.job.preflight import preflight
 
-    problems = Problems()
-    unseen = preflight(config, problems, places=True)
-    problems.raise_if_any()
+    unseen = preflight(config, Need.FOLDER, Need.MACHINE)
     for sentence in (*unseen, *idle(config)):
         Console(stderr=True, force_jupyter=False).print(
             sentence, markup=False, highlight=False, soft_wrap=True

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
-from hybridrl.errors import ConfigError, Problems
+from hybridrl.errors import ConfigError
 
 GENERATION, PRECISION = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
@@ -134,10 +134,8 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()
-    problems = Problems()
     is_elsewhere = chosen.devices is not None
-    unseen = preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
-    problems.raise_if_any()
+    unseen = preflight(config, plans=True, is_elsewhere=is_elsewhere)
     machines = cluster_of(config, chosen.devices)
     with with_described_models(config, tiny_of(config)) as described:
         left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)

@@ -230,7 +230,7 @@ def read_devices(path: str) -> list[dict[str, Any]]:
 
 
 def _described(config: Config, path: str | None, kind: str) -> list[Described]:
-    from hybridrl.checks.settings.job_checks import devices_here
+    from hybridrl.checks.machine.device_checks import devices_here
     from hybridrl.planner.machine.device_catalog import present
 
     cluster = devices_here(config)
@@ -275,7 +275,7 @@ def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
     """Prompts of the job."""
     from hybridrl.job.job_inputs import load_rows
 
-    rows = load_rows(config, "prompts", tokenizer).training["prompt_ids"].rows()
+    rows = load_rows(config, "prompts", tokenizer)[0].training["prompt_ids"].rows()
     if not rows:
         raise ConfigError("data: there is no prompt, and bits are judged by responses to some.")
     return [row.clone() for row in rows[:SAMPLES]]

@@ -48,7 +48,7 @@ def cluster_of(config: Config, text: str | None) -> Cluster:
 
     if text is not None:
         return devices.named(text)
-    from hybridrl.checks.settings.job_checks import devices_here
+    from hybridrl.checks.machine.device_checks import devices_here
 
     return devices.present(devices_here(config))
 

@@ -18,7 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.checks.settings.job_checks import check, devices_here
+from hybridrl.checks.check_list import check
+from hybridrl.checks.machine.device_checks import devices_here
 from hybridrl.checks.settings.precision_checks import check_role
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
@@ -161,7 +162,7 @@ def _samples(config: Config, path: str) -> list[torch.Tensor]:
     """Tokens of the job's data to measure with."""
     tokenizer = load_tokenizer(config.model.tokenizer or path)
     kind = load_trainer(config.trainer.name).DATA
-    rows = load_rows(config, kind, tokenizer)
+    rows, _ = load_rows(config, kind, tokenizer)
     every = rows.training if rows.examples is None else rows.examples
     batch = every.take(range(min(SAMPLES, len(every))))
     answers = next((c for c in ("response_ids", "chosen_ids") if c in batch.columns), None)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
 from hybridrl.config.changed import Setting, changed
-from hybridrl.errors import ConfigError, Problems
+from hybridrl.errors import ConfigError
 from hybridrl.job.preflight import preflight
 from hybridrl.planner.automatic_settings import choose_settings
 from hybridrl.planner.machine.cluster_rates import resolve_rates
@@ -49,10 +49,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     lengths = lengths_of(chosen.lengths)
     if lengths is None and config.placement.lengths is not None:
         lengths = read_lengths(config.placement.lengths, "placement.lengths")
-    problems = Problems()
     is_elsewhere = chosen.devices is not None
-    preflight(config, problems, plans=True, is_elsewhere=is_elsewhere)
-    problems.raise_if_any()
+    preflight(config, plans=True, is_elsewhere=is_elsewhere)
     cluster = cluster_of(config, chosen.devices)
     objective = _objective(chosen, cluster)
     offer_costs()

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "environment"
 """The value of `data.task` that stands for them."""
+NO_ENVIRONMENT = (
+    "data=environment needs environment.name, the environment whose tasks they are. See "
+    "docs/environments.md."
+)
 
 
 def load_environment_tasks(
@@ -41,6 +45,8 @@ def load_environment_tasks(
         ConfigError: if the environment has no tasks.
         DataError: if a prompt is too long.
     """
+    if environment.name is None:
+        raise ConfigError(NO_ENVIRONMENT)
     training, kept = load_rows(environment, held_out, seed)
 
     def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from hybridrl.checks.machine.open_files import LEAST_OPEN_FILES, check_open_files
+from hybridrl.checks.machine.device_checks import LEAST_OPEN_FILES, check_open_files
 from hybridrl.doctor.finding import Finding, note, ok, problem
 from hybridrl.errors import ConfigError
 from hybridrl.system import shared_memory

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.eval_sets import SetSettings
+from hybridrl.config.eval_sets import SetSettings, eval_sets
+from hybridrl.config.schema import Config
+from hybridrl.data.datasets import load_prompts_to_evaluate
+from hybridrl.data.held_out import draw_rows
+from hybridrl.data.job_data import longest
+from hybridrl.data.row_origin import RowOrigin
+from hybridrl.errors import ConfigError, Problems, nearest
 from hybridrl.evaluation.answer_extraction import Extract, extraction
 from hybridrl.rewards import function_list
 from hybridrl.rollout import Sampling
@@ -61,3 +69,53 @@ def sampling_of(settings: SetSettings, training: Sampling) -> Sampling:
         top_p=training.top_p if own.top_p is None else own.top_p,
         top_k=training.top_k if own.top_k is None else own.top_k,
     )
+
+
+def load_eval_sets(
+    config: Config, tokenizer: Any, held_out: Batch | None
+) -> dict[str, Batch | None]:
+    """The prompts of the sets of `eval.sets`; None for a function that has no data.
+
+    Args:
+        held_out: The prompts of sets that name none.
+
+    Raises:
+        ConfigError, DataError: if those of a set cannot be read; names its settings.
+    """
+    found: dict[str, Batch | None] = {}
+    problems = Problems()
+    for name, one in eval_sets(config).items():
+        by, seed = one.own.by_column, config.run.seed
+        origin = RowOrigin(one.setting / "data", str(one.setting), one.setting / "prompts")
+        with problems.noted():
+            if one.data is not None:
+                rows = load_prompts_to_evaluate(
+                    one.data, tokenizer, number=one.prompts, seed=seed, origin=origin
+                )
+            elif one.own.function is not None:
+                rows = held_out
+            elif held_out is None:
+                raise ConfigError(
+                    f"{one.setting} names no data, and none of the job's own rows are held out. "
+                    f"Set {one.setting}.data.path=<file>."
+                )
+            else:
+                rows = draw_rows(held_out, one.prompts, seed)
+            if by is not None and rows is not None and by not in rows.columns:
+                raise ConfigError(
+                    f"{one.setting}.by_column is `{by}`, but its rows have no such column; they "
+                    f"have {', '.join(rows.columns)}.{nearest(by, rows.columns)}"
+                )
+            found[name] = rows
+    problems.raise_if_any()
+    return found
+
+
+def longest_evaluated(config: Config, sets: Mapping[str, Batch | None]) -> int:
+    """Tokens of the longest prompt of the sets with its response; 0: there are none."""
+    found = 0
+    for name, one in eval_sets(config).items():
+        rows, response = sets[name], one.own.max_tokens or config.rollout.max_tokens
+        prompt = config.data.max_prompt_tokens if rows is None else longest([rows], "prompt_ids")
+        found = max(found, prompt + response)
+    return found

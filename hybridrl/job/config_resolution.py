@@ -1,11 +1,19 @@
-"""From a command line to the settings of a job: composed, then with those of the run that it
-resumes or forks."""
+"""Every step that changes the settings of a job, in order.
+
+`load_config` composes a command line, then takes the settings of the run that it resumes or forks.
+`resolve_given` comes before anything starts. When the devices are there and the model is known,
+`resolve_settings` takes the steps of `RESOLUTIONS`, once; whoever resumes the run finds what they
+have chosen in its `config.yaml`. `resolve_auto_placement` is for each set of devices that a run
+has: `config.yaml` keeps what was asked, for who goes on with others searches again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+import datetime
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
@@ -13,9 +21,22 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from hybridrl.checkpoint.resume import AUTO, find_source
 from hybridrl.checkpoint.stored_settings import load_stored
 from hybridrl.config import secrets
-from hybridrl.config.load import compose_config
+from hybridrl.config.changed import changed
+from hybridrl.config.load import compose_config, read_settings
 from hybridrl.config.schema import Config
+from hybridrl.config.task_settings import without_task
 from hybridrl.errors import ConfigError
+from hybridrl.run_files.run_paths import SETTINGS
+from hybridrl.system.formatting import readable_seconds
+from hybridrl.trainers import load_trainer, name_of
+
+if TYPE_CHECKING:
+    from hybridrl.controller.executor import Executor
+    from hybridrl.planner.search.proposals import Proposal
+    from hybridrl.planner.step.step_calls import Lengths
+    from hybridrl.system.cluster_spec import Cluster
+    from hybridrl.trainers.role_spec import RoleSpec
+    from hybridrl.trainers.trainer import Trainer
 
 _ABSENT = object()
 
@@ -88,3 +109,148 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
     run = replace(settings.run, directory=directory)
     fork = config.fork or (None if source.forks else settings.fork)
     return replace(settings, resume=config.resume, fork=fork, run=run, checkpoint=checkpoint)
+
+
+@dataclass(frozen=True)
+class KnownJob:
+    """What has to be known before settings that are left open can be chosen.
+
+    Attributes:
+        model_path: Where the model is, also a tiny one that the settings do not name.
+        lengths: Of samples that are as long as the data and the settings let them be.
+    """
+
+    cluster: Cluster
+    roles: Mapping[str, RoleSpec]
+    model_path: str
+    lengths: Lengths
+
+    def with_model(self, config: Config) -> Config:
+        """The settings, with the tiny model's folder if there was none."""
+        return replace(config, model=replace(config.model, path=self.model_path))
+
+
+def resolve_given(
+    config: Config,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    data: Any = None,
+    trainer: type[Trainer] | None = None,
+) -> Config:
+    """Return the settings with Python objects in place of the names that they have there, and with
+    the date of the run.
+
+    Raises:
+        ConfigError: if one is not of its kind.
+    """
+    return with_date(with_objects(config, reward, data, trainer))
+
+
+def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Choose `model.dtype` where it is `auto`; the notice tells of a surprise."""
+    from hybridrl.planner.computation_dtype import notice, with_dtype
+
+    dtype = with_dtype(job.with_model(config), job.cluster.kind).model.dtype
+    found = replace(config, model=replace(config.model, dtype=dtype))
+    return found, notice(config, found, job.cluster.kind)
+
+
+def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Choose the settings that are left to the planner."""
+    from hybridrl.planner.automatic_settings import choose_settings
+    from hybridrl.planner.machine.device_catalog import present
+    from hybridrl.planner.search.search_tables import words
+
+    described = job.with_model(config)
+    chosen = choose_settings(described, present(job.cluster), job.lengths, job.roles)
+    said = f"Chosen: {', '.join(words(tuple(chosen)))}." if chosen else ""
+    return changed(config, chosen or ()), said
+
+
+RESOLUTIONS = (resolve_dtype, resolve_automatic_settings)
+
+
+def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:
+    """Return the settings after all `RESOLUTIONS`, and what to tell the user of each."""
+    notices = []
+    for resolve in RESOLUTIONS:
+        config, notice = resolve(config, job)
+        notices.append(notice)
+    return config, notices
+
+
+def resolve_auto_placement(
+    config: Config, executor: Executor, job: KnownJob, usual: Lengths | None
+) -> tuple[Config, Proposal, str]:
+    """Search for a placement, and the settings that belong to it.
+
+    Args:
+        usual: The lengths of usual samples, if they are known.
+    """
+    from hybridrl.planner.job_start import choose_placement
+    from hybridrl.planner.search.search_tables import words
+    from hybridrl.systems.operator_costs.cost_source import offer_costs
+
+    offer_costs()
+    described = job.with_model(config)
+    best = choose_placement(described, executor, job.lengths, job.roles, usual).best[0]
+    said = (
+        f"placement=auto chose {best.found.shape}: a step of about "
+        f"{readable_seconds(best.seconds)}, with samples "
+        + ("as long as they may be." if usual is None else f"of {usual} tokens.")
+    )
+    source = f"Times are by {best.plan.times.source}." if best.plan.times else ""
+    notice = " ".join(filter(None, [said, source, *words(best.settings)]))
+    return changed(config, best.settings), best, notice
+
+
+def with_objects(
+    config: Config,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
+    data: Any,
+    trainer: type[Trainer] | None,
+) -> Config:
+    """The settings with Python objects in place of the names that they have there.
+
+    Raises:
+        ConfigError: if one is not of its kind.
+    """
+    if reward is not None:
+        functions = [reward] if callable(reward) else reward
+        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
+            raise ConfigError(f"Job(reward={reward!r}): must be a function, or a list of them.")
+        config = replace(config, reward=replace(config.reward, function=functions))
+    if data is not None:
+        config = without_task(config)
+        config = replace(config, data=replace(config.data, path="data.parquet", split=None))
+    if trainer is not None:
+        if not isinstance(trainer, type):
+            raise ConfigError(
+                f"Job(trainer={trainer!r}): must be a class. Names go into the settings: "
+                "trainer.name=..."
+            )
+        config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
+    return config
+
+
+def with_date(config: Config) -> Config:
+    """The settings with the date of the run where they say none: today's; of an evaluation of a
+    run's model, that run's, so that it reads the prompts that the run did."""
+    if config.data.date is not None:
+        return config
+    found = None
+    if config.model.path is not None and not load_trainer(config.trainer.name).TRAINS:
+        found = _date_of_run(Path(config.model.path))
+    date = found or datetime.date.today().isoformat()
+    return replace(config, data=replace(config.data, date=date))
+
+
+def _date_of_run(model: Path) -> str | None:
+    """The date of the run in whose folder, or in that of a step, a model is; None outside of
+    runs."""
+    for folder in model.absolute().parents[:3]:
+        if (folder / SETTINGS).is_file():
+            try:
+                return read_settings(folder / SETTINGS).data.date
+            except ConfigError:
+                return None
+    return None

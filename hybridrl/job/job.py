@@ -25,17 +25,22 @@ from hybridrl.checkpoint.fingerprints import check_made_with, made_with
 from hybridrl.checkpoint.ownership import FolderOwner
 from hybridrl.checkpoint.resume import find_checkpoint
 from hybridrl.checkpoint.store import steps_folder
+from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
-from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.eval_sets import eval_sets
 from hybridrl.config.load import to_plain, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.config.secrets import command_line
 from hybridrl.console.run_console import progress_lines
 from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
+from hybridrl.job.config_resolution import (
+    KnownJob,
+    resolve_auto_placement,
+    resolve_given,
+    resolve_settings,
+)
 from hybridrl.job.device_pool import Devices
-from hybridrl.job.job_inputs import with_date, with_objects, with_rows
-from hybridrl.job.preflight import load_inputs
+from hybridrl.job.job_inputs import load_job_inputs
 from hybridrl.job.role_groups import build_groups, check_planned_faults
 from hybridrl.run_files.beside_steps import BesideSteps
 from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
@@ -44,7 +49,6 @@ from hybridrl.run_files.run_lock import RunLock
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import RunState, outcome_of
 from hybridrl.run_files.summary import REPORT
-from hybridrl.system.formatting import readable_seconds
 from hybridrl.system.garbage_collection import no_collection
 from hybridrl.trainers import load_trainer
 
@@ -53,7 +57,6 @@ if TYPE_CHECKING:
     from hybridrl.controller import BatchRef
     from hybridrl.controller.executor import Executor
     from hybridrl.planner.job_plan import Plan
-    from hybridrl.planner.step.step_calls import Lengths
     from hybridrl.system.locations import Location
     from hybridrl.trainers.data_feed import Feed
     from hybridrl.trainers.role_spec import RoleSpec
@@ -98,8 +101,8 @@ class Job:
         plan_notice: What a person has to know of the plan, or why there is none; else empty.
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
-        dtype_notice: What `model.dtype=auto` has chosen, if that is a surprise; else empty.
-        settings_notice: What was chosen of the settings that were left to the planner; else empty.
+        settings_notices: What was chosen of the settings that were left open; see
+            `config_resolution`.
         placement_notice: What `placement=auto` has chosen; else empty.
         groups: The worker groups, by role.
         beside: What is done beside the steps.
@@ -122,10 +125,10 @@ class Job:
             progress = progress_lines().phase
         self.started = psutil.Process().create_time()
         self.command = command_line(sys.orig_argv)
-        self.config = config = with_date(with_objects(config, reward, data, trainer))
+        self.config = config = resolve_given(config, reward, data, trainer)
         self.name = _new_name()
         self._as_asked: Config | None = None
-        self.placement_notice = self.settings_notice = self.plan_notice = ""
+        self.placement_notice = self.plan_notice = ""
         self.plan: Plan | None = None
         self.beside = BesideSteps()
         self._is_whole = is_whole
@@ -152,9 +155,10 @@ class Job:
             self.resumed = find_checkpoint(config, to_plain(config), self.roles)
             self.folder_owner = self._claim(steps)
             if data is not None:
+                from hybridrl.data.job_data import with_rows
+
                 self.config = config = with_rows(config, data, self.directory.path)
-            if config.resume is None or self.resumed.folder is None:
-                self.write_settings()  # otherwise when it is known that the checkpoint fits them
+            self._keep_settings()
             self.checked = FigureCheck(lambda said: self.executor.notify(said))
             self._writers = open_writers(
                 trackers_of(config.metrics), self.directory, config.run.name, to_plain(config)
@@ -186,39 +190,26 @@ class Job:
             loading = beside.submit(self._load, progress)
             self.executor = self._start_executor()
         loading.result()
-        self._choose_dtype()
-        self._choose_settings()
+        asked = self.config
+        self.config, self.settings_notices = resolve_settings(asked, self._known())
+        if asked != self.config:
+            self._keep_settings()
         self._place(progress)
         check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
         self._build(progress)
 
-    def _choose_dtype(self) -> None:
-        """Of `model.dtype=auto`: now that devices and model are known. Whoever resumes the run
-        finds what was chosen."""
-        from hybridrl.planner.computation_dtype import notice, with_dtype
-
-        asked, kind = self.config, self.executor.cluster.kind
-        dtype = with_dtype(self._with_model(), kind).model.dtype
-        self.config = replace(asked, model=replace(asked.model, dtype=dtype))
-        self.dtype_notice = notice(asked, self.config, kind)
-        if asked != self.config and (asked.resume is None or self.resumed.folder is None):
+    def _keep_settings(self) -> None:
+        """Has whoever resumes the run find the settings. Where this run resumes one, they are
+        written when it is known that the checkpoint fits them."""
+        if self.config.resume is None or self.resumed.folder is None:
             self.write_settings()
 
-    def _choose_settings(self) -> None:
-        """Of those that are left to the planner. Whoever resumes the run finds what was chosen."""
-        from hybridrl.config.changed import changed
-        from hybridrl.planner.automatic_settings import choose_settings
-        from hybridrl.planner.machine.device_catalog import present
-        from hybridrl.planner.search.search_tables import words
+    def _known(self) -> KnownJob:
+        """What settings that are left open are chosen by."""
+        from hybridrl.planner.step.step_calls import Lengths
 
-        cluster = present(self.executor.cluster)
-        lengths = self._longest()
-        chosen = choose_settings(self._with_model(), cluster, lengths, self.roles)
-        if chosen:
-            self.config = changed(self.config, chosen)
-            self.settings_notice = f"Chosen: {', '.join(words(tuple(chosen)))}."
-            if self.config.resume is None or self.resumed.folder is None:
-                self.write_settings()
+        lengths = Lengths.alike(self.longest_prompt, self.longest_response)
+        return KnownJob(self.executor.cluster, self.roles, self.model_path, lengths)
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Places the roles on the devices that there are."""
@@ -230,36 +221,25 @@ class Job:
             progress("searching for a placement")
             self._search_placement()
             return
-        self.placement = check_placement(self.config, self.executor.cluster, self.roles)
+        from hybridrl.planner.job_start import UNPLANNED, plan_job
+
+        known = self._known()
+        self.placement = check_placement(self.config, known.cluster, self.roles)
         self.directory.write_placement(self.placement.to_json())
-        self._make_plan()
+        try:
+            config = known.with_model(self.config)
+            self.plan = plan_job(config, known.cluster, self.placement, known.lengths, self.roles)
+            self.plan_notice = self.plan.notice
+        except NotPlannedError as error:
+            self.plan, self.plan_notice = None, UNPLANNED.format(error=error)
 
     def _search_placement(self) -> None:
-        """Of `placement=auto`, and the settings that belong to it. `config.yaml` keeps what was
-        asked: whoever goes on with other devices searches again."""
-        from hybridrl.config.changed import changed
-        from hybridrl.planner.job_start import choose_placement
-        from hybridrl.planner.search.search_tables import words
-        from hybridrl.systems.operator_costs.cost_source import offer_costs
-
-        self.config = self._as_asked = self._as_asked or self.config
-        usual = self._usual_lengths
-        offer_costs()
-        found = choose_placement(
-            self._with_model(), self.executor, self._longest(), self.roles, usual
+        self._as_asked = self._as_asked or self.config
+        self.config, best, self.placement_notice = resolve_auto_placement(
+            self._as_asked, self.executor, self._known(), self._usual_lengths
         )
-        best = found.best[0]
-        self.config = changed(self._as_asked, list(best.settings))
-        self.placement, self.plan = best.placement, best.plan
-        self.plan_notice = best.plan.notice
+        self.placement, self.plan, self.plan_notice = best.placement, best.plan, best.plan.notice
         self.directory.write_placement(best.to_json())
-        said = (
-            f"placement=auto chose {best.found.shape}: a step of about "
-            f"{readable_seconds(best.seconds)}, with samples "
-            + ("as long as they may be." if usual is None else f"of {usual} tokens.")
-        )
-        source = f"Times are by {best.plan.times.source}." if best.plan.times else ""
-        self.placement_notice = " ".join(filter(None, [said, source, *words(best.settings)]))
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Builds the workers of the roles where they are placed."""
@@ -411,14 +391,14 @@ class Job:
         config, rollout = self.config, self.config.rollout
         folder, said = self.directory.path, config.placement.lengths
         self._usual_lengths = None if said is None else read_lengths(said, "placement.lengths")
-        found = load_inputs(config, self.roles, folder, is_whole=self._is_whole, progress=progress)
+        whole = self._is_whole
+        found = load_job_inputs(config, self.roles, folder, is_whole=whole, progress=progress)
         self.model_path, self.tokenizer_path = found.model_path, found.tokenizer_path
-        self.tokenizer, rows = found.tokenizer, found.rows
+        self.tokenizer, rows = found.tokenizer, found.data
         self.training, self.held_out, self.examples = rows.training, rows.held_out, rows.examples
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
-        self.context_length = max(
-            self.longest_prompt + self.longest_response, rows.longest_evaluated
-        )
+        longest = self.longest_prompt + self.longest_response
+        self.context_length = max(longest, found.longest_evaluated)
         self.remarks = found.remarks
         self.directory.write_data_report(found.report)
         self.made_with = made_with(found.model.to_dict(), self.tokenizer)
@@ -433,10 +413,11 @@ class Job:
             rollout.min_tokens,
         )
         self.eval_sets = {
-            name: EvalSet(one, rows.sets[name], self.sampling)
+            name: EvalSet(one, found.sets[name], self.sampling)
             for name, one in eval_sets(config).items()
         }
-        likely = with_dtype(self._with_model(), kind_here(config.devices))
+        model = replace(config.model, path=self.model_path)
+        likely = with_dtype(replace(config, model=model), kind_here(config.devices))
         with contextlib.suppress(NotPlannedError):  # told when the job is planned
             count_models(likely, self.roles)
 
@@ -446,26 +427,6 @@ class Job:
         kind = self.trainer_class.DATA
         rows = self.training, self.examples
         return Feed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
-
-    def _make_plan(self) -> None:
-        from hybridrl.planner.job_start import UNPLANNED, plan_job
-
-        cluster, config = self.executor.cluster, self._with_model()
-        try:
-            self.plan = plan_job(config, cluster, self.placement, self._longest(), self.roles)
-            self.plan_notice = self.plan.notice
-        except NotPlannedError as error:
-            self.plan, self.plan_notice = None, UNPLANNED.format(error=error)
-
-    def _longest(self) -> Lengths:
-        """All samples as long as the data and the settings let them be."""
-        from hybridrl.planner.step.step_calls import Lengths
-
-        return Lengths.alike(self.longest_prompt, self.longest_response)
-
-    def _with_model(self) -> Config:
-        """The settings, with the tiny model's folder if there was none."""
-        return replace(self.config, model=replace(self.config.model, path=self.model_path))
 
     def publish(self) -> None:
         """Has the next samples come from the newest weights, however old `placement.staleness`

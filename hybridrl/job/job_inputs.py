@@ -2,339 +2,185 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.batch.batch import Batch
+from hybridrl.checks.check_list import Need, run_checks
+from hybridrl.checks.data.row_tests import check_tests
+from hybridrl.checks.models.model_folder_checks import check_reachable
+from hybridrl.checks.models.tokenizer_checks import (
+    check_tokenizer,
+    check_tokenizers,
+    remark_on_ends,
+)
+from hybridrl.checks.settings.environment_checks import check_template
+from hybridrl.checks.settings.role_checks import model_of
 from hybridrl.config.eval_sets import eval_sets, evaluates_held_out, needs_held_out
-from hybridrl.config.load import read_settings
-from hybridrl.config.schema import Config, DataConfig, is_served
-from hybridrl.config.task_settings import remark_on_task, without_task
-from hybridrl.errors import ConfigError, Problems, nearest
-from hybridrl.run_files.run_paths import SETTINGS
+from hybridrl.config.schema import Config, is_served
+from hybridrl.config.task_settings import remark_on_task
+from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.data_files import check_path
+from hybridrl.data.duplicates import HELD_OUT, DataReport, report_on
+from hybridrl.data.environment_tasks import ENVIRONMENT
+from hybridrl.data.job_data import JobData, load_job_data, longest
+from hybridrl.data.mixture import characters_of
+from hybridrl.data.refused_rows import checked_by, collected
+from hybridrl.environments.rows import probe
+from hybridrl.errors import ConfigError, Problems
+from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
+from hybridrl.run_files.first_row import show_first_row
 from hybridrl.system.storage import explain_write_errors
-from hybridrl.trainers import load_trainer, name_of
-from hybridrl.trainers.role_spec import SCORING, RoleSpec
+from hybridrl.trainers import load_trainer
+from hybridrl.trainers.role_spec import RoleSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from hybridrl.batch.batch import Batch
-    from hybridrl.data.duplicates import DataReport
-    from hybridrl.data.row_origin import RowOrigin
-    from hybridrl.trainers.trainer import Trainer
 
 HEAD_DIM_STEP = 32
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Tokenized data.
+class JobInputs:
+    """What a job is built from.
 
     Attributes:
-        training, held_out: Of the kind that the trainer learns from.
-        examples: Prompts with right responses; None where the data has none.
-        longest_prompt, longest_response: In tokens; responses that are generated are as long as
-            they may be.
+        model_path: Of the policy; a tiny model's folder where the settings name none.
+        model: Its configuration.
+        tokenizer_path, tokenizer: That all roles share.
+        data: The rows, tokenized.
         sets: Prompts of the sets of `eval.sets`, by their names; None: a function without data.
         longest_evaluated: Prompt and response together, of the sets; 0: there are none.
+        remarks: What the user should know of the data, and what reward functions have to say before
+            they start.
+        report: What the data repeats, for `data-report.json`.
     """
 
-    training: Batch
-    held_out: Batch | None
-    examples: Batch | None
-    longest_prompt: int
-    longest_response: int
+    model_path: str
+    model: PretrainedConfig
+    tokenizer_path: str
+    tokenizer: Any
+    data: JobData
     sets: Mapping[str, Batch | None] = field(default_factory=dict)
     longest_evaluated: int = 0
+    remarks: list[str] = field(default_factory=list)
+    report: Mapping[str, Any] = field(default_factory=dict)
 
 
-def model_folder(config: Config, run: Path) -> str:
-    """Folder or hub name of the model; a tiny one is made in the run's folder if none is named."""
-    return config.model.path or str(_make_tiny_model(config, run / "initial_model"))
+def load_job_inputs(
+    config: Config,
+    roles: Mapping[str, RoleSpec],
+    folder: Path,
+    *,
+    is_whole: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> JobInputs:
+    """Load the model's description, the tokenizer and the data, and check whether they fit each
+    other and the settings.
+
+    Args:
+        folder: Of the run: a tiny model is made in it.
+        is_whole: The trainer is the whole program. Programs of the user's may add columns before
+            they ask for rewards, so that nothing can be said of reward functions.
+        progress: Told what takes long.
+
+    Raises:
+        HybridRLError: with everything that is wrong with them.
+    """
+    from hybridrl.models import load_config, load_tokenizer, trained_parts
+    from hybridrl.models.lora import check_targets
+
+    trainer, problems = load_trainer(config.trainer.name), Problems()
+    model = tokenizer = rows = None
+    remarks: list[str] = []
+    report = DataReport({}, [])
+    named_models = {model_of(config, role, spec) for role, spec in roles.items()}
+    for setting, place in {*named_models, ("model.tokenizer", config.model.tokenizer)}:
+        with problems.noted():
+            if place is not None:
+                check_reachable(place, setting)
+    path = named = config.model.tokenizer or ""
+    if not problems:
+        with problems.noted():
+            path = model_folder(config, folder)
+            model = load_config(path)
+            check_targets(model, config.actor.lora)
+            if trainer.TRAINS:
+                adapters = config.actor.lora.rank is not None
+                remarks += filter(None, [trained_parts(path, model, adapters=adapters)])
+        with problems.noted():
+            named = config.model.tokenizer or path
+            tokenizer = load_tokenizer(named) if named else None
+    if tokenizer is None and config.data.path is not None:
+        with problems.noted():
+            check_path(config.data.path, config.data.split)
+    if tokenizer is not None:
+        with problems.noted():
+            check_tokenizers(config, roles, tokenizer, named)
+        with problems.noted():
+            if model is not None:
+                check_tokenizer(config, tokenizer, model, path)
+                if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
+                    remarks.append(said)
+            check_template(config, tokenizer)
+            with collected() as refused, checked_by(check_tests(config, progress)):
+                rows, sets = load_rows(config, trainer.DATA, tokenizer)
+    if config.environment.name is not None and config.data.task != ENVIRONMENT:
+        with problems.noted():  # whose own tasks would have loaded it
+            probe(config.environment)
+    evaluated = 0
+    if rows is not None:
+        evaluated = longest_evaluated(config, sets)
+        remarks += remarks_on(config, trainer.DATA, rows)
+        report = _report_on(config, rows, sets, tokenizer)
+        if refused:
+            report.figures["left_out"] = {one.place: one.figures() for one in refused}
+        is_ours = is_whole and trainer.__module__.startswith("hybridrl.")
+        remarks += report.remarks
+        remarks += run_checks(
+            problems,
+            *((Need.DATA, Need.SCORED_DATA) if is_ours else (Need.DATA,)),
+            config=config,
+            kind=trainer.DATA,
+            rows=rows,
+            prompts=rows.training,
+            held_out=rows.held_out,
+            sets=sets,
+            longest_evaluated=evaluated,
+            model=model,
+        )
+    problems.raise_if_any()
+    assert model is not None and rows is not None
+    inputs = (path, model, named, tokenizer, rows, sets, evaluated)
+    return JobInputs(*inputs, remarks, report.figures)
 
 
-def load_rows(config: Config, kind: str, tokenizer: Any) -> Rows:
-    """The data.
+def load_rows(config: Config, kind: str, tokenizer: Any) -> tuple[JobData, dict[str, Batch | None]]:
+    """Read the rows that a job learns from or is evaluated on, and those of its sets.
 
     Args:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
     """
-    from hybridrl.checks.settings.environment_checks import NO_ENVIRONMENT
-    from hybridrl.data.datasets import check_apart, load_examples, load_pairs, load_prompts
-    from hybridrl.data.environment_tasks import ENVIRONMENT, load_environment_tasks
-    from hybridrl.data.mixture import load_sources, sources_of
-    from hybridrl.data.preference_pairs import samples_of_pairs
-    from hybridrl.data.row_origin import DATA
-
     trains = load_trainer(config.trainer.name).TRAINS
-    if trains:
-        for source in sources_of(config.data):
-            check_apart(source.data, source.setting)
-        check_apart(config.data)
-    loaders = {"prompts": load_prompts, "examples": load_examples, "pairs": load_pairs}
-    number = config.eval.prompts
-    if not needs_held_out(config, trains):
-        if not trains:  # the job's own data is the business of nobody
-            sets = load_sets(config, tokenizer, None)
-            first = next(rows for rows in sets.values() if rows is not None)
-            longest = _longest([first], ("prompt_ids",))
-            most = (one.own.max_tokens for one in eval_sets(config).values())
-            response = max(limit or config.rollout.max_tokens for limit in most)
-            return Rows(first, None, None, longest, response, *_with_longest(config, sets))
-        number = 0
-
-    def load(data: DataConfig, origin: RowOrigin, held_out: int) -> Sequence[Batch | None]:
-        seed = config.run.seed
-        return loaders[kind](data, tokenizer, held_out=held_out, seed=seed, origin=origin)
-
-    examples = None
-    if config.data.task == ENVIRONMENT and config.environment.name is None:
-        raise ConfigError(NO_ENVIRONMENT)
-    if config.data.task == ENVIRONMENT and kind != "prompts":
-        raise ConfigError(
-            f"data=environment with trainer.name={config.trainer.name}, which learns from {kind}: "
-            "tasks of an environment have none. Take other data."
-        )
-    if config.data.task == ENVIRONMENT:
-        training, held_out, examples = load_environment_tasks(
-            config.data,
-            config.environment,
-            tokenizer,
-            held_out=number,
-            seed=config.run.seed,
-        )
-    elif config.data.sources:
-        training, held_out, examples = load_sources(config.data, load, number)
-    else:
-        training, held_out, *further = load(config.data, DATA, number)
-        examples = next(iter(further), None)
-    assert training is not None
-    if kind == "pairs":
-        held_out = None if held_out is None else samples_of_pairs(held_out)
-    batches = [training] if held_out is None else [training, held_out]
-    response = config.rollout.max_tokens
-    if kind != "prompts":
-        response = _longest(batches, ("response_ids", "chosen_ids", "rejected_ids"))
-    prompt = _longest(batches, ("prompt_ids",))
-    if kind == "prompts" and is_served(config.rollout, config.environment):
-        prompt = config.data.max_prompt_tokens  # a conversation grows beyond the row's prompt
-    sets = load_sets(config, tokenizer, held_out)
-    return Rows(training, held_out, examples, prompt, response, *_with_longest(config, sets))
+    needs_rows = needs_held_out(config, trains)
+    if not needs_rows and not trains:  # the job's own data is the business of nobody
+        sets = load_eval_sets(config, tokenizer, None)
+        first = next(rows for rows in sets.values() if rows is not None)
+        most = (one.own.max_tokens for one in eval_sets(config).values())
+        response = max(limit or config.rollout.max_tokens for limit in most)
+        return JobData(first, None, None, longest([first], "prompt_ids"), response), sets
+    held_out = config.eval.prompts if needs_rows else 0
+    data = load_job_data(config, kind, tokenizer, trains=trains, held_out=held_out)
+    return data, load_eval_sets(config, tokenizer, data.held_out)
 
 
-def load_sets(config: Config, tokenizer: Any, held_out: Batch | None) -> dict[str, Batch | None]:
-    """The prompts of the sets of `eval.sets`; None for a function that has no data.
-
-    Args:
-        held_out: The prompts of sets that name none.
-
-    Raises:
-        ConfigError, DataError: if those of a set cannot be read; names its settings.
-    """
-    from hybridrl.data.datasets import load_prompts_to_evaluate
-    from hybridrl.data.held_out import draw_rows
-    from hybridrl.data.row_origin import RowOrigin
-
-    found: dict[str, Batch | None] = {}
-    problems = Problems()
-    for name, one in eval_sets(config).items():
-        by, seed = one.own.by_column, config.run.seed
-        origin = RowOrigin(one.setting / "data", str(one.setting), one.setting / "prompts")
-        with problems.noted():
-            if one.data is not None:
-                rows = load_prompts_to_evaluate(
-                    one.data, tokenizer, number=one.prompts, seed=seed, origin=origin
-                )
-            elif one.own.function is not None:
-                rows = held_out
-            elif held_out is None:
-                raise ConfigError(
-                    f"{one.setting} names no data, and none of the job's own rows are held out. "
-                    f"Set {one.setting}.data.path=<file>."
-                )
-            else:
-                rows = draw_rows(held_out, one.prompts, seed)
-            if by is not None and rows is not None and by not in rows.columns:
-                raise ConfigError(
-                    f"{one.setting}.by_column is `{by}`, but its rows have no such column; they "
-                    f"have {', '.join(rows.columns)}.{nearest(by, rows.columns)}"
-                )
-            found[name] = rows
-    problems.raise_if_any()
-    return found
-
-
-def _with_longest(
-    config: Config, sets: Mapping[str, Batch | None]
-) -> tuple[Mapping[str, Batch | None], int]:
-    longest = 0
-    for name, one in eval_sets(config).items():
-        rows, response = sets[name], one.own.max_tokens or config.rollout.max_tokens
-        prompt = (
-            config.data.max_prompt_tokens if rows is None else _longest([rows], ("prompt_ids",))
-        )
-        longest = max(longest, prompt + response)
-    return sets, longest
-
-
-def with_objects(
-    config: Config,
-    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
-    data: Any,
-    trainer: type[Trainer] | None,
-) -> Config:
-    """The settings with Python objects in place of the names that they have there.
-
-    Raises:
-        ConfigError: if one is not of its kind.
-    """
-    if reward is not None:
-        functions = [reward] if callable(reward) else reward
-        if not isinstance(functions, Sequence) or not all(map(callable, functions)):
-            raise ConfigError(f"Job(reward={reward!r}): must be a function, or a list of them.")
-        config = replace(config, reward=replace(config.reward, function=functions))
-    if data is not None:
-        config = without_task(config)
-        config = replace(config, data=replace(config.data, path="data.parquet", split=None))
-    if trainer is not None:
-        if not isinstance(trainer, type):
-            raise ConfigError(
-                f"Job(trainer={trainer!r}): must be a class. Names go into the settings: "
-                "trainer.name=..."
-            )
-        config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
-    return config
-
-
-def with_date(config: Config) -> Config:
-    """The settings with the date of the run where they say none: today's; of an evaluation of a
-    run's model, that run's, so that it reads the prompts that the run did."""
-    if config.data.date is not None:
-        return config
-    found = None
-    if config.model.path is not None and not load_trainer(config.trainer.name).TRAINS:
-        found = _date_of_run(Path(config.model.path))
-    date = found or datetime.date.today().isoformat()
-    return replace(config, data=replace(config.data, date=date))
-
-
-def _date_of_run(model: Path) -> str | None:
-    """The date of the run in whose folder, or in that of a step, a model is; None outside of
-    runs."""
-    for folder in model.absolute().parents[:3]:
-        if (folder / SETTINGS).is_file():
-            try:
-                return read_settings(folder / SETTINGS).data.date
-            except ConfigError:
-                return None
-    return None
-
-
-def with_rows(config: Config, rows: Any, folder: Path) -> Config:
-    """Write rows that were given as objects to `data.parquet`, where workers and later runs find
-    them, and return the settings that name it.
-
-    Args:
-        rows: A list of dictionaries, a `datasets.Dataset`, or a `Batch`.
-
-    Raises:
-        ConfigError: if they are none of these.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from hybridrl.batch.batch import Batch
-    from hybridrl.data.table_columns import table_of
-
-    if isinstance(rows, Batch):
-        table = rows.table
-    elif hasattr(rows, "with_format") and hasattr(rows, "column_names"):  # a datasets.Dataset
-        table = rows.with_format("arrow")[:]
-    elif isinstance(rows, Sequence) and rows and all(isinstance(row, Mapping) for row in rows):
-        try:
-            table = table_of(rows)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:
-            raise ConfigError(
-                f"Job(data=...): the values of a column must be of one kind: {error}"
-            ) from error
-    else:
-        raise ConfigError(
-            f"Job(data=...) is a {type(rows).__name__}; it must be a list of dictionaries with at "
-            "least one row, a datasets.Dataset, or a hybridrl.Batch."
-        )
-    file = folder / "data.parquet"
-    with explain_write_errors(file):
-        pq.write_table(table, file)
-    return replace(config, data=replace(config.data, path=str(file.absolute())))
-
-
-def check_tokenizers(
-    config: Config, roles: Mapping[str, RoleSpec], tokenizer: Any, path: str
-) -> None:
-    """A model that scores, such as a reward model or a teacher, reads the policy's own token ids.
-
-    Raises:
-        ConfigError: if it has others.
-    """
-    from hybridrl.models import load_tokenizer
-
-    for role, spec in roles.items():
-        own = spec.path(role, config)
-        if not own or load_tokenizer(own).get_vocab() == tokenizer.get_vocab():
-            continue
-        scores = spec.worker in SCORING
-        setting = f"{spec.worker}.model" if scores else f"models.{role}.path"
-        cure = f", or a judge ({spec.worker}.judge.path), which reads text" if scores else ""
-        raise ConfigError(
-            f"{setting}={own} has another vocabulary than the policy's tokenizer ({path}): it "
-            f"would read other words than were written. Take a model of the same family{cure}."
-        )
-
-
-def check_lengths(config: Config, kind: str, rows: Rows, model: PretrainedConfig) -> None:
-    """The longest sample has to fit the model, and a micro-batch.
-
-    Raises:
-        ConfigError: if it does not.
-    """
-    limit = getattr(model, "max_position_embeddings", None)
-    setting = "rollout.max_tokens" if kind == "prompts" else "data.max_response_tokens"
-    response = f"{setting}={rows.longest_response}" if kind == "prompts" else "its response"
-    length = rows.longest_prompt + rows.longest_response
-    wanted = (
-        f"The longest sample has {length} tokens (a prompt of up to {rows.longest_prompt} and "
-        f"{response})"
-    )
-    if limit is not None and length > limit:
-        raise ConfigError(
-            f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
-            "with data.max_prompt_tokens and data.too_long=drop"
-            f"{', or raise model.tiny.context' if config.model.path is None else ''}."
-        )
-    if limit is not None and rows.longest_evaluated > limit:
-        raise ConfigError(
-            f"eval.sets: the longest prompt with its response has {rows.longest_evaluated} tokens, "
-            f"but the model takes {limit}. Lower max_tokens of that set."
-        )
-    parallel, budget = config.actor.parallel, config.actor.tokens_per_microbatch
-    sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
-    needed = -(-length * (2 if kind == "pairs" else 1) // sharing)
-    if budget is not None and needed > budget:
-        raise ConfigError(
-            f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
-            f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
-            f"{setting}."
-        )
-
-
-def remarks_on(config: Config, kind: str, rows: Rows) -> list[str]:
+def remarks_on(config: Config, kind: str, rows: JobData) -> list[str]:
     """What the user should know of few rows: that a step repeats them, and that none are held out.
 
     Args:
-        kind: As of `load_rows`.
+        kind: As of `Trainer.DATA`.
     """
     if not load_trainer(config.trainer.name).TRAINS:
         return []
@@ -353,16 +199,12 @@ def remarks_on(config: Config, kind: str, rows: Rows) -> list[str]:
     return found
 
 
-def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> DataReport:
-    """Report what the prompts repeat, and the first row as the model reads it.
-
-    Args:
-        kind: As of `load_rows`.
-    """
-    from hybridrl.data.duplicates import HELD_OUT, DataReport, report_on
-    from hybridrl.data.environment_tasks import ENVIRONMENT
-    from hybridrl.run_files.first_row import show_first_row
-
+def _report_on(
+    config: Config, rows: JobData, sets: Mapping[str, Batch | None], tokenizer: Any
+) -> DataReport:
+    """Report what the prompts repeat, and the first row as the model reads it."""
+    trainer = load_trainer(config.trainer.name)
+    kind = trainer.DATA
     if config.data.task == ENVIRONMENT:  # tasks may differ though their prompts do not
         return DataReport({}, [])
     shown = []
@@ -373,9 +215,9 @@ def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> Dat
         if kind == "pairs":
             held_out = held_out.take(range(0, len(held_out), 2))  # two rows of each prompt
         kept[HELD_OUT] = held_out
-    if load_trainer(config.trainer.name).TRAINS:
+    if trainer.TRAINS:
         for name, one in eval_sets(config).items():
-            if one.data is not None and (prompts := rows.sets[name]) is not None:
+            if one.data is not None and (prompts := sets[name]) is not None:
                 kept[one.setting] = prompts
     report = report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
     report.figures["first_row"] = [one.figures() for one in shown]
@@ -383,43 +225,14 @@ def report_on_rows(config: Config, kind: str, rows: Rows, tokenizer: Any) -> Dat
     return report
 
 
-def check_by_column(config: Config, held_out: Batch | None) -> None:
-    """The column by which evaluations are told apart has to be there.
-
-    Raises:
-        ConfigError: if it is not.
-    """
-    by = config.eval.by_column
-    if by is None or held_out is None or by in held_out.columns:
-        return
-    raise ConfigError(
-        f"eval.by_column is `{by}`, but the held-out rows have no such column; they have "
-        f"{', '.join(held_out.columns)}.{nearest(by, held_out.columns)}"
-    )
-
-
-def check_normalise_by(config: Config, training: Batch) -> None:
-    """The column by which rewards are brought to one scale has to be there.
-
-    Raises:
-        ConfigError: if it is not.
-    """
-    by = config.reward.normalise_by
-    if by is None or by in training.columns:
-        return
-    raise ConfigError(
-        f"reward.normalise_by is `{by}`, but the data has no such column; it has "
-        f"{', '.join(training.columns)}.{nearest(by, training.columns)}"
-    )
+def model_folder(config: Config, run: Path) -> str:
+    """Folder or hub name of the model; a tiny one is made in the run's folder if none is named."""
+    return config.model.path or str(_make_tiny_model(config, run / "initial_model"))
 
 
 def tiny_tokenizer(config: Config) -> Any:
     """That of the tiny model: it knows the characters of the built-in task; with an environment, or
     an endpoint, those of English texts, and has a chat template."""
-    from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-    from hybridrl.data.environment_tasks import ENVIRONMENT
-    from hybridrl.data.mixture import characters_of
-
     talks = config.environment.name is not None or config.rollout.serve
     if talks or config.data.task == ENVIRONMENT:
         return build_tokenizer(TEXT, chat=True)
@@ -439,9 +252,3 @@ def _make_tiny_model(config: Config, folder: Path) -> Path:
     tokenizer = tiny_tokenizer(config)
     with explain_write_errors(folder):
         return make_tiny_model(folder, tokenizer, seed=config.run.seed, **asdict(tiny))
-
-
-def _longest(batches: Sequence[Batch], names: Sequence[str]) -> int:
-    """Row of these columns, in tokens."""
-    lengths = [b.lengths(name) for b in batches for name in names if name in b.columns]
-    return max(int(found.max()) for found in lengths)

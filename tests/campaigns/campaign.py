@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.checks.settings.job_checks import check
-from hybridrl.errors import HybridRLError, Problems
+from hybridrl.checks.check_list import Need, check
+from hybridrl.errors import HybridRLError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.job.preflight import load_inputs, preflight
+from hybridrl.job.job_inputs import load_job_inputs
+from hybridrl.job.preflight import preflight
 from hybridrl.trainers import load_roles
 
 NAMES = ("settings", "data", "models", "rewards")
@@ -85,10 +86,8 @@ def outcome(case: Case, folder: Path) -> Outcome:
         with _limit(case.timeout_s):
             config = load_config(case.make(folder))
             check(config)
-            problems = Problems()
-            preflight(config, problems)
-            problems.raise_if_any()
-            load_inputs(config, load_roles(config), folder, is_whole=True)
+            preflight(config, Need.FOLDER)
+            load_job_inputs(config, load_roles(config), folder, is_whole=True)
             if case.runs:
                 started = True
                 from hybridrl.main import run

@@ -245,7 +245,7 @@ def test_ranks_play_environments(run, place, ranks):
 
 
 def test_wrong_settings_are_sentences(place):
-    from hybridrl.checks.settings.job_checks import check
+    from hybridrl.checks.check_list import check
 
     for overrides, words in [
         (["algorithm=remax", "algorithm.turn_credit=turn"], "the greedy response of ReMax"),

@@ -61,7 +61,7 @@ def test_an_environment_is_loaded_once_before_anything_starts(refusal, tmp_path)
 def test_tasks_of_an_environment_are_rows():
     config = load_config([*INLINE, *TASKS, f"environment.name={FILE}:play"])
     assert config.data.task == ENVIRONMENT and config.reward.function == []
-    rows = load_rows(config, "prompts", build_tokenizer(TEXT, chat=True))
+    rows, _ = load_rows(config, "prompts", build_tokenizer(TEXT, chat=True))
     assert (len(rows.training), len(rows.held_out)) == (20, 4) and rows.examples is None
     row = rows.training.slice(0, 1).rows_for_users()[0]
     assert row["what"] == "good" and row["prompt"] == f"row {row['number']}"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridrl import Turn
 from hybridrl.batch.batch import Batch
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.data.datasets import load_prompts
 from hybridrl.data.tasks import calculator

@@ -7,7 +7,7 @@ import torch
 from engine_cases import CPU, DEALS, LEARNING, deal, make_batch, make_engine, parameters, update
 from ranks import run_ranks
 
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config

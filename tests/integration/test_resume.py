@@ -18,9 +18,8 @@ from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError, DataError, StorageError
-from hybridrl.job.config_resolution import load_config
+from hybridrl.job.config_resolution import load_config, with_date
 from hybridrl.job.job import Job
-from hybridrl.job.job_inputs import with_date
 from hybridrl.models import make_tiny_model
 from hybridrl.models.lora import add_adapters
 from hybridrl.run import loop
@@ -318,7 +317,7 @@ def test_a_run_keeps_the_date_of_its_first_start(run, tmp_path, monkeypatch):
     def move_clock(day):
         now = datetime.datetime(2024, 3, day)
         clock = SimpleNamespace(date=SimpleNamespace(today=now.date), now=lambda: now)
-        monkeypatch.setattr("hybridrl.job.job_inputs.datetime", clock)
+        monkeypatch.setattr("hybridrl.job.config_resolution.datetime", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
 
     tokenizer = build_tokenizer(TEXT, chat=True)

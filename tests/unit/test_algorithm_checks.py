@@ -5,8 +5,8 @@ import re
 import pytest
 from settings import configured
 
+from hybridrl.checks.check_list import check
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
-from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.presets import FOLDER
 from hybridrl.config.setting_names import leaves
 from hybridrl.errors import ConfigError

@@ -12,7 +12,7 @@ from hybridrl.algorithms.kl import ESTIMATORS
 from hybridrl.algorithms.loss_weights import MODES
 from hybridrl.algorithms.policy_objective import CORRECTIONS
 from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.config.constraints import OneOf, Range
 from hybridrl.config.schema import Config, TrainerConfig
 from hybridrl.config.setting_types import bounds, hints, plain, with_defaults, wrong_values

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from settings import configured
 
 from hybridrl.batch.batch import Batch
-from hybridrl.checks.settings.evaluation_checks import check_evaluation
+from hybridrl.checks.settings.evaluation_checks import EVALUATION_CHECKS
 from hybridrl.config.eval_sets import Metric, eval_sets
 from hybridrl.config.schema import EvalStopConfig
 from hybridrl.console.evaluation_table import evaluation_table, table_text
@@ -275,7 +275,8 @@ REFUSED = [
 @pytest.mark.parametrize(("overrides", "words"), REFUSED, ids=lambda case: str(case)[-40:])
 def test_what_cannot_be_evaluated_is_refused(overrides, words):
     with pytest.raises(ConfigError, match=f"(?s){words}"):
-        check_evaluation(configured(overrides))
+        for check in EVALUATION_CHECKS:
+            check(configured(overrides))
 
 
 def test_a_function_of_the_users_is_given_what_it_names(tmp_path):

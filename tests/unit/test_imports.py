@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "checks": {
         *("batch", "layout", "system", "algorithms", "conversations", "data", "models", "parallel"),
         *("placement", "rewards", "rollout", "sandbox", "trainers", "evaluation", "systems"),
-        *("environments", "checkpoint", "=config.setting_types"),
+        *("environments", "run_files", "checkpoint", "=config.setting_types"),
     },
     "planner": {
         *("batch", "layout", "system", "controller", "models", "parallel", "placement", "trainers"),
@@ -103,7 +103,7 @@ MAY_IMPORT = {
         *("batch", "system", "console", "run_files", "checkpoint", "placement", "planner"),
         *("=config.load", "=config.presets", "=config.setting_types"),
     },
-    "doctor": {"system", "=checks.machine.open_files", "=run_files.summary"},
+    "doctor": {"system", "=checks.machine.device_checks", "=run_files.summary"},
     "job": EVERYTHING,
     "commands": {
         *("layout", "system", "checkpoint", "checkpoint.tensors", "doctor", "models", "planner"),
@@ -111,7 +111,11 @@ MAY_IMPORT = {
         *("systems.unequal_generation", "systems.operator_costs", "cli"),
         *("=config.overrides", "=config.setting_types", "=config.load", "=config.setting_names"),
         *("=config.presets", "=config.task_settings"),
-        *("=checks.settings.job_checks", "=checks.settings.precision_checks"),
+        *(
+            "=checks.check_list",
+            "=checks.machine.device_checks",
+            "=checks.settings.precision_checks",
+        ),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,
@@ -249,7 +253,7 @@ def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
         "    brought = {'ray', 'vllm', 'transformers'} & sys.modules.keys()\n"
         "    assert not brought, f'import {name} brings {brought}'\n"
         "    assert name != 'hybridrl' or 'torch' not in sys.modules, 'hybridrl brings torch'\n"
-        "hybridrl.checks.settings.job_checks.check(hybridrl.load_config([]))\n"
+        "hybridrl.checks.check_list.check(hybridrl.load_config([]))\n"
         "assert 'transformers' not in sys.modules\n"
     )
     done = subprocess.run(

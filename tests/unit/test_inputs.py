@@ -6,16 +6,11 @@ from types import SimpleNamespace
 import pytest
 from settings import configured
 
+from hybridrl.checks.data.row_checks import check_by_column, check_lengths
 from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.job_data import JobData as Rows
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.job.job_inputs import (
-    Rows,
-    check_by_column,
-    check_lengths,
-    load_rows,
-    model_folder,
-    remarks_on,
-)
+from hybridrl.job.job_inputs import load_rows, model_folder, remarks_on
 
 ROWS = Rows(training=None, held_out=None, examples=None, longest_prompt=20, longest_response=30)
 MODEL = SimpleNamespace(max_position_embeddings=50)
@@ -60,7 +55,7 @@ def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):
 
 def test_accuracy_by_a_column_that_the_data_lacks_is_refused_before_anything_starts():
     tokenizer = build_tokenizer()
-    held_out = load_rows(configured(), "prompts", tokenizer).held_out
+    held_out = load_rows(configured(), "prompts", tokenizer)[0].held_out
     check_by_column(configured(["eval.by_column=answer"]), held_out)
     with pytest.raises(ConfigError, match=r"eval\.by_column is `answr`.*Did you mean `answer`"):
         check_by_column(configured(["eval.by_column=answr"]), held_out)

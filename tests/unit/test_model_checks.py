@@ -9,8 +9,7 @@ from campaigns.models import settings as described
 from campaigns.models import tensors as stored
 from settings import configured
 
-from hybridrl.checks.models.hub_checks import check_reachable
-from hybridrl.checks.models.model_folder_checks import check_model
+from hybridrl.checks.models.model_folder_checks import check_model, check_reachable
 from hybridrl.checks.models.tokenizer_checks import check_tokenizer
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
@@ -111,7 +110,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
 
 
 def test_the_checks_of_a_start_look_at_the_folders(tmp_path):
-    from hybridrl.checks.settings.job_checks import check as check_settings
+    from hybridrl.checks.check_list import check as check_settings
 
     with pytest.raises(ConfigError, match="damaged"):
         check_settings(configured(changed(cut(0.9))(tmp_path)))

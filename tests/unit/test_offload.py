@@ -12,7 +12,7 @@ from hybridrl.algorithms import negative_log_likelihood
 from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.engine_state.state_saver import StateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.controller import DP, InlineExecutor, Worker, WorkerGroup, transfer
 from hybridrl.errors import ConfigError
 from hybridrl.parallel import fsdp

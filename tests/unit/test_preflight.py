@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from hybridrl import cli
-from hybridrl.errors import ConfigError, Problems
+from hybridrl.checks.check_list import Need
+from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.preflight import preflight
 from hybridrl.main import run
@@ -20,13 +21,10 @@ TINY = ["model.tiny={hidden_size: 32, layers: 1, heads: 1}", "rollout=transforme
 
 def problems_of(*overrides, **options):
     """What is wrong, and what was not looked at."""
-    problems = Problems()
-    unseen = preflight(load_config([*TINY, *overrides]), problems, **options)
     try:
-        problems.raise_if_any()
+        return [], preflight(load_config([*TINY, *overrides]), Need.FOLDER, **options)
     except ConfigError as error:
-        return list(error.problems), unseen
-    return [], unseen
+        return list(error.problems), []
 
 
 @pytest.fixture
@@ -169,3 +167,16 @@ def test_a_plan_refuses_what_a_start_refuses(capsys):
         cli.main(["plan", *TINY, "rollout.temperature=-1", "trainer.steps=-5"])
     said = capsys.readouterr().err
     assert "rollout.temperature" in said and "trainer.steps" in said
+
+
+def test_a_plan_asks_for_no_folder_that_only_a_start_makes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for name in ("config.yaml", "summary.json"):
+        (tmp_path / "runs" / name).write_text("{}")
+    said, _ = problems_of()
+    assert len(said) == 1 and "run.root=runs is in" in said[0]
+    for search in ([], ["--search", "--deadline", "5"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["plan", *TINY, "executor=inline", "--lengths", "8+8", *search])
+        assert ended.value.code == 0 and not capsys.readouterr().err

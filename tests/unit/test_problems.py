@@ -5,7 +5,7 @@ import pickle
 import pytest
 from settings import configured
 
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.errors import ConfigError, DataError, MissingPackageError, Problems
 
 HERE = ["executor=inline", "rollout=transformers"]

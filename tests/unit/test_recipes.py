@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.config.overrides import read_overrides
 from hybridrl.errors import Problems
 from hybridrl.job.config_resolution import load_config

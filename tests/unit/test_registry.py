@@ -10,8 +10,8 @@ from settings import configured
 from hybridrl.algorithms import PolicyObjective, Segments, ppo_clip
 from hybridrl.algorithms.registry import advantage_estimator, policy_loss
 from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.shared_paths import paths_of_workers
-from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
 from hybridrl.run.step_metrics import step_metrics

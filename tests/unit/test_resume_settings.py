@@ -4,7 +4,7 @@ import pytest
 
 from hybridrl.checkpoint.resume import find_source
 from hybridrl.checkpoint.stored_settings import changes_learning, differences, named_code
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.config.load import read_settings, to_plain, to_yaml
 from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.job.config_resolution import load_config

@@ -8,8 +8,8 @@ import pytest
 from settings import configured
 
 from hybridrl.batch.batch import Batch
+from hybridrl.checks.check_list import check as check_settings
 from hybridrl.checks.data.reward_data_checks import check_rewards
-from hybridrl.checks.settings.job_checks import check as check_settings
 from hybridrl.config.schema import ActorConfig, CostConfig, RolloutConfig
 from hybridrl.controller import Context
 from hybridrl.data.character_tokenizer import build_tokenizer

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from settings import configured
 
+from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.checks.settings.job_checks import check
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, DataConfig, JudgeConfig
 from hybridrl.controller import Worker

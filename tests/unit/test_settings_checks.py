@@ -5,7 +5,7 @@ import resource
 import pytest
 from settings import configured
 
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.config.aliases import foreign_settings
 from hybridrl.config.constraints import ListOf, OneOf
 from hybridrl.config.load import to_yaml

@@ -7,15 +7,15 @@ from dataclasses import fields
 import pytest
 
 from hybridrl import cli
-from hybridrl.checks.settings.job_checks import check
+from hybridrl.checks.check_list import check
 from hybridrl.config.changed import changed
 from hybridrl.config.effective_settings import idle
 from hybridrl.config.eval_sets import INHERITED, OF_PLACE, OF_TRAINING, eval_sets
 from hybridrl.config.load import shown
 from hybridrl.config.schema import DataConfig
 from hybridrl.errors import ConfigError
-from hybridrl.job.config_resolution import load_config
-from hybridrl.job.job_inputs import remarks_on, with_objects
+from hybridrl.job.config_resolution import load_config, with_objects
+from hybridrl.job.job_inputs import remarks_on
 
 EVALUATE = ["algorithm=evaluate", "model.path=some/model", "executor=inline", "run.dry=true"]
 SET = "eval.sets.math.data.path=math.jsonl"

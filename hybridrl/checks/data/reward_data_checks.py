@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.batch.batch import is_of_data
+from hybridrl.config.eval_sets import eval_sets, needs_held_out
 from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
 from hybridrl.config.setting import Setting
 from hybridrl.data.mixture import COLUMN as SOURCE
 from hybridrl.data.mixture import rewards_of, source_names, sources_of
-from hybridrl.errors import ConfigError, DataError, RewardError
+from hybridrl.errors import ConfigError, DataError, Problems, RewardError
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.loading import (
     check_fit,
@@ -29,7 +30,7 @@ from hybridrl.rewards.loading import (
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, options_of
 from hybridrl.rewards.source_rewards import settings_by_source
-from hybridrl.trainers import load_roles
+from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
@@ -69,7 +70,8 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
         RewardError: quotes the row, and says what the function did.
         MachineError: if a function cannot work on this machine.
     """
-    if "prompt" not in prompts.columns:
+    trains = load_trainer(config.trainer.name).TRAINS
+    if "prompt" not in prompts.columns or not (trains or needs_held_out(config, trains)):
         return []
     kinds = {spec.worker for spec in load_roles(config).values()}
     plays = config.rollout.episode or is_served(config.rollout, config.environment)
@@ -90,6 +92,36 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
                 if kept is not None:
                     _check_answers(one, kept, named)
     return list(dict.fromkeys(remarks))
+
+
+def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
+    """Whether the answers to these prompts can be scored; see `check_rewards`.
+
+    Returns:
+        What the functions' modules have to say to the user.
+
+    Raises:
+        HybridRLError: names the set.
+    """
+    remarks: list[str] = []
+    problems = Problems()
+    for name, one in eval_sets(config).items():
+        rows = sets.get(name)
+        if rows is None or (one.own.function is not None and not one.is_verified):
+            continue
+        with problems.noted():
+            try:
+                plays = config.rollout.episode or is_served(config.rollout, config.environment)
+                tries, named = one.is_verified and not plays, REWARD
+                if one.is_verified:
+                    named = FunctionSettings.of(one.setting / "reward")
+                remarks += check_scoring(one.reward, rows, named, tries=tries)
+            except (ConfigError, DataError, RewardError) as error:
+                if one.is_verified:  # then it names the set's settings already
+                    raise
+                raise type(error)(f"{one.setting}: {error}") from error
+    problems.raise_if_any()
+    return remarks
 
 
 def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:

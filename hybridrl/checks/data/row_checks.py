@@ -1,14 +1,22 @@
-"""Whether teachers and judges find in the rows of this data what their settings name."""
+"""Whether rows have what the settings name in them, and fit the model; and what few rows mean."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from hybridrl.batch.batch import Batch, is_of_data
 from hybridrl.config.schema import Config
 from hybridrl.config.setting import Setting
+from hybridrl.data.job_data import JobData
+from hybridrl.data.row_schedule import deck_of
+from hybridrl.data.samplers import BUILT_IN
 from hybridrl.errors import ConfigError, nearest
 from hybridrl.rewards.rubrics import load_rubric, rubric_of
 from hybridrl.trainers.distillation import rows_by_teacher
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def check_teachers(config: Config, prompts: Batch) -> None:
@@ -55,3 +63,86 @@ def check_rubrics(config: Config, prompts: Batch) -> None:
                 )
             for prompt, given in zip(prompts["prompt"], prompts[column], strict=True):
                 rubric_of({"prompt": prompt, column: given}, column, judge / "rubric_column")
+
+
+def check_by_column(config: Config, held_out: Batch | None) -> None:
+    """The column by which evaluations are told apart has to be there.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    by = config.eval.by_column
+    if by is None or held_out is None or by in held_out.columns:
+        return
+    raise ConfigError(
+        f"eval.by_column is `{by}`, but the held-out rows have no such column; they have "
+        f"{', '.join(held_out.columns)}.{nearest(by, held_out.columns)}"
+    )
+
+
+def check_normalise_by(config: Config, prompts: Batch) -> None:
+    """The column by which rewards are brought to one scale has to be there.
+
+    Raises:
+        ConfigError: if it is not.
+    """
+    by = config.reward.normalise_by
+    if by is None or by in prompts.columns:
+        return
+    raise ConfigError(
+        f"reward.normalise_by is `{by}`, but the data has no such column; it has "
+        f"{', '.join(prompts.columns)}.{nearest(by, prompts.columns)}"
+    )
+
+
+def check_lengths(
+    config: Config,
+    kind: str,
+    rows: JobData,
+    model: PretrainedConfig | None,
+    longest_evaluated: int = 0,
+) -> None:
+    """The longest sample has to fit the model, and a micro-batch.
+
+    Raises:
+        ConfigError: if it does not.
+    """
+    if model is None:
+        return
+    limit = getattr(model, "max_position_embeddings", None)
+    setting = "rollout.max_tokens" if kind == "prompts" else "data.max_response_tokens"
+    response = f"{setting}={rows.longest_response}" if kind == "prompts" else "its response"
+    length = rows.longest_prompt + rows.longest_response
+    wanted = (
+        f"The longest sample has {length} tokens (a prompt of up to {rows.longest_prompt} and "
+        f"{response})"
+    )
+    if limit is not None and length > limit:
+        raise ConfigError(
+            f"{wanted}, but the model takes {limit}. Lower {setting}, or leave long rows out "
+            "with data.max_prompt_tokens and data.too_long=drop"
+            f"{', or raise model.tiny.context' if config.model.path is None else ''}."
+        )
+    if limit is not None and longest_evaluated > limit:
+        raise ConfigError(
+            f"eval.sets: the longest prompt with its response has {longest_evaluated} tokens, "
+            f"but the model takes {limit}. Lower max_tokens of that set."
+        )
+    parallel, budget = config.actor.parallel, config.actor.tokens_per_microbatch
+    sharing = parallel.ring * parallel.ulysses  # ranks that take the budget each
+    needed = -(-length * (2 if kind == "pairs" else 1) // sharing)
+    if budget is not None and needed > budget:
+        raise ConfigError(
+            f"{wanted}, but actor.tokens_per_microbatch={budget}: a sample (or a pair) is "
+            f"never cut. Raise actor.tokens_per_microbatch to {needed} or more, or lower "
+            f"{setting}."
+        )
+
+
+def check_dealing(config: Config, prompts: Batch) -> None:
+    """Refuse rows that a sampler, or a mixture, cannot deal out."""
+    if config.data.sampler in BUILT_IN or config.data.sources:
+        deck_of(config, prompts)
+
+
+ROW_CHECKS = (check_by_column, check_dealing, check_normalise_by, check_lengths)

@@ -1,106 +1,23 @@
-"""What can be wrong with checkpoints, and with resuming from them."""
+"""Where a run leaves its files, and the checkpoint that it goes on from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
-from hybridrl.checkpoint.resume import AUTO, find_source
+from hybridrl.checkpoint.resume import find_checkpoint
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError
-from hybridrl.system.locations import location_of
-from hybridrl.trainers import load_roles, load_trainer
+from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.trainers.role_spec import RoleSpec
 
 
-def check_min_devices(config: Config, devices: int | None) -> None:
-    """Refuses to wait for more devices than the job has.
-
-    Args:
-        devices: Their number; None: not known yet.
-
-    Raises:
-        ConfigError: names `recover.min_devices`.
-    """
-    least = config.recover.min_devices
-    if least is not None and devices is not None and least > devices:
-        raise ConfigError(
-            f"recover.min_devices={least}: the job has only {devices} "
-            f"{'device' if devices == 1 else 'devices'}. Set it to {devices} or less, or to null: "
-            "the job then goes on with all of them or not at all."
-        )
+def check_run_folder(config: Config) -> None:
+    """Refuse a folder that a start could not make, or that is an earlier run's."""
+    RunDirectory.check(config.run.directory, config.run.root, config.resume is not None)
 
 
-def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
-    """Raises a sentence for the first thing that is wrong.
-
-    Args:
-        roles: Of a job, where they are not its trainer's.
-
-    Raises:
-        ConfigError: names the setting, or the role that cannot be saved.
-    """
-    find_source(config)
-    check_min_devices(config, config.num_devices)
-    checkpoint = config.checkpoint
-    for name, value in (("resume", config.resume), ("fork", config.fork)):
-        if value is not None and not load_trainer(config.trainer.name).TRAINS:
-            raise ConfigError(
-                f"{name}={value}: trainer.name={config.trainer.name} trains nothing, so there is "
-                f"nothing to go on with. Leave {name} out."
-            )
-    if not checkpoint.wanted:
-        if config.guard.on_nan == "rewind":
-            raise ConfigError(
-                "guard.on_nan=rewind without checkpoint.every: there would be nothing to go back "
-                "to. Set checkpoint.every to a number of steps."
-            )
-        if config.resume == AUTO:
-            raise ConfigError(
-                "resume=auto without checkpoint.every: no run of this command would leave anything "
-                "to resume. Set checkpoint.every to a number of steps."
-            )
-        return
-    if checkpoint.folder is not None:
-        folder = location_of(checkpoint.folder)  # refuses what nothing is known of
-        run = config.run.directory
-        if run is not None and isinstance(folder, Path) and folder.resolve() == Path(run).resolve():
-            raise ConfigError(
-                f"checkpoint.folder={checkpoint.folder} is run.directory itself. Leave it out: "
-                "checkpoints then are in the run's `checkpoints`."
-            )
-    roles = load_roles(config) if roles is None else roles
-    _check_memory_copies(config, roles)
-    for role, spec in roles.items():
-        if spec.trains and not spec.keeps_state:
-            raise ConfigError(
-                f"checkpoint.every={checkpoint.every}: the role `{role}` trains, and its "
-                f"worker {spec.worker.__name__} has no `save_state(folder)` and "  # type: ignore[union-attr]
-                "`load_state(folder)`. Give it both "
-                "(hybridrl.checkpoint.engine_state.training_state has them for an engine), or set "
-                "checkpoint.every=0."
-            )
-
-
-def _check_memory_copies(config: Config, roles: Mapping[str, RoleSpec]) -> None:
-    copies = config.checkpoint.memory_copies
-    if copies and config.executor == "inline":
-        raise ConfigError(
-            f"checkpoint.memory_copies={copies}: with executor=inline there is one process, and "
-            "what is in its memory is lost with it. Set executor=ray or checkpoint.memory_copies=0."
-        )
-    if copies and not config.checkpoint.asynchronous:
-        raise ConfigError(
-            f"checkpoint.memory_copies={copies}: the copy that goes to memory is the one of "
-            "checkpoint.asynchronous=true. Set that, or checkpoint.memory_copies=0."
-        )
-    for role, spec in roles.items():
-        if copies and spec.trains and not hasattr(spec.worker, "start_saving"):
-            if isinstance(spec.worker, str):  # the library's own have it
-                continue
-            raise ConfigError(
-                f"checkpoint.memory_copies={copies}: the role `{role}` trains, and its worker "
-                f"{spec.worker.__name__} has no `start_saving(folder, copy)`. Derive it from "  # type: ignore[union-attr]
-                "hybridrl.workers.trained_model.TrainedModelWorker, or set "
-                "checkpoint.memory_copies=0."
-            )
+def check_source(
+    config: Config, roles: Mapping[str, RoleSpec], plain_settings: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint that is not there, or does not fit the job."""
+    find_checkpoint(config, plain_settings, roles)

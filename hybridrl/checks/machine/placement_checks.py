@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.checks.folder.resume_checks import check_min_devices
+from hybridrl.checks.machine.device_checks import check_min_devices, devices_here
 from hybridrl.checks.settings.precision_checks import check_precision
+from hybridrl.checks.settings.role_checks import check_models
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig, RolloutParallelConfig
 from hybridrl.errors import ConfigError, nearest
@@ -79,6 +81,14 @@ def check_placement(
                 _check_precision(config, name, specs[name], where)
                 _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
     return placement
+
+
+def check_devices(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
+    """Look at the folders of models, and place the roles on the devices of this machine. A
+    cluster's are counted when it has been joined."""
+    check_models(config, load_roles(config) if roles is None else roles)
+    if config.ray.address is None and "RAY_ADDRESS" not in os.environ:
+        check_placement(config, devices_here(config))
 
 
 def wanted_roles(config: Config, roles: Roles | None) -> dict[str, RoleSpec]:

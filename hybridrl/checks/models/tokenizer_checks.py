@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridrl.config.schema import Config
 from hybridrl.conversations.turn_ends import closing_token
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.role_spec import SCORING, RoleSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -50,6 +52,29 @@ def check_tokenizer(
         raise ConfigError(
             f"{where}: the tokenizer has no end-of-sequence token, so a model trained with it "
             "would never stop. Set `eos_token` in its tokenizer_config.json."
+        )
+
+
+def check_tokenizers(
+    config: Config, roles: Mapping[str, RoleSpec], tokenizer: Any, path: str
+) -> None:
+    """A model that scores, such as a reward model or a teacher, reads the policy's own token ids.
+
+    Raises:
+        ConfigError: if it has others.
+    """
+    from hybridrl.models import load_tokenizer
+
+    for role, spec in roles.items():
+        own = spec.path(role, config)
+        if not own or load_tokenizer(own).get_vocab() == tokenizer.get_vocab():
+            continue
+        scores = spec.worker in SCORING
+        setting = f"{spec.worker}.model" if scores else f"models.{role}.path"
+        cure = f", or a judge ({spec.worker}.judge.path), which reads text" if scores else ""
+        raise ConfigError(
+            f"{setting}={own} has another vocabulary than the policy's tokenizer ({path}): it "
+            f"would read other words than were written. Take a model of the same family{cure}."
         )
 
 

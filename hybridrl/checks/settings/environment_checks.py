@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.config.schema import Config, is_served
+from hybridrl.data.environment_tasks import NO_ENVIRONMENT
 from hybridrl.environments.adapter_registry import adapter_of, interpreter
 from hybridrl.errors import ConfigError
 
 CHATS = ("verifiers", "gymnasium", "openenv", "mcp")
 """Adapters that send messages; functions and commands may send plain texts."""
-
-NO_ENVIRONMENT = (
-    "data=environment needs environment.name, the environment whose tasks they are. See "
-    "docs/environments.md."
-)
 
 
 def check_environment(config: Config) -> None:

@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hybridrl.checks.data.reward_data_checks import check_scoring
 from hybridrl.config.eval_sets import HELD_OUT, SetSettings, eval_sets, evaluates_held_out
-from hybridrl.config.schema import Config, is_served
-from hybridrl.errors import ConfigError, DataError, Problems, RewardError, check_all, nearest
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, Problems, nearest
 from hybridrl.evaluation.answer_extraction import extraction
 from hybridrl.evaluation.baseline import Baseline
 from hybridrl.evaluation.evaluation_function import check_own
 from hybridrl.rewards import function_list
 from hybridrl.rewards.loading import check_functions
-from hybridrl.rewards.options import REWARD, FunctionSettings
+from hybridrl.rewards.options import FunctionSettings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:
-    from hybridrl.batch.batch import Batch
-
-
-def check_evaluation(config: Config) -> None:
-    """Refuses what could not be evaluated, would never be, or would end no run.
-
-    Raises:
-        ConfigError: names the settings.
-    """
-    check_all(
-        [_check_program, _check_sets, _check_baseline, _check_stop, _check_best, _check_tripwires],
-        config,
-    )
-
-
-def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
-    """Whether the answers to these prompts can be scored; see `check_rewards`.
-
-    Returns:
-        What the functions' modules have to say to the user.
-
-    Raises:
-        HybridRLError: names the set.
-    """
-    remarks: list[str] = []
-    problems = Problems()
-    for name, one in eval_sets(config).items():
-        rows = sets.get(name)
-        if rows is None or (one.own.function is not None and not one.is_verified):
-            continue
-        with problems.noted():
-            try:
-                plays = config.rollout.episode or is_served(config.rollout, config.environment)
-                tries, named = one.is_verified and not plays, REWARD
-                if one.is_verified:
-                    named = FunctionSettings.of(one.setting / "reward")
-                remarks += check_scoring(one.reward, rows, named, tries=tries)
-            except (ConfigError, DataError, RewardError) as error:
-                if one.is_verified:  # then it names the set's settings already
-                    raise
-                raise type(error)(f"{one.setting}: {error}") from error
-    problems.raise_if_any()
-    return remarks
+    pass
 
 
 def _check_program(config: Config) -> None:
@@ -203,3 +159,8 @@ def _check_figure(config: Config, setting: str, named: str) -> int:
             f"{', '.join(known)}. Set {one.setting}.metrics.{nearest(metric, known)}"
         )
     return one.every
+
+
+EVALUATION_CHECKS = (
+    *(_check_program, _check_sets, _check_baseline, _check_stop, _check_best, _check_tripwires),
+)

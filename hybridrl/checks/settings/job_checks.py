@@ -3,64 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
-from hybridrl.checks.folder.resume_checks import check_checkpoints
-from hybridrl.checks.machine.open_files import check_open_files
-from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.checks.machine.device_checks import check_min_devices
 from hybridrl.checks.models.model_folder_checks import check_generator
-from hybridrl.checks.settings.algorithm_checks import check_algorithm
-from hybridrl.checks.settings.environment_checks import check_environment
-from hybridrl.checks.settings.evaluation_checks import check_evaluation
-from hybridrl.checks.settings.role_checks import check_models, check_roles
-from hybridrl.checks.settings.rollout_checks import check_rollout
-from hybridrl.checks.settings.training_checks import check_training
 from hybridrl.config.eval_sets import needs_held_out
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.setting import Setting
-from hybridrl.config.setting_types import with_defaults, wrong_values
-from hybridrl.errors import ConfigError, MissingPackageError, Problems, pip_install
-from hybridrl.system.cluster_spec import Cluster, choose_devices
-from hybridrl.system.cpu_cores import usable_cores
-from hybridrl.trainers.role_spec import RoleSpec
-
-
-def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
-    """Refuses what cannot work, all of it in one error.
-
-    Args:
-        roles: Of a job, where they are not its trainer's.
-
-    Raises:
-        ConfigError: names each setting, its value, what was expected and what to do.
-        MissingPackageError: names the extra to install, if nothing else is wrong.
-    """
-    from hybridrl.trainers import load_roles
-
-    wrong = dict(wrong_values(config))
-    problems = Problems()
-    with problems.noted():
-        if wrong:
-            raise ConfigError(*wrong.values())
-    config = with_defaults(config, wrong)  # so that what is wrong besides is found, too
-    for check_part in (
-        *(_check_names, _check_data, _check_devices_asked, check_training, check_rollout),
-        *(check_algorithm, check_evaluation, _check_rewards, _check_packages, check_environment),
-    ):
-        with problems.noted(besides=wrong):
-            check_part(config)
-    for check_with_roles in (check_checkpoints, check_roles):
-        with problems.noted(besides=wrong):
-            check_with_roles(config, roles)
-    if not config.run.dry:  # a recipe for other machines can be looked at on this one
-        with problems.noted():
-            check_open_files()
-        with problems.noted(besides=wrong):
-            check_models(config, load_roles(config) if roles is None else roles)
-            _check_devices(config)  # asks the models how they can be cut
-    problems.raise_if_any()
+from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 
 
 def _check_names(config: Config) -> None:
@@ -213,22 +163,13 @@ def _check_packages(config: Config) -> None:
             )
 
 
-def _check_devices(config: Config) -> None:
-    """On this machine; a cluster's devices are counted when it has been joined."""
-    if config.ray.address is None and "RAY_ADDRESS" not in os.environ:
-        check_placement(config, devices_here(config))
+def _check_trackers(config: Config) -> None:
+    from hybridrl.run_files.metric_writers import check_packages, trackers_of
+
+    check_packages(trackers_of(config.metrics))
 
 
-def devices_here(config: Config) -> Cluster:
-    """The devices that a job gets of this machine.
-
-    Raises:
-        ConfigError: if there are fewer than asked for.
-    """
-    import torch
-
-    inline = config.executor == "inline"
-    cpus = 1 if inline else usable_cores()
-    number = 1 if inline else config.num_devices
-    gpus = torch.accelerator.device_count()
-    return Cluster.of_one_node(*choose_devices(config.devices, number, gpus, cpus))
+JOB_CHECKS = (
+    *(_check_names, _check_data, _check_devices_asked, check_min_devices, _check_rewards),
+    *(_check_packages, _check_trackers),
+)

@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, check_all
+from hybridrl.errors import ConfigError
 from hybridrl.rollout.vllm_options import check_engine_options
-
-
-def check_rollout(config: Config) -> None:
-    """Refuses what could not be generated, or not be learned from.
-
-    Raises:
-        ConfigError: names the settings.
-    """
-    check_all(
-        [_check_sampling, _check_engine, _check_pipeline, _check_episode, _check_replay], config
-    )
 
 
 def _check_sampling(config: Config) -> None:
@@ -125,3 +114,6 @@ def _check_replay(config: Config) -> None:
             f"rollout.routing_replay=true with rollout.{setting}: of samples of several turns "
             "experts are not kept yet. Set rollout.routing_replay=false."
         )
+
+
+ROLLOUT_CHECKS = (_check_sampling, _check_engine, _check_pipeline, _check_episode, _check_replay)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig
-from hybridrl.errors import ConfigError, check_all
+from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
 from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 
@@ -18,16 +18,6 @@ IDLE = (
     ("weights", "new weights", "weights that ranks share"),
 )
 """Of a setting that may do nothing: its name, what who does not learn lacks, what it is of."""
-
-
-def check_training(config: Config) -> None:
-    """Refuses what no optimizer and no device could do.
-
-    Raises:
-        ConfigError: names the settings.
-    """
-    checks = [_check_updates, _check_experts, _check_chunks, _check_ring, _check_moments]
-    check_all([*checks, _check_weights], config)
 
 
 def _check_updates(config: Config) -> None:
@@ -132,3 +122,8 @@ def _check_ring(config: Config) -> None:
                 f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "
                 f"{name}.parallel.ulysses."
             )
+
+
+TRAINING_CHECKS = (
+    *(_check_updates, _check_experts, _check_chunks, _check_ring, _check_moments, _check_weights),
+)
