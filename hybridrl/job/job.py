@@ -41,7 +41,6 @@ from hybridrl.job.config_resolution import (
 )
 from hybridrl.job.device_pool import Devices
 from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.job.role_groups import build_groups, check_planned_faults
 from hybridrl.run_files.beside_steps import BesideSteps
 from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
 from hybridrl.run_files.run_directory import RunDirectory, make_steps_folder
@@ -195,6 +194,8 @@ class Job:
         if asked != self.config:
             self._keep_settings()
         self._place(progress)
+        from hybridrl.job.worker_groups import check_planned_faults
+
         check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
         self._build(progress)
 
@@ -245,6 +246,8 @@ class Job:
         """Builds the workers of the roles where they are placed."""
         count = len(self.executor.cluster.devices)
         progress(f"starting workers on {count} device{'s' if count > 1 else ''}")
+        from hybridrl.job.worker_groups import build_groups
+
         self.groups = build_groups(self, self.executor)
 
     def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:

@@ -1,9 +1,10 @@
-"""Roles: which worker plays each, and with what settings."""
+"""The worker groups of a job, built where its placement says: which worker plays each role, and with
+what settings."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,13 +23,18 @@ from hybridrl.config.schema import (
     RewardConfig,
     RolloutParallelConfig,
 )
-from hybridrl.controller import Worker
+from hybridrl.controller import Worker, WorkerGroup
+from hybridrl.controller.executor import Executor
+from hybridrl.controller.fault_injection import PlannedFaults
 from hybridrl.conversations.rendering import TemplateContext, check_options
 from hybridrl.data.mixture import rewards_of, source_names
 from hybridrl.models import load_tokenizer
 from hybridrl.placement import GENERATOR, Placement
+from hybridrl.placement.disaggregated_actor import SeparatedActor
+from hybridrl.placement.separation import way_of_weights
+from hybridrl.system.cluster_spec import Device
 from hybridrl.systems.low_bits.role_plans import plan_of
-from hybridrl.trainers.role_spec import ACTOR, RoleSpec
+from hybridrl.trainers.role_spec import ACTOR, RoleSpec, played_by
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.generator_worker import GeneratorWorker
@@ -52,6 +58,50 @@ class Built(Protocol):
     tokenizer_path: str
     tokenizer: Any
     context_length: int
+
+
+def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
+    """Every role's group, its workers ready; roles that another one plays have that one's."""
+    groups: dict[str, Any] = {}
+    for role, place in job.placement.roles.items():
+        worker_class, keywords = worker_of(role, job)
+        groups[role] = WorkerGroup(executor, role, worker_class, place.devices, **keywords)
+    for group in groups.values():
+        group.ready()
+    if job.placement.is_separated:
+        groups["actor"] = _joined_actor(
+            groups["actor"], groups["generator"], job.config, executor.cluster.devices
+        )
+    for role in job.roles:
+        groups[role] = groups[played_by(job.roles, role, job.config)]
+    return groups
+
+
+def check_planned_faults(job: Built) -> None:
+    """Refuses planned faults that the workers to be built would never meet.
+
+    Raises:
+        ConfigError: names the role, the method or the rank that is not there.
+    """
+    if faults := PlannedFaults():
+        places = job.placement.roles.items()
+        faults.check({r: (worker_of(r, job)[0], len(place.devices)) for r, place in places})
+
+
+def _joined_actor(
+    trainer: WorkerGroup, generator: WorkerGroup, config: Config, devices: Sequence[Device]
+) -> SeparatedActor:
+    ends = (devices[number] for number in (*trainer.devices, *generator.devices))
+    store, weight_sync = way_of_weights(config, ends)
+    return SeparatedActor(
+        trainer,
+        generator,
+        staleness=config.placement.staleness,
+        in_flight=config.placement.in_flight,
+        store=store,
+        weight_sync=weight_sync,
+        differs_from_folder=config.actor.lora.path is not None,
+    )
 
 
 def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:

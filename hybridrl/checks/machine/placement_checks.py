@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridrl.checks.machine.device_checks import check_min_devices, devices_here
 from hybridrl.checks.settings.precision_checks import check_precision
@@ -24,6 +25,7 @@ from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Model: TypeAlias = "Callable[[], PretrainedConfig]"
 Roles = Mapping[str, RoleSpec] | Sequence[str]
 
 
@@ -68,18 +70,7 @@ def check_placement(
             f"rollout.parallel.{'pp' if generation.pp > 1 else 'tp'}",
         )
         if name != GENERATOR:
-            path = specs[name].path(name, config) if name in specs else None
-            adapts = name in specs and specs[name].trains and config.actor.lora.rank
-            _check_cut(config, where.parallel, setting, path or config.model.path, bool(adapts))
-            if name == ACTOR:
-                _check_routers(config, path or config.model.path)
-                _check_quantization(config, cluster.kind, path or config.model.path)
-                _check_stages(config, path or config.model.path)
-            if name in specs and specs[name].generates:
-                _check_served(config, cluster.kind, path or config.model.path)
-            if name in specs and specs[name].has_model(name, config):
-                _check_precision(config, name, specs[name], where)
-                _check_admitted(path or config.model.path, bool(specs[name].scalar), where.parallel)
+            _check_model(config, cluster.kind, name, specs.get(name), where, setting)
     return placement
 
 
@@ -146,39 +137,57 @@ def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: st
     stages.check_stages(text.num_hidden_layers, parallel.pp, parallel.chunks, "actor.parallel.pp")
 
 
-def _check_cut(
-    config: Config, parallel: ParallelConfig, setting: str, path: str | None, adapts: bool
+def _check_model(
+    config: Config, kind: str, role: str, spec: RoleSpec | None, where: RolePlace, setting: str
 ) -> None:
-    if adapts and (parallel.tp > 1 or parallel.pp > 1):
+    """Refuse what the model of a role does not allow. What one in a hub is, workers learn."""
+    path = (spec.path(role, config) if spec is not None else None) or config.model.path
+    who, parallel, lora = path or "the tiny model", where.parallel, config.actor.lora.rank
+    if spec is not None and spec.trains and lora and (parallel.tp > 1 or parallel.pp > 1):
         raise ConfigError(
-            f"actor.lora.rank={config.actor.lora.rank}: adapters are not cut over devices. Set "
-            f"{setting}.tp=1 and {setting}.pp=1, or actor.lora.rank=null."
+            f"actor.lora.rank={lora}: adapters are not cut over devices. Set {setting}.tp=1 and "
+            f"{setting}.pp=1, or actor.lora.rank=null."
         )
+
+    @cache
+    def model() -> PretrainedConfig:  # of which many jobs ask nothing
+        from hybridrl.models import load_config, tiny_config
+
+        return tiny_config(**asdict(config.model.tiny)) if path is None else load_config(path)
+
+    is_folder = path is not None and Path(path).expanduser().is_dir()
+    is_known = path is None or is_folder
     if max(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) > 1:
-        from hybridrl.models import load_config
+        check_model_fits(parallel, model(), who)
+    if role == ACTOR:
+        _check_quantization(config, kind, model if is_known else None, who)
+    if role == ACTOR and is_known:
+        _check_routers(config, model, who)
+        _check_stages(config, model, who)
+    if spec is not None and spec.generates and is_folder and config.rollout.engine == "vllm":
+        _check_served(config, kind, model(), who)
+    if spec is not None and spec.has_model(role, config):
+        if plan_setting(config, role) is not None:
+            known = model() if is_known else None
+            check_precision(config, role, spec, parallel, len(where.devices), known)
+        if is_folder:
+            from hybridrl.models import admit
+            from hybridrl.parallel.sequence_parallel import check_rows
 
-        model = load_config(path) if path else _tiny(config)
-        check_model_fits(parallel, model, path or "the tiny model")
+            rows = admit(model(), who, scalar=bool(spec.scalar))
+            check_rows(rows, parallel.ring * parallel.ulysses)
 
 
-def _check_routers(config: Config, path: str | None) -> None:
-    """Settings of routers need some; what a model in a hub has, workers learn."""
-    wanted = {
-        f"actor.router_loss_weight={config.actor.router_loss_weight}": (
-            config.actor.router_loss_weight
-        ),
-        "rollout.routing_replay=true": config.rollout.routing_replay,
-    }
+def _check_routers(config: Config, model: Model, who: str) -> None:
+    weight, replays = config.actor.router_loss_weight, config.rollout.routing_replay
+    wanted = {f"actor.router_loss_weight={weight}": weight, "rollout.routing_replay=true": replays}
     for setting in (setting for setting, is_set in wanted.items() if is_set):
-        if path is None or Path(path).expanduser().is_dir():
-            from hybridrl.models import load_config
-            from hybridrl.models.expert_routing import check_routing
+        from hybridrl.models.expert_routing import check_routing
 
-            model = load_config(path) if path else _tiny(config)
-            check_routing(model, setting, path or "the tiny model")
+        check_routing(model(), setting, who)
 
 
-def _check_quantization(config: Config, kind: str, path: str | None) -> None:
+def _check_quantization(config: Config, kind: str, model: Model | None, who: str) -> None:
     """What a GPU's kernels lack beyond that, workers learn from vLLM."""
     quantization, dtype = config.rollout.quantization, config.model.dtype
     if quantization == "none":
@@ -194,56 +203,32 @@ def _check_quantization(config: Config, kind: str, path: str | None) -> None:
             f"{setting} with model.dtype=float32: on GPUs what linear layers of 8 bits give is in "
             "16. Set model.dtype=bfloat16, or rollout.quantization=none."
         )
-    if path is None or Path(path).expanduser().is_dir():
-        from hybridrl.models import load_config
+    if model is not None:
         from hybridrl.models.linear_layers import check_linear
 
-        check_linear(
-            load_config(path) if path else _tiny(config), setting, path or "the tiny model"
-        )
+        check_linear(model(), setting, who)
 
 
-def _check_served(config: Config, kind: str, path: str | None) -> None:
-    """Whether vLLM can generate with the model; what it is in a hub, workers learn."""
-    if config.rollout.engine != "vllm" or path is None or not Path(path).expanduser().is_dir():
-        return
-    from hybridrl.models import load_config
+def _check_served(config: Config, kind: str, model: Any, who: str) -> None:
+    """Whether vLLM can generate with the model."""
     from hybridrl.models.language_model import class_of
     from hybridrl.rollout.vllm_options import check_served
-
-    model = load_config(path)
 
     def runs_in_vllm() -> bool:  # by vLLM's own back end for transformers' classes
         found = class_of(model)
         return found is not None and found.is_backend_compatible()
 
-    check_served(model, path, kind, config.model.dtype, is_known=runs_in_vllm)
+    check_served(model, who, kind, config.model.dtype, is_known=runs_in_vllm)
 
 
-def _check_precision(config: Config, role: str, spec: RoleSpec, where: RolePlace) -> None:
-    if plan_setting(config, role) is None:
-        return
-    from hybridrl.models import load_config
-
-    path, model = spec.path(role, config) or config.model.path, None
-    if path is None:
-        model = _tiny(config)
-    elif Path(path).expanduser().is_dir():
-        model = load_config(path)
-    check_precision(config, role, spec, where.parallel, len(where.devices), model)
-
-
-def _check_stages(config: Config, path: str | None) -> None:
-    """What a model in a hub is, workers learn."""
+def _check_stages(config: Config, model: Model, who: str) -> None:
     rollout = config.rollout
-    if rollout.engine != "pipeline" or (path and not Path(path).expanduser().is_dir()):
+    if rollout.engine != "pipeline":
         return
-    from hybridrl.models import load_config
     from hybridrl.systems.unequal_generation.decoder_stage import check_stages
     from hybridrl.systems.unequal_generation.generation_plan import equal_plan, read_plan
 
-    model, who = load_config(path) if path else _tiny(config), path or "the tiny model"
-    layers = model.get_text_config().num_hidden_layers
+    layers = model().get_text_config().num_hidden_layers
     if rollout.plan is None:
         equal_plan(layers, rollout.parallel.pp)
     elif (plan := read_plan(rollout.plan)).layers != layers:
@@ -251,16 +236,7 @@ def _check_stages(config: Config, path: str | None) -> None:
             f"rollout.plan={rollout.plan} is for a model of {plan.layers} layers, and {who} has "
             f"{layers}. Make the plan again: hybridrl plan generation model.path={who}."
         )
-    check_stages(model, "rollout=pipeline", who)
-
-
-def _check_admitted(path: str | None, scalar: bool, parallel: ParallelConfig) -> None:
-    if path is not None and Path(path).expanduser().is_dir():  # what it is in a hub, workers learn
-        from hybridrl.models import admit, load_config
-        from hybridrl.parallel.sequence_parallel import check_rows
-
-        rows = admit(load_config(path), path, scalar=scalar)
-        check_rows(rows, parallel.ring * parallel.ulysses)
+    check_stages(model(), "rollout=pipeline", who)
 
 
 def _check_flow(config: Config, placement: Placement) -> None:
@@ -303,9 +279,3 @@ def _parallel(config: Config, role: str, spec: RoleSpec) -> ParallelConfig:
         return ParallelConfig()  # functions and judges are not cut
     parallel = config.actor.parallel
     return parallel if role == ACTOR else replace(parallel, dp=None, shards=None)
-
-
-def _tiny(config: Config) -> PretrainedConfig:
-    from hybridrl.models import tiny_config
-
-    return tiny_config(**asdict(config.model.tiny))
