@@ -1,5 +1,5 @@
-"""The worker groups of a job, built where its placement says: which worker plays each role, and with
-what settings."""
+"""The worker groups of a job, built where its placement says: which worker plays each role, and
+with what settings."""
 
 from __future__ import annotations
 
