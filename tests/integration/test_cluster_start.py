@@ -22,7 +22,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.ray_backend.connection import connect
 from hybridrl.system.cpu_cores import usable_cores
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}
 QUIET["env"] = {**os.environ, **RAY_ENVIRONMENT}
 OVERRIDES = [*SHORT, "rollout=transformers", "trainer.steps=1"]

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from settings import SHORT
 from test_resume import rows_of
 
-pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 LIMIT = 12
 JOB = [
     *(*SHORT, "rollout=transformers", "resume=auto", "trainer.steps=12", "checkpoint.every=3"),

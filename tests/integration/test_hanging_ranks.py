@@ -7,7 +7,7 @@ import re
 import pytest
 from stray_ranks import PRELOAD, go_astray
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.ray]
 RANKS, MISSING, LIMIT = 3, 1, 8.0
 
 

@@ -8,7 +8,7 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
-pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 EVERY = 16
 JOB = [
     *(*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "recover.wait_s=60"),

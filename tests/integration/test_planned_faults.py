@@ -11,7 +11,7 @@ from victims import Victim
 
 from hybridrl.run_files.run_status import state_of
 
-pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 LIMIT = 8
 JOB = [
     *(*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "trainer.steps=4"),

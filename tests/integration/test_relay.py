@@ -16,7 +16,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.controller import DP, FIRST, ONE_TO_ALL, Worker, WorkerGroup, transfer
 from hybridrl.errors import CallTimeoutError, WorkerError
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 MANY, FEW, CPUS = 10, 3, 0.05
 ROWS = 2 * MANY
 

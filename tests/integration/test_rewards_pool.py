@@ -12,7 +12,7 @@ import pytest
 from hybridrl.errors import ConfigError, MachineError, RewardError
 from hybridrl.rewards import RewardPool
 
-TIMEOUT_S, PATIENCE_S = 2.0, 60.0
+TIMEOUT_S, PATIENCE_S = 4.0, 60.0
 """For rounds in which a row hangs, which others must not do on a busy machine; and for others."""
 
 # What `score` does with a row is told by its response.

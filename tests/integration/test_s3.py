@@ -103,7 +103,6 @@ def test_a_run_keeps_its_steps_in_a_bucket_and_survives_when_that_goes_away(
 
 @pytest.mark.ray
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_a_job_of_two_ranks_is_killed_and_loses_its_bucket(server, command, tmp_path):
     url = f"{server.bucket}/runs/ray"
     (tmp_path / "own.py").write_text(SLOW_REWARD)

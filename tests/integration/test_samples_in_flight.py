@@ -10,7 +10,7 @@ from pyarrow import parquet
 from test_resume_ray import SLOW_REWARD
 from victims import Victim
 
-pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 STEPS = 12
 JOB = [
     *("rollout=transformers", "devices=cpu", "warmup.steps=0", f"trainer.steps={STEPS}"),

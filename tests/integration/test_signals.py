@@ -12,7 +12,7 @@ from victims import Victim
 
 from hybridrl.run_files.run_status import state_of
 
-pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "recover.grace_s=120"]
 ENDLESS = "trainer.steps=100000"
 

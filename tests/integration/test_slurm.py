@@ -21,7 +21,6 @@ from hybridrl.checkpoint.store import StepFolders
 ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.more,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not shutil.which("bash"), reason="bash"),
 ]
 SRUN = """#!/bin/bash

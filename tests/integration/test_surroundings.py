@@ -12,7 +12,7 @@ from victims import Victim
 
 from hybridrl.run_files.run_status import state_of
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2"]
 
 

@@ -20,7 +20,7 @@ from hybridrl.planner.step.graph_replay import replay
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.run_files.recorded_steps import read_steps
 
-pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 LEARNING = [*SHORT, *LEARNS, "warmup.steps=0", "trainer.steps=8", "num_devices=2"]
 ENDLESS = [*SHORT, "trainer.steps=100000", "rollout=transformers", "num_devices=2"]
 

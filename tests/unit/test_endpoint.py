@@ -561,7 +561,7 @@ def test_a_port_that_is_taken_is_a_sentence():
 
 def test_what_is_no_http_is_answered_and_not_told(shared, caplog):
     host, _, port = shared.endpoint.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b" 400 " in connection.recv(4096).partition(b"\r\n")[0]
     assert not caplog.records

@@ -276,7 +276,7 @@ def ask(url, key):
     body = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/chat/completions", body, headers)
-    answer = json.load(urllib.request.urlopen(request, timeout=30))
+    answer = json.load(urllib.request.urlopen(request, timeout=60))
     return float(answer["choices"][0]["message"]["content"])
 
 if __name__ == "__main__":

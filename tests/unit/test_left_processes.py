@@ -107,7 +107,7 @@ def test_a_function_that_holds_the_interpreter_is_stopped_with_what_it_started(f
     spec = f"{folder}/leaves.py:score"
     rows = [{"prompt": "hold", "response": str(folder / "reward"), "answer": ""}]
     rows += [{"prompt": "quiet", "response": "", "answer": ""}]
-    with RewardPool([spec], timeout_s=3.0, on_error="value", error_value=-1.0) as pool:
+    with RewardPool([spec], timeout_s=6.0, on_error="value", error_value=-1.0) as pool:
         result = pool.score(rows)
         assert result.scores == [-1.0, 1.0] and result.timeouts == 1
         assert left_in(folder / "reward") == []

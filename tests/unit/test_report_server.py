@@ -38,7 +38,7 @@ def serve():
 
 
 def ask(server, path, **headers):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     body = answer.read().decode()
