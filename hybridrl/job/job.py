@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hybridrl.batch.figures import FigureCheck
-from hybridrl.checkpoint.fingerprints import check_made_with, made_with
 from hybridrl.checkpoint.ownership import FolderOwner
 from hybridrl.checkpoint.resume import find_checkpoint
+from hybridrl.checkpoint.run_state import check_made_with, made_with
 from hybridrl.checkpoint.store import steps_folder
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.checkpoint.pruning import check_figure, metric_of
 from hybridrl.checkpoint.resume import Resumed
 from hybridrl.checkpoint.saver import Checkpoints
+from hybridrl.checkpoint.warm_model import warms_up
 from hybridrl.config.eval_sets import HELD_OUT
 from hybridrl.console.run_view import StepView
 from hybridrl.errors import HybridRLError, LostError, Preempted
@@ -33,7 +34,7 @@ from hybridrl.run.evaluation_runner import Evaluations
 from hybridrl.run.recovery import Recoveries
 from hybridrl.run.run_end import RunEnd
 from hybridrl.run.step_runner import PendingStep, Steps, choices_of
-from hybridrl.run.warmup import warm_up, warms_up
+from hybridrl.run.warmup import warm_up
 from hybridrl.run.watchers.accuracy_decline import Decline
 from hybridrl.run.watchers.early_stop import EarlyStop
 from hybridrl.run.watchers.generator_mismatch import GeneratorCheck

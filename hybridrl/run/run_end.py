@@ -16,8 +16,7 @@ from hybridrl.system.formatting import readable_seconds
 from hybridrl.system.storage import replacing_folder
 
 if TYPE_CHECKING:
-    from hybridrl.checkpoint.pending_checkpoint import Saving
-    from hybridrl.checkpoint.saver import Checkpoints
+    from hybridrl.checkpoint.saver import Checkpoints, Saving
     from hybridrl.config.schema import Config
     from hybridrl.console.run_view import StepView
     from hybridrl.job.job import Job

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from hybridrl.checkpoint.warm_model import load_copies, warm_copies, warm_folder, warms_up
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.console.run_console import progress_lines
 from hybridrl.data.prompt_loader import PromptLoader
-from hybridrl.errors import ConfigError
-from hybridrl.system.locations import Location, copy_files, remove, sizes_below
-from hybridrl.system.storage import explain_write_errors
 from hybridrl.trainers.role_spec import ACTOR
 from hybridrl.trainers.update_columns import loss_weights
 
 if TYPE_CHECKING:
-    from hybridrl.controller import WorkerGroup
     from hybridrl.job.job import Job
 
 AHEAD = 4
 """Steps queued ahead of the one that is waited for, so that workers never wait for the driver."""
 RATE_WARMUP_STEPS = 10
-FOLDER = "warm_model"
-"""Of a run: the actor as it is after warm-up, where other models begin as copies of it."""
 
 
 def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
@@ -53,8 +47,8 @@ def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | Non
         if step >= AHEAD and queue:
             progress(step - AHEAD + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
-    if _copies(job):
-        actor.save_model(str(_folder(job)), "float32").get()
+    if warm_copies(job):
+        actor.save_model(str(warm_folder(job)), "float32").get()
     load_copies(job)
 
 
@@ -66,69 +60,3 @@ def _progress_lines(steps: int) -> Callable[[int, Mapping[str, float]], None]:
         view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
     return progress
-
-
-def load_copies(job: Job, but: Collection[str] = (), steps: Location | None = None) -> None:
-    """Has the models that begin as copies of the warmed-up actor begin so, also in a run that is
-    resumed.
-
-    Args:
-        but: Roles that have gone on from there.
-        steps: Where the checkpoint is that the run goes on from. Beside it is the folder that
-            warm-up left, where this run has none of its own.
-
-    Raises:
-        ConfigError: if the folder that warm-up left them is gone.
-    """
-    folder, copies = _folder(job), _copies(job, but)
-    if copies and steps is not None and not folder.is_dir():
-        kept = [place / FOLDER for place in (steps, steps.parent) if (place / FOLDER).is_dir()]
-        if kept:
-            part = folder.with_name(f".{FOLDER}.part")
-            with explain_write_errors(part):
-                remove(part)
-                copy_files(kept[0], part)
-                part.rename(folder)
-    if copies and not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is missing: the actor as it was after warm-up, of which other models of the "
-            "run are copies. Bring it back from a copy, or start a new run."
-        )
-    for group in copies:
-        group.load_weights(str(folder))
-
-
-def keep_copies(job: Job, steps: Location) -> None:
-    """Puts what warm-up left beside checkpoints that are not in the run's folder, once.
-
-    Raises:
-        StorageError: if it cannot be written.
-    """
-    folder = _folder(job)
-    with explain_write_errors(steps):
-        if folder.is_dir() and sizes_below(folder) != sizes_below(steps / FOLDER):
-            copy_files(folder, steps / FOLDER)
-
-
-def warms_up(job: Job) -> bool:
-    """Whether a run of this job begins with a warm-up."""
-    return bool(
-        job.config.warmup.steps
-        and job.examples is not None
-        and job.trainer_class.TRAINS
-        and ACTOR in job.groups
-    )
-
-
-def _folder(job: Job) -> Path:
-    return (job.directory.path / FOLDER).absolute()
-
-
-def _copies(job: Job, but: Collection[str] = ()) -> list[WorkerGroup]:
-    found = [
-        job.groups[role]
-        for role, spec in job.roles.items()
-        if spec.is_copy(role, job.config) and role not in but
-    ]
-    # With LoRA the actor is its own reference.
-    return [group for group in found if group is not job.groups[ACTOR]]

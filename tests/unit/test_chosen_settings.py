@@ -5,8 +5,8 @@ import math
 import pytest
 from scipy.optimize import minimize_scalar
 
-from hybridrl.checkpoint import save_schedule as when_to_save
-from hybridrl.checkpoint.save_schedule import WhenToSave, best_interval
+from hybridrl.checkpoint import saver as when_to_save
+from hybridrl.checkpoint.saver import WhenToSave, best_interval
 from hybridrl.config.changed import changed
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.job.config_resolution import load_config

@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "checkpoint.copies": {"system", "controller", "checkpoint"},
     "checkpoint": {
         *("system", "layout", "run_files", "config", "batch"),
-        *("checkpoint.copies", "checkpoint.tensors", "=run.warmup"),
+        *("checkpoint.copies", "checkpoint.tensors"),
     },
     "run": {
         *("batch", "system", "algorithms", "trainers", "checkpoint", "controller", "console"),

@@ -7,8 +7,8 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hybridrl.checkpoint.plain_state import check_plain
 from hybridrl.checkpoint.pruning import KeepRule, check_figure
+from hybridrl.checkpoint.run_state import check_plain
 from hybridrl.checkpoint.store import StepFolders
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.run_directory import RunDirectory

@@ -12,7 +12,7 @@ from hybridrl.errors import HybridRLError
 from hybridrl.system.locations import Location, copy_files, sizes_below
 
 if TYPE_CHECKING:
-    from hybridrl.checkpoint.pending_checkpoint import Saving
+    from hybridrl.checkpoint.saver import Saving
 
 
 class MemoryCopies:
