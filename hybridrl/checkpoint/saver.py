@@ -206,7 +206,9 @@ class Checkpoints:
         self._saving = None
         self._folders.prune(self._keep)
         if self._copies is not None:
-            self._copies.complete(saving, self._folders, self._evaluated)
+            saving.copy_fault = self._copies.complete(
+                saving.step, saving.copy_fault, self._folders, self._evaluated
+            )
         saving.stall += time.perf_counter() - begin
         self._when.ends(saving.stall)
         return saving

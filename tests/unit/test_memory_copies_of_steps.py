@@ -1,7 +1,6 @@
 """The copy of a step in memory: made whole by the driver, one at a time, and never in the way."""
 
 import uuid
-from types import SimpleNamespace
 
 import pytest
 
@@ -39,9 +38,7 @@ def saved(tmp_path, copies):
         own = {"rank-00000.safetensors": HEADER}
         write_whole(copy / "rank-00000.safetensors", b"1234")
         write_whole(list_of(copy, 0), Written([], headers, own=own).to_json().encode())
-        saving = SimpleNamespace(step=step, copy_fault=fault)
-        copies.complete(saving, files, {})
-        return saving.copy_fault
+        return copies.complete(step, fault, files, {})
 
     return save
 

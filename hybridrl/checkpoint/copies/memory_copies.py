@@ -4,15 +4,11 @@ goes wrong with it, the run goes on: there is the one that was written to files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from hybridrl.checkpoint.pruning import KeepRule
 from hybridrl.checkpoint.store import StepFolders
 from hybridrl.errors import HybridRLError
 from hybridrl.system.locations import Location, copy_files, sizes_below
-
-if TYPE_CHECKING:
-    from hybridrl.checkpoint.saver import Saving
 
 
 class MemoryCopies:
@@ -29,16 +25,18 @@ class MemoryCopies:
         """The folder of a step, whether it is there or not."""
         return self._copies.at(step)
 
-    def complete(self, saving: Saving, files: StepFolders, figures: Mapping[str, float]) -> None:
-        """Adds what the ranks have not written of a step, and removes the copy before it. Where
-        that fails, `saving.copy_fault` says why.
+    def complete(
+        self, step: int, fault: str, files: StepFolders, figures: Mapping[str, float]
+    ) -> str:
+        """Add what the ranks have not written of a step, and remove the copy before it; return why
+        there is none, else an empty text.
 
         Args:
+            fault: Why the ranks could not write their parts; empty: they have.
             files: The steps of the run.
             figures: What was evaluated after the step.
         """
-        step = saving.step
-        if not saving.copy_fault:
+        if not fault:
             try:
                 there = sizes_below(self.at(step))
                 listed = files.completed(step).files
@@ -50,9 +48,10 @@ class MemoryCopies:
                 self._copies.prune(KeepRule(last=1))
                 self._copies.forget_after(step)  # what losses have left
             except (HybridRLError, OSError) as error:
-                saving.copy_fault = str(error)
-        if saving.copy_fault:
+                fault = str(error)
+        if fault:
             self.discard(step)
+        return fault
 
     def newest(self) -> int | None:
         """The newest step of which all is there. What is there of others is removed."""
