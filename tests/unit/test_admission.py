@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_models import UNEVEN, assert_packed_equals_alone, make_batch
+from tiers import few_of
 from transformers import AutoConfig
 
 from hybridrl.batch.batch import Batch
@@ -35,7 +36,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few_of(FAMILIES, 6))
 def test_a_model_that_is_admitted_scores_and_learns_as_transformers_does(family):
     rows, settings = FAMILIES[family]
     config = AutoConfig.for_model(family, **settings)

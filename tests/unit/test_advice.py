@@ -232,6 +232,7 @@ def test_one_device_is_not_told_to_be_two(run_of):
 ALIKE = [[1.0] * 4, [0.0] * 4, [0.0] * 4]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "algorithm", ["ppo", "safe_rlhf", "remax", "expert_iteration", "reinforce_plus_plus"]
 )

@@ -93,6 +93,7 @@ def play_all_ways(template, episodes, http, closing):
     return batch, engine
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_all_that_was_sampled_is_there_exactly_once(template, http, closing):
     batch, engine = play_all_ways(template, 24, http, closing)

@@ -272,6 +272,7 @@ def test_what_makes_sense_passes(overrides):
     check(configured([*HERE, *overrides]))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "overrides",
     [

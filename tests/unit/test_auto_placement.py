@@ -46,6 +46,7 @@ def proposals(model, devices, *overrides, **options):
     return propose(config, cluster, rates, **{"deadline_s": 600, **options})
 
 
+@pytest.mark.more
 def test_what_is_proposed_is_what_a_start_would_plan(model):
     found = proposals(model, "4xL4")
     assert found.report.complete and len(found.best) == 5
@@ -91,6 +92,7 @@ def test_memory_is_the_first_cut(model):
     assert any(one.settings for one in found.best)
 
 
+@pytest.mark.more
 def test_what_cannot_fit_says_so(tmp_path):
     with pytest.raises(ConfigError, match=r"placement=auto found nothing that fits 1 x L4"):
         proposals(written(tmp_path, layers=2000), "1xL4")
@@ -133,6 +135,7 @@ def test_the_command(model, capsys, tmp_path):
     assert written["roles"]["actor"]["devices"]
 
 
+@pytest.mark.more
 def test_reasons_name_fewer_devices_and_what_has_nothing_left_to_do(capsys):
     asked = ["plan", "--search", "algorithm=evaluate", "--devices"]
     with pytest.raises(SystemExit):
@@ -143,6 +146,7 @@ def test_reasons_name_fewer_devices_and_what_has_nothing_left_to_do(capsys):
     assert "on 2 device(s) (1: 1)" in capsys.readouterr().out
 
 
+@pytest.mark.more
 def test_a_step_is_as_long_as_the_plan_of_what_was_written_says(capsys, tmp_path):
     """Scores of a function too, which take nothing that the search could choose."""
     asked = ["plan", "--devices", "2xH100", "--json"]

@@ -132,6 +132,7 @@ def test_what_is_asked_of_process_groups_is_there():
     inspect.signature(dist.distributed_c10d._update_default_pg).bind(None)
 
 
+@pytest.mark.more
 def test_every_group_of_an_accelerator_takes_tensors_of_the_host_too():
     """Small figures travel as the host's tensors, everything else as the device's: each group has
     to have both, so none may be made with a back end of its own."""

@@ -232,6 +232,7 @@ def test_what_an_episode_may_return():
             scored(wrong)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "kwargs", "actions"),
     [

@@ -61,6 +61,7 @@ def test_what_no_call_would_meet_is_refused(text, words):
     PlannedFaults("actor.update@1:1:kill; actor.__init__:1:raise").check({"actor": (Actor, 2)})
 
 
+@pytest.mark.more
 def test_a_full_disk_takes_no_new_file(tmp_path):
     script = (
         "import sys; from hybridrl.controller.fault_injection import KINDS\n"

@@ -92,6 +92,7 @@ def is_allowed(problem, plan):
     return fits and kl_of(problem, plan) <= problem.max_kl
 
 
+@pytest.mark.more
 def test_programs_find_what_trying_every_plan_finds():
     possible = 0
     for seed in range(100):

@@ -54,7 +54,10 @@ def test_plain_torch_imports_nothing_of_the_library():
     assert {name.partition(".")[0] for name in names} <= known | standard
 
 
-@pytest.mark.parametrize(("program", "options"), QUICK)
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [pytest.param(*case, marks=pytest.mark.more if n else ()) for n, case in enumerate(QUICK)],
+)
 def test_a_job_is_what_plain_torch_makes_of_it(worked_out, program, options):
     found = worked_out(program, options)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)

@@ -54,6 +54,7 @@ def command(folder, tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.more
 def test_a_plan_for_described_devices_is_written_and_read(command, tmp_path):
     (tmp_path / "mixed.json").write_text('[{"name": "new"}, {"name": "old", "share": 0.5}]')
     code, out, _ = command("--devices", "mixed.json", "--out", "plan.json")
@@ -86,6 +87,7 @@ def test_wrong_descriptions_are_refused(command, tmp_path, devices, sentence):
     assert sentence in said
 
 
+@pytest.mark.more
 def test_what_cannot_be_planned_is_refused(command, tmp_path):
     assert "could not be read" in command("--devices", "none.json")[2]
     assert "has to end with .json" in command("--devices", "64xH200")[2]
@@ -111,6 +113,7 @@ def test_costs_are_of_every_precision_phase_and_size(folder):
     assert config.num_hidden_layers == LAYERS  # as it was
 
 
+@pytest.mark.more
 def test_a_plan_that_is_worse_than_its_indicators_said_is_made_again(folder, monkeypatch):
     model = load_model(str(folder), "float32")
     set_attention(model)

@@ -32,6 +32,7 @@ def recorded(overrides):
     return calls, notice
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

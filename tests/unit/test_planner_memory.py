@@ -85,6 +85,7 @@ def test_saved_activations_are_what_autograd_saves():
     assert shape.training.per_layer == pytest.approx(found[1] - found[0], rel=0.05)
 
 
+@pytest.mark.more
 def test_checkpointing_keeps_one_state_for_each_layer():
     none, selective, full, offload = (
         shape_of(CONFIG, "float32", checkpointing=kept).training for kept in CHECKPOINTING
@@ -132,6 +133,7 @@ def test_a_forward_leaves_nothing_gathered(tmp_path):
     assert "gathered" not in kl["actor", "generate"]
 
 
+@pytest.mark.more
 def test_fewer_tokens_and_offloading_take_less():
     cluster = named("8xA100")
     base = ["model.path=llama-7b", "model.dtype=bfloat16", "rollout.max_tokens=1024"]
@@ -178,6 +180,7 @@ def test_every_node_shares_its_memory_among_its_slots():
     assert one.memory > GIB / 4
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "qwen3_5_text", "deepseek_v3"])
 def test_layers_of_several_kinds_are_counted_on_average(family):
     config = AutoConfig.for_model(family)
@@ -188,6 +191,7 @@ def test_layers_of_several_kinds_are_counted_on_average(family):
     assert shape.training.per_layer > shape.scoring.per_layer >= 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["qwen3_5", "qwen3_vl", "gemma3", "gemma4", "mistral3", "glm46v", "glm4_moe"]
 )
@@ -207,6 +211,7 @@ def test_models_as_they_are_published_are_counted_without_what_is_not_trained(na
     assert shape.training.per_layer > 0
 
 
+@pytest.mark.more
 def test_layers_without_experts_count_as_what_they_are():
     """DeepSeek-V3: 671 billion parameters, three of its 61 layers dense."""
     config = AutoConfig.for_model(
@@ -230,6 +235,7 @@ def test_layers_without_experts_count_as_what_they_are():
     assert shape.key_value == 512 + 64  # latents
 
 
+@pytest.mark.more
 def test_only_layers_that_attend_have_a_cache():
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4)
     shape = shape_of(config, "bfloat16", checkpointing="full")
@@ -237,6 +243,7 @@ def test_only_layers_that_attend_have_a_cache():
     assert shape.key_value == config.layer_types.count("full_attention") * of_layer / 4
 
 
+@pytest.mark.more
 def test_experts_that_a_token_does_not_meet_are_counted_apart():
     """Qwen3-30B-A3B: 30.5 billion parameters, of which 3.3 are active."""
     config = AutoConfig.for_model(
@@ -262,6 +269,7 @@ def test_experts_that_a_token_does_not_meet_are_counted_apart():
     assert dense.active == dense.parameters.all
 
 
+@pytest.mark.more
 def test_a_model_that_goes_from_token_to_token_is_counted_with_few(monkeypatch):
     """Recurrence in Python makes operations for every token, and each counts alike."""
     config = AutoConfig.for_model(

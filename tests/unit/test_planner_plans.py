@@ -86,6 +86,7 @@ def test_few_devices_leave_only_colocation(size, devices, expected):
     assert [kind for kind in order if fits(size, devices, kind)] == list(order[:expected])
 
 
+@pytest.mark.more
 def test_every_cure_cures():
     overrides = [*PAPER, "model.path=llama-7b", "actor.gradient_checkpointing=false"]
     overrides += ["actor.tokens_per_microbatch=32768"]
@@ -103,6 +104,7 @@ def test_every_cure_cures():
             refuse(plan)
 
 
+@pytest.mark.more
 def test_cures_come_together_where_none_is_enough():
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
@@ -155,6 +157,7 @@ def test_what_cannot_fit_at_all_says_so():
             refuse(make_plan(config, cluster))
 
 
+@pytest.mark.more
 def test_weights_too_large_for_a_few_devices_are_cut_over_more():
     """Devices of other copies do not help a generator whose part of a copy has no room."""
     overrides = ["model.path=llama-70b", "model.dtype=bfloat16", "rollout.memory_share=0.15"]

@@ -49,6 +49,7 @@ def test_plans_show_it(asked):
     assert make_plan(asked, named("8xA100")).config.model.dtype == "bfloat16"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_a_run_has_the_name_in_its_settings_and_plan(tmp_path, monkeypatch, bfloat16):
     if bfloat16:

@@ -70,6 +70,7 @@ def test_the_plan_of_a_start_is_made_and_refused_without_starting(monkeypatch, t
         run(load_config([*TINY, "run.dry=true"]))
 
 
+@pytest.mark.more
 def test_a_model_that_cannot_be_planned_is_a_notice(monkeypatch, tmp_path, capsys):
     """Also where the job really runs."""
 

@@ -53,6 +53,7 @@ def test_what_there_is_not_is_a_sentence(settings, words):
         problems(**settings)
 
 
+@pytest.mark.more
 def test_every_tasks_own_answer_passes_its_verifier():
     tasks = [*sorted(set(DATASETS) - SLOW), "arc_agi"]
     training, _ = problems(0, tasks=tasks, rows=len(tasks))

@@ -26,6 +26,7 @@ def test_a_recipe_is_ready_to_run(path):
     assert f"recipe=recipes/{path.parent.name}/config.yaml" in readme
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recipe", PLANNED, ids=lambda path: path.name)
 def test_a_recipe_for_many_devices_is_planned_without_the_hub(recipe):
     config = load_config(

@@ -214,6 +214,7 @@ def test_questions_to_a_run(run_of, options, seconds):
     assert asked(run_of("run"), **options).seconds == pytest.approx(seconds)
 
 
+@pytest.mark.more
 def test_a_setting_counts_as_far_as_the_plan_says(run_of, monkeypatch):
     folder = run_of("run")
     assert asked(folder, set=["observe.show_every=7"]).change == pytest.approx(0.0)
