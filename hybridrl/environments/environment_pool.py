@@ -192,7 +192,8 @@ class EnvironmentPool:
         if result.loss is None:
             if result.status == "timeout" and result.value is None:
                 return f"It took longer than {limit}, and was stopped."
-            return result.value + passing_hint(result.value, "environment.env", self._config.env)
+            said = str(result.value)
+            return said + passing_hint(said, "environment.env", self._config.env)
         end = {
             "timeout": f"was ended: one step of the episode took longer than {limit}",
             "memory": (

@@ -77,10 +77,14 @@ class MarkedLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._page = page
 
-    def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
         return super().call_soon(*self._marked(callback, args, context), context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> Any:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
         return super().call_at(when, *self._marked(callback, args, context), context=context)
 
     def _marked(self, callback: Any, args: Any, context: Any) -> Any:
@@ -212,7 +216,11 @@ class ItemServer:
         task = self._tasks.get(number)
         if task is not None:
             task.cancel()
-            self._loop.call_later(_WORN_S, lambda: task.done() or self.wear_out())
+            self._loop.call_later(_WORN_S, self._look_after, task)
+
+    def _look_after(self, task: asyncio.Task[None]) -> None:
+        if not task.done():
+            self.wear_out()
 
     def _tick(self) -> None:
         """Ages the items, and shows that none of them blocks the loop. Time in which one has is not

@@ -299,7 +299,8 @@ class ProcessPool:
             process.last_answer = now
 
     def _end(self, item: _Item, status: str, *told: Any) -> None:
-        self._results.append(ItemResult(item.work.key, status, *told, attempt=item.attempt))
+        result = ItemResult(item.work.key, status, *told)
+        self._results.append(result._replace(attempt=item.attempt))
 
     def _bury(self, process: SupervisedProcess, status: str, end: str) -> None:
         """Replaces a process, and finds out which of its items is to blame."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.rollout.transcript import Transcript
+from hybridrl.serving.request_parsing import EpisodeReport
 
 
 class Sampled(NamedTuple):
@@ -57,15 +58,6 @@ class Recorded:
 
 
 @dataclass
-class Report:
-    """What a program said of its episode by itself."""
-
-    reward: float
-    turn_rewards: list[float] | None
-    metrics: dict[str, float]
-
-
-@dataclass
 class Session:
     """An episode's conversations with the model.
 
@@ -93,7 +85,7 @@ class Session:
     sampling: Sampling
     seed: int
     is_trained: bool = True
-    report: Report | None = None
+    report: EpisodeReport | None = None
     under_way: set[int] = field(default_factory=set)
     last_reason: str = "stop"
     _branches: list[_Branch] = field(default_factory=list)

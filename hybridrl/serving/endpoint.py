@@ -20,9 +20,9 @@ from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.serving.agent_session import Session
 from hybridrl.serving.chat import Chat
 from hybridrl.serving.connections import Connection, Connections, most_open
-from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.outside import OutsidePrograms
 from hybridrl.serving.request_exchange import Exchange
+from hybridrl.serving.request_parsing import RefusedError
 from hybridrl.serving.routes import PERMISSION, Routes
 from hybridrl.serving.sessions import ANY, ROWS, SAMPLE, Sessions
 

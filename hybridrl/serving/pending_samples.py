@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.serving.agent_session import Recorded, Sampled, Session
-from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.request_exchange import Exchange, Growth, NotAnsweredError, Reply
-from hybridrl.serving.wire import Wishes
+from hybridrl.serving.request_parsing import GenerationOptions, RefusedError
 
 MOST_OF_SESSION = 256
 """Requests that may be under way in a session, so that one does not take the room of all."""
@@ -25,7 +24,7 @@ class Place(NamedTuple):
 
 
 def sampling_of(
-    wishes: Wishes, session: Session, room: int, stop_token_ids: Sequence[int] = ()
+    wishes: GenerationOptions, session: Session, room: int, stop_token_ids: Sequence[int] = ()
 ) -> Sampling:
     """How to sample for a request: as the episode does, and ending where the request says. Where
     nothing is learned the request chooses.
@@ -40,7 +39,7 @@ def sampling_of(
         top_p = own.top_p if wishes.top_p is None else wishes.top_p
         top_k = own.top_k if wishes.top_k is None else max(0, wishes.top_k)
         own = replace(own, temperature=temperature, top_p=max(top_p, 1e-6), top_k=top_k)
-    limit = min(room, own.max_tokens, wishes.max_tokens or room)
+    limit = min(room, own.max_tokens, wishes.longest or room)
     least = max(wishes.min_tokens, own.min_tokens - session.sampled)
     ends = dict.fromkeys((*own.stop_token_ids, *stop_token_ids, *wishes.stop_token_ids))
     return replace(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.serving.agent_session import Sampled
 from hybridrl.serving.chat import Chat
 from hybridrl.serving.messages import Said, prefix_keys
-from hybridrl.serving.wire import ChatRequest, Wishes
+from hybridrl.serving.request_parsing import ChatRequest, GenerationOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,7 +37,9 @@ class Shape(ABC):
     prefix = ""
     streams_text = True
 
-    def __init__(self, model: str, wishes: Wishes, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, model: str, wishes: GenerationOptions, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
         self.wishes = wishes
         self._tokenizer = tokenizer
         name, self._made = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -82,7 +84,7 @@ class Shape(ABC):
         return self._head | {"object": self.kind, "choices": list(choices)} | further
 
     def _of_prompt(self, prompts: Sequence[list[int]]) -> Json:
-        if not self.wishes.with_prompt_ids:
+        if not self.wishes.return_token_ids:
             return {}
         return {"prompt_token_ids": prompts[0] if len(prompts) == 1 else list(prompts)}
 
@@ -95,9 +97,9 @@ class ChatShape(Shape):
     def __init__(
         self, model: str, asked: ChatRequest, tokenizer: PreTrainedTokenizerBase, chat: Chat
     ) -> None:
-        super().__init__(model, asked.wishes, tokenizer)
+        super().__init__(model, asked, tokenizer)
         self._asked, self._chat = asked, chat
-        self._callable = asked.tools if asked.may_call else []
+        self._callable = asked.functions if asked.may_call else []
         self.streams_text = not asked.may_call
 
     def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Said:
@@ -105,8 +107,8 @@ class ChatShape(Shape):
 
     def key(self, said: Said, call_ids: Sequence[str]) -> str | None:
         asked = self._asked
-        messages = [*asked.messages, said.message(call_ids)]
-        *_, key = prefix_keys(messages, asked.tools, asked.options)
+        messages = [*asked.conversation, said.message(call_ids)]
+        *_, key = prefix_keys(messages, asked.functions, asked.options)
         return key
 
     def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
@@ -140,7 +142,7 @@ class ChatShape(Shape):
         return {
             "index": index,
             **what,
-            "logprobs": self._log_probs(turn) if self.wishes.log_probs else None,
+            "logprobs": self._log_probs(turn) if self.wishes.alternatives is not None else None,
             "finish_reason": "tool_calls" if said.calls else turn.finish_reason,
             **evidence(turn),
         }
@@ -163,7 +165,7 @@ class CompletionShape(Shape):
         return {
             "index": index,
             "text": said.content,
-            "logprobs": self._log_probs(turn) if self.wishes.log_probs else None,
+            "logprobs": self._log_probs(turn) if self.wishes.alternatives is not None else None,
             "finish_reason": turn.finish_reason,
             **evidence(turn),
         }

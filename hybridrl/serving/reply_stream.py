@@ -10,11 +10,11 @@ from typing import Any
 from aiohttp import web
 
 from hybridrl.serving.agent_session import Sampled
-from hybridrl.serving.fields import RefusedError
 from hybridrl.serving.messages import Said
 from hybridrl.serving.pending_samples import Asking
 from hybridrl.serving.reply_builders import Shape, usage
 from hybridrl.serving.request_exchange import Growth, Reply
+from hybridrl.serving.request_parsing import RefusedError
 
 
 class EventStream:
@@ -101,7 +101,7 @@ class Stream:
             new = said.after(self._told[index])
             last = self._shape.last(index, turn, said, new, ids)
             await self._events.send(self._shape.event([last]))
-        if self._shape.wishes.with_usage:
+        if self._shape.wishes.stream_options.include_usage:
             counted = usage([turn for turn, _, _ in ends], prompts)
             await self._events.send(self._shape.event([], usage=counted))
 

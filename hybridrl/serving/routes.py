@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hybridrl.serving.agent_session import Report
 from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.fields import RefusedError, json_object, wrong
 from hybridrl.serving.messages import call_ids, prefix_keys
 from hybridrl.serving.outside import OutsidePrograms
 from hybridrl.serving.pending_samples import Asking, Place, sampling_of
 from hybridrl.serving.reply_builders import ChatShape, CompletionShape, GenerateShape, Shape
 from hybridrl.serving.reply_stream import EventStream, Stream, refused
 from hybridrl.serving.request_exchange import Exchange, Growth
-from hybridrl.serving.sessions import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
-from hybridrl.serving.wire import (
+from hybridrl.serving.request_parsing import (
     ChatRequest,
-    chat_request,
-    completion_request,
-    generate_request,
-    report_of,
+    CompletionRequest,
+    EpisodeReport,
+    GenerateRequest,
+    RefusedError,
+    json_object,
+    parse,
+    wrong,
 )
+from hybridrl.serving.sessions import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +104,7 @@ class Routes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """An answer to messages."""
-        asked = chat_request(json_object(await request.read()))
+        asked = parse(ChatRequest, json_object(await request.read()))
         self._check_model(asked.model)
         if self._chat is None:
             raise RefusedError(
@@ -111,8 +112,8 @@ class Routes:
                 f"The tokenizer of `{self._model}` has no chat template; use `/v1/completions`, or "
                 "give it a template.",
             )
-        self._check_length(*(str(message.get("content") or "") for message in asked.messages))
-        place = self._place(request, asked.wishes.seed)
+        self._check_length(*(str(message.get("content") or "") for message in asked.conversation))
+        place = self._place(request, asked.seed)
         try:
             chat = self._chat_with(json.dumps(asked.options, sort_keys=True))
         except ChatError as error:
@@ -127,7 +128,7 @@ class Routes:
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """What follows texts or tokens."""
-        asked = completion_request(json_object(await request.read()))
+        asked = parse(CompletionRequest, json_object(await request.read()))
         self._check_model(asked.model)
         for one in asked.prompts:
             self._check_length(one if isinstance(one, str) else "")
@@ -135,21 +136,21 @@ class Routes:
             one if isinstance(one, list) else list(self._tokenizer(one)["input_ids"])
             for one in asked.prompts
         ]
-        shape = CompletionShape(self._model, asked.wishes, self._tokenizer)
-        return await self._answer(request, self._place(request, asked.wishes.seed), prompts, shape)
+        shape = CompletionShape(self._model, asked, self._tokenizer)
+        return await self._answer(request, self._place(request, asked.seed), prompts, shape)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """What follows tokens, as tokens."""
-        asked = generate_request(json_object(await request.read()))
+        asked = parse(GenerateRequest, json_object(await request.read()))
         self._check_model(asked.model)
-        shape = GenerateShape(self._model, asked.wishes, self._tokenizer)
-        place = self._place(request, asked.wishes.seed)
+        shape = GenerateShape(self._model, asked.options, self._tokenizer)
+        place = self._place(request, asked.options.seed)
         return await self._answer(request, place, [asked.token_ids], shape)
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         """A program says what its episode was worth. If the job has not started it, the episode is
         over then."""
-        report = Report(*report_of(json_object(await request.read())))
+        report = parse(EpisodeReport, json_object(await request.read()))
         place = self._place(request, None, REPORT)
         place.session.report = report
         if self._outside is not None:
@@ -195,14 +196,14 @@ class Routes:
             raise wrong(
                 "stop_token_ids", f"has a token that the model has not; it knows {self._vocabulary}"
             )
-        grown: Growth | None = asyncio.Queue() if wishes.streams else None
+        grown: Growth | None = asyncio.Queue() if wishes.stream else None
         events = EventStream(request)
         try:
             with Asking(self._exchange, place, self._patience_s, grown) as asking:
                 for prompt_ids in prompts:
                     room = self._room(prompt_ids)
                     sampling = sampling_of(wishes, place.session, room, stop_token_ids)
-                    asking.ask(prompt_ids, sampling, wishes.samples)
+                    asking.ask(prompt_ids, sampling, wishes.n)
                 stream = Stream(events, asking, grown, shape) if grown is not None else None
                 if stream is not None:
                     await stream.follow(self._patience_s)
@@ -233,7 +234,7 @@ class Routes:
     def _chat_prompt(self, chat: Chat, asked: ChatRequest, place: Place) -> list[int]:
         """The tokens of a conversation. Where it goes on after a turn of this session, that turn
         has the tokens that were sampled."""
-        messages, tools = asked.messages, asked.tools
+        messages, tools = asked.conversation, asked.functions
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and (at := turns[-1]) < len(messages) - 1:
             *_, key = prefix_keys(messages[: at + 1], tools, asked.options)
