@@ -28,6 +28,8 @@ SOURCE = Path(hybridrl.__file__).parent
 # An ordinary user may be unable to read this checkout, so the files are copied to where it can.
 FILES = (
     "errors.py",
+    "config/__init__.py",
+    "config/setting.py",
     "rewards",
     "sandbox",
     "system/__init__.py",

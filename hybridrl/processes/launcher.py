@@ -49,7 +49,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def can_isolate() -> bool:
     """Whether this kernel's Landlock knows scopes: Linux 6.12 and later."""
-    return _LIBC.syscall(_CREATE_RULESET, None, 0, 1) >= _SCOPES_SINCE
+    return int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)) >= _SCOPES_SINCE
 
 
 def _isolate() -> None:

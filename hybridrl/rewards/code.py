@@ -18,9 +18,8 @@ from typing import Any
 
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.checked_tests import check_test
-from hybridrl.sandbox.python_runner import Limits, confinement, run_python
-from hybridrl.sandbox.verdicts import judge_program
+from hybridrl.sandbox.checked_tests import check_test
+from hybridrl.sandbox.python_runner import Limits, confinement, judge_program, run_python
 
 _WALL_FACTOR = 2.0  # on a busy machine, processor time takes so much longer
 _TOTAL_S = 20.0

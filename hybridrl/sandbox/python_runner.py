@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import marshal
 import math
@@ -54,12 +55,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.errors import ConfigError, MachineError, RewardError
-from hybridrl.rewards.checked_tests import CheckedTest
+from hybridrl.sandbox.checked_tests import CheckedTest, check_test
 from hybridrl.sandbox.supervisor_process import Supervisor
 from hybridrl.system.memory_cgroup import memory_group
 
-__all__ = ["Confinement", "Limits", "Outcome", "confinement", "run_python", "run_tests"]
+__all__ = [
+    "Confinement",
+    "Limits",
+    "Outcome",
+    "Verdict",
+    "confinement",
+    "judge_program",
+    "run_python",
+]
 
+UNCHECKED = "nothing was checked"
+"""Why a test is not passed that compared nothing; `confined.judge` says so."""
+_OUTPUT_KIB = 1 << 14  # of the judge's lines
 _log = logging.getLogger(__name__)
 
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
@@ -135,6 +147,24 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What came of a program's tests.
+
+    Attributes:
+        passed: of each test, in order.
+        reasons: why each test was not passed, empty for one that was.
+        vacuous: of each test, whether a comparison in it would have held of anything.
+        is_slow: whether the tests, not the program, took longer than the limits allow, so that they
+            were stopped; those that were not reached are not passed.
+    """
+
+    passed: list[bool]
+    reasons: list[str]
+    vacuous: list[bool] = dataclasses.field(default_factory=list)
+    is_slow: bool = False
+
+
+@dataclass(frozen=True)
 class Confinement:
     """What confines programs on this machine, beside seccomp and resource limits.
 
@@ -170,7 +200,7 @@ def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) ->
     return _execute(confinement().namespaces, source, stdin, limits)[0]
 
 
-def run_tests(source: str, tests: Sequence[CheckedTest], *, limits: Limits) -> Outcome:
+def _run_tests(source: str, tests: Sequence[CheckedTest], *, limits: Limits) -> Outcome:
     """Runs a Python program and, in another process, tests of it, both confined and each with these
     limits; see `confined.judge` for what is written and for what the tests may do.
 
@@ -178,6 +208,31 @@ def run_tests(source: str, tests: Sequence[CheckedTest], *, limits: Limits) -> O
         MachineError, RewardError: as `run_python`.
     """
     return _execute(confinement().namespaces, source, "", limits, tests)[0]
+
+
+def judge_program(program: str, tests: Sequence[str], limits: Limits | None = None) -> Verdict:
+    """Runs tests of a program; whatever the program does, it can at most fail them.
+
+    Args:
+        program: Python. The empty program is the one that no sound test passes.
+        tests: sources with asserts, classes of `unittest`, tests of pytest, or doctests.
+        limits: of the program, and of the tests.
+
+    Raises:
+        SyntaxError, ValueError: if a test is neither Python nor a doctest.
+        MachineError: if this machine cannot confine programs.
+        RewardError: if the sandbox itself was killed.
+    """
+    limits = dataclasses.replace(limits or Limits(), output_kib=_OUTPUT_KIB)
+    outcome = _run_tests(program, [check_test(test) for test in tests], limits=limits)
+    passed, vacuous = [False] * len(tests), [False] * len(tests)
+    reasons = ["it was stopped before its end"] * len(tests)
+    for line in outcome.stdout.splitlines():
+        number, has_passed, found, reason = json.loads(line)
+        passed[number], vacuous[number], reasons[number] = has_passed, found > 0, reason
+    is_stopped = outcome.ended in ("wall_time", "cpu_time")
+    is_slow = is_stopped and outcome.cpu_s >= outcome.program_cpu_s
+    return Verdict(passed, reasons, vacuous, is_slow)
 
 
 def confinement() -> Confinement:

@@ -10,7 +10,7 @@ from tiers import few_of
 
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.code import passes_tests
-from hybridrl.sandbox.verdicts import judge_program
+from hybridrl.sandbox.python_runner import judge_program
 
 
 def score(program, tests):

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "algorithms": {"batch", "system"},
     "conversations": set(),
     "compress": {"system"},
-    "sandbox": {"system", "=rewards.checked_tests"},
+    "sandbox": {"system"},
     "processes": {"system"},
     "environments": {"system", "processes"},
     "rewards": {"batch", "system", "sandbox", "processes"},

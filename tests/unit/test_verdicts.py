@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.rewards.checked_tests import check_test
+from hybridrl.sandbox.checked_tests import check_test
 from hybridrl.sandbox.confined.data_codec import Frame
 from hybridrl.sandbox.confined.judge import Judge
 from hybridrl.sandbox.confined.object_exchange import ObjectExchange

@@ -25,7 +25,7 @@ from hybridrl.rewards.code import read_tests
 from hybridrl.rewards.loading import function_list
 from hybridrl.rewards.source_rewards import settings_by_source
 from hybridrl.sandbox.confined.judge import MODULES
-from hybridrl.sandbox.verdicts import UNCHECKED, judge_program
+from hybridrl.sandbox.python_runner import UNCHECKED, judge_program
 from hybridrl.trainers import load_roles
 
 if TYPE_CHECKING:

@@ -14,19 +14,22 @@ The processes, with namespaces:
 """
 
 # Importing pathlib would take as long as all the rest.
-# ruff: noqa: PTH123
+# ruff: noqa: PTH102, PTH106, PTH118, PTH123, PTH208
 from __future__ import annotations
 
+import builtins
 import fcntl
 import gc
+import io
 import marshal
 import os
 import resource
 import select
 import sys
 import time
+from stat import S_ISDIR
 
-from . import landlock, linux_kernel, namespaces, scratch_folder, seccomp, standard_files
+from . import landlock, linux_kernel, namespaces, seccomp
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
@@ -37,6 +40,13 @@ _KILL = 9
 _F_ADD_SEALS, _SEAL_EVERYTHING = 1033, 0xF
 _HIGHEST_USER = 0x70000000  # that no system gives to anybody
 _NOBODY = 65534
+
+_DESCRIPTORS = {
+    name: descriptor
+    for descriptor, stream in enumerate(("stdin", "stdout", "stderr"))
+    for name in (f"/dev/{stream}", f"/dev/fd/{descriptor}", f"/proc/self/fd/{descriptor}")
+}
+"""`/dev/stdin` and the like, by name, for a program that has neither /proc nor these devices."""
 
 
 class Job:
@@ -105,7 +115,7 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
         linux_kernel.become(user, job.libraries if job.level == "none" else [])
         user = None
     if job.level == "none":
-        scratch = scratch_folder.make(job.temporary)
+        scratch = _make_scratch(job.temporary)
     else:
         scratch = namespaces.SCRATCH
         namespaces.enter(with_user=job.level == "user")
@@ -152,7 +162,7 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
         os.kill(init, _KILL)
         os.waitpid(init, 0)
     if job.level == "none":
-        scratch_folder.remove(scratch)
+        _remove_scratch(scratch)
     return report
 
 
@@ -234,9 +244,8 @@ def _confine(
     sys.argv = ["program.py"]
     sys.dont_write_bytecode = True
     os.environ.clear()
-    builtins = sys.modules["builtins"]
     builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]  # as `site` has them
-    standard_files.install()
+    _open_standard_files()
 
 
 def _run(source: str) -> None:
@@ -321,3 +330,55 @@ def _read_all(descriptor: int) -> bytes:
     while piece := os.read(descriptor, 4096):
         pieces += piece
     return bytes(pieces)
+
+
+def _open_standard_files() -> None:
+    """Has `open` find the standard input and outputs by these names, in `io` as well."""
+    plain_open = io.open
+
+    def open(file: Any, *arguments: Any, **options: Any) -> Any:
+        name = os.fspath(file) if isinstance(file, os.PathLike) else file
+        if isinstance(name, str) and name in _DESCRIPTORS:
+            file = os.dup(_DESCRIPTORS[name])
+        return plain_open(file, *arguments, **options)
+
+    open.__doc__ = plain_open.__doc__
+    builtins.open = io.open = open
+
+
+def _make_scratch(parent: str) -> str:
+    """Makes a new folder there that only this user may enter, and gives its path."""
+    folder = os.path.join(parent, f"hybridrl-program-{os.urandom(8).hex()}")
+    os.mkdir(folder, 0o700)
+    return folder
+
+
+def _remove_scratch(folder: str) -> None:
+    """Removes a folder that the program has filled, as deep as may be: no recursion, no long paths.
+
+    Folders inside are first moved up, one level at a time, so that all are removed from the top.
+    """
+    top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    new_name, moved = os.urandom(8).hex(), 0
+    while names := os.listdir(top):
+        for name in names:
+            if not _is_folder(name, top):
+                os.unlink(name, dir_fd=top)
+                continue
+            os.chmod(name, 0o700, dir_fd=top)  # some are made to keep everybody out
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            for entry in os.listdir(inner):
+                if _is_folder(entry, inner):
+                    moved += 1
+                    os.chmod(entry, 0o700, dir_fd=inner)
+                    os.rename(entry, f"{new_name}-{moved}", src_dir_fd=inner, dst_dir_fd=top)
+                else:
+                    os.unlink(entry, dir_fd=inner)
+            os.close(inner)
+            os.rmdir(name, dir_fd=top)
+    os.close(top)
+    os.rmdir(folder)
+
+
+def _is_folder(name: str, where: int) -> bool:
+    return S_ISDIR(os.stat(name, dir_fd=where, follow_symlinks=False).st_mode)
