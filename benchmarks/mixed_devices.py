@@ -3,8 +3,8 @@
     python benchmarks/mixed_devices.py [--layers 8] [--hidden 512] [--tokens 2048] [--rounds 5]
 
 Two hosts of one core each, the second with half of its time (tests/netlab.py; control groups; needs
-root), train a model in float32 with data parallelism. `hybridrl.commands.plan_precision` measures
-and plans; then updates of four arms take turns: the first rank alone, both with whole layers, both
+root), train a model in float32 with data parallelism. `precision_planning` measures and
+plans; then updates of four arms take turns: the first rank alone, both with whole layers, both
 with all layers of the second in 8 bits, and by the plan. Figures: the plan's step against that of
 the first rank alone, the share of layers that are lowered, the predicted time against the measured
 one, how much of the model's KL the indicator explains (rank correlation), and the loss after as
@@ -34,7 +34,6 @@ from netlab import Host, network
 
 from hybridrl.algorithms import TokenLoss
 from hybridrl.batch.batch import Batch
-from hybridrl.commands.plan_precision import make_plan
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.engine.train_engine import TrainEngine
@@ -42,12 +41,12 @@ from hybridrl.layout.rank_mesh import Mesh
 from hybridrl.models import CausalPolicy, load_model, tiny_config
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.process_group import join
-from hybridrl.planner.step.step_calls import Sizes
-from hybridrl.systems.low_bits.bit_allocation import UnequalDevice
-from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
-from hybridrl.systems.low_bits.low_bit_linear import decoder_layers, linears
+from hybridrl.quantization.low_bit_linear import decoder_layers, linears
+from hybridrl.quantization.output_kl import indicator, token_kl
 from hybridrl.systems.low_bits.low_bit_training import learn_in
 from hybridrl.systems.low_bits.precision_plan import TRAINING, PrecisionPlan
+from hybridrl.systems.low_bits.precision_planning import make_plan
+from hybridrl.systems.unequal_devices import UnequalDevice
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH, SHARE = 512, 128, 0.5
@@ -102,10 +101,10 @@ def rank_program(rank: int, address: str, folder: Path, options: argparse.Namesp
     if rank == 0:
         devices = [UnequalDevice("fast", link=link), UnequalDevice("half", SHARE, link=link)]
         rows = 2 * options.tokens // LENGTH
-        sizes = Sizes(rows, rows, LENGTH // 2, LENGTH // 2, LENGTH // 2, 1)
         samples = [torch.randint(VOCABULARY, (LENGTH,)) for _ in range(8)]
         plan = make_plan(
-            TRAINING, str(folder), "float32", sizes, samples, devices, CPU, options.tokens
+            *(TRAINING, str(folder), "float32", rows * LENGTH, LENGTH, samples, devices, CPU),
+            options.tokens,
         )
         file.write_text(plan.to_json())
     dist.barrier()

@@ -33,16 +33,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from netlab import Host, network
 
 from hybridrl.batch.batch import Batch
-from hybridrl.commands.plan_generation import calibrated, choice, measured_plan
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Context
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.models import load_config, load_model, make_tiny_model
 from hybridrl.parallel.process_group import join
+from hybridrl.quantization.output_kl import token_kl
 from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.systems.low_bits.layer_sensitivity import token_kl
+from hybridrl.system.cluster_spec import Link
 from hybridrl.systems.unequal_generation.cost_probe import probe_costs, slowed, with_sizes
 from hybridrl.systems.unequal_generation.decoder_stage import set_attention
 from hybridrl.systems.unequal_generation.generation_plan import (
@@ -51,11 +51,15 @@ from hybridrl.systems.unequal_generation.generation_plan import (
     Stage,
     equal_plan,
 )
+from hybridrl.systems.unequal_generation.generation_planning import (
+    calibrated,
+    choice,
+    measured_plan,
+)
 from hybridrl.systems.unequal_generation.generation_problem import (
     Costs,
     GenerationDevice,
     GenerationProblem,
-    Link,
     kl_of,
     seconds_of,
 )
@@ -101,7 +105,7 @@ def solving() -> None:
     for number, speed in enumerate((1.0, 0.8, 0.5, 0.3)):
         phases = [_invented(per, speed) for per in (4e-3, 4e-4)]
         devices.append(GenerationDevice(f"d{number}", 2.0**34, *phases))
-    links = tuple(tuple(Link(1e-4, 1e-9) for _ in devices) for _ in devices)
+    links = tuple(tuple(Link(1e9, 1e-4) for _ in devices) for _ in devices)
     indicators = tuple(
         {16: 0.0, 8: 1e-4 * draw.uniform(0.2, 3), 4: 2e-3 * draw.uniform(0.2, 3)} for _ in range(32)
     )
@@ -207,7 +211,8 @@ def _problem(
         GenerationDevice(f"{share} cores", 2.0**33, slowed(prefill, share), slowed(decode, share))
         for share in SHARES
     )
-    link = Link(*found["link"])
+    latency, per_byte = found["link"]
+    link = Link(1 / max(per_byte, 1e-18), latency)
     problem = GenerationProblem(
         *(devices, ((link, link), (link, link)), indicators, budget, SAMPLES, PROMPT, RESPONSE),
         *({}, 0.0, 0.0, 0.0, 0.0),

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.compress.buffers import as_float32, check_encoded, flat_values, memory_for
-from hybridrl.compress.codec import Codec
-from hybridrl.compress.group_codec import in_groups, in_units_of_scales
+from hybridrl.compress.codec import Codec, as_float32, check_encoded, flat_values, memory_for
+from hybridrl.compress.grouped_integers import in_groups, in_units_of_scales
 from hybridrl.errors import CodecError, ConfigError
 
 MOST_VALUES = 2**31 - 1

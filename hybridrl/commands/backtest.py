@@ -55,4 +55,8 @@ def _summary(found: list[Tested]) -> list[str]:
                 f"{kind}: off by {statistics.median(errors):.1%} in the median of {len(errors)}, "
                 f"{max(errors):.1%} at worst"
             )
+    lines += [
+        f"plans are by {source}"
+        for source in dict.fromkeys(one.source for one in found if one.source)
+    ]
     return lines

@@ -125,8 +125,7 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.config.changed import changed
     from hybridrl.job.preflight import preflight
     from hybridrl.planner import plan_tables as table
-    from hybridrl.planner.automatic_settings import choose_settings
-    from hybridrl.planner.fitting_settings import refuse
+    from hybridrl.planner.fitting_settings import choose_settings, refuse
     from hybridrl.planner.job_plan import make_plan, to_json
     from hybridrl.planner.machine.cluster_rates import resolve_rates
     from hybridrl.planner.named_models import with_described_models

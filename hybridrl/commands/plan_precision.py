@@ -1,9 +1,5 @@
-"""`hybridrl plan precision`: which layers of a role's model a slower device computes in fewer bits.
-
-Measures what a layer takes here in each precision and what fewer bits change of the model's
-answers, chooses (`systems.low_bits.bit_allocation`), measures what the choice changes, and writes a
-plan that `models.<role>.precision` takes.
-"""
+"""`hybridrl plan precision`: which layers of a role's model a slower device computes in fewer bits,
+as a plan that `models.<role>.precision` takes."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,39 +15,27 @@ from rich.table import Table
 
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.device_checks import devices_here
-from hybridrl.checks.settings.precision_checks import check_role
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import load_rows, model_folder
-from hybridrl.models import load_config as load_model_config
-from hybridrl.models import load_model, load_tokenizer
+from hybridrl.models import load_tokenizer
 from hybridrl.planner.computation_dtype import with_dtype
-from hybridrl.planner.step.step_calls import Sizes, sizes_of
+from hybridrl.planner.step.step_calls import sizes_of
 from hybridrl.system.cpu_cores import usable_cores
 from hybridrl.system.formatting import readable_seconds
 from hybridrl.system.storage import explain_write_errors
-from hybridrl.systems.low_bits.bit_allocation import LayerCost, UnequalDevice, Work, allocate
-from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
-from hybridrl.systems.low_bits.layer_timings import LayerSeconds, layer_seconds
-from hybridrl.systems.low_bits.low_bit_linear import decoder_layers
+from hybridrl.systems.low_bits.precision_checks import check_role
 from hybridrl.systems.low_bits.precision_plan import (
-    SCORING,
-    TRAINING,
-    WHOLE,
     PrecisionPlan,
-    RankPrecision,
 )
+from hybridrl.systems.low_bits.precision_planning import PROBE_TOKENS, make_plan
 from hybridrl.systems.unequal_devices import load_devices
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.role_spec import ACTOR
 
 SAMPLES, SAMPLE_TOKENS = 16, 512
 """Of calibration: rows of the data, and of each at most so many tokens."""
-PROBE_TOKENS = 2048
-"""Of the probe at most: what more tokens take grows with them."""
-STATE = 16
-"""Bytes of a parameter that is trained: weight, gradient and two moments."""
 
 
 def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -72,7 +55,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             "--devices is not set: it names a JSON file of the devices that the role's ranks have, "
             'such as [{"name": "new"}, {"name": "old", "share": 0.5}].'
         )
-    devices = load_devices(chosen.devices)
+    devices = load_devices(chosen.devices, ("name", "share", "memory_gib", "link_gib_s"))
     cluster = devices_here(config)
     config = with_dtype(config, cluster.kind)
     threads = torch.get_num_threads()
@@ -84,7 +67,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             tokens = min(PROBE_TOKENS, config.actor.tokens_per_microbatch or PROBE_TOKENS)
             samples, device = _samples(config, path), torch.device(cluster.kind)
             dtype = config.model.dtype
-            plan = make_plan(use, path, dtype, sizes, samples, devices, device, tokens)
+            step = (sizes.tokens, sizes.sample_tokens)
+            plan = make_plan(use, path, dtype, *step, samples, devices, device, tokens)
     finally:
         torch.set_num_threads(threads)
     if chosen.out:
@@ -100,64 +84,6 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def make_plan(
-    use: str,
-    path: str,
-    dtype: str,
-    sizes: Sizes,
-    samples: Sequence[torch.Tensor],
-    devices: Sequence[UnequalDevice],
-    device: torch.device,
-    tokens: int = PROBE_TOKENS,
-) -> PrecisionPlan:
-    """The plan of a role whose ranks have these devices.
-
-    Args:
-        use: `scoring` or `training`.
-        path: Model folder.
-        dtype: Name of the precision of what is whole.
-        sizes: Of a step.
-        samples: Token ids to measure changes with.
-        device: To measure on.
-        tokens: Of the probe's micro-batch, at most.
-    """
-    whole = WHOLE[dtype]
-    low = [bits for bits in ((16, 8, 4) if use == SCORING else (16, 8)) if bits < whole]
-    seconds = layer_seconds(
-        load_model_config(path),
-        dtype,
-        use,
-        low,
-        tokens=min(tokens, sizes.tokens),
-        length=round(sizes.sample_tokens),
-        device=device,
-    )
-    model = load_model(path, dtype).to(device).requires_grad_(False).eval()
-    harm = indicator(model, samples, low)
-    work = _work(model, use, seconds, sizes, devices)
-    found = allocate(work, devices, harm)
-    kls = []
-    for bits in found.bits:
-        lowered = {n: b for n, b in enumerate(bits) if b < whole}
-        kls.append(token_kl(model, samples, lowered, whole) if lowered else 0.0)
-    ranks = [
-        RankPrecision({n: b for n, b in enumerate(bits) if b < whole}, d.name, d.share, s)
-        for d, bits, s in zip(devices, found.bits, found.seconds, strict=True)
-    ]
-    said: dict[str, Any] = {
-        "model": path,
-        "tokens": sizes.tokens // len(devices),
-        "target_seconds": found.target,
-        "whole_seconds": [work.seconds([whole] * len(work.layers), d.share) for d in devices],
-        "layer_seconds": seconds.layer,
-        "ends_seconds": seconds.ends,
-        "measured_tokens": seconds.tokens,
-        "indicators": harm,
-        "token_kl": kls,
-    }
-    return PrecisionPlan(use, len(work.layers), dtype, ranks, said)
-
-
 def _samples(config: Config, path: str) -> list[torch.Tensor]:
     """Tokens of the job's data to measure with."""
     tokenizer = load_tokenizer(config.model.tokenizer or path)
@@ -171,41 +97,6 @@ def _samples(config: Config, path: str) -> list[torch.Tensor]:
         return prompts
     both = zip(prompts, batch[answers].rows(), strict=True)
     return [torch.cat([prompt, answer])[:SAMPLE_TOKENS] for prompt, answer in both]
-
-
-def _work(
-    model: Any,
-    use: str,
-    seconds: LayerSeconds,
-    sizes: Sizes,
-    devices: Sequence[UnequalDevice],
-) -> Work:
-    """A step of a rank with its share of a step's tokens."""
-    times = sizes.tokens / len(devices) / seconds.tokens
-    layers, whole = decoder_layers(model), max(seconds.layer)
-    parameters = sum(p.numel() for p in model.parameters())
-    inside = sum(p.numel() for p in layers.parameters())
-    size = STATE if use == TRAINING else 4
-    fixed = 0.0
-    if use == TRAINING and len(devices) > 1:  # weights are gathered, gradients are summed
-        moved = parameters * (whole / 8 + 4) * (len(devices) - 1) / len(devices)
-        fixed = moved / min(d.link for d in devices)
-    return Work(
-        [
-            {
-                bits: LayerCost(
-                    taken * times,
-                    (size if use == TRAINING or bits == whole else bits / 8)
-                    * sum(p.numel() for p in layer.parameters()),
-                )
-                for bits, taken in seconds.layer.items()
-            }
-            for layer in layers
-        ],
-        seconds.ends * times,
-        fixed,
-        size * (parameters - inside),
-    )
 
 
 def _table(plan: PrecisionPlan) -> Table:

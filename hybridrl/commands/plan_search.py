@@ -16,7 +16,7 @@ from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny
 from hybridrl.config.changed import Setting, changed
 from hybridrl.errors import ConfigError
 from hybridrl.job.preflight import preflight
-from hybridrl.planner.automatic_settings import choose_settings
+from hybridrl.planner.fitting_settings import choose_settings
 from hybridrl.planner.machine.cluster_rates import resolve_rates
 from hybridrl.planner.named_models import with_described_models
 from hybridrl.planner.sample_lengths import read_lengths

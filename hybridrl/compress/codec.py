@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from hybridrl.errors import CodecError
+
 
 @runtime_checkable
 class Codec(Protocol):
@@ -53,3 +55,67 @@ class Codec(Protocol):
             CodecError: if these are not as many bytes as so many values have.
         """
         ...
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def flat_values(values: torch.Tensor) -> torch.Tensor:
+    """The same memory, flat and without its gradient.
+
+    Raises:
+        CodecError: if codecs do not know such numbers, or they do not lie one after another.
+    """
+    if values.dtype not in DTYPES:
+        raise CodecError(
+            f"A codec was given values of {values.dtype}; it takes float32, bfloat16 and float16."
+        )
+    if not values.is_contiguous():
+        raise CodecError(
+            f"A codec was given a tensor of shape {tuple(values.shape)} and strides "
+            f"{values.stride()}; it takes contiguous ones: call `contiguous()`."
+        )
+    return values.detach().view(-1)
+
+
+def memory_for(codec: Codec, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """`out`, or new memory for the bytes of these values.
+
+    Raises:
+        CodecError: if `out` is not of the right size, kind or device.
+    """
+    size = codec.size(values.numel())
+    if out is None:
+        return torch.empty(size, dtype=torch.uint8, device=values.device)
+    fits = out.shape == (size,) and out.dtype is torch.uint8 and out.is_contiguous()
+    if not fits or out.device != values.device:
+        raise CodecError(
+            f"{codec} was given {tuple(out.shape)} elements of {out.dtype} on {out.device} for the "
+            f"bytes of {values.numel()} values; it needs {size} of uint8 on {values.device}."
+        )
+    return out
+
+
+def check_encoded(codec: Codec, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Sees that there are as many bytes as so many values have.
+
+    Raises:
+        CodecError: if not, or if values of this dtype are not what codecs give.
+    """
+    size = codec.size(numel)
+    if encoded.shape != (size,) or encoded.dtype is not torch.uint8:
+        raise CodecError(
+            f"{codec} was given {tuple(encoded.shape)} elements of {encoded.dtype} to decode "
+            f"{numel} values; they take {size} of uint8. Sender and receiver must agree on codec "
+            "and number of values."
+        )
+    if dtype not in DTYPES:
+        raise CodecError(
+            f"{codec} was asked to decode to {dtype}; it gives float32, bfloat16 and float16."
+        )
+
+
+def as_float32(part: torch.Tensor) -> torch.Tensor:
+    """Bytes as float32 numbers: their own memory where it is aligned, else a copy."""
+    aligned = part.data_ptr() % 4 == 0 and part.storage_offset() % 4 == 0
+    return (part if aligned else part.clone()).view(torch.float32)

@@ -1,4 +1,5 @@
-"""The codecs of groups as Triton kernels: one pass over the values, the same bits as `groups.py`.
+"""The codecs of groups as Triton kernels: one pass over the values, and the bits of
+`grouped_integers`.
 
 They say in so many words what rounds how: quotients are IEEE's (`div_rn`), sums are in the
 reference's order, nothing is fused, and bfloat16 is made of its bits, for not every GPU converts to

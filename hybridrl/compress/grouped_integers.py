@@ -1,20 +1,32 @@
-"""Symmetric integers of 8 or 4 bits with a scale for each group."""
+"""Symmetric integers of 8 or 4 bits with a scale for each group: their bytes, and the way there."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from hybridrl.compress.group_codec import GroupCodec
+from hybridrl.compress.codec import as_float32, check_encoded, flat_values, memory_for
+from hybridrl.compress.hadamard import mix, unmix
 from hybridrl.errors import ConfigError
+from hybridrl.system.device_traits import runs_triton, values_at_a_time
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Groups with a smaller scale are zeros: below it float32 loses digits, and some devices round to
+zero."""
+SMALLEST_GROUP, LARGEST_GROUP = 32, 8192
 
 
 @dataclass(frozen=True)
-class GroupedIntegers(GroupCodec):
+class GroupedIntegers:
     """Each value as round(x / scale), to nearest and then to even, in -127..127 or -7..7, where
     scale = max |x| / 127 or / 7 of its group. Source: SDP4Bit, arXiv 2410.15526.
+
+    The bytes are the scales of all groups, float32, then the codes. The last group may be short. A
+    group with an infinity or a NaN decodes to NaN throughout, so that what goes wrong is seen where
+    the values go. A group whose scale would be below 1.2e-38 decodes to zeros.
 
     The error of a value is at most half its group's scale (and a rounding of float32): 0.4% or
     7.1% of the group's largest magnitude. Two integers of 4 bits share a byte, the first in its
@@ -36,21 +48,110 @@ class GroupedIntegers(GroupCodec):
     hadamard: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        power_of_two = self.group > 0 and self.group.bit_count() == 1
+        if not (power_of_two and SMALLEST_GROUP <= self.group <= LARGEST_GROUP):
+            raise ConfigError(
+                f"{self.group} values cannot share a scale: `group` must be a power of two from "
+                f"{SMALLEST_GROUP} to {LARGEST_GROUP}, such as 128 or 2048."
+            )
         if self.bits not in (4, 8):
             raise ConfigError(f"There is no codec of integers of {self.bits} bits: take 4 or 8.")
 
     @property
     def largest(self) -> float:
-        """127 or 7."""
+        """The largest code: 127 or 7."""
         return float(2 ** (self.bits - 1) - 1)
 
-    def _to_codes(self, values: torch.Tensor) -> torch.Tensor:
-        integers = values.round().to(torch.int8)
-        return integers.view(torch.uint8) if self.bits == 8 else pack_halves(integers)
+    def size(self, numel: int) -> int:
+        """The exact number of bytes of so many values."""
+        return 4 * self._groups(numel) + -(-numel * self.bits // 8)
 
-    def _from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        return (codes.view(torch.int8) if self.bits == 8 else unpack_halves(codes)).float()
+    def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Codec.encode`."""
+        flat, out = flat_values(values), memory_for(self, values, out)
+        scales = torch.empty(self._groups(flat.numel()), device=flat.device)
+        codes = out[4 * len(scales) :]
+        if runs_triton(flat.device.type):
+            from hybridrl.compress.group_kernels import encode
+
+            encode(flat, scales, codes, self.largest, **self.kind())
+        else:
+            self._encode(flat, scales, codes)
+        out[: 4 * len(scales)] = scales.view(torch.uint8)
+        return out
+
+    def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Codec.decode`."""
+        check_encoded(self, encoded, numel, dtype)
+        scales = as_float32(encoded[: 4 * self._groups(numel)])
+        codes = encoded[4 * len(scales) :]
+        flat = torch.empty(numel, dtype=dtype, device=encoded.device)
+        if runs_triton(flat.device.type):
+            from hybridrl.compress.group_kernels import decode
+
+            decode(flat, scales, codes, **self.kind())
+        else:
+            self._decode(flat, scales, codes)
+        return flat
+
+    def kind(self) -> dict[str, int]:
+        """What kernels are compiled for."""
+        return {"GROUP": self.group, "BITS": self.bits, "MIX": self.hadamard}
+
+    def _groups(self, numel: int) -> int:
+        return -(-numel // self.group)
+
+    def _encode(self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """The reference, whose bits every kernel gives: fills `scales` and `codes`."""
+        for values, its_scales, its_codes in self._parts(flat, scales, codes):
+            wanted = values.float()
+            blocks = in_groups(mix(wanted) if self.hadamard else wanted, self.group)
+            units = in_units_of_scales(blocks, self.largest, its_scales)
+            integers = units.view(-1).round().to(torch.int8)
+            packed = integers.view(torch.uint8) if self.bits == 8 else pack_halves(integers)
+            its_codes.copy_(packed[: len(its_codes)])
+
+    def _decode(self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
+        """The reference, whose bits every kernel gives: fills `flat`."""
+        for values, its_scales, its_codes in self._parts(flat, scales, codes):
+            integers = its_codes.view(torch.int8) if self.bits == 8 else unpack_halves(its_codes)
+            units = integers[: len(values)].float()
+            blocks = in_groups(unmix(units) if self.hadamard else units, self.group)
+            blocks = blocks * its_scales[:, None]
+            values.copy_(blocks.view(-1)[: len(values)])
+
+    def _parts(
+        self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Whole groups of all three, as many as a cache holds at a time."""
+        groups = max(1, values_at_a_time(flat.device.type) // self.group)
+        for at in range(0, len(scales), groups):
+            first, last = at * self.group, (at + groups) * self.group
+            part = slice(first * self.bits // 8, last * self.bits // 8)
+            yield flat[first:last], scales[at : at + groups], codes[part]
+
+
+def in_groups(values: torch.Tensor, group: int) -> torch.Tensor:
+    """Flat values as [groups, group], with zeros after the last."""
+    missing = -len(values) % group
+    return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, group)
+
+
+def in_units_of_scales(blocks: torch.Tensor, largest: float, scales: torch.Tensor) -> torch.Tensor:
+    """Float32 values [groups, group] over their groups' scales: all are numbers, and none is
+    larger than `largest`.
+
+    Args:
+        scales: Memory for the scales.
+    """
+    torch.div(blocks.abs().amax(1), largest, out=scales)
+    scales.masked_fill_(scales < SMALLEST_SCALE, 0)
+    units = blocks / scales.masked_fill(scales == 0, float("inf"))[:, None]
+    scales.masked_fill_(scales.isinf(), float("nan"))
+    # The scale says it all of a group that is not finite. Its codes are zeros on every device; so
+    # rarely that looking for such groups costs less than to write over all.
+    units[scales.isnan()] = 0
+    return units
 
 
 FIRST = 0 if sys.byteorder == "little" else 8

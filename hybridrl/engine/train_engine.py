@@ -31,10 +31,10 @@ from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples, Rows
 from hybridrl.models.expert_routing import Routing, balance_of, figures
-from hybridrl.models.row_quantization import seed_rounding
 from hybridrl.parallel.fsdp import unit_parameters
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows
+from hybridrl.quantization.rounded_matrix import seed_rounding
 from hybridrl.system.device_traits import free_cached_memory, synchronize
 from hybridrl.system.dtypes import DTYPES
 

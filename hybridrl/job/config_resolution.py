@@ -156,7 +156,7 @@ def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
 
 def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, str]:
     """Choose the settings that are left to the planner."""
-    from hybridrl.planner.automatic_settings import choose_settings
+    from hybridrl.planner.fitting_settings import choose_settings
     from hybridrl.planner.machine.device_catalog import present
     from hybridrl.planner.search.search_tables import words
 

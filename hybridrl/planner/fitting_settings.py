@@ -1,21 +1,119 @@
-"""Settings with which a job that does not fit would fit, cheapest first; each is planned again."""
+"""Settings with which a job fits its devices: what the planner chooses where a user leaves a
+setting to it (`null`), what a search for a placement may change, and what would help a job that
+does not fit. Each is planned before it is proposed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.checks.machine.placement_checks import check_placement
 from hybridrl.config.changed import Setting, changed
-from hybridrl.errors import ConfigError
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cpu_cores import usable_cores
 from hybridrl.system.formatting import gib
+from hybridrl.trainers.role_spec import RoleSpec
 
 if TYPE_CHECKING:
     from hybridrl.planner.job_plan import Plan
 
+TOKENS = "actor.tokens_per_microbatch"
+MOST_TOKENS = {"cpu": 16384, "cuda": 32768}
+"""Of a micro-batch: with more of them nothing becomes quicker that counts."""
+FILLED = 0.9
+"""Of a device's memory, the share that a micro-batch may lead to."""
+MOST_PROCESSES = 16
+"""That score for a device: their start takes time and memory, too."""
+HALVINGS = 2
+"""Of `actor.tokens_per_microbatch`, that a search for a placement looks at."""
+KEEPS = ("none", "selective")
+"""Values of `actor.gradient_checkpointing` with which activations are kept."""
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
+
+
+def choose_settings(
+    config: Config,
+    cluster: Cluster,
+    lengths: Lengths | None = None,
+    roles: Mapping[str, RoleSpec] | None = None,
+    *,
+    is_elsewhere: bool = False,
+) -> list[Setting]:
+    """Of `actor.tokens_per_microbatch` and `reward.processes` those that are null.
+
+    Micro-batches get the most tokens with which the job has room, of powers of two; a search for a
+    placement begins with the most of all, and lowers it where that lacks memory.
+
+    Args:
+        config: With folders for models.
+        cluster: With memory of its devices.
+        lengths: Tokens of the longest prompt and response; None: those that are allowed.
+        roles: Of the job; None: those of its trainer.
+        is_elsewhere: Nodes may have other cores than this one, so that processes are left open.
+    """
+    found: list[Setting] = []
+    if config.reward.processes is None and not is_elsewhere:
+        # The cores that each device has beside the one that its own program takes.
+        cores = usable_cores() // cluster.devices_per_node
+        found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
+    if config.actor.tokens_per_microbatch is not None:
+        return found
+    data, rollout = config.data, config.rollout
+    allowed = data.max_prompt_tokens + max(rollout.max_tokens, data.max_response_tokens or 0)
+    longest = 2 * (allowed if lengths is None else lengths.prompt + lengths.longest)  # of a pair
+    tokens = MOST_TOKENS[cluster.kind]
+    while tokens < longest:
+        tokens *= 2
+    if config.placement.strategy == "auto":
+        return [*found, (TOKENS, tokens)]
+    for less in _halved(tokens, longest):
+        try:
+            settings = [*found, (TOKENS, tokens)]
+            if _planned(config, cluster, lengths, roles, settings).fits(FILLED):
+                break
+        except NotPlannedError:  # so few tokens are safest
+            pass
+        except ConfigError:  # told when the job is placed
+            break
+        tokens = less
+    return [*found, (TOKENS, tokens)]
+
+
+def search_variants(config: Config, cluster: Cluster) -> list[tuple[Setting, ...]]:
+    """Return what a search for a placement may change, from what costs nothing to what costs most
+    time; first nothing."""
+    actor = config.actor
+    tokens: list[tuple[Setting, ...]] = [()]
+    fewer = islice(_halved(actor.tokens_per_microbatch, _longest(config)), HALVINGS)
+    tokens += [((TOKENS, less),) for less in fewer]
+    recompute: list[tuple[Setting, ...]] = [()]
+    if actor.gradient_checkpointing in KEEPS:
+        recompute.append((("actor.gradient_checkpointing", "full"),))
+    between = () if actor.offload_between_calls else (("actor.offload_between_calls", True),)
+    optimizer = () if actor.offload_optimizer else (("actor.offload_optimizer", True),)
+    offload: list[tuple[Setting, ...]] = [()]
+    if cluster.is_cuda:
+        offload += [between, (*between, *optimizer)]
+    return [
+        (*less, *again, *moved)
+        for moved, again, less in product(dict.fromkeys(offload), recompute, tokens)
+    ]
+
+
+def _halved(tokens: int, least: float) -> Iterator[int]:
+    """Yield halves of a number of tokens while they are not less than this."""
+    while (tokens := tokens // 2) >= least:
+        yield tokens
+
+
+def _longest(config: Config) -> int:
+    return config.data.max_prompt_tokens + config.rollout.max_tokens
 
 
 def cures(plan: Plan) -> list[list[Setting]]:
@@ -74,11 +172,8 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
     """From what costs nothing to what costs most time."""
     config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
-    longest = config.data.max_prompt_tokens + rollout.max_tokens
-    tokens = actor.tokens_per_microbatch // 2
-    while tokens >= longest:
-        yield "actor.tokens_per_microbatch", tokens
-        tokens //= 2
+    for tokens in _halved(actor.tokens_per_microbatch, _longest(config)):
+        yield TOKENS, tokens
     if rollout.engine != "vllm":
         for divisor in (2, 4, 8, 16):
             yield "rollout.max_sequences", max(1, rollout.max_sequences // divisor)
@@ -88,7 +183,7 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
     else:
         for divisor in (2, 4, 8):
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
-    if actor.gradient_checkpointing in ("none", "selective"):
+    if actor.gradient_checkpointing in KEEPS:
         yield "actor.gradient_checkpointing", True
     if rollout.engine == "vllm":
         # Where the generator's weights are too large for a device, nothing else helps.
@@ -111,17 +206,27 @@ def _doubled(name: str, size: int, most: int = LARGEST_TP) -> Iterator[Setting]:
         yield name, size
 
 
-def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
-    """The same roles with these settings; None: there is no such job."""
-    from hybridrl.checks.machine.placement_checks import check_placement
+def _planned(
+    config: Config,
+    cluster: Cluster,
+    lengths: Lengths | None,
+    roles: Mapping[str, RoleSpec] | None,
+    settings: list[Setting],
+) -> Plan:
+    """The plan with these settings; raises a ConfigError where there is no such job."""
     from hybridrl.planner.job_plan import make_plan
 
-    config = changed(plan.config, settings)
+    config = changed(config, settings)
+    placement = check_placement(config, cluster, roles)
+    return make_plan(config, cluster, placement, lengths, roles=roles)
+
+
+def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
+    """The same roles with these settings; None: there is no such job."""
     sizes = plan.sizes
     lengths = Lengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)
     try:
-        placement = check_placement(config, plan.cluster, plan.roles)
-        return make_plan(config, plan.cluster, placement, lengths, roles=plan.roles)
+        return _planned(plan.config, plan.cluster, lengths, plan.roles, settings)
     except ConfigError:
         return None
 

@@ -11,8 +11,7 @@ from hybridrl.config.schema import Config
 from hybridrl.controller.executor import Executor
 from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.placement import Placement
-from hybridrl.planner.automatic_settings import choose_settings
-from hybridrl.planner.fitting_settings import refuse
+from hybridrl.planner.fitting_settings import choose_settings, refuse
 from hybridrl.planner.job_plan import Plan, make_plan
 from hybridrl.planner.job_roles import shape_at
 from hybridrl.planner.machine.cluster_rates import resolve_rates

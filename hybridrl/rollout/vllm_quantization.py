@@ -35,8 +35,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.platforms import current_platform
 
-from hybridrl.models.int8_matmul import Int8Weight
-from hybridrl.models.row_quantization import FP8, INT8, TYPES, Rows, quantise
+from hybridrl.quantization.int8_products import Int8Weight
+from hybridrl.quantization.rounded_matrix import FP8, INT8, TYPES, Rows, quantise
 from hybridrl.rollout.loader_probe import zero_twin
 from hybridrl.system.device_traits import packs_int8
 

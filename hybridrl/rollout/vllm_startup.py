@@ -14,7 +14,7 @@ import torch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.models import load_config
-from hybridrl.models.row_quantization import NONE
+from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_options import SPECULATIVE
 from hybridrl.system.shared_memory import hold_shared_memory

@@ -8,7 +8,7 @@ import torch
 from settings import SHORT
 from torch import nn
 
-from hybridrl.models.row_quantization import quantise
+from hybridrl.quantization.rounded_matrix import quantise
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.vllm]
 PLACES = [

@@ -8,10 +8,10 @@ import pytest
 from settings import configured
 
 from hybridrl.errors import ConfigError
-from hybridrl.systems.low_bits.bit_allocation import LayerCost, UnequalDevice, Work, allocate
+from hybridrl.systems.low_bits.bit_allocation import LayerCost, Work, allocate
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
 from hybridrl.systems.low_bits.role_plans import precision_notices
-from hybridrl.systems.unequal_devices import load_devices
+from hybridrl.systems.unequal_devices import UnequalDevice, load_devices
 
 
 def even_work(layers=8, whole=1.0, low=0.2, ends=0.5, fixed=0.0):
@@ -150,4 +150,4 @@ def test_devices_without_a_speed_are_refused(tmp_path, share):
     file = tmp_path / "devices.json"
     file.write_text(f'[{{"name": "a", "share": {share}}}]')
     with pytest.raises(ConfigError, match="device 0 has share="):
-        load_devices(str(file))
+        load_devices(str(file), ("name", "share"))

@@ -10,8 +10,8 @@ from hybridrl.checkpoint.saver import WhenToSave, best_interval
 from hybridrl.config.changed import changed
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.job.config_resolution import load_config
-from hybridrl.planner import automatic_settings as chosen_settings
-from hybridrl.planner.automatic_settings import choose_settings
+from hybridrl.planner import fitting_settings as chosen_settings
+from hybridrl.planner.fitting_settings import choose_settings
 from hybridrl.planner.job_plan import make_plan
 from hybridrl.planner.machine.device_catalog import named
 from hybridrl.planner.named_models import with_described_models

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.cluster_spec import Link
 from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,
     Stage,
@@ -19,7 +21,6 @@ from hybridrl.systems.unequal_generation.generation_problem import (
     Costs,
     GenerationDevice,
     GenerationProblem,
-    Link,
     at,
     kl_of,
     memory_of,
@@ -28,6 +29,11 @@ from hybridrl.systems.unequal_generation.generation_problem import (
 from hybridrl.systems.unequal_generation.plan_search import plan_generation
 
 MICRO_BATCHES, PIECES = (1, 2), (1, 2)
+
+
+def link(latency, seconds_a_byte):
+    """A link as it is thought of here: what a message takes, and each byte of it."""
+    return Link(1 / max(seconds_a_byte, 1e-18), latency)
 
 
 def random_problem(seed):
@@ -49,7 +55,7 @@ def random_problem(seed):
         memory = draw.uniform(0.4, 2) * layers * 16 / devices + 3
         made.append(GenerationDevice(f"d{number}", memory, costs(5 * speed), costs(speed)))
     links = tuple(
-        tuple(Link(draw.uniform(0, 0.3), draw.uniform(0, 0.02)) for _ in made) for _ in made
+        tuple(link(draw.uniform(0, 0.3), draw.uniform(0, 0.02)) for _ in made) for _ in made
     )
     indicators = tuple(
         {one: draw.uniform(0, 1) * (16 - one) for one in bits} for _ in range(layers)
@@ -144,7 +150,7 @@ def test_what_lacks_is_said():
     tight = replace(
         problem,
         devices=problem.devices[:1],
-        links=((Link(),),),
+        links=((Link(math.inf),),),
         max_kl=0.0,
         indicators=tuple({8: 1.0, 16: 0.0} for _ in range(problem.layers)),
         layer_bytes={8: 8.0, 16: 16.0},

@@ -37,7 +37,7 @@ MAY_IMPORT = {
         *("layout", "system", "compress", "models", "=controller.worker"),
     },
     "data": {"batch", "system", "conversations", "environments", "=rewards.reasoning_gym_reward"},
-    "rollout": {"batch", "layout", "system", "models"},
+    "rollout": {"quantization", "batch", "layout", "system", "models"},
     "serving": {"batch", "system", "conversations", "environments", "rollout"},
     "weights": {
         *("batch", "layout", "system", "compress", "parallel", "rollout", "=engine.train_engine"),
@@ -47,6 +47,7 @@ MAY_IMPORT = {
         "=engine.train_engine",
     },
     "engine": {
+        "quantization",
         *("batch", "layout", "system", "algorithms", "checkpoint.tensors", "models", "parallel"),
         *("compress", "checkpoint.engine_state", "weights", "rollout"),
         "=systems.low_bits.low_bit_scoring",
@@ -80,25 +81,28 @@ MAY_IMPORT = {
     },
     "config": {"=system.bounded_files", "=system.user_code"},
     "checks": {
+        "quantization",
         *("batch", "layout", "system", "algorithms", "conversations", "data", "models", "parallel"),
         *("placement", "rewards", "rollout", "sandbox", "trainers", "evaluation", "systems"),
         *("environments", "run_files", "checkpoint", "=config.setting_types"),
     },
     "planner": {
+        "quantization",
         *("batch", "layout", "system", "controller", "models", "parallel", "placement", "trainers"),
         *("rollout", "compress", "run_files"),
         *("=checks.machine.placement_checks", "=config.load", "=config.presets"),
     },
+    "quantization": {"system", "models"},
     "systems.low_bits": {
-        *("batch", "system", "models", "compress"),
+        *("batch", "system", "models", "quantization", "systems", "trainers"),
         "=planner.memory.model_shape",
     },
     "systems.unequal_generation": {
         *("batch", "layout", "system", "models", "rollout", "checkpoint.tensors"),
-        *("=planner.memory.model_shape", "=systems.low_bits.low_bit_linear"),
+        *("quantization", "systems", "=planner.memory.model_shape"),
     },
     "systems.operator_costs": {"batch", "system", "models", "planner"},
-    "systems": {"system", "systems.low_bits", "=planner.machine.device_catalog"},
+    "systems": {"system"},
     "report": {
         *("batch", "system", "console", "run_files", "checkpoint", "placement", "planner"),
         *("=config.load", "=config.presets", "=config.setting_types"),
@@ -111,11 +115,7 @@ MAY_IMPORT = {
         *("systems.unequal_generation", "systems.operator_costs", "cli"),
         *("=config.overrides", "=config.setting_types", "=config.load", "=config.setting_names"),
         *("=config.presets", "=config.task_settings"),
-        *(
-            "=checks.check_list",
-            "=checks.machine.device_checks",
-            "=checks.settings.precision_checks",
-        ),
+        *("=checks.check_list", "=checks.machine.device_checks"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,

@@ -5,8 +5,8 @@ import torch
 from test_low_bit_linear import tiny_model
 from torch import nn
 
-from hybridrl.models import int8_matmul as int8_products
-from hybridrl.models.row_quantization import round_columns, round_rows, seed_rounding
+from hybridrl.quantization import int8_products
+from hybridrl.quantization.rounded_matrix import round_columns, round_rows, seed_rounding
 from hybridrl.systems.low_bits.low_bit_training import Int8Linear, learn_in
 
 

@@ -6,9 +6,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import int8_matmul as int8_products
 from hybridrl.models import tiny_config
-from hybridrl.systems.low_bits.low_bit_linear import (
+from hybridrl.quantization import int8_products
+from hybridrl.quantization.low_bit_linear import (
     KINDS,
     Linear4,
     Linear8,

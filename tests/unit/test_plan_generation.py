@@ -12,8 +12,9 @@ from hybridrl.commands import plan_generation
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.models import load_config, load_model, make_tiny_model
-from hybridrl.systems.low_bits import layer_sensitivity as calibration
+from hybridrl.systems.unequal_devices import UnequalDevice
 from hybridrl.systems.unequal_generation import cost_probe as generation_probe
+from hybridrl.systems.unequal_generation import generation_planning
 from hybridrl.systems.unequal_generation.decoder_stage import set_attention
 from hybridrl.systems.unequal_generation.generation_plan import BITS, read_plan
 from hybridrl.systems.unequal_generation.generation_problem import check_problem
@@ -100,7 +101,7 @@ def test_what_cannot_be_planned_is_refused(command, tmp_path):
 def test_costs_are_of_every_precision_phase_and_size(folder):
     config = load_config(str(folder))
     phases = generation_probe.probe_costs(
-        config, "float32", CPU, [5, 2, 5], 6, 4, plan_generation.choice
+        config, "float32", CPU, [5, 2, 5], 6, 4, generation_planning.choice
     )
     for costs in phases:
         assert costs.layer.keys() == set(BITS)
@@ -118,31 +119,33 @@ def test_a_plan_that_is_worse_than_its_indicators_said_is_made_again(folder, mon
     model = load_model(str(folder), "float32")
     set_attention(model)
     answers = [torch.arange(3, 12), torch.arange(5, 10)]
-    described = [plan_generation.Described("only", 1.0, 1.0, "cpu")]
+    described = [UnequalDevice("only", memory=2**30, device="cpu")]
     settings = cli_config(folder)
-    problem = plan_generation.make_problem(settings, load_config(str(folder)), described, (4, 4))
-    indicators = plan_generation.calibrated(model, answers)
+    problem = generation_planning.make_problem(
+        settings, load_config(str(folder)), described, (4, 4)
+    )
+    indicators = generation_planning.calibrated(model, answers)
     problem = replace(problem, indicators=indicators, max_kl=sum(one[8] for one in indicators))
     check_problem(problem)
     some = dict.fromkeys(range(0, LAYERS, 2), 8)
     said = sum(indicators[layer][8] for layer in some)
-    assert said == pytest.approx(calibration.token_kl(model, answers, some), rel=1e-3)
+    assert said == pytest.approx(generation_planning.token_kl(model, answers, some), rel=1e-3)
 
     cheap = _low_bits_are_cheap(problem)
     assert best_plan(cheap).is_rounded
-    honest, asked = calibration.token_kl, []
+    honest, asked = generation_planning.token_kl, []
 
     def worse(model, answers, bits):
         asked.append(bits)
         return 3 * honest(model, answers, bits)
 
-    monkeypatch.setattr(calibration, "token_kl", worse)
-    plan = plan_generation.measured_plan(cheap, model, answers)
+    monkeypatch.setattr(generation_planning, "token_kl", worse)
+    plan = generation_planning.measured_plan(cheap, model, answers)
     assert len(asked) > 1
     assert plan.kl <= cheap.max_kl
-    monkeypatch.setattr(calibration, "token_kl", lambda *_: 1e9)
+    monkeypatch.setattr(generation_planning, "token_kl", lambda *_: 1e9)
     with pytest.raises(ConfigError, match=r"the last of 5 plans is 1e\+09"):
-        plan_generation.measured_plan(_only_low(cheap), model, answers)
+        generation_planning.measured_plan(_only_low(cheap), model, answers)
 
 
 def cli_config(folder):

@@ -17,7 +17,7 @@ from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.named_models import with_described_models
 from hybridrl.planner.plan_tables import sizes_lines
 from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_graph import SteadySteps
+from hybridrl.planner.step.step_time import SteadySteps
 from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel
 
 PAPER = [  # section 8 of the HybridFlow paper

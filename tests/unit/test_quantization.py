@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.models import row_quantization as rounded_rows
-from hybridrl.models.row_quantization import FP8, INT8, LARGEST, TYPES, dequantise, quantise
+from hybridrl.quantization import rounded_matrix as rounded_rows
+from hybridrl.quantization.rounded_matrix import FP8, INT8, LARGEST, TYPES, dequantise, quantise
 
 STEPS = {INT8: 0.5 / 127, FP8: 2**-4}
 """Largest error: of int8 as a share of the row's largest value, of fp8 (three bits after the first)

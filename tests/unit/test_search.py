@@ -9,7 +9,7 @@ from hybridrl.planner.search.placement_search import search
 from hybridrl.planner.search.placement_space import Shape, marks, partitions, ranges
 from hybridrl.planner.search.search_terms import Objective, Option, Taken
 from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_graph import SteadySteps
+from hybridrl.planner.step.step_time import SteadySteps
 
 
 def test_partitions_are_as_many_as_bell_says():

@@ -8,12 +8,17 @@ from scipy.stats import spearmanr
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hybridrl.compress.sensitivity import activation_kl, sums, token_kls, weight_kl
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import tiny_config
 from hybridrl.models.packed_attention import NAME
-from hybridrl.systems.low_bits.layer_sensitivity import indicator, token_kl
-from hybridrl.systems.low_bits.low_bit_linear import apply_bits, decoder_layers, linears
+from hybridrl.quantization.low_bit_linear import apply_bits, decoder_layers, linears
+from hybridrl.quantization.output_kl import (
+    activation_kl,
+    indicator,
+    token_kl,
+    token_kls,
+    weight_kl,
+)
 
 LAYERS = 5
 
@@ -57,6 +62,11 @@ def test_indicators_are_what_bits_add_to_the_kl(attention):
     assert json.loads(json.dumps(found)) == {
         str(n): {str(b): v for b, v in by.items()} for n, by in found.items()
     }
+
+
+def sums(found, bits):
+    """What the indicators say of a choice as a whole."""
+    return sum(found[layer].get(number, 0.0) for layer, number in bits.items())
 
 
 def test_a_model_is_afterwards_as_it_was():

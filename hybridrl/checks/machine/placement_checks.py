@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridrl.checks.machine.device_checks import check_min_devices, devices_here
-from hybridrl.checks.settings.precision_checks import check_precision
 from hybridrl.checks.settings.role_checks import check_models
 from hybridrl.config.role_models import model_settings
 from hybridrl.config.schema import Config, ParallelConfig, RolloutParallelConfig
@@ -18,6 +17,7 @@ from hybridrl.errors import ConfigError, nearest
 from hybridrl.layout.training_mesh import check_sizes
 from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace, place
 from hybridrl.system.cluster_spec import Cluster
+from hybridrl.systems.low_bits.precision_checks import check_precision
 from hybridrl.systems.low_bits.role_plans import plan_setting
 from hybridrl.trainers import load_roles
 from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
@@ -204,7 +204,7 @@ def _check_quantization(config: Config, kind: str, model: Model | None, who: str
             "16. Set model.dtype=bfloat16, or rollout.quantization=none."
         )
     if model is not None:
-        from hybridrl.models.linear_layers import check_linear
+        from hybridrl.quantization.low_bit_linear import check_linear
 
         check_linear(model(), setting, who)
 

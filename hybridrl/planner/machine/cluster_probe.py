@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.models.int8_matmul import int8_product
-from hybridrl.models.row_quantization import Rows
 from hybridrl.planner.machine.device_catalog import present
 from hybridrl.planner.machine.device_probe import collectives, mean_of_all, memory_rate, small_op
+from hybridrl.quantization.int8_products import int8_product
+from hybridrl.quantization.rounded_matrix import Rows
 from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host, Link
 from hybridrl.system.device_traits import make_current
 from hybridrl.system.timing import measure_seconds

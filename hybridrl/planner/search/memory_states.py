@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hybridrl.planner.search.search_terms import Option
 from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_graph import FLOW
+from hybridrl.planner.step.step_time import FLOW
 
 
 class MemoryState(NamedTuple):

@@ -27,7 +27,7 @@ from hybridrl.planner.search.memory_states import (
 from hybridrl.planner.search.placement_space import Shape, marks, ranges, shapes
 from hybridrl.planner.search.search_terms import Costs, Found, Objective, Option, Report, Settings
 from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_graph import FLOW, SteadySteps
+from hybridrl.planner.step.step_time import FLOW, SteadySteps
 
 SHOWN = 5
 

@@ -16,6 +16,7 @@ from hybridrl.layout.training_mesh import check_sizes, devices_of
 from hybridrl.models import load_config
 from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
 from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.planner.fitting_settings import search_variants
 from hybridrl.planner.job_roles import Planner
 from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.memory.device_memory import RoleMemory, lacking_of, process_bytes, role_memory
@@ -25,9 +26,6 @@ from hybridrl.planner.step.call_time import CallClock
 from hybridrl.planner.step.step_calls import Call, Lengths, sizes_of
 from hybridrl.system.cluster_spec import Cluster
 from hybridrl.trainers.role_spec import RoleSpec
-
-HALVINGS = 2
-"""Of `actor.tokens_per_microbatch`, that may make a job fit."""
 
 
 class Cut(NamedTuple):
@@ -69,7 +67,9 @@ class PlannedCosts:
         self.devices = len(cluster.devices)
         self.differ = len(set(map(id, self.rates))) > 1 or len(cluster.model_names) > 1
         self.staleness = config.placement.staleness
-        self._configs = {variant: changed(config, list(variant)) for variant in self._variants()}
+        self._configs = {
+            variant: changed(config, list(variant)) for variant in search_variants(config, cluster)
+        }
         self.variants: list[Settings] = list(self._configs)
         self._planners: dict[bool, Planner] = {}
         has_model = {name: self._has_model(name) for name in self.placed}
@@ -136,39 +136,6 @@ class PlannedCosts:
         if self.config.placement.in_flight and GENERATOR not in found.where:
             changes.append(("placement.in_flight", False))
         return tuple(changes)
-
-    def _variants(self) -> list[Settings]:
-        """From what costs nothing to what costs most time."""
-        actor, rollout = self.config.actor, self.config.rollout
-        longest = self.config.data.max_prompt_tokens + rollout.max_tokens
-        tokens = [actor.tokens_per_microbatch]
-        while len(tokens) <= HALVINGS and tokens[-1] // 2 >= longest:
-            tokens.append(tokens[-1] // 2)
-        recompute = [actor.gradient_checkpointing]
-        if actor.gradient_checkpointing in ("none", "selective"):
-            recompute.append("full")
-        offload = [(actor.offload_between_calls, actor.offload_optimizer)]
-        if self.cluster.is_cuda:
-            offload += [(True, offload[0][1]), (True, True)]
-        found: list[Settings] = []
-        for between, optimizer in dict.fromkeys(offload):
-            for checkpointing in recompute:
-                for number in tokens:
-                    settings = {
-                        "actor.tokens_per_microbatch": number,
-                        "actor.gradient_checkpointing": checkpointing,
-                        "actor.offload_between_calls": between,
-                        "actor.offload_optimizer": optimizer,
-                    }
-                    asked = vars(actor)
-                    found.append(
-                        tuple(
-                            (name, value)
-                            for name, value in settings.items()
-                            if value != asked[name.removeprefix("actor.")]
-                        )
-                    )
-        return found
 
     def _has_model(self, name: str) -> bool:
         return name == GENERATOR or bool(self.specs[name].has_model(name, self.config))

@@ -13,7 +13,7 @@ from hybridrl.parallel.reduction_choice import Choice
 from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.memory.model_part import MASTER, ModelPart, cache_bytes, generation_copy
 from hybridrl.planner.memory.model_shape import ModelShape
-from hybridrl.planner.step.gradient_sums import Links, chosen, units_of, ways
+from hybridrl.planner.step.gradient_sums import chosen, units_of, ways
 from hybridrl.planner.step.operator_work import (
     DECODE,
     FORWARD,
@@ -145,8 +145,7 @@ class CallClock:
         row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
         nodes = {self.devices[device].node for device in place.devices[:row]}
         rates, ring = self.rates, self._ring(role, part.shards)
-        links = Links(rates.memory, rates.link, rates.network, ring.rate, rates.sums)
-        found = ways(links, part.device, part.shards, len(nodes))
+        found = ways(rates, ring.rate, part.device, part.shards, len(nodes))
         choice = chosen(place.parallel.gradients, part, found, backward)
         self.sums[role] = choice
         pairs = Counter(zip(units_of(part), choice.ways, strict=True)).items()

@@ -1,9 +1,7 @@
 """What a role's sums of gradients will take, and which way `parallel.gradients=auto` would choose,
-by the rates of devices and links. A job that starts measures instead."""
+by the rates of devices and rates. A job that starts measures instead."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from hybridrl.parallel.reduction_choice import (
     FULL,
@@ -18,6 +16,7 @@ from hybridrl.parallel.reduction_choice import (
     choose,
     seconds_of,
 )
+from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.memory.model_part import MASTER, ModelPart
 
 SMALLER = {"float32": 1.0, "int8": 3.97, "int4": 7.53}
@@ -31,27 +30,11 @@ TOUCHES = {
 values once, which have not been measured."""
 
 
-@dataclass(frozen=True)
-class Links:
-    """What sums cost a device (see `rates.Rates`).
-
-    Attributes:
-        memory, link, network: Bytes in a second.
-        ring: Bytes that each receives in a second of a collective over all ranks.
-        sums: Times that a reduce-scatter takes of an all-gather of as much.
-    """
-
-    memory: float
-    link: float
-    network: float
-    ring: float
-    sums: float
-
-
-def ways(links: Links, kind: str, shards: int, nodes: int) -> dict[str, Way]:
+def ways(rates: Rates, ring: float, kind: str, shards: int, nodes: int) -> dict[str, Way]:
     """What the settings and `auto` may take, by name.
 
     Args:
+        ring: Bytes that each rank receives in a second of a collective over all of them.
         kind: Of the devices.
         shards: Ranks that share parameters.
         nodes: On which these are.
@@ -61,27 +44,25 @@ def ways(links: Links, kind: str, shards: int, nodes: int) -> dict[str, Way]:
 
     def part(share: float, codec: str, ranks: int, seconds_a_byte: float) -> Part:
         others = 1 - 1 / ranks
-        encoding = touches[codec] * MASTER * others / links.memory
+        encoding = touches[codec] * MASTER * others / rates.memory
         sending = seconds_a_byte * MASTER * others / SMALLER[codec]
         return Part(share, _linear(encoding), _linear(sending))
 
-    found = [
-        Way(FULL, (Part(1.0, NOTHING, part(1, "float32", shards, links.sums / links.ring).link),))
-    ]
+    found = [Way(FULL, (Part(1.0, NOTHING, part(1, "float32", shards, rates.sums / ring).link),))]
     # All to all: what goes to other nodes, goes for each rank by itself.
     near = min(shards, on_each) if nodes > 1 else shards
-    flat = (near - 1) / links.link + (shards - near) / min(links.link, links.network)
+    flat = (near - 1) / rates.link + (shards - near) / min(rates.link, rates.network)
     flat /= max(1, shards - 1)
     for codec in ("float32", "int8", "int4"):
         if codec != "int4" or (nodes > 1 and on_each == 1):
             found.append(Way(codec, (part(1.0, codec, shards, flat),)))
     if nodes > 1 and on_each > 1:
-        between = 1 / min(links.link, links.network)
+        between = 1 / min(rates.link, rates.network)
         found += [
             Way(
                 f"{inside}+{across}",
                 (
-                    part(1.0, inside, on_each, 1 / links.link),
+                    part(1.0, inside, on_each, 1 / rates.link),
                     part(1 / on_each, across, nodes, between),
                 ),
             )

@@ -1,17 +1,24 @@
-"""How long a step will last: its calls, put together along the placement by `step_graph`."""
+"""How long a step will last: its calls in the order in which a driver makes them, each on the
+devices of its role, replayed for several steps.
+
+A call begins when its devices are free and its inputs are there. So roles on the same devices take
+turns, others overlap, and with separation the next samples are generated while the last are
+learned, as far as `placement.staleness` lets them.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from hybridrl.parallel.reduction_choice import Choice
 from hybridrl.planner.machine.device_rates import Rates
 from hybridrl.planner.step.call_time import CallClock
+from hybridrl.planner.step.graph_replay import Graph, Node, Replayed, replay
 from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_graph import SteadySteps
 
 if TYPE_CHECKING:
     from hybridrl.planner.job_roles import Planner
@@ -73,3 +80,96 @@ def estimate(planner: Planner, rates: Rates | Sequence[Rates]) -> Times:
     staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
     steps = SteadySteps(calls, devices, staleness)
     return Times(calls, steps.seconds, steps.idle, each[0].source, sums)
+
+
+FLOW = (
+    (("sync", "generate"), "weights", "samples"),
+    (("score",), "samples", "scores"),
+    (("train",), "scores", "step"),
+)
+"""Phases, what they need and what they make."""
+STEPS = 6
+"""Simulated, so that what overlaps from step to step is in its steady state."""
+
+
+class SteadySteps:
+    """What becomes of many steps, one after the other.
+
+    Devices on which the same roles live do the same, and are one place of the graph.
+
+    Args:
+        calls: In order, with their seconds.
+        devices: Of each role.
+        staleness: So many steps old the weights may be with which samples are generated.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[tuple[Call, float]],
+        devices: Mapping[str, Sequence[int]],
+        staleness: int = 0,
+    ) -> None:
+        roles_of: defaultdict[int, list[str]] = defaultdict(list)
+        for role, numbers in devices.items():
+            for number in numbers:
+                roles_of[number].append(role)
+        alike: dict[tuple[str, ...], int] = {}
+        self._counts: dict[int, int] = defaultdict(int)
+        places: defaultdict[str, dict[int, None]] = defaultdict(dict)
+        for here in roles_of.values():
+            place = alike.setdefault(tuple(here), len(alike))
+            self._counts[place] += 1
+            for role in here:
+                places[role][place] = None
+        nodes: list[Node] = []
+        ends: list[int] = []
+        made = 0
+        for step in range(STEPS + staleness):
+            before = () if step <= staleness else (ends[step - staleness - 1],)
+            done = {"weights": before, "samples": before, "scores": (), "step": ()}
+            for phases, needs, makes in FLOW:
+                rests = [*done[needs], *done[makes]]
+                for call, seconds in calls:
+                    if call.phase not in phases:
+                        continue
+                    made += 1
+                    for rank, place in enumerate(places[call.role]):
+                        rests.append(len(nodes))
+                        nodes.append(
+                            Node(
+                                call.role,
+                                call.phase,
+                                step,
+                                rank,
+                                seconds,
+                                place,
+                                done[needs],
+                                together=made,
+                            )
+                        )
+                done[makes] = (len(nodes),)
+                nodes.append(Node("driver", makes, step, 0, 0.0, after=tuple(rests)))
+            ends.append(len(nodes) - 1)
+        self._last, self._before = ends[-1], ends[-2]
+        self._graph = Graph(nodes, [", ".join(names) for names in alike])
+
+    @cached_property
+    def replayed(self) -> Replayed:
+        """All of them."""
+        return replay(self._graph)
+
+    @property
+    def seconds(self) -> float:
+        """Between the ends of two steps."""
+        return self.replayed.ends[self._last] - self.replayed.ends[self._before]
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Of the time of all devices, the shares in which they do nothing, by what they wait for,
+        the largest first."""
+        replayed, found = self.replayed, defaultdict[str, float](float)
+        whole = (replayed.makespan or 1.0) * max(1, sum(self._counts.values()))
+        for place, causes in replayed.idle.items():
+            for cause, seconds in causes.items():
+                found[cause] += seconds * self._counts[place] / whole
+        return dict(sorted(found.items(), key=lambda one: -one[1]))

@@ -25,7 +25,7 @@ from hybridrl.planner.machine.measurements import (
 from hybridrl.planner.step.graph_replay import replay
 from hybridrl.planner.what_if.questions import Question, predict
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.planner.what_if.replanning import planned_seconds
+from hybridrl.planner.what_if.replanning import planned_times
 
 PLAN, REPLAY, ASKED = "plan", "replay", "whatif"
 KEPT = 500
@@ -42,12 +42,14 @@ class Tested(NamedTuple):
         kind: `PLAN`, `REPLAY` or `ASKED`.
         what: For people.
         predicted, measured: Seconds of a step.
+        source: Which measurement a plan rests on; empty: the record is enough.
     """
 
     kind: str
     what: str
     predicted: float
     measured: float
+    source: str = ""
 
     @property
     def error(self) -> float:
@@ -61,7 +63,8 @@ def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
     runs = list({run.folder.resolve(): run for run in runs}.values())
     for run in runs:
         name = run.folder.name
-        found.append(Tested(PLAN, name, planned_seconds(run), run.seconds))
+        plan = planned_times(run)
+        found.append(Tested(PLAN, name, plan.step, run.seconds, plan.source))
         again = replay(run.graph).makespan / run.held
         found.append(Tested(REPLAY, name, again, run.seconds))
     for run in runs:

@@ -43,7 +43,7 @@ def planned_otherwise(
         ConfigError: for settings that no plan of these calls has in it.
     """
     _check_settings(run, settings)
-    was = _times(run, run.config, run.cluster, run.placement)
+    was = planned_times(run)
     old = was.phases
     placement, new = _otherwise(run, settings, number)
     ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
@@ -136,9 +136,9 @@ def _check_settings(run: RecordedRun, settings: Sequence[Setting]) -> None:
         )
 
 
-def planned_seconds(run: RecordedRun) -> float:
-    """Of a step of a run, as its plan has it, for samples as long as they were."""
-    return _times(run, run.config, run.cluster, run.placement).step
+def planned_times(run: RecordedRun) -> Times:
+    """Of a run, as its plan has them, for samples as long as they were."""
+    return _times(run, run.config, run.cluster, run.placement)
 
 
 def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:

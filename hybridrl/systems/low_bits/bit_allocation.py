@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hybridrl.errors import ConfigError
 from hybridrl.system.formatting import readable_bytes
+from hybridrl.systems.unequal_devices import UnequalDevice
 
 
 @dataclass(frozen=True)
@@ -27,23 +28,6 @@ class LayerCost:
 
     seconds: float
     bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class UnequalDevice:
-    """A device to plan for.
-
-    Attributes:
-        name: In tables.
-        share: Of the measured device's speed.
-        memory: Bytes that it has for the model.
-        link: Bytes that it sends and receives in a second.
-    """
-
-    name: str
-    share: float = 1.0
-    memory: float = math.inf
-    link: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ def allocate(
 
     Args:
         indicators: By layer and bits, what computing so changes; see
-            `hybridrl.compress.sensitivity`. Bits that are not there change nothing.
+            `hybridrl.quantization.output_kl`. Bits that are not there change nothing.
 
     Raises:
         ConfigError: if a device has no room even for the fewest bits; names it.

@@ -18,9 +18,9 @@ from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.language_model import build_language_model
 from hybridrl.models.packed_attention import NAME
 from hybridrl.planner.memory.model_shape import narrowed
+from hybridrl.quantization.low_bit_linear import apply_bits
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
-from hybridrl.systems.low_bits.low_bit_linear import apply_bits
 from hybridrl.systems.low_bits.low_bit_training import learn_in
 from hybridrl.systems.low_bits.precision_plan import SCORING, WHOLE
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from hybridrl.systems.low_bits.low_bit_linear import (
+from hybridrl.quantization.low_bit_linear import (
     KINDS,
     LowBitLinear,
     check_bits,

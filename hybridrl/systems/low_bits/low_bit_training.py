@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridrl.errors import ConfigError
-from hybridrl.models.int8_matmul import Int8Weight, int8_product
-from hybridrl.models.row_quantization import Rows, round_columns, round_rows
-from hybridrl.systems.low_bits.low_bit_linear import check_bits, decoder_layers, linears
+from hybridrl.quantization.int8_products import Int8Weight, int8_product
+from hybridrl.quantization.low_bit_linear import check_bits, decoder_layers, linears
+from hybridrl.quantization.rounded_matrix import Rows, round_columns, round_rows
 
 
 def learn_in(model: nn.Module, bits: Mapping[int, int]) -> None:

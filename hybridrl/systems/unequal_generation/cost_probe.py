@@ -12,6 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.language_model import build_language_model
 from hybridrl.planner.memory.model_shape import shape_of
+from hybridrl.system.cluster_spec import Link
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.unequal_generation.decoder_stage import DecoderStage
@@ -20,7 +21,6 @@ from hybridrl.systems.unequal_generation.generation_problem import (
     Costs,
     Curve,
     GenerationProblem,
-    Link,
 )
 from hybridrl.systems.unequal_generation.growing_cache import GrowingCache
 
@@ -125,8 +125,8 @@ def copy_link(device: torch.device) -> Link:
     sizes = (1 << 12, 1 << 24)
     blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     low, high = _timed([lambda block=block: block.clone() for block in blocks], device)
-    per_byte = max(0.0, (high - low) / (sizes[1] - sizes[0]))
-    return Link(LATENCY_S, 2 * per_byte)
+    per_byte = max(1e-18, (high - low) / (sizes[1] - sizes[0]))
+    return Link(1 / (2 * per_byte), LATENCY_S)
 
 
 LATENCY_S = 2e-4

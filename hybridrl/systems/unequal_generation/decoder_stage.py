@@ -15,12 +15,11 @@ from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import whole
 from hybridrl.models.language_model import decoder_of
-from hybridrl.models.linear_layers import check_linear
 from hybridrl.models.model_loading import unread_model
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
 from hybridrl.models.stored_tensors import parts_in_files
+from hybridrl.quantization.low_bit_linear import LowBitLinear, apply_bits, check_linear
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.systems.low_bits.low_bit_linear import LowBitLinear, apply_bits
 from hybridrl.systems.unequal_generation.generation_plan import WHOLE
 
 PARTS = ("embed_tokens", "layers", "norm")
@@ -33,7 +32,7 @@ class DecoderStage(nn.Module):
     Args:
         model: With parameters on the meta device if there are `files`.
         files: Where they are read from.
-        bits: Of each layer; see `systems.low_bits.low_bit_linear`.
+        bits: Of each layer; see `quantization.low_bit_linear`.
 
     Attributes:
         is_first, is_last: Whether it has the embedding, and the head.

@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.cluster_spec import Link
 from hybridrl.systems.unequal_generation.generation_plan import BITS, GenerationPlan
 
 Curve = tuple[tuple[int, float], ...]
 """Seconds by the number of samples in a micro-batch, which grow; between two of them a line."""
-
-
-class Link(NamedTuple):
-    """A message of so many bytes takes ``latency + bytes * per_byte`` seconds."""
-
-    latency: float = 0.0
-    per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class GenerationProblem:
     Attributes:
         devices: Those that there are; a plan may leave some out.
         links: From one device to another, by their numbers.
-        indicators: Of each layer, by bits: nats of KL a token; see `compress.sensitivity`.
+        indicators: Of each layer, by bits: nats of KL a token; see `quantization.output_kl`.
         max_kl: Most of all layers together.
         samples: That are generated at a time.
         prompt_tokens, response_tokens: Of a sample.
@@ -153,7 +147,7 @@ def stage_costs(
         found.fixed.append(at(costs.stage, rows) + head)
         link = problem.links[device][order[(number + 1) % len(order)]]
         size = tokens * problem.state_bytes if number < last else 8 * rows
-        found.link.append(link.latency + size * link.per_byte if last else 0.0)
+        found.link.append(link.latency + size / link.bandwidth if last else 0.0)
     return found
 
 

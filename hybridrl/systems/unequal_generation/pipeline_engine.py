@@ -19,12 +19,12 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import whole
 from hybridrl.layout.tensor_pieces import Piece
 from hybridrl.models import load_config, load_tokenizer
+from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds
 from hybridrl.rollout.rollout_engine import BatchedEngine, EngineSetup
 from hybridrl.rollout.token_sampler import Chooser
 from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.systems.low_bits.low_bit_linear import LowBitLinear
 from hybridrl.systems.unequal_generation.decode_micro_batch import Group
 from hybridrl.systems.unequal_generation.decoder_stage import check_stages, unread_stage
 from hybridrl.systems.unequal_generation.generation_plan import (

@@ -93,7 +93,7 @@ def check_precision(
 
 
 def _check_model(said: str, plan: PrecisionPlan, model: Any) -> None:
-    from hybridrl.models.linear_layers import check_linear
+    from hybridrl.quantization.low_bit_linear import check_linear
 
     layers = model.get_text_config().num_hidden_layers
     if layers != plan.layers:

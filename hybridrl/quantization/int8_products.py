@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.models.row_quantization import INT8, Rows, quantise, round_rows
+from hybridrl.quantization.rounded_matrix import INT8, Rows, quantise, round_rows
 from hybridrl.system.device_traits import packs_int8, takes_any_int8, values_at_a_time
 
 MULTIPLE, LEAST_ROWS = 8, 17

@@ -1,0 +1,127 @@
+"""Planning generation over unequal devices: measures each kind of device, judges bits by what they
+change of the model's own responses, and searches (`plan_search`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError
+from hybridrl.quantization.output_kl import indicator, token_kl
+from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.token_sampler import Chooser
+from hybridrl.systems.unequal_devices import UnequalDevice
+from hybridrl.systems.unequal_generation.cost_probe import (
+    copy_link,
+    probe_costs,
+    slowed,
+    with_sizes,
+)
+from hybridrl.systems.unequal_generation.decode_micro_batch import Group, marked
+from hybridrl.systems.unequal_generation.generation_plan import BITS, WHOLE, GenerationPlan
+from hybridrl.systems.unequal_generation.generation_problem import (
+    Costs,
+    GenerationDevice,
+    GenerationProblem,
+)
+from hybridrl.systems.unequal_generation.plan_search import plan_generation
+
+TRIES = 5
+"""Plans that are measured, each within a smaller sum of indicators than the one before."""
+LOW = tuple(bits for bits in BITS if bits != WHOLE)
+
+
+def make_problem(
+    config: Config,
+    architecture: PretrainedConfig,
+    described: Sequence[UnequalDevice],
+    lengths: tuple[int, int],
+) -> GenerationProblem:
+    """What is known of devices and model, without indicators: each kind of device is measured."""
+    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    samples = min(samples, config.rollout.max_sequences)
+    rows = sorted({-(-samples // count) for count in (1, 2, 4, 8, 16)})
+    costs: dict[str, tuple[Costs, Costs]] = {}
+    devices: list[GenerationDevice] = []
+    for one in described:
+        if one.device not in costs:
+            where = torch.device(one.device)
+            costs[one.device] = probe_costs(
+                architecture, config.model.dtype, where, rows, *lengths, choice
+            )
+        prefill, decode = (slowed(phase, one.share) for phase in costs[one.device])
+        devices.append(GenerationDevice(one.name, one.memory, prefill, decode))
+    link = copy_link(torch.device(described[0].device))
+    layers = architecture.get_text_config().num_hidden_layers
+    problem = GenerationProblem(
+        tuple(devices),
+        tuple(tuple(link for _ in devices) for _ in devices),
+        tuple(dict.fromkeys(BITS, 0.0) for _ in range(layers)),
+        config.rollout.max_kl,
+        samples,
+        *lengths,
+        layer_bytes={},
+        cache_bytes=0.0,
+        embedding_bytes=0.0,
+        head_bytes=0.0,
+        state_bytes=0.0,
+    )
+    return with_sizes(problem, architecture, config.model.dtype)
+
+
+def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
+    """What the last stage does with its states: tokens are chosen and told."""
+    rows, device, endless = len(states), states.device, 1 << 40
+    chooser = Chooser(Sampling(endless), torch.zeros(1, dtype=torch.int64, device=device), None)
+    group = Group([torch.zeros(1)] * rows, range(rows), 0, endless, device)
+
+    def run() -> None:
+        tokens, log_probs = chooser.choose(head(states), group.seeds, group.position)
+        log_probs.tolist()
+        chooser.ends(tokens)
+        group.take(marked(tokens, [False] * rows))
+
+    return run
+
+
+def calibrated(model: PreTrainedModel, answers: Sequence[Tensor]) -> tuple[dict[int, float], ...]:
+    """Indicators of each layer, by bits, so that those of every other layer sum up to the KL that
+    was measured with these in so few bits."""
+    found = indicator(model, answers, LOW)
+    scales = {}
+    for bits in LOW:
+        some = dict.fromkeys(range(0, len(found), 2), bits)
+        said = sum(found[layer][bits] for layer in some)
+        scales[bits] = token_kl(model, answers, some) / said if said else 1.0
+    return tuple(
+        {WHOLE: 0.0} | {bits: found[layer][bits] * scales[bits] for bits in LOW}
+        for layer in range(len(found))
+    )
+
+
+def measured_plan(
+    problem: GenerationProblem, model: PreTrainedModel, answers: Sequence[Tensor]
+) -> GenerationPlan:
+    """The best plan whose KL, measured, is no more than `problem.max_kl`.
+
+    Raises:
+        ConfigError: if none of `TRIES` is.
+    """
+    budget, kl = problem.max_kl, math.inf
+    for _ in range(TRIES):
+        plan = plan_generation(replace(problem, max_kl=budget))
+        kl = token_kl(model, answers, plan.bits) if plan.is_rounded else 0.0
+        if kl <= problem.max_kl:
+            return replace(plan.renumbered(), kl=kl)
+        budget *= 0.95 * problem.max_kl / kl
+    raise ConfigError(
+        f"rollout.max_kl={problem.max_kl:g}: the last of {TRIES} plans is {kl:.2g} nats a token "
+        "off, more than its indicators said. Set a lower rollout.max_kl than you need, or a higher "
+        "one than that."
+    )
