@@ -41,8 +41,8 @@ from hybridrl.job.config_resolution import (
 )
 from hybridrl.job.device_pool import Devices
 from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.run_files.beside_steps import BesideSteps
 from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
+from hybridrl.run_files.recorded_steps import BesideSteps
 from hybridrl.run_files.run_directory import RunDirectory, make_steps_folder
 from hybridrl.run_files.run_lock import RunLock
 from hybridrl.run_files.run_reader import RunReader

@@ -10,7 +10,7 @@ from hybridrl.planner.what_if.recorded_graph import DRIVER
 from hybridrl.report.advice import Advice, tip, warning
 from hybridrl.report.device_spans import OVER, PEERS, in_words
 from hybridrl.report.run_evidence import Evidence
-from hybridrl.run_files.beside_steps import DATA
+from hybridrl.run_files.recorded_steps import DATA
 
 UNUSED = 0.97
 MUCH_IDLE, TOO_IDLE = 0.2, 0.4

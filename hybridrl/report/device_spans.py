@@ -17,8 +17,14 @@ from typing import NamedTuple
 
 from hybridrl.batch.call_record import Record
 from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER, Piece, collectives, pieces_of
-from hybridrl.run_files.beside_steps import CHECKPOINT, DATA, EVALUATION, KEEPING
-from hybridrl.run_files.recorded_steps import RecordedStep, read_steps
+from hybridrl.run_files.recorded_steps import (
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    KEEPING,
+    RecordedStep,
+    read_steps,
+)
 from hybridrl.run_files.run_reader import RunReader
 
 GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (

@@ -18,9 +18,8 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import HybridRLError
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.report.device_spans import IDLE, DeviceSpan, idle_by_cause, spans_of
-from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.run_files.metric_reader import series
-from hybridrl.run_files.recorded_steps import RecordedStep
+from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION, KEEPING, RecordedStep
 from hybridrl.run_files.run_paths import SAMPLES, SETTINGS
 from hybridrl.run_files.run_reader import RunReader, read_table
 

@@ -13,8 +13,8 @@ from hybridrl.report.device_spans import in_words
 from hybridrl.report.learning_advice import LEARNING
 from hybridrl.report.run_evidence import Change, Evidence
 from hybridrl.report.time_advice import TIME
-from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.run_files.evaluation_log import newest_of_sets
+from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION, KEEPING
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED, KILLED, state_of
 from hybridrl.system.formatting import readable_seconds

@@ -10,7 +10,7 @@ from hybridrl.planner.what_if.questions import Question, predict
 from hybridrl.report.advice import Advice, tip, warning
 from hybridrl.report.device_spans import GENERATE, SCORE, UPDATE
 from hybridrl.report.run_evidence import Evidence
-from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION
+from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION
 
 REWARD = "reward"
 MUCH_REWARD, TOO_MUCH_REWARD = 0.15, 0.4

@@ -43,7 +43,7 @@ from hybridrl.run.watchers.slow_devices import SlowDevices
 from hybridrl.run.watchers.tripwires import Tripwires
 from hybridrl.run.watchers.unscored_samples import Unscored
 from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation, Rewind, Watcher
-from hybridrl.run_files.beside_steps import CHECKPOINT, EVALUATION
+from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION
 from hybridrl.run_files.summary import RunSummary, accuracy_name
 
 if TYPE_CHECKING:

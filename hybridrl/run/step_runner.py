@@ -13,8 +13,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.run.sample_recorder import KeptSamples
 from hybridrl.run.step_metrics import step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
-from hybridrl.run_files.beside_steps import KEEPING
-from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
+from hybridrl.run_files.recorded_steps import KEEPING, RecordedStep, RecordedSteps
 from hybridrl.run_files.summary import RunSummary
 from hybridrl.trainers.trainer import StepResult
 

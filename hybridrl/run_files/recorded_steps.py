@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from hybridrl.run_files.run_paths import STEPS
 from hybridrl.system.bounded_files import MOST_LINE_BYTES, parse_json, read_end
 from hybridrl.system.storage import explain_write_errors, replacing
 
+DATA, EVALUATION, CHECKPOINT, KEEPING = "data", "evaluation", "checkpoint", "keeping"
+"""What the driver may be at."""
 KEPT_BYTES = 64 << 20
 """Of a file that has grown to twice as much, so much stays: the newest steps."""
 NEWEST_BYTES = 16 << 20
@@ -42,6 +46,34 @@ class RecordedStep(NamedTuple):
     ahead: Mapping[int, float]
     between: Sequence[Record] = ()
     driver: Sequence[Span] = ()
+
+
+class BesideSteps:
+    """That of a run, until a step takes it into its own record."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._records: list[Record] = []
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """While the driver is at it."""
+        begin = time.time()
+        try:
+            yield
+        finally:
+            self._spans.append(Span(what, begin, time.time()))
+
+    def called(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Notes calls that belong to no step; returns them."""
+        self._records += records
+        return records
+
+    def take(self) -> tuple[list[Record], list[Span]]:
+        """Everything since this was asked last."""
+        taken = self._records, self._spans
+        self._records, self._spans = [], []
+        return taken
 
 
 class RecordedSteps:

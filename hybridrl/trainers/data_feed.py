@@ -16,7 +16,7 @@ from hybridrl.controller import BatchRef
 from hybridrl.data.prompt_loader import PromptLoader
 from hybridrl.data.row_schedule import deck_of
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.run_files.beside_steps import DATA, BesideSteps
+from hybridrl.run_files.recorded_steps import DATA, BesideSteps
 from hybridrl.trainers.source_figures import SourceFigures
 from hybridrl.trainers.update_columns import loss_weights
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.engine_state.async_saving import Background
-from hybridrl.checkpoint.engine_state.host_copy import HostCopy
+from hybridrl.checkpoint.engine_state.async_saving import Background, HostCopy
 from hybridrl.checkpoint.engine_state.model_folder import describe
 from hybridrl.checkpoint.engine_state.state_files import (
     MOMENTS,
