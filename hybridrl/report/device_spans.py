@@ -33,7 +33,7 @@ GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
 PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER, IDLE)
 """In the order in which they are shown."""
 PEERS, OVER = "peers", "nothing to do"
-"""Causes of idleness. Others are `DRIVER`, those of `beside_steps`, and calls, which are named
+"""Causes of idleness. Others are `DRIVER`, those of `BesideSteps`, and calls, which are named
 `role.phase`."""
 WORDS = {
     PEERS: "waiting for slower ranks",
