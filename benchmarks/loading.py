@@ -146,7 +146,6 @@ def program(
             *(context, source, config, RolloutConfig(), negative_log_likelihood),
             temperature=1.0,
             updates=1,
-            seed=0,
             job="loading",
             generates=False,
         )

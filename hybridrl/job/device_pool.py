@@ -53,24 +53,22 @@ class Devices:
 
             return InlineExecutor(self._config.devices, self._run)
         from hybridrl.ray_backend.connection import Connection
-        from hybridrl.ray_backend.ray_executor import RayExecutor
+        from hybridrl.ray_backend.ray_executor import HostFiles, RayExecutor
 
         if self._ray is None:
             self._ray = Connection(self._config.ray.address)
-        folders, written = folders_of_workers(self._config, self._run)
+        seen = paths_of_workers(self._config, self._run)
+        files = HostFiles(self._run, seen, *folders_of_workers(self._config, self._run))
         made = RayExecutor(
             self._config.devices,
             self._number,
             connection=self._ray,
             cpus_per_host=self._cpus_per_host,
-            run_directory=self._run,
             timeout_s=self._config.controller.timeout_s,
             heartbeat_s=self._config.controller.heartbeat_s,
             start_timeout_s=self._config.ray.start_timeout_s,
             preload=self._modules_of_workers(),
-            paths=paths_of_workers(self._config, self._run),
-            folders=folders,
-            written=written,
+            files=files,
         )
         self._cluster, self._cpus_per_host = made.cluster, made.cpus_per_host
         self._nodes = made.nodes

@@ -38,9 +38,10 @@ from hybridrl.trainers.role_spec import ACTOR, RoleSpec, played_by
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.generator_worker import GeneratorWorker
+from hybridrl.workers.llm_judge import JudgeSetup
 from hybridrl.workers.reference_worker import ReferenceWorker
 from hybridrl.workers.reward_model_worker import RewardModelWorker
-from hybridrl.workers.reward_worker import RewardWorker
+from hybridrl.workers.reward_worker import RewardWorker, ScoredSources
 from hybridrl.workers.training_engines import ModelSource
 
 Keywords = Mapping[str, Any]
@@ -162,7 +163,6 @@ def _actor(job: Built, role: str) -> Keywords:
         "objective": job.trainer_class.objective(config),
         "temperature": _temperature(job),
         "updates": steps * (config.actor.updates_per_step + learns_beside),
-        "seed": config.run.seed,
         "job": job.name,
         "generates": job.roles[role].generates and not separated,
     }
@@ -231,29 +231,30 @@ def _scores(job: Built, role: str, kind: str) -> Keywords:
         "model": _own_source(job, role) if config.model else None,
         "model_config": replace(_training(job, role), lora=LoraSettings()),
         "judge": _judge(job, kind, config.judge) if config.judge.path else None,
-        "rollout": job.config.rollout,
         "kind": kind,
-        "job": job.name,
-        "sources": source_names(job.config.data),
-        "own_functions": rewards_of(job.config.data) if kind == "reward" else {},
-        "verifiers": {name: one.reward for name, one in sets.items() if one.is_verified},
+        "sources": ScoredSources(
+            source_names(job.config.data),
+            rewards_of(job.config.data) if kind == "reward" else {},
+            {name: one.reward for name, one in sets.items() if one.is_verified},
+        ),
         "steps": kind == "reward" and job.config.algorithm.step_credit is not None,
     }
 
 
-def _judge(job: Built, kind: str, config: JudgeConfig) -> ModelSource:
+def _judge(job: Built, kind: str, config: JudgeConfig) -> JudgeSetup:
     source, tokenizer = _source(job, config.path), load_tokenizer(config.path)
     template = source.template
     if (options := config.chat_template_options) is not None:
         check_options(options, tokenizer, f"{kind}.judge.chat_template_options")
         template = replace(template, options=options)
-    return replace(
+    source = replace(
         source,
         tokenizer=config.path,
         context_length=config.context,
         eos_token_ids=end_tokens(config.path, tokenizer),
         template=template,
     )
+    return JudgeSetup(source, job.config.rollout, job.name)
 
 
 def _updates(config: Config) -> int:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
@@ -43,6 +43,22 @@ DIRECT_HOSTS = 8
 driver's cost hardly grows with their number."""
 
 
+class HostFiles(NamedTuple):
+    """What hosts read and write.
+
+    Attributes:
+        run: The folder of the run; None: there is none.
+        paths: What every node of a cluster has to see, by the setting that it comes from.
+        folders: Folders and URLs that workers read, by setting.
+        written: The settings of those that they write to.
+    """
+
+    run: Path | None = None
+    paths: Mapping[str, Path] = {}
+    folders: Mapping[str, str] = {}
+    written: Collection[str] = ()
+
+
 class RayExecutor(Executor):
     """Hosts on a Ray cluster: the one at `address`, or one that is started here and ended again.
 
@@ -57,9 +73,7 @@ class RayExecutor(Executor):
         start_timeout_s: Longest wait for the cluster to give the devices.
         cpus_per_host: None: the cores are shared out.
         preload: Modules that the hosts import at once, while the driver prepares.
-        paths: What every node of a cluster has to see, by the setting that it comes from.
-        folders, written: Folders and URLs that workers read, and the settings of those that they
-            write to.
+        files: What hosts read and write.
 
     Raises:
         ConfigError: if the cluster has fewer devices, does not give them in time, or has nodes
@@ -78,18 +92,16 @@ class RayExecutor(Executor):
         *,
         address: str | None = None,
         connection: Connection | None = None,
-        run_directory: Path | None = None,
         timeout_s: float = 1800.0,
         heartbeat_s: float = 60.0,
         start_timeout_s: float = 120.0,
         cpus_per_host: float | None = None,
         preload: Sequence[str] = (),
-        paths: Mapping[str, Path] | None = None,
-        folders: Mapping[str, str] | None = None,
-        written: Collection[str] = (),
+        files: HostFiles | None = None,
     ) -> None:
         super().__init__()
-        self.run_directory = run_directory.absolute() if run_directory else None
+        run, paths, folders, written = files or HostFiles()
+        self.run_directory = run.absolute() if run else None
         self._timeout = timeout_s
         self._heartbeat = heartbeat_s
         for module in user_code.loaded_files():  # whose names mean nothing to workers
@@ -105,10 +117,8 @@ class RayExecutor(Executor):
             self.cpus_per_host = cpus
             self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
             if self._connection.joined or len(self._nodes) > 1:
-                seen = {setting: str(path.absolute()) for setting, path in (paths or {}).items()}
-                ray_cluster.check_nodes(
-                    self._bundles, start_timeout_s, seen, folders or {}, written
-                )
+                seen = {setting: str(path.absolute()) for setting, path in paths.items()}
+                ray_cluster.check_nodes(self._bundles, start_timeout_s, seen, folders, written)
             self._start_hosts(kind, number, cpus, preload, start_timeout_s)
         except BaseException:
             self._connection.keep_logs()

@@ -86,7 +86,6 @@ class ActorWorker(TrainedModelWorker):
         objective: The loss of `update_actor` or `update_preference`.
         temperature: At which responses are scored and learned from.
         updates: Optimizer steps of the whole job, for the schedule.
-        seed: Of all sampling.
         job: A name that no other job on this machine has.
         generates: Whether a rollout engine is needed.
         environment: What plays the samples; None, or without a name: nothing does.
@@ -101,7 +100,6 @@ class ActorWorker(TrainedModelWorker):
         objective: Loss,
         temperature: float,
         updates: int,
-        seed: int,
         job: str,
         generates: bool = True,
         environment: EnvironmentConfig | None = None,
@@ -113,7 +111,7 @@ class ActorWorker(TrainedModelWorker):
         self._temperature = temperature
         self._verify = rollout.verify_weights
         self._refresh = rollout.weight_sync_refresh
-        self._seeds = SampleSeeds(seed)
+        self._seeds = SampleSeeds(source.seed)
         share = rollout.parallel.ranks if generates else 1
         self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         train = policy_engine(context, source, config, rollout_tp=share)
@@ -124,7 +122,7 @@ class ActorWorker(TrainedModelWorker):
             engine = build_rollout(
                 source,
                 rollout,
-                setup_of(source, train.device, seed, job, coming=coming, sleeps=True),
+                setup_of(source, train.device, source.seed, job, coming=coming, sleeps=True),
                 environment=environment,
                 context=context,
                 peers=process_group.peers(self._rollout_mesh.groups("rollout_tp")),

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,13 +75,24 @@ TEMPLATES = {"grade": TEMPLATE, "rubric": CRITERION_TEMPLATE, "rank": RANKING_TE
 PATTERNS = {"grade": r"[Ss]core:\s*(-?[0-9.]+)", "rank": r"[Rr]anking:\s*([0-9 >=]+)"}
 
 
+class JudgeSetup(NamedTuple):
+    """The model that grades.
+
+    Attributes:
+        rollout: How it generates; sizes and sampling are the judge's own.
+        job: A name that no other job on this machine has.
+    """
+
+    source: ModelSource
+    rollout: RolloutConfig
+    job: str
+
+
 class Judge:
     """Grades texts by generating.
 
     Args:
-        source: The model.
         config: Template, pattern of the grade, scale.
-        rollout: How it generates; sizes and sampling are the judge's own.
 
     Attributes:
         pattern: Of what is looked for in its texts.
@@ -90,12 +101,11 @@ class Judge:
     def __init__(
         self,
         context: Context,
-        source: ModelSource,
+        setup: JudgeSetup,
         config: JudgeConfig,
-        rollout: RolloutConfig,
-        job: str,
         setting: Setting = Setting("reward.judge"),
     ) -> None:
+        source, rollout, job = setup
         self._config, self._setting = config, setting
         by_rubric = config.rubric is not None or config.rubric_column is not None
         usual = TEMPLATES["rubric" if by_rubric else config.mode]

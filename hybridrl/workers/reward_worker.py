@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from hybridrl.algorithms import Segments
 from hybridrl.batch.arrow_columns import Ragged
 from hybridrl.batch.batch import MASKS, Batch, is_of_data, sampled_tokens
 from hybridrl.batch.outcomes import OUTCOMES, is_right
-from hybridrl.config.schema import ActorConfig, RewardConfig, RolloutConfig
+from hybridrl.config.schema import ActorConfig, RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, Context, transfer
 from hybridrl.engine.train_engine import TrainEngine
@@ -26,7 +26,7 @@ from hybridrl.rewards.signature import TOKENS, UPDATES
 from hybridrl.rewards.source_rewards import COLUMN as SOURCE
 from hybridrl.rewards.source_rewards import SourcePools, settings_by_source
 from hybridrl.workers.generation import report_numbers
-from hybridrl.workers.llm_judge import Judge
+from hybridrl.workers.llm_judge import Judge, JudgeSetup
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.training_engines import ModelSource, scalar_engine
 
@@ -67,6 +67,20 @@ def _compares(built: Mapping[str, Any]) -> bool:
     return ranks or any(map(looks_at_groups, own.values()))
 
 
+class ScoredSources(NamedTuple):
+    """What rows are scored by that come from somewhere else than the others.
+
+    Attributes:
+        names: Values of the column `source` that figures are told apart by.
+        functions: Of sources that have others than the settings of the reward say.
+        verifiers: By the names of sets to evaluate on: functions that score those.
+    """
+
+    names: Sequence[str] = ()
+    functions: Mapping[str, Sequence[str]] = {}
+    verifiers: Mapping[str, RewardConfig] = {}
+
+
 class RewardWorker(ModelWorker):
     """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
     by a judge and by a model, if there are any.
@@ -79,13 +93,9 @@ class RewardWorker(ModelWorker):
         tokenizer: Folder or hub name.
         model: The reward model.
         model_config: Its micro-batch budget and offload.
-        judge: The model that grades in words.
-        rollout: How the judge generates.
+        judge: What grades in words.
         kind: What the score is: a reward or a cost.
-        job: A name that no other job on this machine has.
-        sources: Values of the column `source` that figures are told apart by.
-        own_functions: The functions of sources that have others than `config` says.
-        verifiers: By the names of sets to evaluate on: functions that score those.
+        sources: The sources of rows, and sets to evaluate on.
         steps: Whether rewards of steps are told of, in the columns `STEPS`.
     """
 
@@ -96,18 +106,13 @@ class RewardWorker(ModelWorker):
         tokenizer: str,
         model: ModelSource | None,
         model_config: ActorConfig,
-        judge: ModelSource | None,
-        rollout: RolloutConfig,
+        judge: JudgeSetup | None,
         kind: Literal["reward", "cost"],
-        job: str,
-        sources: Sequence[str] = (),
-        own_functions: Mapping[str, Sequence[str]] | None = None,
-        verifiers: Mapping[str, RewardConfig] | None = None,
+        sources: ScoredSources | None = None,
         steps: bool = False,
     ) -> None:
         super().__init__(context)
-        self._sources = sources
-        self._verifiers = verifiers or {}
+        self._sources, own_functions, self._verifiers = sources or ScoredSources()
         self._pools: dict[str, SourcePools] = {}
         self._steps = steps
         self._config = config
@@ -120,14 +125,14 @@ class RewardWorker(ModelWorker):
             places = [mesh.coordinates(rank) for rank in range(mesh.size)]
             self._answers = SCORE.speaks(context.rank, places)
         self._group = Setting(kind)
-        settings = settings_by_source(config, own_functions or {}, sources, self._group)
+        settings = settings_by_source(config, own_functions, self._sources, self._group)
         self._pool = None
         if self._answers and any(functions_of(one)[0] for one in settings.values()):
             self._pool = SourcePools(settings, self._group)
         self._tokenizer = load_tokenizer(tokenizer)
         self._judge = None
         if judge is not None:
-            self._judge = Judge(context, judge, config.judge, rollout, job, self._group / "judge")
+            self._judge = Judge(context, judge, config.judge, self._group / "judge")
         if self._pool is not None:
             self._pool.start()
 

@@ -46,7 +46,7 @@ class ModelSource:
         eos_token_ids: Tokens that end a response.
         save_dtype: Precision of the model in files; None: that of the files at `path`.
         file_bytes: Largest file, unless one tensor is larger.
-        seed: Of adapters, which are new in it.
+        seed: Of adapters, which are new in it, and of sampling.
         adapters: Of those that go to what generates as they are; None: all weights go.
         precision: Which layers compute in fewer bits; None: none.
         template: What its chat template reads beside the messages.

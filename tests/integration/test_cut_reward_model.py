@@ -18,6 +18,7 @@ from hybridrl.controller.worker import Context
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.layout.training_mesh import training_mesh
 from hybridrl.models import make_tiny_model
+from hybridrl.workers.llm_judge import JudgeSetup
 from hybridrl.workers.reward_worker import RewardWorker
 from hybridrl.workers.training_engines import ModelSource
 
@@ -98,10 +99,8 @@ def make_worker(rank, world, folder, parallel):
         tokenizer=str(folder / "judge"),
         model=source,
         model_config=ActorConfig(parallel=parallel, tokens_per_microbatch=40),
-        judge=judge,
-        rollout=RolloutConfig(engine="transformers"),
+        judge=JudgeSetup(judge, RolloutConfig(engine="transformers"), "test"),
         kind="reward",
-        job="test",
     )
 
 

@@ -97,7 +97,6 @@ def train_and_sync(executor, folder, architecture, tied, parallel, rollout_tp):
         rollout=rollout,
         objective=PolicyObjective(),
         updates=3,
-        seed=0,
         temperature=1.0,
         job=JOB,
     )
@@ -181,7 +180,6 @@ def actors_with_adapters(executor, path):
             rollout=rollout,
             objective=PolicyObjective(),
             updates=9,
-            seed=0,
             temperature=1.0,
             job=JOB,
             generates=generates,

@@ -10,7 +10,7 @@ import torch
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig
 from hybridrl.workers import llm_judge as judging
-from hybridrl.workers.llm_judge import Judge
+from hybridrl.workers.llm_judge import Judge, JudgeSetup
 from hybridrl.workers.training_engines import ModelSource
 
 
@@ -45,7 +45,7 @@ def make(monkeypatch):
         monkeypatch.setattr(judging, "join", lambda _: None)
         source = ModelSource("judge", "judge", "float32", 4096, (0,))
         config = JudgeConfig(path="judge", **settings)
-        return Judge(None, source, config, RolloutConfig(), "job"), asked
+        return Judge(None, JudgeSetup(source, RolloutConfig(), "job"), config), asked
 
     return make
 

@@ -10,7 +10,7 @@ from settings import configured
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.check_list import check as check_settings
 from hybridrl.checks.data.reward_data_checks import check_rewards
-from hybridrl.config.schema import ActorConfig, CostConfig, RolloutConfig
+from hybridrl.config.schema import ActorConfig, CostConfig
 from hybridrl.controller import Context
 from hybridrl.data.character_tokenizer import build_tokenizer
 from hybridrl.errors import ConfigError, DataError, RewardError
@@ -143,7 +143,7 @@ def test_what_fails_while_a_cost_is_scored_is_said_of_the_cost(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "mine.py").write_text("def score(response, **row): return None")
     config = CostConfig(function=f"{tmp_path}/mine.py:score")
-    parts = (str(tmp_path), None, ActorConfig(), None, RolloutConfig(), "cost", "job")
+    parts = (str(tmp_path), None, ActorConfig(), None, "cost")
     rows = Batch.from_columns({"prompt": ["1+1="], "response_ids": [np.array([3])]})
     worker = RewardWorker(Context("cost", 0, 1), config, *parts)
     with pytest.raises(RewardError, match=r"set `cost\.on_error` to `drop`.*`cost\.error_value`"):

@@ -190,11 +190,16 @@ def test_a_judge_has_the_options_of_the_job_unless_it_has_its_own(own, monkeypat
     monkeypatch.setattr(roles, "load_tokenizer", lambda path: tokenizer)
     monkeypatch.setattr(roles, "end_tokens", lambda *_: (0,))
     job = SimpleNamespace(
-        config=config, model_path="m", tokenizer_path="m", tokenizer=None, context_length=9
+        config=config,
+        name="job",
+        model_path="m",
+        tokenizer_path="m",
+        tokenizer=None,
+        context_length=9,
     )
     if own == {"thinks": 1}:
         with pytest.raises(ConfigError, match=r"reward\.judge\.chat_template_options\.thinks"):
             roles._judge(job, "reward", judge)
         return
-    template = roles._judge(job, "reward", judge).template
+    template = roles._judge(job, "reward", judge).source.template
     assert template.options == (own or {"effort": "low"}) and str(template.date) == "2024-07-26"
