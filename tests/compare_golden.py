@@ -49,22 +49,25 @@ def main() -> int:
     if chosen.kind == "kept":
         jobs.write_kept_runs(chosen.names)
         return 0
-    found: list[str] = []
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        if chosen.kind == "sentences":
-            found += compare_sentences([*chosen.names, *further], folder, chosen.rewrite)
-        if chosen.kind in (None, "texts"):
-            found += compare_texts(folder, chosen.rewrite)
-        if chosen.kind in (None, "reports"):
-            found += compare_reports(folder, chosen.rewrite)
-        if chosen.kind in (None, "jobs"):
-            _say(f"Floats are compared {how_exactly()}.")
-            found += compare_jobs(chosen.names, folder, chosen.rewrite)
-    for line in found:
-        _say(line)
-    _say(f"{len(found)} differences." if found else "Nothing differs from tests/golden.")
-    return 1 if found and not chosen.rewrite else 0
+        count = 0
+        for line in _differences(chosen, further, Path(scratch)):
+            _say(line)
+            count += 1
+    _say(f"{count} differences." if count else "Nothing differs from tests/golden.")
+    return 1 if count and not chosen.rewrite else 0
+
+
+def _differences(chosen: argparse.Namespace, further: Sequence[str], folder: Path) -> Iterator[str]:
+    if chosen.kind == "sentences":
+        yield from compare_sentences([*chosen.names, *further], folder, chosen.rewrite)
+    if chosen.kind in (None, "texts"):
+        yield from compare_texts(folder, chosen.rewrite)
+    if chosen.kind in (None, "reports"):
+        yield from compare_reports(folder, chosen.rewrite)
+    if chosen.kind in (None, "jobs"):
+        _say(f"Floats are compared {how_exactly()}.")
+        yield from compare_jobs(chosen.names, folder, chosen.rewrite)
 
 
 def compare_jobs(names: Sequence[str], folder: Path, rewrite: bool = False) -> Iterator[str]:
@@ -225,6 +228,7 @@ def _short(text: str | None) -> str:
 
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

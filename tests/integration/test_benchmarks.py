@@ -68,7 +68,7 @@ SMALLEST = {
     "what_if": (["--steps", "5", "responses twice as long"],),
 }
 """Arguments of each program, and what it needs of the machine."""
-PARTS = {"figures", "trl_arm"}
+PARTS = {"figures", "other_codecs", "trl_arm"}
 FIGURE = {"name", "ratio", "goal", "ours", "baseline", "unit"}
 
 

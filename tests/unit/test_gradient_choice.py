@@ -24,6 +24,7 @@ from hybridrl.parallel.reduction_choice import (
 WAYS = [way(FULL), way("int8", 0.3, 4e6), way("int4", 0.5, 7.5e6)]
 
 
+@pytest.mark.more
 def test_a_choice_is_as_quick_as_the_quickest_of_all():
     close = 0
     for seed in range(200):

@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.more
 def test_kernels_give_the_bits_of_the_reference():
     program = [sys.executable, "-W", "ignore::RuntimeWarning", "interpreted_kernels.py"]
     path = {"PYTHONPATH": str(TESTS.parent), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}

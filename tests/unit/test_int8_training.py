@@ -46,6 +46,7 @@ def test_columns_have_scales_of_their_own():
     assert (off <= 0.501 * rounded.scales).all() and rounded.scales.shape == (1, 500)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("bits", [8, 16])
 def test_a_model_learns_with_some_layers_in_fewer_bits(bits):
     """The same from step to step but for rounding; parameters stay what they were."""

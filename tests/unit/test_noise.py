@@ -1,5 +1,6 @@
 """Noise that depends on a sample's seed and place alone."""
 
+import pytest
 import torch
 
 from hybridrl.rollout.engine_requests import Sampling
@@ -62,6 +63,7 @@ def draws(logits, sampling, number, first=0, at_once=25):
         yield chooser.choose(logits.expand(at_once, -1).clone(), start + torch.arange(at_once), 3)
 
 
+@pytest.mark.more
 def test_no_token_of_a_large_vocabulary_is_drawn_that_has_no_probability():
     """One token has all of it but for 1e-12, of which the others have their share."""
     logits = torch.full((QWEN,), -30.0)
@@ -71,6 +73,7 @@ def test_no_token_of_a_large_vocabulary_is_drawn_that_has_no_probability():
             assert tokens.eq(7).all() and log_probs.abs().max() < 1e-6
 
 
+@pytest.mark.more
 def test_tokens_that_are_filtered_out_are_never_drawn():
     logits = torch.full((QWEN,), -torch.inf)
     logits[5::40_000] = torch.tensor([0.0, -1.0, -2.0, -3.0])

@@ -155,6 +155,7 @@ def test_plans_take_what_was_measured_of_this_machine(tmp_path, monkeypatch):
     assert resolve_rates(config, elsewhere)[0].costs is None
 
 
+@pytest.mark.more
 def test_a_plan_is_made_of_measured_work(tmp_path):
     make_tiny_model(
         tmp_path, build_tokenizer(TEXT), seed=0, hidden_size=64, layers=2, heads=2, context=128

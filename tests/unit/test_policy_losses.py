@@ -181,6 +181,7 @@ def test_off_the_mask_nothing_matters(name, case, poison, other):
         assert torch.equal(x.nan_to_num(), was.nan_to_num())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *BY_SAMPLE])
 @given(case=batches(), seed=st.integers(0, 1000), parts=st.integers(1, 4), packed=st.booleans())

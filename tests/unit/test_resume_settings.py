@@ -102,6 +102,7 @@ def test_settings_that_change_what_is_learned_come_first_and_are_marked():
     assert changes_learning("rollout.weight_sync", "delta", "int8")
 
 
+@pytest.mark.more
 def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, tmp_path):
     new = tmp_path / "new"
     for named in (run, run / "checkpoints", run / "checkpoints" / "step-000020"):

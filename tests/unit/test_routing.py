@@ -75,6 +75,7 @@ def expected():
     return {"loss": float(loss.detach()), "share": share, "gradient": gradient}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rows", Rows)
 @pytest.mark.parametrize("kept", CHECKPOINTING)
 def test_the_balancing_loss_is_that_of_the_paper_however_tokens_are_divided(

@@ -86,6 +86,7 @@ def test_pairs_of_samples_are_scored_at_the_temperature_that_they_were_drawn_wit
     assert metrics[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_what_is_given_is_scored_and_learned_at_1(start, algorithm):
     found = []
@@ -117,6 +118,7 @@ def test_mini_batches_are_whole_groups_in_an_order_drawn_for_each_step(start):
     assert [len(part) for part in trainer.mini_batches(few)] == [1, 1, 2], "of samples"
 
 
+@pytest.mark.more
 def test_the_samples_of_a_run_do_not_depend_on_how_often_it_is_evaluated(model, tmp_path):
     found = []
     for every in (0, 1):

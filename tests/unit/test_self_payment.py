@@ -175,6 +175,7 @@ def test_nobody_pays_himself_or_ruins_a_neighbour(rollout_of, name, reports):
     assert rewards[1] == 0.0 or (not reports and math.isnan(rewards[1]))
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not can_isolate(), reason="needs Landlock's scopes: Linux 6.12")
 @pytest.mark.parametrize("name", REACHES)
 def test_programs_that_are_isolated_do_not_reach_each_other(rollout_of, name):

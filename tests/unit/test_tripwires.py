@@ -76,6 +76,7 @@ def alike(function, r, noise=0.03, seed=0):
     return figure
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("r", [0.5, 0.8])
 def test_steps_that_resemble_each_other_are_no_sign(r):
     """As of a policy that drifts: 139 and 199 of 200 such runs were told of once."""
