@@ -42,6 +42,20 @@ STEPS = ("step_ends", "step_rewards")
 up to its end, and its reward."""
 
 
+class ScoredSources(NamedTuple):
+    """What rows are scored by that come from somewhere else than the others.
+
+    Attributes:
+        names: Values of the column `source` that figures are told apart by.
+        functions: Of sources that have others than the settings of the reward say.
+        verifiers: By the names of sets to evaluate on: functions that score those.
+    """
+
+    names: Sequence[str] = ()
+    functions: Mapping[str, Sequence[str]] = {}
+    verifiers: Mapping[str, RewardConfig] = {}
+
+
 def _may_read(column: str) -> bool:
     beside = ("prompt_ids", "episode_rewards", "group_id", "policy_version", *MASKS)
     return column in beside or is_of_data(column)
@@ -63,22 +77,9 @@ def _compares(built: Mapping[str, Any]) -> bool:
     if config is None:
         return False
     ranks = config.judge.path is not None and config.judge.mode == "rank"
-    own = settings_by_source(config, built.get("own_functions", {}), built.get("sources", ()))
+    names, functions, _ = built.get("sources", ScoredSources())
+    own = settings_by_source(config, functions, names)
     return ranks or any(map(looks_at_groups, own.values()))
-
-
-class ScoredSources(NamedTuple):
-    """What rows are scored by that come from somewhere else than the others.
-
-    Attributes:
-        names: Values of the column `source` that figures are told apart by.
-        functions: Of sources that have others than the settings of the reward say.
-        verifiers: By the names of sets to evaluate on: functions that score those.
-    """
-
-    names: Sequence[str] = ()
-    functions: Mapping[str, Sequence[str]] = {}
-    verifiers: Mapping[str, RewardConfig] = {}
 
 
 class RewardWorker(ModelWorker):
