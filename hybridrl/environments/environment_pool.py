@@ -170,8 +170,10 @@ class EnvironmentPool:
     def _results(self, until: float) -> list[ItemResult]:
         found = self._news.take(until)
         if isinstance(found, ProcessStartError):
-            self.close()
             raise self._not_loaded(found) from found
+        if isinstance(found, Exception):
+            self.close()
+            raise found
         return found
 
     def _played(self, play: Play, result: ItemResult) -> Played:
@@ -227,15 +229,15 @@ class _News:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._results: list[ItemResult] = []
-        self._error: ProcessStartError | None = None
+        self._error: Exception | None = None
 
-    def put(self, results: list[ItemResult], error: ProcessStartError | None = None) -> None:
+    def put(self, results: list[ItemResult], error: Exception | None = None) -> None:
         with self._changed:
             self._results += results
             self._error = error
             self._changed.notify_all()
 
-    def take(self, until: float) -> list[ItemResult] | ProcessStartError:
+    def take(self, until: float) -> list[ItemResult] | Exception:
         with self._changed:
             left = until - time.monotonic()
             self._changed.wait_for(lambda: self._results or self._error, max(0.0, left))
@@ -248,11 +250,13 @@ def _poll(pool: ProcessPool, news: _News, notify: Callable[[], None]) -> None:
     while not pool.is_closed:
         try:
             results, error = pool.poll(60.0), None
-        except ProcessStartError as raised:
+        except Exception as raised:  # of any kind, or who waits for episodes would wait for ever
             results, error = [], raised
         if results or error:
             news.put(results, error)
             notify()
+        if error:
+            return
 
 
 def _session_of(play: Play, attempt: int) -> str:

@@ -298,9 +298,17 @@ class ProcessPool:
             self._seconds_per_item = (known + seconds) / 2 if math.isfinite(known) else seconds
             process.last_answer = now
 
-    def _end(self, item: _Item, status: str, *told: Any) -> None:
-        result = ItemResult(item.work.key, status, *told)
-        self._results.append(result._replace(attempt=item.attempt))
+    def _end(
+        self,
+        item: _Item,
+        status: str,
+        value: Any = None,
+        loss: str | None = None,
+        tail: str = "",
+        is_guilty: bool = True,
+    ) -> None:
+        found = ItemResult(item.work.key, status, value, loss, tail, is_guilty, item.attempt)
+        self._results.append(found)
 
     def _bury(self, process: SupervisedProcess, status: str, end: str) -> None:
         """Replaces a process, and finds out which of its items is to blame."""

@@ -34,13 +34,12 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
 )
 from hybridrl.rollout.transcript import Transcript
-from hybridrl.serving.agent_session import Session
+from hybridrl.serving.agent_session import REPORT, Session
 from hybridrl.serving.endpoint import Endpoint
 from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import OutsidePrograms, Programs
 from hybridrl.serving.renderer_chat import chat_of
 from hybridrl.serving.request_exchange import Answer
-from hybridrl.serving.sessions import REPORT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,14 +17,13 @@ from aiohttp import web
 
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.engine_requests import Sampling
-from hybridrl.serving.agent_session import Session
+from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, Session, Sessions
 from hybridrl.serving.chat import Chat
 from hybridrl.serving.connections import Connection, Connections, most_open
 from hybridrl.serving.outside import OutsidePrograms
 from hybridrl.serving.request_exchange import Exchange
 from hybridrl.serving.request_parsing import RefusedError
 from hybridrl.serving.routes import PERMISSION, Routes
-from hybridrl.serving.sessions import ANY, ROWS, SAMPLE, Sessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from hybridrl.serving.agent_session import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
 from hybridrl.serving.chat import Chat, ChatError
 from hybridrl.serving.messages import call_ids, prefix_keys
 from hybridrl.serving.outside import OutsidePrograms
@@ -27,7 +28,6 @@ from hybridrl.serving.request_parsing import (
     parse,
     wrong,
 )
-from hybridrl.serving.sessions import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from agent_cases import TRAINED, WEATHER, Pump, ScriptedEngine, endpoint_of, mer
 
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving import connections
-from hybridrl.serving.sessions import REPORT, SAMPLE
+from hybridrl.serving.agent_session import REPORT, SAMPLE
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
 
