@@ -96,7 +96,9 @@ def open_job(folder: str, size: dict[str, Any], chosen: argparse.Namespace) -> J
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
     config = Qwen2Config(**size["model"], **ids, tie_word_embeddings=True)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/model")
+    with torch.device(torch.accelerator.current_accelerator(check_available=True) or "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(f"{folder}/model")
     tokenizer.save_pretrained(f"{folder}/model")
     settings = [
         "executor=inline",

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from hybridrl.models import PackedModel
 from hybridrl.models.packed_attention import NAME, packed_attention
+from hybridrl.parallel.fsdp import is_small
 from hybridrl.system.device_traits import compiles
 from hybridrl.system.dtypes import AUTO
 
@@ -27,9 +28,11 @@ def compile_layers(model: PackedModel, wanted: str, device: torch.device) -> Non
     as it is, and the log says why.
 
     Args:
-        wanted: `true`, `false`, or `auto`: where that is known to gain.
+        wanted: `true`, `false`, or `auto`: where that is known to gain. A small model is trained
+            to its end in the time that compiling takes.
     """
-    if wanted == "false" or (wanted == AUTO and not compiles(device.type)):
+    gains = compiles(device.type) and not is_small(model)
+    if wanted == "false" or (wanted == AUTO and not gains):
         return
     import torch._dynamo as dynamo
 

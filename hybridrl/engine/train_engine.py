@@ -103,8 +103,7 @@ class TrainEngine(ShardedModel):
         """Gives the device's memory to others until `onload`: parameters and optimizer state move
         to the host's. Only with `actor.offload_between_calls`."""
         if self._offloads_all and not self._is_offloaded:
-            # To pinned memory, because these copies do not block.
-            self.model.to("cpu", non_blocking=True)
+            self.model._apply(self._to_host)
             if self.scoring is not None:  # rounded copies are the device's memory, too
                 self.scoring.forget()
             self._move_optimizer(torch.device("cpu"))
@@ -330,6 +329,13 @@ class TrainEngine(ShardedModel):
                 gather.weights_stepped()
         self.optimizer.zero_grad()
         return norm
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """Into pinned memory, which only a copy that does not block chooses. It is waited for: FSDP
+        pads uneven shards on the host as soon as it has them."""
+        copy = tensor.to("cpu", non_blocking=True)
+        synchronize(self.device)
+        return copy
 
     def _move_optimizer(self, device: torch.device) -> None:
         optimizer = getattr(self, "optimizer", None)  # a model that only scores has none

@@ -34,13 +34,13 @@ class LogitScale(NamedTuple):
     def apply(self, products: torch.Tensor) -> torch.Tensor:
         """Return the logits, of products that are used up."""
         if self.soft_cap is None:
-            return products / self.temperature
+            return products if self.temperature == 1.0 else products.div_(self.temperature)
         return products.div_(self.soft_cap).tanh_() * (self.soft_cap / self.temperature)
 
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of logits by the products that they came from."""
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float | None:
+        """Return the derivative of logits by the products that they came from; None: 1."""
         if self.soft_cap is None:
-            return 1 / self.temperature
+            return None if self.temperature == 1.0 else 1 / self.temperature
         return (1 - (logits * (self.temperature / self.soft_cap)).square_()) / self.temperature
 
 
@@ -102,8 +102,9 @@ class _TokenLogProbs(torch.autograd.Function):
             logits -= largest[chunk, None]
             exponentials = logits.exp()
             sums[chunk, 0] = exponentials.sum(1)
-            sums[chunk, 1] = (exponentials * logits).sum(1)
+            sums[chunk, 1] = exponentials.mul_(logits).sum(1)
             sums[chunk, 2] = logits.gather(1, local[chunk, None]).squeeze(1) * mine[chunk]
+            del logits, exponentials  # before the next ones are made
         if vocabulary is not None:
             mine_largest, largest = largest, largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
@@ -134,7 +135,8 @@ class _TokenLogProbs(torch.autograd.Function):
             own = (grad_log_probs[chunk] * mine[chunk])[:, None]
             grad.scatter_add_(1, local[chunk, None], own)
             if with_entropy:
-                grad -= grad_entropy[chunk, None] * probs * (log_softmax + entropy[chunk, None])
+                terms = log_softmax.add_(entropy[chunk, None]).mul_(probs)
+                grad -= terms.mul_(grad_entropy[chunk, None])
             return grad
 
         grads = head_gradients(
@@ -174,15 +176,18 @@ def head_gradients(
         slope = scale.slope(logits)
         logits -= largest[chunk, None]
         logits -= log_sum[chunk, None]
-        grad = (of_logits(chunk, logits) * slope).to(table.dtype)
+        grad = of_logits(chunk, logits)
+        grad = (grad if slope is None else grad.mul_(slope)).to(table.dtype)
         del logits, slope  # the products below are large themselves
         grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
         if grad_weight is None:
             continue
         if table.dtype is torch.float32:
             grad_weight.addmm_(grad.T, states[chunk])
-        else:
-            grad_weight += _product(grad.T, states[chunk])
+        else:  # summed where it lies: as large as the output embedding in float32
+            torch.addmm(
+                *(grad_weight, grad.T, states[chunk]), out_dtype=torch.float32, out=grad_weight
+            )
     del table  # perhaps a copy, and another one is made now
     if vocabulary is not None:
         dist.all_reduce(grad_hidden, group=vocabulary.group)

@@ -8,6 +8,9 @@ rectangles for torch's scaled-dot-product attention; only attention sees the pad
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hybridrl.models.packing import Bucket, Packing
+from hybridrl.system.device_traits import fits_flash
 
 SINK_DIMS = 8
 """Kernels want heads of a multiple of 8 dims."""
@@ -86,7 +90,7 @@ def causal_attention(
         `[tokens, heads, width of v]`.
     """
     if not packing.buckets:
-        if q.dtype in (torch.float16, torch.bfloat16) and sinks is None:
+        if sinks is None and fits_flash(q):
             return _variable_length(q, k, v, packing, scale, window)
         packing = _with_buckets(packing)
     if len(packing.buckets) == 1:
@@ -111,6 +115,7 @@ def _variable_length(
     from torch.nn.attention.varlen import varlen_attn
 
     width = v.shape[-1]  # the kernel wants that of the keys, which latent attention makes wider
+    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if _names_groups(varlen_attn) else {}
     return varlen_attn(
         q.contiguous(),
         k.contiguous(),
@@ -121,8 +126,14 @@ def _variable_length(
         packing.longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        **grouped,
     )[..., :width]
+
+
+@cache
+def _names_groups(attention: Callable[..., Any]) -> bool:
+    """Whether fewer key-value heads have to be asked for: torch 2.11 takes them as they come."""
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 def _rectangle(
@@ -209,7 +220,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _with_buckets(packing: Packing) -> Packing:
-    """Rectangles for an accelerator whose flash kernel does not take this precision."""
+    """Rectangles for an accelerator whose flash kernel does not take these tensors."""
     made = Packing.of(packing.cu_seqlens.cpu(), torch.device("cpu"))
     device = packing.cu_seqlens.device
     buckets = tuple(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridrl.parallel.padded_attention import Rectangle, rectangles
 from hybridrl.parallel.zigzag import RingRow, ranges
+from hybridrl.system.device_traits import fits_flash
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ def correction(
 
 
 def _has_flash_kernel(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    return q.is_cuda and fits_flash(q)
 
 
 def _flash_forward(

@@ -87,8 +87,9 @@ def int8_product(left: Rows, right: Rows, dtype: torch.dtype) -> Tensor:
     found = torch.empty(m, n, dtype=dtype, device=left.values.device)
     values, others, scales = left.values, right.values, right.scales
     if not takes_any_int8(kind):
-        values = F.pad(values, (0, -k % MULTIPLE))
-        others = F.pad(others, (0, -n % MULTIPLE, 0, -k % MULTIPLE))
+        values = F.pad(values, (0, -k % MULTIPLE)).contiguous()
+        # cuBLAS has no kernel for a right matrix that lies row by row, of some sizes.
+        others = F.pad(others.t(), (0, -k % MULTIPLE, 0, -n % MULTIPLE)).contiguous().t()
     is_whole = dtype is torch.float32
     some = max(LEAST_ROWS, PARTS * values_at_a_time(kind) // max(1, n))
     for into, part, its_scales in zip(

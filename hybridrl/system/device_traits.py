@@ -54,6 +54,17 @@ def values_at_a_time(kind: str) -> int:
     return VALUES_AT_A_TIME.get(kind, VALUES_OF_ACCELERATORS)
 
 
+FLASH_WIDTHS = range(8, 257, 8)
+"""Of heads, with which torch's variable-length flash attention runs."""
+
+
+def fits_flash(query: torch.Tensor) -> bool:
+    """Whether variable-length flash attention, where a device has it, takes queries like these,
+    `[tokens, heads, width]`."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    return is_half and query.shape[-1] in FLASH_WIDTHS
+
+
 @cache
 def runs_triton(kind: str) -> bool:
     """Whether Triton compiles kernels for such a device, and is here."""

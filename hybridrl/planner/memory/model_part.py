@@ -24,11 +24,8 @@ MASTER = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
 CHECKPOINT = 3 * MASTER
 """Bytes of a trained parameter and its two moments in a checkpoint."""
-LOGITS_SCORING, LOGITS_KEPT, LOGITS_TRAINING = 3, 2, 6
-"""Chunks of float32 logits that live at once in `token_log_probs`: forward, of one chunk while the
-next one begins, and backward."""
-LOGITS_AT_PRODUCT = 2.5
-"""As many when the backward has done with most of them, and multiplies for the head's gradient."""
+LOGITS_SCORING, LOGITS_TRAINING = 2, 3
+"""Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
 SAMPLING_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
@@ -132,9 +129,7 @@ class ModelPart:
         states = batch.tokens * self.shape.hidden * self.shape.item
         head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
-            rest = MASTER * self._all_logits(batch, sizes) - chunk
-            both = LOGITS_KEPT * (chunk + min(chunk, rest))
-            head["logits"] = max(LOGITS_SCORING * chunk, both) + self._head_copy
+            head["logits"] = LOGITS_SCORING * chunk + self._head_copy
         return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
@@ -166,13 +161,8 @@ class ModelPart:
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            # The backward sums the output's gradient in float32; a half-precision product is
-            # another such tensor before it is added.
-            summed_head = MASTER * shape.head.trained
-            product = 0 if item == MASTER or self._head_copy else summed_head
-            logits = max(LOGITS_TRAINING * chunk, LOGITS_AT_PRODUCT * chunk + product)
-            loss["logits"] = logits + states + self._head_copy
-            loss["gradients"] += summed_head
+            loss["logits"] = LOGITS_TRAINING * chunk + states + self._head_copy
+            loss["gradients"] += MASTER * shape.head.trained  # summed in float32
         gathered = self._gathered(forward=False)
         summed = {
             "gathered": self._gathered_at_head(False),
