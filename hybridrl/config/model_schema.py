@@ -178,8 +178,8 @@ class ActorConfig:
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
     `offload`: that too, on the CPU."""
     compile: Annotated[str, OneOf("auto", "true", "false")] = "auto"
-    """Compile layers with torch: `true`, `false`, or `auto`: on GPUs. What does not compile
-    runs as it is, and the log says so."""
+    """Compile layers with torch: `true`, `false`, or `auto`: on GPUs, from 67 million parameters
+    on. What does not compile runs as it is, and the log says so."""
     offload_parameters: Annotated[bool, ON_GPUS] = False
     """Keep parameters, gradients and optimizer state on the CPU (GPUs only)."""
     offload_optimizer: Annotated[bool, ON_GPUS] = False

@@ -19,6 +19,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface
 
 from hybridrl.algorithms.loss_weights import MODES
+from hybridrl.engine import compiled_layers
 from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.models import CausalPolicy
 from hybridrl.models.packed_attention import NAME, packed_attention
@@ -52,6 +53,15 @@ def test_cpus_compile_only_if_told_to(wanted, compiles):
     compile_layers(policy, wanted, CPU)
     layers = policy.inner.base_model.layers
     assert all(("forward" in vars(layer)) is compiles for layer in layers)
+
+
+def test_accelerators_compile_by_themselves_what_is_not_small(monkeypatch):
+    monkeypatch.setattr(compiled_layers, "compiles", lambda kind: True)
+    for limit, compiles in ((0, True), (1 << 20, False)):
+        monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", limit)
+        policy = CausalPolicy(make_model())
+        compile_layers(policy, "auto", CPU)
+        assert all(("forward" in vars(m)) is compiles for m in policy.inner.base_model.layers)
 
 
 def test_a_layer_that_does_not_compile_runs_as_it_is(mesh, monkeypatch, caplog):

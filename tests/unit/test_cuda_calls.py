@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
-from hybridrl.models.packed_attention import _variable_length
+from hybridrl.models.packed_attention import _variable_length, causal_attention
 from hybridrl.models.packing import Packing
 from hybridrl.parallel.block_attention import Block, _flash_backward, _flash_forward
 from hybridrl.parallel.zigzag import ring_rows
@@ -85,6 +86,26 @@ def test_attention_of_packed_samples_is_called_as_torch_has_it():
     assert out.shape == (10, 4, 6)
     out.sum().backward()
     assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]
+
+
+def test_torch_2_11_has_no_word_for_groups_of_heads(monkeypatch):
+    def older(q, k, v, of_q, of_k, longest_q, longest_k, *, scale=None, window_size=(-1, -1)):
+        return q
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    q, k = (torch.empty(5, heads, 8, dtype=torch.bfloat16, device=META) for heads in (4, 2))
+    packing = Packing(torch.empty(2, dtype=torch.int32, device=META), 5, ())
+    assert causal_attention(q, k, k, packing, None, None) is not None
+
+
+@pytest.mark.parametrize("width", [4, 12, 264])
+def test_heads_of_other_widths_than_the_flash_kernel_has_go_in_rectangles(width):
+    lengths = torch.tensor([0, 3, 8])
+    packing = Packing(lengths.int(), 5, ())  # as an accelerator has it
+    q, k, v = torch.randn(3, 8, 2, width, dtype=torch.bfloat16)
+    found = causal_attention(q, k, v, packing, None, None)
+    wanted = causal_attention(q, k, v, Packing.of(lengths, torch.device("cpu")), None, None)
+    assert torch.equal(found, wanted)
 
 
 def test_blocks_of_a_ring_call_the_flash_kernels_as_torch_has_them():

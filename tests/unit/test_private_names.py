@@ -20,6 +20,7 @@ KNOWN = {
     ),
     "_has_mkldnn": ("system/device_traits.py",),
     "_int_mm": ("models/int8_matmul.py",),
+    "_apply": ("checkpoint/engine_state/model_folder.py", "engine/train_engine.py"),  # of modules
     "_current_graph_task_id": ("models/expert_routing.py",),
     "_is_amx_tile_supported": ("system/device_traits.py",),
     "_is_avx512_bf16_supported": ("system/device_traits.py",),
