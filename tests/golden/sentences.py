@@ -2,7 +2,7 @@
 
 Every sentence of a `HybridRLError` is kept as it is made, whether or not it is raised then, by the
 first test that made it. Folders of the machine and of tests are replaced by words; errors of
-workers are left out, for they carry tracebacks, and so are tests by hypothesis, whose values change
+workers are left out, for they carry tracebacks, and so are random tests, whose values change
 with every edit of them.
 """
 
@@ -23,7 +23,8 @@ FOLDER = "HYBRIDRL_GOLDEN_SENTENCES"
 """The variable that names the folder for what each worker of pytest writes."""
 _PLACES = [
     (re.compile(r"/tmp/pytest-of-[^/\s]+/pytest-\w+(/popen-gw\d+)?(/test_\w+)?"), "<tmp>"),
-    (re.compile(r"/tmp/tmp\w+"), "<tmp>"),
+    (re.compile(r"/tmp/(tmp|campaign-)[\w-]+"), "<tmp>"),
+    (re.compile(r"(?<=\(seen from )[^)]+"), "<here>"),
     (re.compile(re.escape(sysconfig.get_paths()["purelib"])), "<packages>"),
     (re.compile(re.escape(sys.prefix)), "<python>"),
     (
@@ -33,7 +34,7 @@ _PLACES = [
     (re.compile(re.escape(str(Path.home())) + r"(?=/)"), "<home>"),
     (re.compile(r"\b0x[0-9a-f]{6,}"), "<address>"),
     (re.compile(r"(?<=:)\d{4,5}\b(?!,\d)"), "<port>"),
-    (re.compile(r"\b(process|pid) \d+"), r"\1 <number>"),
+    (re.compile(r"\b(process|pid|line|row|Row) \d+"), r"\1 <number>"),
     (re.compile(r"\d+(\.\d+)?( [KMGT]iB)"), r"<size>\2"),
 ]
 _made: dict[str, str] = {}
@@ -71,6 +72,7 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     is_drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    is_drawn = is_drawn or "fuzz" in item.path.name
     _test[0] = "" if is_drawn else item.nodeid.partition("[")[0]
 
 

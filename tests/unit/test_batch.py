@@ -154,6 +154,7 @@ def test_padded():
     assert batch.slice(0, 0).padded("ids")[0].shape == (0, 0)
 
 
+@pytest.mark.more
 @given(st.lists(ROWS, max_size=6), st.data())
 def test_rows_move_as_those_of_a_list(rows, data):
     batch = make(rows)

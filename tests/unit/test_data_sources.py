@@ -36,6 +36,7 @@ def load(function, config, tokenizer, held_out=100):
     return function(config, tokenizer, held_out=held_out, seed=0)
 
 
+@pytest.mark.more
 def test_the_task_gives_all_three_kinds(tokenizer):
     prompts = load(load_prompts, TASK, tokenizer)
     examples = load(load_examples, TASK, tokenizer)

@@ -173,6 +173,7 @@ def test_a_plan_is_made_of_measured_work(tmp_path):
         assert slow[phase] > fast[phase]
 
 
+@pytest.mark.more
 def test_every_kind_of_work_is_measured(monkeypatch):
     monkeypatch.setattr(calibration, "SECONDS", 1e-4)
     monkeypatch.setattr(calibration, "TURNS", 1)

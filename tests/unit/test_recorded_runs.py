@@ -258,6 +258,7 @@ def test_what_a_search_chose_is_of_the_run(run_of):
     assert RecordedRun.at(folder).config.actor.gradient_checkpointing == "full"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -62,6 +62,7 @@ def step(trainer):
     return batch.collect(), metrics
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("lora", [[], ["actor.lora.rank=2"]], ids=["whole", "lora"])
 def test_samples_are_scored_and_learned_at_the_temperature_that_they_were_drawn_with(start, lora):
     """What the generator says of its tokens is what all others say of them before the first update:

@@ -142,12 +142,14 @@ def try_all(arguments):
         check(config)
 
 
+@pytest.mark.more
 @LOOK
 @given(st.lists(overrides, min_size=1, max_size=4))
 def test_whatever_is_written_is_a_configuration_or_a_sentence(arguments):
     try_all(arguments)
 
 
+@pytest.mark.more
 @LOOK
 @given(st.sampled_from(PRESETS), st.lists(st.one_of(likely, likely, *inner), max_size=4))
 def test_settings_of_the_right_kind_are_a_job_or_a_sentence(chosen, arguments):

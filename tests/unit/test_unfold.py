@@ -94,6 +94,7 @@ def assert_same(function, batches, *names):
 CREDITS = ("episode", "turn")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("credit", CREDITS)
 @SEVERAL
