@@ -30,9 +30,8 @@ from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig, RolloutConfig
 from hybridrl.controller.worker import Context, Rendezvous
 from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.layout.boxes import whole
+from hybridrl.layout.boxes import local_pieces, whole
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import local_pieces
 from hybridrl.parallel.process_group import join
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.reference_worker import ReferenceWorker

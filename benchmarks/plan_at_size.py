@@ -23,14 +23,12 @@ from figures import SMOKE, report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from weight_transitions import Parameter, shard_box
 
-from hybridrl.layout.boxes import extent, whole
-from hybridrl.layout.footprint import peak, redundant
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import OfRank, Piece, local_pieces
+from hybridrl.layout.boxes import OfRank, Piece, extent, local_pieces, whole
+from hybridrl.layout.tensor_layout import Layout, peak, redundant
 from hybridrl.layout.transfer_planner import plan
 from hybridrl.parallel.parameter_layout import Said, layout_of
 from hybridrl.system.device_traits import message_bytes
-from hybridrl.weights.transfer_rounds import Load, loads_of, parts_of, room_of, schedule, streams_of
+from hybridrl.weights.parcel_transfer import Load, loads_of, parts_of, room_of, schedule, streams_of
 
 ALLOWED_BYTES = 200_000_000
 HEAD_DIM = 128

@@ -116,8 +116,8 @@ def run(
     from hybridrl.run_files.summary import accuracy_name, final_sentence
     from hybridrl.systems.low_bits.role_plans import precision_notices
     from hybridrl.trainers import load_trainer
-    from hybridrl.trainers.kl_coefficient import notices_of_kl
     from hybridrl.trainers.objectives import correction_notice
+    from hybridrl.trainers.policy_trainer import notices_of_kl
 
     def end_now(signal: str) -> None:
         view.message(f"{signal}: ended before the first step.")

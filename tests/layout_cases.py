@@ -5,9 +5,8 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from hybridrl.layout.boxes import extent, subtract_all, volume, whole
+from hybridrl.layout.boxes import Piece, extent, subtract_all, volume, whole
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import Piece
 
 NOTHING = -1.0
 

@@ -7,9 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weight_transitions import shard_box
 
-from hybridrl.layout.boxes import extent, whole
+from hybridrl.layout.boxes import Piece, extent, whole
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import Piece
 from hybridrl.layout.training_mesh import DATA
 from hybridrl.parallel.parameter_layout import Said, layout_of, pieces_of, whole_shape
 

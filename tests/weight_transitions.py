@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import Box, boxes_of_range, chunk_range, whole
-from hybridrl.layout.footprint import peak, redundant
+from hybridrl.layout.boxes import Box, Piece, boxes_of_range, chunk_range, local_pieces, whole
 from hybridrl.layout.hybrid_mesh import HybridMesh
 from hybridrl.layout.rank_mesh import Coordinate, Mesh
-from hybridrl.layout.tensor_layout import Layout, Plan
-from hybridrl.layout.tensor_pieces import Piece, local_pieces
+from hybridrl.layout.tensor_layout import Layout, Plan, peak, redundant
 from hybridrl.layout.transfer_planner import plan
 
 

@@ -26,13 +26,12 @@ from hybridrl.algorithms.group_advantages import (
 from hybridrl.algorithms.kl import AdaptiveKL, FixedKL, kl
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.loss_weights import token_weights
-from hybridrl.algorithms.masked_statistics import divide_by_std, masked_mean, masked_var, whiten
 from hybridrl.algorithms.packed_turns import Turns
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.policy_objective import PolicyObjective
 from hybridrl.algorithms.preference_losses import BradleyTerry, DirectPreference
 from hybridrl.algorithms.reward_terms import overlong_penalty, shape_rewards, shorter_reward
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, divide_by_std, masked_mean, masked_var, whiten
 from hybridrl.algorithms.sequence_losses import gmpo, gspo
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
 

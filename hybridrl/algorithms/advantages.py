@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked_statistics import whiten
-from hybridrl.algorithms.masking import as_float, on_mask
-from hybridrl.algorithms.segments import Segments, samples_of
+from hybridrl.algorithms.segments import Segments, as_float, on_mask, samples_of, whiten
 
 
 @torch.no_grad()

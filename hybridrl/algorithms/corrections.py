@@ -9,8 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masking import as_bool, as_float, on_mask, require_known
-from hybridrl.algorithms.segments import Segments, samples_of
+from hybridrl.algorithms.segments import (
+    Segments,
+    as_bool,
+    as_float,
+    on_mask,
+    require_known,
+    samples_of,
+)
 from hybridrl.errors import ConfigError
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import returns_to_go
 from hybridrl.algorithms.group_advantages import group_relative
-from hybridrl.algorithms.masking import as_float
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, as_float
 
 MIN_TEMPERATURE = 0.1
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hybridrl.algorithms.masking import on_mask, require_known
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, on_mask, require_known
 from hybridrl.algorithms.token_loss import TokenLoss
 
 DISTANCES = ("reverse", "forward")

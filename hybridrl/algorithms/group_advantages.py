@@ -10,10 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masked_statistics import whiten
-from hybridrl.algorithms.masking import as_float, on_mask, require_known
-from hybridrl.algorithms.row_groups import Groups
-from hybridrl.algorithms.segments import Segments, samples_of
+from hybridrl.algorithms.segments import (
+    Groups,
+    Segments,
+    as_float,
+    on_mask,
+    require_known,
+    samples_of,
+    whiten,
+)
 
 SCALES = ("std", "batch", "none")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masking import as_float, on_mask, require_known
+from hybridrl.algorithms.segments import as_float, on_mask, require_known
 from hybridrl.errors import ConfigError
 
 ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")

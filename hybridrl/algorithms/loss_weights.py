@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masking import on_mask, require_known
-from hybridrl.algorithms.segments import Segments, samples_of
+from hybridrl.algorithms.segments import Segments, on_mask, require_known, samples_of
 from hybridrl.errors import ConfigError
 
 MODES = (

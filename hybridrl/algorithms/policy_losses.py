@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masking import as_float, on_mask
+from hybridrl.algorithms.segments import as_float, on_mask
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.errors import ConfigError
 

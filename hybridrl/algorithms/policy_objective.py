@@ -10,9 +10,8 @@ from torch import Tensor
 
 from hybridrl.algorithms.corrections import importance_weights
 from hybridrl.algorithms.kl import IN_LOSS, kl
-from hybridrl.algorithms.masking import on_mask, require_known
 from hybridrl.algorithms.registry import accepted, policy_loss
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, on_mask, require_known
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.errors import ConfigError
 

@@ -14,8 +14,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.algorithms.masking import require_known
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.segments import Segments, require_known
 from hybridrl.algorithms.token_loss import TokenLoss
 
 PREFERENCE_LOSSES = ("sigmoid", "ipo")

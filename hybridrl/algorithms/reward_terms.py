@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.kl import kl
-from hybridrl.algorithms.masking import as_float, on_mask
-from hybridrl.algorithms.row_groups import Groups
-from hybridrl.algorithms.segments import Segments, samples_of
+from hybridrl.algorithms.segments import Groups, Segments, as_float, on_mask, samples_of
 from hybridrl.errors import ConfigError
 
 

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masking import as_bool, as_float, on_mask
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, nearest
+
+
+def as_float(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Brings tensors to one dtype: float32, or float64 if any of them has it."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    """The mask as bool; any non-zero entry counts as one."""
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
+def on_mask(x: Tensor, mask: Tensor | None) -> Tensor:
+    """x on the mask and exactly 0 off it, in value and in gradient. No mask leaves x as it is."""
+    return x if mask is None else torch.where(as_bool(mask), x, 0.0)
+
+
+def require_known(setting: str, value: str, known: Iterable[str]) -> None:
+    """Refuses a name that is not among the known ones, and suggests the nearest."""
+    names = list(known)
+    if value not in names:
+        listed = ", ".join(f"`{name}`" for name in names)
+        raise ConfigError(
+            f"`{setting}` is `{value}`, which is not known; expected one of {listed}."
+            + nearest(value, names)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,3 +142,114 @@ class Segments:
 def samples_of(mask: Tensor, segments: Segments | None) -> Segments:
     """The samples of a padded mask ``[rows, time]``, or of a packed one, with its segments."""
     return Segments.from_mask(mask) if segments is None else segments.within(mask)
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Rows by group; the group numbers may be any integers, in any order.
+
+    Attributes:
+        index: int64 ``[rows]``, the group of each row as a number from 0.
+        size: int64 ``[rows]``, the number of rows in the group of each row.
+        count: the number of groups.
+    """
+
+    index: Tensor
+    size: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, groups: Tensor) -> Groups:
+        _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
+        return cls(index, sizes[index], sizes.numel())
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over the group of each row, ``[rows]``."""
+        totals = torch.zeros(self.count, dtype=x.dtype, device=x.device)
+        return totals.index_add(0, self.index, x)[self.index]
+
+    def max(self, x: Tensor) -> Tensor:
+        """The largest value in the group of each row, ``[rows]``."""
+        highest = torch.empty(self.count, dtype=x.dtype, device=x.device)
+        highest = highest.scatter_reduce(0, self.index, x, "amax", include_self=False)
+        return highest[self.index]
+
+    def min(self, x: Tensor) -> Tensor:
+        """The smallest value in the group of each row, ``[rows]``."""
+        return -self.max(-x)
+
+    def anchored(self, scores: Tensor) -> Tensor:
+        """Scores above the lowest of their group.
+
+        Every group-relative estimator ignores a shift of the whole group, and taking it out
+        first makes a group of equal scores exactly 0. Without it the rounding of the mean
+        (5e-7 for a score of 5) would be divided by a standard deviation of the same size.
+        """
+        (scores,) = as_float(scores)
+        return scores - self.min(scores)
+
+    def centred(self, scores: Tensor) -> Tensor:
+        """Scores minus the mean of their group; exactly 0 where a group's scores are equal."""
+        anchored = self.anchored(scores)
+        return anchored - self.sum(anchored) / self.size
+
+    def std(self, scores: Tensor) -> Tensor:
+        """The unbiased standard deviation of the group of each row; 0 for a group of one."""
+        squares = self.sum(self.centred(scores).square())
+        return (squares / (self.size - 1).clamp(min=1)).sqrt()
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """The mean of x over the mask, a scalar; 0 for an empty mask.
+
+    x, mask: one shape, any number of dimensions. Differentiable in x.
+    """
+    (x,) = as_float(x)
+    mask = as_bool(mask)
+    return on_mask(x, mask).sum() / mask.sum().clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """The variance of x over the mask, a scalar; 0 when the mask has fewer than two ones.
+
+    Divides by n - 1 (by n when not ``unbiased``).
+    """
+    mask = as_bool(mask)
+    centred = _centre(x, mask)
+    count = mask.sum()
+    return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the mask, 0 off it; the mean is added back when
+    ``shift_mean`` is false.
+
+    A mask with fewer than two ones gives 0 everywhere: there is no spread to measure.
+    """
+    mask = as_bool(mask)
+    whitened = _centre(x, mask) / (masked_var(x, mask) + 1e-8).sqrt()
+    if not shift_mean:
+        whitened = whitened + masked_mean(x, mask)
+    return on_mask(whitened, mask & (mask.sum() >= 2))
+
+
+def divide_by_std(x: Tensor, mask: Tensor) -> Tensor:
+    """x / standard deviation over the mask, 0 off it: the sign of the mean is kept, and the unit of
+    x does not matter.
+
+    Where the mean is more than ten standard deviations it is divided to be ten: of values that are
+    all alike the deviation is only their rounding.
+    """
+    (x,) = as_float(x)
+    std, mean = masked_var(x, mask).sqrt(), masked_mean(x, mask)
+    divisor = torch.maximum(std, mean.abs() / 10.0)
+    return on_mask(x, mask) / torch.where(divisor > 0, divisor, 1.0)
+
+
+def _centre(x: Tensor, mask: Tensor) -> Tensor:
+    """x minus its mean, 0 off the mask."""
+    (x,) = as_float(x)
+    centred = on_mask(on_mask(x, mask) - masked_mean(x, mask), mask)
+    # The first mean is off by a rounding of x itself, which whitening a constant would blow up
+    # by 1e4. The mean of what is left over is small, and so is its rounding.
+    return on_mask(centred - masked_mean(centred, mask), mask)

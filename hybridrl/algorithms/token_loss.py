@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.masking import as_float, on_mask
+from hybridrl.algorithms.segments import as_float, on_mask
 
 
 class TokenLoss(NamedTuple):

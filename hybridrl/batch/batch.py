@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
+from torch import Tensor
 
 from hybridrl.batch.arrow_columns import (
     Ragged,
@@ -321,3 +322,22 @@ def row_numbers(rows: RowNumbers, count: int | None) -> npt.NDArray[np.int64]:
 def _numbers(values: Sequence[int]) -> str:
     shown = ", ".join(map(str, values[:5]))
     return shown if len(values) <= 5 else f"{shown}, ..."
+
+
+OUTCOMES = "outcomes"
+"""The column of scores without the rewards of steps."""
+
+
+def outcomes_of(batch: Batch) -> Tensor:
+    """The outcome of each sample, NaN where it was dropped: its score without rewards of steps,
+    lengths or shaping. Where a worker of the user's gives scores only, these."""
+    found: Tensor = batch[OUTCOMES if OUTCOMES in batch else "scores"]
+    return found
+
+
+def is_right(outcomes: float | Tensor | npt.NDArray[Any], correct_at: float) -> Any:
+    """Whether outcomes are `correct_at` or more, of the same shape; NaN is not.
+
+    Outcomes have 32 bits, in which 0.7 is a little less than Python's 0.7: so has the bound.
+    """
+    return outcomes >= float(np.float32(correct_at))

@@ -17,9 +17,8 @@ from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, o
 from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import whole
+from hybridrl.layout.boxes import local_pieces, whole
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import local_pieces
 from hybridrl.system.bounded_files import load_json, load_object, read_text
 from hybridrl.system.dtypes import DTYPES, with_dtype
 from hybridrl.system.locations import Location, write_whole

@@ -1,9 +1,8 @@
 """The single controller: groups of workers, called like objects; handles instead of data."""
 
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.executor import Executor
-from hybridrl.controller.expected_columns import any_column
-from hybridrl.controller.inline_executor import InlineExecutor
+from hybridrl.controller.executor import Executor, InlineExecutor
+from hybridrl.controller.shards import any_column
 from hybridrl.controller.transfer_protocol import (
     DP,
     FIRST,

@@ -17,11 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch, row_numbers
-from hybridrl.controller.expected_columns import Columns, Wanted
-from hybridrl.controller.kept import choose, concat, join
 from hybridrl.controller.row_selection import Part, Repeat, Take
-from hybridrl.controller.shards import Rows
-from hybridrl.controller.table_expression import Choose, Node, Table
+from hybridrl.controller.shards import Columns, Rows, Wanted
+from hybridrl.controller.table_expression import Choose, Node, Table, choose, concat, join
 from hybridrl.errors import DataError, nearest
 
 if TYPE_CHECKING:

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
 from hybridrl.controller.batch_ref import BatchRef, name_of
-from hybridrl.controller.expected_columns import UNKNOWN, Columns
 from hybridrl.controller.group_call import Apply, Build, Call, Invoke, RankPart, Request, Result
-from hybridrl.controller.shards import ShardInfo
+from hybridrl.controller.shards import UNKNOWN, Columns, ShardInfo
 from hybridrl.controller.table_expression import Table
 from hybridrl.controller.worker import Context
+from hybridrl.controller.worker_host import Host
 from hybridrl.errors import ConfigError, DataError, WorkerError
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import Cluster, Device, choose_devices
 
 MOST_RECORDS = 50_000
 """Records are kept until they are taken, but no more than the newest so many."""
@@ -230,3 +231,34 @@ def warn_of_unfinished(pending: Mapping[int, Call]) -> None:
             "`with Job(...) as job:`, whose end waits for them.",
             *(len(pending), names),
         )
+
+
+class InlineExecutor(Executor):
+    """Runs every call at once, where it is made. Exceptions of workers reach the driver as they
+    are."""
+
+    def __init__(self, devices: str = "auto", run_directory: Path | None = None) -> None:
+        super().__init__()
+        kind, _ = choose_devices(devices, 1, torch.accelerator.device_count(), 1)
+        self.cluster = Cluster([Device(kind, "localhost", 0)])
+        self.run_directory = run_directory
+        self._host = Host(raises=True, redirects=False)
+
+    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+        batch, reply = self._host.run(request, call.parts[0])
+        call.replies[0] = reply
+        self._finished(call)
+        return batch
+
+    def _store(self, batch: Batch, info: ShardInfo) -> Batch:
+        return batch
+
+    def fetch(self, result: Result, index: int) -> Batch:
+        return result.data
+
+    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
+        return True  # every call is done when it returns
+
+    def close(self) -> None:
+        self.takes_calls = False
+        self._host.close()

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
-from hybridrl.controller.expected_columns import UNKNOWN, Columns
-from hybridrl.controller.shards import ShardInfo, Shards
+from hybridrl.controller.shards import UNKNOWN, Columns, ShardInfo, Shards
 from hybridrl.errors import WorkerError
 
 if TYPE_CHECKING:

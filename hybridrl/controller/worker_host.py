@@ -22,7 +22,6 @@ from typing import Any
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
 from hybridrl.controller.batch_ref import BatchRef, name_of
-from hybridrl.controller.expected_columns import Columns
 from hybridrl.controller.fault_injection import PlannedFaults
 from hybridrl.controller.group_call import (
     Apply,
@@ -36,7 +35,7 @@ from hybridrl.controller.group_call import (
 )
 from hybridrl.controller.host_health import Snapshot, Status, take_snapshot
 from hybridrl.controller.row_selection import Part
-from hybridrl.controller.shards import Rows, ShardInfo, count_tokens
+from hybridrl.controller.shards import Columns, Rows, ShardInfo, count_tokens
 from hybridrl.controller.transfer_protocol import PartialTable, Transfer
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.errors import DataError, HybridRLError

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.batch import Batch
+from hybridrl.batch.call_record import COLUMN, GRADIENT, LOSS, WEIGHT, Fault
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.tensor_parallel import Cut
+from hybridrl.system.device_traits import SideStream
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -49,3 +60,193 @@ def rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
     progress = min(1.0, (step - config.warmup_steps) / span)
     fall = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.min_ratio + (1 - config.min_ratio) * fall
+
+
+class Gradients:
+    """Gradients after a backward.
+
+    Args:
+        model: Its parameters are sharded over `mesh.fsdp`.
+        mesh: The ranks that train it.
+        copies: By parameter, how many places of the mesh, beside FSDP's, hold the same elements;
+            those not named: one.
+        partial: Parameters whose gradient is to be summed over the tensor-parallel ranks that hold
+            the same elements, each with its cut; None where all hold all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        copies: dict[nn.Parameter, int],
+        partial: list[tuple[nn.Parameter, Cut | None]],
+    ) -> None:
+        self._mesh = mesh
+        self._partial = partial
+        self._by_copies: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for parameter in model.parameters():
+            self._by_copies[copies.get(parameter, 1) * mesh.copies].append(parameter)
+
+    def finish(self) -> None:
+        """Sums what ranks with the same elements have each a part of."""
+        group, index = self._mesh.group("tp"), self._mesh.index("tp")
+        for parameter, cut in self._partial:
+            if parameter.grad is None:
+                continue
+            local = _local(parameter.grad)
+            parts = [()] if cut is None else sorted(set(cut.bounds))
+            mine = 0 if cut is None else parts.index(cut.bounds[index])
+            # All parts side by side: the ranks of each need no group of their own.
+            sums = local.new_zeros(len(parts), *local.shape)
+            sums[mine] = local
+            dist.all_reduce(sums, group=group)
+            local.copy_(sums[mine])
+
+    def norm(self) -> float:
+        """The norm of the whole gradient; the same on every rank. Every element counts once,
+        however many ranks hold it."""
+        total = torch.zeros((), dtype=torch.float64)
+        for copies, parameters in self._by_copies.items():
+            gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+            if gradients:
+                total += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2 / copies
+        if (group := self._mesh.group()) is not None:
+            dist.all_reduce(total, group=group)
+        return float(total.sqrt())
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all of them."""
+        for parameters in self._by_copies.values():
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    _local(parameter.grad).mul_(factor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
+    """Of the rows that this rank learned from, or else of their loss.
+
+    Args:
+        loss: Of this rank's rows.
+    """
+    mask = batch["response_mask"].values.bool() if "response_mask" in batch else None
+    for name in batch.columns:
+        values = batch[name]
+        is_ragged = isinstance(values, Ragged)
+        numbers = values.values if is_ragged else values
+        if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
+            continue
+        wrong = ~torch.isfinite(numbers)
+        if is_ragged and mask is not None and len(mask) == len(wrong):
+            wrong &= mask  # what is not learned from may be anything
+        if wrong.any():
+            place = int(wrong.nonzero()[0])
+            if is_ragged:
+                place = int(torch.searchsorted(values.cu_seqlens, place, right=True)) - 1
+            return Fault(COLUMN, f"the column `{name}`, row {place} of its {len(batch)}")
+    return None if math.isfinite(loss) else Fault(LOSS, "its loss")
+
+
+def fault_of_model(model: nn.Module) -> Fault | None:
+    """Of the first parameter of those that this rank holds, or else of the first gradient."""
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter):
+            return Fault(WEIGHT, f"the weight `{name}` itself")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not _is_finite(parameter.grad):
+            return Fault(GRADIENT, f"the gradient of `{name}`")
+    return None
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return bool(torch.isfinite(local).all())
+
+
+class RestingMoments:
+    """Steps an optimizer part by part. The moments of the next part come while one is stepped, so
+    the device never holds those of more than two as they are used.
+
+    Args:
+        optimizer: Of `parts`; what it remembers may lie anywhere before the first step.
+        parts: Parameters that are stepped together.
+        device: Where they are.
+        place: Where moments rest.
+        dtype: In what precision.
+
+    Attributes:
+        brought: Tensors that have been made ready for use so far.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Sequence[Sequence[nn.Parameter]],
+        device: torch.device,
+        place: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parts = [set(part) for part in parts if part]
+        self._device, self._place, self._dtype = device, place, dtype
+        self._stream = SideStream(device)
+        self.brought = 0
+
+    def step(self) -> None:
+        """One step of all parts; their moments rest when it returns."""
+        with self._stream:
+            self._bring(0)
+        for number, part in enumerate(self._parts):
+            self._stream.join()
+            with self._stream:
+                self._bring(number + 1)
+            with self._only(part):
+                self._optimizer.step()
+            self._stream.wait_for_current()
+            with self._stream:
+                self._put_away(part)
+        self._stream.finish()
+
+    def put_away(self) -> None:
+        """Brings to rest what does not yet."""
+        self._stream.wait_for_current()
+        with self._stream:
+            for part in self._parts:
+                self._put_away(part)
+        self._stream.finish()
+
+    def _bring(self, number: int) -> None:
+        for part in self._parts[number : number + 1]:
+            for state, name, value in self._moments(part):
+                state[name] = value.to(self._device, torch.float32, non_blocking=True)
+                self.brought += 1
+
+    def _put_away(self, part: set[nn.Parameter]) -> None:
+        for state, name, value in self._moments(part):
+            # The host's memory is pinned, because the copy does not block.
+            state[name] = value.to(self._place, self._dtype, non_blocking=True)
+            self._stream.reads(value.to_local() if isinstance(value, DTensor) else value)
+
+    def _moments(self, part: set[nn.Parameter]) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
+        for parameter in part:
+            state = self._optimizer.state.get(parameter, {})
+            for name, value in list(state.items()):
+                if isinstance(value, Tensor) and value.ndim:
+                    yield state, name, value
+
+    @contextmanager
+    def _only(self, part: set[nn.Parameter]) -> Iterator[None]:
+        """Inside, the optimizer knows no other parameters."""
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [
+            {**group, "params": mine}
+            for group in groups
+            if (mine := [p for p in group["params"] if p in part])
+        ]
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = groups

@@ -16,8 +16,9 @@ from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.checkpoint.tensors.write_errors import agreed, explained
 from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.compiled_layers import compile_layers
-from hybridrl.engine.whole_parameters import whole_parameters
+from hybridrl.layout.boxes import local_pieces, whole
 from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.transfer_planner import plan
 from hybridrl.models import PackedModel
 from hybridrl.models.activation_checkpointing import set_checkpointing
 from hybridrl.models.lora import adapter_names, has_adapters, merged
@@ -30,6 +31,8 @@ from hybridrl.parallel.parameter_layout import training_layout
 from hybridrl.parallel.training_pipeline import Pipeline
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
+from hybridrl.weights.collective_reshard import reshard
+from hybridrl.weights.weight_transport import into
 
 
 class ShardedModel:
@@ -251,3 +254,24 @@ class ShardedModel:
         computation, which hide the parameters that are trained."""
         for unit in units(self.model):
             unit.reshard()
+
+
+def whole_parameters(
+    layout: Layout, parts: Mapping[str, Tensor], mesh: ParallelMesh
+) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter whole on every rank, in the precision of the parts, one at a time.
+    Collective.
+
+    Args:
+        layout: Of all ranks of `mesh`, more than one.
+        parts: What this rank holds, by name.
+    """
+    dtype = next(iter(parts.values())).dtype
+    for name, shape in layout.shapes.items():
+        everything = {name: local_pieces(name, whole(shape))}
+        target = Layout({name: shape}, dict.fromkeys(layout.pieces, everything))
+        steps = plan(layout.renamed({name: name}), target, mesh.place)
+        tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
+        write = into({name: tensor})
+        reshard(steps, parts.__getitem__, write, dtype, mesh.device, mesh.group())
+        yield name, tensor

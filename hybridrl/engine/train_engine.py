@@ -21,13 +21,15 @@ from hybridrl.batch.call_record import Fault
 from hybridrl.batch.row_balancing import pack
 from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.engine.faults import fault_of_batch, fault_of_model
-from hybridrl.engine.micro_batches import token_columns, token_places
-from hybridrl.engine.optimizer import make_optimizer
-from hybridrl.engine.resting_moments import RestingMoments
-from hybridrl.engine.sharded_gradients import Gradients
+from hybridrl.engine.micro_batches import UpdateMetrics, token_columns, token_places
+from hybridrl.engine.optimizer import (
+    Gradients,
+    RestingMoments,
+    fault_of_batch,
+    fault_of_model,
+    make_optimizer,
+)
 from hybridrl.engine.sharded_model import ShardedModel
-from hybridrl.engine.update_metrics import UpdateMetrics
 from hybridrl.errors import TrainingError
 from hybridrl.models import PackedModel, PackedSamples, Rows
 from hybridrl.models.expert_routing import Routing, balance_of, figures

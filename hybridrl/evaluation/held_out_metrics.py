@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.batch.batch import Batch
-from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.batch.batch import OUTCOMES, Batch, is_right, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.data.mixture import COLUMN, source_names

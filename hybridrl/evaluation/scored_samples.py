@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from hybridrl.batch.batch import MASKS, Batch, sampled_tokens
-from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.evaluation.answer_extraction import Extract
 from hybridrl.rollout import Sampling

@@ -8,14 +8,23 @@ layouts, executed by another transport. Nothing here touches a tensor; all sizes
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.errors import LayoutError
-from hybridrl.layout.boxes import Box, volume
-from hybridrl.layout.tensor_pieces import OfRank, Part, Piece, PieceTable, Place
+from hybridrl.layout.boxes import (
+    Box,
+    OfRank,
+    Part,
+    Piece,
+    PieceTable,
+    Place,
+    disjoint,
+    subtract_all,
+    volume,
+)
 
 
 class Move(NamedTuple):
@@ -214,3 +223,36 @@ def _move(read: Any) -> Move:
     name, box, sender, receivers, source, target = read
     places = [Place(tensor, tuple(start)) for tensor, start in (source, target)]
     return Move(name, _box(box), sender, tuple(receivers), places[0], places[1])
+
+
+_NOTHING: OfRank = {}
+
+
+def peak(*layouts: Layout) -> dict[int, int]:
+    """Elements on each rank that has all these layouts at once, sharing what they have in common:
+    the peak of a change from one to another, without its buffers. Of one layout: what it holds."""
+    ranks = sorted({rank for layout in layouts for rank in layout.pieces})
+    return {rank: _count(layout.pieces.get(rank, _NOTHING) for layout in layouts) for rank in ranks}
+
+
+def redundant(source: Layout, target: Layout) -> dict[int, int]:
+    """Elements on each rank of the source layout that are no part of what the target layout keeps
+    there: what it costs to hold the first beside the second."""
+    found = {}
+    for rank, here in source.pieces.items():
+        kept = target.pieces.get(rank, _NOTHING)
+        found[rank] = sum(
+            volume(part)
+            for name, pieces in here.items()
+            for box in disjoint(piece.box for piece in pieces)
+            for part in subtract_all(box, [piece.box for piece in kept.get(name, ())])
+        )
+    return found
+
+
+def _count(together: Iterable[OfRank]) -> int:
+    boxes: defaultdict[str, list[Box]] = defaultdict(list)
+    for of_rank in together:
+        for name, pieces in of_rank.items():
+            boxes[name] += [piece.box for piece in pieces]
+    return sum(volume(box) for of_name in boxes.values() for box in disjoint(of_name))

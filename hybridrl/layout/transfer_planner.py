@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.errors import LayoutError
-from hybridrl.layout.boxes import Box, subtract_all, volume
+from hybridrl.layout.boxes import Box, OfRank, Piece, Place, subtract_all, volume
 from hybridrl.layout.cells import Cell, find_cells
 from hybridrl.layout.tensor_layout import Layout, Move, Plan, check_shape
-from hybridrl.layout.tensor_pieces import OfRank, Piece, Place
 
 
 def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:

@@ -26,9 +26,17 @@ from transformers.core_model_loading import (
 
 from hybridrl.checkpoint.tensors.file_plan import MODEL
 from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles, TensorInFiles
-from hybridrl.layout.boxes import Box, intersection, relative, volume, whole
+from hybridrl.layout.boxes import (
+    Box,
+    Part,
+    Piece,
+    PieceTable,
+    intersection,
+    relative,
+    volume,
+    whole,
+)
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import Part, Piece, PieceTable
 from hybridrl.layout.tensor_views import storage, view_box
 from hybridrl.models.lora import adapter_names, has_adapters
 

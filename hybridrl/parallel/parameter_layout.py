@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hybridrl.layout.boxes import chunk_range, volume, whole
+from hybridrl.layout.boxes import Piece, PieceTable, chunk_range, local_pieces, volume, whole
 from hybridrl.layout.tensor_layout import Layout, join
-from hybridrl.layout.tensor_pieces import Piece, PieceTable, local_pieces
+from hybridrl.parallel.collectives import all_values
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.tensor_parallel import Cut
-from hybridrl.parallel.values import all_values
 
 _Held = tuple[Piece, ...]
 

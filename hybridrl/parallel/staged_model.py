@@ -15,7 +15,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.models import PackedModel, PackedSamples
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.lora import has_adapters
-from hybridrl.parallel.stages import check_stages, split_layers
+from hybridrl.parallel.pipeline_schedule import check_stages, split_layers
 
 PARTS = ("embed_tokens", "layers", "norm")
 """What a decoder consists of, by the names that Qwen2, Qwen3, Llama and Mistral have for it."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller.expected_columns import Columns
 from hybridrl.controller.group_call import UpstreamError
-from hybridrl.controller.shards import Rows, ShardInfo, Shards
+from hybridrl.controller.shards import Columns, Rows, ShardInfo, Shards
 from hybridrl.ray_backend.call_messages import unseal
 from hybridrl.ray_backend.ray_import import ray
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridrl.layout.boxes import Box, intersection, volume
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Box, Piece, intersection, volume
 from hybridrl.layout.tensor_views import storage, view_box
 from hybridrl.rollout.weight_writer import place_of
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.layout.boxes import whole
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Piece, whole
 from hybridrl.models import load_config, load_tokenizer
 from hybridrl.models.language_model import read_language_model
 from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds

@@ -38,7 +38,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Piece
 from hybridrl.quantization.rounded_matrix import dequantise, quantise
 from hybridrl.rollout import vllm_quantization
 from hybridrl.rollout.loader_probe import NotProbedError, probe, remember_parameters, zero_twin

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.layout.boxes import Box, extent, volume
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Box, Piece, extent, volume
 
 Pieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""

@@ -10,8 +10,8 @@ from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.batch.call_record import Record
 from hybridrl.batch.turn import FAILURES
 from hybridrl.console.phase_colors import phase_shares
-from hybridrl.trainers.kl_coefficient import mean_of_updates
-from hybridrl.trainers.source_figures import scored_figures
+from hybridrl.trainers.data_feed import scored_figures
+from hybridrl.trainers.policy_trainer import mean_of_updates
 
 UPDATE = {
     "loss": "policy/loss",

@@ -15,8 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.batch.batch import Batch
-from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.batch.batch import OUTCOMES, Batch, is_right, outcomes_of
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, ExpertConfig
 from hybridrl.controller import BatchRef

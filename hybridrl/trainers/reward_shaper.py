@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import shorter_reward
-from hybridrl.batch.batch import MASKS, Batch, sampled_tokens
-from hybridrl.batch.outcomes import OUTCOMES, is_right, outcomes_of
+from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
 from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.controller import BatchRef
 

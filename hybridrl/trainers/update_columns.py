@@ -21,23 +21,24 @@ from hybridrl.algorithms import (
     token_weights,
     whiten,
 )
-from hybridrl.algorithms.masking import on_mask
 from hybridrl.algorithms.registry import WITHIN_GROUPS, accepted, advantage_estimator, takes
+from hybridrl.algorithms.segments import on_mask
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.credited_samples import (
+    COMPARED,
     Samples,
     by_turns,
     edges,
     firsts,
     sample_scores,
     samples_of,
+    step_advantages,
     token_kl,
     token_rewards,
     without,
 )
-from hybridrl.trainers.step_credit import COMPARED, step_advantages
 
 GROUP_COLUMNS = ("scores", "group_id", "response_mask")
 TOKEN_COLUMNS = ("scores", "response_mask")

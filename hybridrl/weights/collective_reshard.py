@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridrl.layout.boxes import volume
 from hybridrl.layout.tensor_layout import Move, Plan
 from hybridrl.system.device_traits import message_bytes
-from hybridrl.weights.transfer_rounds import (
+from hybridrl.weights.parcel_transfer import (
     Load,
     Stream,
     loads_of,

@@ -20,7 +20,7 @@ from hybridrl.errors import LayoutError, RolloutError
 from hybridrl.layout.boxes import volume
 from hybridrl.layout.tensor_layout import Move, Plan
 from hybridrl.system.device_traits import message_bytes, synchronize
-from hybridrl.weights.transfer_rounds import (
+from hybridrl.weights.parcel_transfer import (
     Load,
     loads_of,
     parts_of,

@@ -12,15 +12,14 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.footprint import peak, redundant
-from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.tensor_layout import Layout, peak, redundant
 from hybridrl.layout.transfer_planner import plan
-from hybridrl.parallel.values import all_values
+from hybridrl.parallel.collectives import all_values
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.weight_writer import WeightWriter
 from hybridrl.weights.collective_reshard import Reshard
 from hybridrl.weights.encoded_reshard import CodedReshard, CodedTraffic
-from hybridrl.weights.in_process import reshard_in_process
+from hybridrl.weights.parcel_transfer import reshard_in_process
 from hybridrl.weights.weight_message import FULL
 from hybridrl.weights.weight_transport import Read, Traffic
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.layout.boxes import Box, extent, volume, windows
+from hybridrl.layout.boxes import Box, Place, extent, volume, windows
 from hybridrl.layout.tensor_layout import Move
-from hybridrl.layout.tensor_pieces import Place
 
 Read = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""

@@ -61,8 +61,8 @@ from hybridrl.workers.generation import (
     report_samples,
     report_sync,
 )
+from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.rollout_engines import build_rollout, setup_of, trained_weights
-from hybridrl.workers.trained_model import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, policy_engine
 
 

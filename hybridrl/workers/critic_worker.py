@@ -13,7 +13,7 @@ from hybridrl.controller import THREE_D, UPDATE, Context, transfer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.system.device_traits import synchronize
 from hybridrl.workers.generation import LEARNED, SAMPLE
-from hybridrl.workers.trained_model import TrainedModelWorker
+from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, scalar_engine
 
 

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hybridrl.controller import Worker
+from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
+from hybridrl.checkpoint.tensors.rank_manifest import Saved
+from hybridrl.controller import ONE_TO_ALL, Context, Worker, transfer
+from hybridrl.models import load_tokenizer, stored_dtype
 from hybridrl.parallel import process_group
+from hybridrl.system.dtypes import DTYPES
+from hybridrl.system.locations import location_of
+from hybridrl.workers.training_engines import ModelSource
 
 if TYPE_CHECKING:
     from hybridrl.engine.train_engine import TrainEngine
@@ -48,3 +57,75 @@ class ModelWorker(Worker):
     def make_room(self) -> None:
         if (engine := self.model_engine) is not None:
             engine.offload()
+
+
+class TrainedModelWorker(ModelWorker):
+    """Has an engine that trains.
+
+    Args:
+        source: The model.
+    """
+
+    def __init__(self, context: Context, source: ModelSource) -> None:
+        super().__init__(context)
+        self._source = source
+
+    @property
+    def model_engine(self) -> TrainEngine:
+        raise NotImplementedError
+
+    def counters(self) -> dict[str, int]:
+        """What `load_training_state` is to give back."""
+        return {}
+
+    def beside(self) -> dict[str, Mapping[str, Any]]:
+        """Further JSON files of the state, by name."""
+        return {}
+
+    @transfer(ONE_TO_ALL)
+    def load_weights(self, folder: str) -> None:
+        """Takes the weights of a model folder, those that this model has too."""
+        self.model_engine.load(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def save_model(self, folder: str, dtype: str | None = None) -> None:
+        """Writes model and tokenizer as a Hugging Face folder; None: in the precision that
+        `model.save_dtype` says."""
+        dtype = dtype or self._source.save_dtype or stored_dtype(self._source.path)
+        self.model_engine.save(Path(folder), DTYPES[dtype], self._source.file_bytes)
+        if self.context.rank == 0:
+            self._write_tokenizer(Path(folder))
+
+    @transfer(ONE_TO_ALL)
+    def save_state(self, folder: str) -> None:
+        """Writes weights, optimizer and counters, for `load_state` on any number of ranks. The
+        folder must hold no state yet."""
+        self._saver.save(location_of(folder), self.counters(), self.beside())
+
+    @transfer(ONE_TO_ALL)
+    def start_saving(self, folder: str, copy: str | None = None) -> None:
+        """As `save_state`, but returns when a copy is made, which is written meanwhile, also to a
+        second folder if that can be done; after what was begun before."""
+        second = None if copy is None else location_of(copy)
+        self._saver.start(location_of(folder), self.counters(), self.beside(), second)
+
+    @transfer(ONE_TO_ALL)
+    def finish_saving(self, wait: bool = True) -> Saved | None:
+        """What `start_saving` has written: bytes and seconds; None while it is under way, unless it
+        is to be waited for."""
+        return self._saver.finish(wait)
+
+    @transfer(ONE_TO_ALL)
+    def load_state(self, folder: str) -> None:
+        """Goes on where the worker that was saved stopped."""
+        load_training_state(self.model_engine, location_of(folder))
+
+    def close(self) -> None:
+        self._saver.close()
+
+    @cached_property
+    def _saver(self) -> StateSaver:
+        return StateSaver(self.model_engine, self._write_tokenizer, self._source.file_bytes)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        load_tokenizer(self._source.tokenizer).save_pretrained(folder)

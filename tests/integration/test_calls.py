@@ -354,10 +354,9 @@ def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
 def test_a_rank_of_many_fetches_little(monkeypatch):
     """What an update of a GRPO step fetches on one rank of 256: not the replies of all ranks."""
     from hybridrl.batch.call_record import Record
-    from hybridrl.controller.expected_columns import Columns
     from hybridrl.controller.group_call import Reply
     from hybridrl.controller.row_selection import Part
-    from hybridrl.controller.shards import ShardInfo
+    from hybridrl.controller.shards import Columns, ShardInfo
     from hybridrl.controller.table_expression import Table
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
@@ -411,9 +410,8 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
 def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
     """Unless the hosts of this node would together fetch more than the shard."""
     from hybridrl.batch.call_record import Record
-    from hybridrl.controller.expected_columns import UNKNOWN
     from hybridrl.controller.group_call import Reply
-    from hybridrl.controller.shards import ShardInfo
+    from hybridrl.controller.shards import UNKNOWN, ShardInfo
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
 

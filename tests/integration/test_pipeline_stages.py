@@ -23,8 +23,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import NAME
+from hybridrl.parallel.pipeline_schedule import check_stages, split_layers
 from hybridrl.parallel.staged_model import StagedModel
-from hybridrl.parallel.stages import check_stages, split_layers
 
 LAYERS = 5
 SHAPE = {

@@ -9,10 +9,10 @@ from layout_cases import cut, empty_tensors, local, numbered
 from ranks import run_ranks
 from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanilla
 
+from hybridrl.layout.boxes import Piece
 from hybridrl.layout.hybrid_mesh import HybridMesh
-from hybridrl.layout.tensor_pieces import Piece
 from hybridrl.weights.collective_reshard import Reshard, reshard
-from hybridrl.weights.transfer_rounds import count
+from hybridrl.weights.parcel_transfer import count
 from hybridrl.weights.weight_transport import Traffic, into
 
 WORLD = 8

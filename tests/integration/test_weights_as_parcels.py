@@ -10,12 +10,10 @@ from ranks import run_ranks
 from weight_transitions import even_range
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller.expected_columns import UNKNOWN
-from hybridrl.controller.shards import ShardInfo, Shards
+from hybridrl.controller.shards import UNKNOWN, ShardInfo, Shards
 from hybridrl.controller.table_expression import Table
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.boxes import extent, whole
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Piece, extent, whole
 from hybridrl.models import CausalPolicy
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.rollout.rollout_engine import BatchedEngine

@@ -13,9 +13,8 @@ from hybridrl.checkpoint.tensors.rank_manifest import Written, damage, lacking, 
 from hybridrl.checkpoint.tensors.remote_files import open_tensors, write_apart
 from hybridrl.checkpoint.tensors.tensor_writer import headers_of, values_of
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import extent, whole
+from hybridrl.layout.boxes import extent, local_pieces, whole
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import local_pieces
 from hybridrl.system.locations import location_of, sizes_below, write_whole
 
 

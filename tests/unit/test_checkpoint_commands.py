@@ -19,9 +19,8 @@ from hybridrl.checkpoint.tensors.tensor_writer import (
     written_box,
 )
 from hybridrl.cli import main
-from hybridrl.layout.boxes import whole
+from hybridrl.layout.boxes import local_pieces, whole
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import local_pieces
 from hybridrl.run_files.run_reader import open_run
 from hybridrl.system.locations import location_of, write_whole
 

@@ -6,8 +6,7 @@ import pytest
 
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.rewards.rubrics import load_rubric, read_rubric, rubric_of, share_met
-from hybridrl.workers.judge_texts import read_grade, read_ranking
-from hybridrl.workers.llm_judge import PATTERNS
+from hybridrl.workers.llm_judge import PATTERNS, read_grade, read_ranking
 
 
 def ranking(text, answers):

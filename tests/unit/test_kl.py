@@ -14,7 +14,7 @@ from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.config.setting_types import wrong_values
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer
-from hybridrl.trainers.kl_coefficient import KLCoefficient, notices_of_kl
+from hybridrl.trainers.policy_trainer import KLCoefficient, notices_of_kl
 
 FORMULAS = {
     "k1": lambda x: x,

@@ -23,9 +23,8 @@ from weight_transitions import even_range, flat_pieces, shard_box
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout import boxes
-from hybridrl.layout.footprint import peak, redundant
-from hybridrl.layout.tensor_layout import Layout, Plan, join
-from hybridrl.layout.tensor_pieces import Part, Piece, PieceTable, Place, local_pieces
+from hybridrl.layout.boxes import Part, Piece, PieceTable, Place, local_pieces
+from hybridrl.layout.tensor_layout import Layout, Plan, join, peak, redundant
 from hybridrl.layout.transfer_planner import plan
 
 

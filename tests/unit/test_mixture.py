@@ -14,7 +14,7 @@ from hybridrl.data.mixture import Proportions, load_sources, rewards_of, source_
 from hybridrl.data.row_schedule import MixedDeck
 from hybridrl.errors import ConfigError, DataError, RewardError
 from hybridrl.rewards.source_rewards import SourcePools, settings_by_source
-from hybridrl.trainers.source_figures import SourceFigures, scored_figures
+from hybridrl.trainers.data_feed import SourceFigures, scored_figures
 
 MIXED = ("data=mixture", "data.sources.a.path=a.jsonl", "data.sources.a.weight=3")
 MIXED += ("data.sources.b.task=reasoning_gym", "data.sources.b.tasks=[gcd]")

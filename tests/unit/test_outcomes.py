@@ -8,9 +8,8 @@ import pytest
 import torch
 from settings import configured
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.batch import Batch, is_right, outcomes_of
 from hybridrl.batch.call_record import Record
-from hybridrl.batch.outcomes import is_right, outcomes_of
 from hybridrl.config.schema import RewardConfig
 from hybridrl.data.samplers.difficulty_sampler import Difficulty
 from hybridrl.data.samplers.pass_rate_sampler import PassRate

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
 
 from hybridrl.errors import ConfigError, LayoutError
-from hybridrl.layout.boxes import extent, volume
+from hybridrl.layout.boxes import Place, extent, local_pieces, volume
 from hybridrl.layout.tensor_layout import Layout, Move
-from hybridrl.layout.tensor_pieces import Place, local_pieces
 from hybridrl.layout.transfer_planner import plan
-from hybridrl.weights.in_process import reshard_in_process
-from hybridrl.weights.parcel_transfer import Receiver, Sender
-from hybridrl.weights.transfer_rounds import (
+from hybridrl.weights.parcel_transfer import (
+    Receiver,
     Schedule,
+    Sender,
     busiest,
     count,
     loads_of,
     parts_of,
+    reshard_in_process,
     schedule,
     streams_of,
 )

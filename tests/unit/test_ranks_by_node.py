@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.parallel.nodes import ranks_by_node
+from hybridrl.parallel.gradient_reduction import ranks_by_node
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from settings import configured
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
+from hybridrl.trainers.grpo import Replay
 from hybridrl.trainers.objectives import is_off_policy
-from hybridrl.trainers.replay_buffer import Replay
 
 
 class Ref(SimpleNamespace):

@@ -7,7 +7,7 @@ import torch
 from engine_cases import CPU, make_model
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Piece
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.transformers_engine import TransformersRollout
 from hybridrl.rollout.weight_writer import Form, WeightWriter, differences

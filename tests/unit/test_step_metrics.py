@@ -10,8 +10,8 @@ from hybridrl.batch.batch import Batch, sampled_tokens
 from hybridrl.batch.call_record import Record
 from hybridrl.config.schema import RewardConfig
 from hybridrl.controller import Context, Worker
-from hybridrl.run.sample_recorder import of_sampled
 from hybridrl.run.step_metrics import step_metrics
+from hybridrl.run.step_runner import of_sampled
 from hybridrl.weights.weight_sync import SyncCost
 from hybridrl.workers.generation import (
     report_compression,

@@ -20,9 +20,8 @@ from hybridrl.checkpoint.tensors.safetensors_header import DTYPES
 from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles, index_of
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.layout.boxes import extent, runs, volume, whole, windows
+from hybridrl.layout.boxes import extent, local_pieces, runs, volume, whole, windows
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import local_pieces
 
 
 def whole_layout(tensors):

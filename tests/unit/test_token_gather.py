@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.parallel.token_gather import Reading
+from hybridrl.parallel.sequence_parallel import Reading
 from hybridrl.parallel.zigzag import ranges, rank_places, ring_rows
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6)

@@ -19,9 +19,8 @@ from hybridrl.checkpoint.tensors.tensor_writer import (
     written_box,
 )
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import extent
+from hybridrl.layout.boxes import extent, local_pieces
 from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_pieces import local_pieces
 
 
 def write(folder, layout, values, rank, file_bytes=1 << 20):

@@ -51,8 +51,7 @@ from hybridrl.checkpoint.tensors.tensor_writer import (
 from hybridrl.checkpoint.tensors.write_errors import explained
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import StorageError
-from hybridrl.layout.boxes import extent
-from hybridrl.layout.tensor_pieces import Place
+from hybridrl.layout.boxes import Place, extent
 from hybridrl.models.stored_tensors import CARRIED, most_bytes
 from hybridrl.system.locations import Location
 

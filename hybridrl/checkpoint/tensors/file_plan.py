@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from hybridrl.checkpoint.tensors.safetensors_header import NO_OTHERS, Entry, make_header
-from hybridrl.layout.boxes import Box, volume, whole, windows
+from hybridrl.layout.boxes import Box, Piece, Place, volume, whole, windows
 from hybridrl.layout.tensor_layout import Layout, Move
-from hybridrl.layout.tensor_pieces import Piece, Place
 from hybridrl.layout.transfer_planner import plan
 
 MODEL = "model"

@@ -124,8 +124,9 @@ def placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
 
 def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
     """Refuses cuts that the model's heads or layers do not allow."""
-    from hybridrl.parallel import stages, ulysses
+    from hybridrl.parallel import pipeline_schedule as stages
     from hybridrl.parallel import tensor_parallel as tensor
+    from hybridrl.parallel import ulysses
 
     tensor.check_heads(model, parallel.tp, path)
     text = model.get_text_config()

@@ -59,7 +59,7 @@ def _learns_from_samples(config: Config) -> bool:
 
 def _check_parts(config: Config) -> None:
     from hybridrl.trainers import load_roles
-    from hybridrl.trainers.replay_buffer import most_replayed
+    from hybridrl.trainers.grpo import most_replayed
 
     name = config.trainer.name
     kinds = [spec.worker for spec in load_roles(config).values()]

@@ -82,6 +82,6 @@ def _check_memory_copies(config: Config, roles: Mapping[str, RoleSpec]) -> None:
             raise ConfigError(
                 f"checkpoint.memory_copies={copies}: the role `{role}` trains, and its worker "
                 f"{spec.worker.__name__} has no `start_saving(folder, copy)`. Derive it from "  # type: ignore[union-attr]
-                "hybridrl.workers.trained_model.TrainedModelWorker, or set "
+                "hybridrl.workers.model_worker.TrainedModelWorker, or set "
                 "checkpoint.memory_copies=0."
             )

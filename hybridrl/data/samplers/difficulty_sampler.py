@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.batch.batch import Batch
-from hybridrl.batch.outcomes import is_right
+from hybridrl.batch.batch import Batch, is_right
 from hybridrl.config.schema import Config
 from hybridrl.data.samplers.difficulty_columns import difficulty_columns, ranks
 from hybridrl.errors import ConfigError

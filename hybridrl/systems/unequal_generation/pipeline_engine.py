@@ -16,8 +16,7 @@ from torch import Tensor
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.layout.boxes import whole
-from hybridrl.layout.tensor_pieces import Piece
+from hybridrl.layout.boxes import Piece, whole
 from hybridrl.models import load_config, load_tokenizer
 from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds
