@@ -14,8 +14,7 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from hybridrl.batch.call_record import Record, Span
-from hybridrl.batch.figures import number_of
+from hybridrl.batch.call_record import Record, Span, number_of
 from hybridrl.layout.rank_mesh import Coordinate
 from hybridrl.system.collective_waits import seconds_waited
 

@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.figures import fault_of_name, number_of
+from hybridrl.batch.call_record import fault_of_name, number_of
 from hybridrl.config.schema import DataConfig
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.conversations.rendering import TemplateContext

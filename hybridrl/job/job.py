@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from hybridrl.batch.figures import FigureCheck
+from hybridrl.batch.call_record import FigureCheck
 from hybridrl.checkpoint.ownership import FolderOwner
 from hybridrl.checkpoint.resume import find_checkpoint
 from hybridrl.checkpoint.run_state import check_made_with, made_with

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import to_json
 
 SCRIPTS = (
     *("dom.js", "scale.js", "summary.js", "curves.js", "timeline.js"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from hybridrl.report.report_content import Content
 from hybridrl.run_files.run_status import state_of
-from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import to_json
 
 MOST_OF_A_CORE = 0.05
 """Of the time, which making one part takes at most."""

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.report.device_spans import IDLE, DeviceSpan, in_words
-from hybridrl.run_files.strict_json import to_json
-from hybridrl.system.storage import replacing
+from hybridrl.system.storage import replacing, to_json
 
 WAITS = "waiting"
 """The row of a device on which it stands what it waited for."""

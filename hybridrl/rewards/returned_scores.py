@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hybridrl.batch.figures import fault_of_name
+from hybridrl.batch.call_record import fault_of_name
 
 LARGEST = 3.4028234e38
 """Scores become float32, in which anything larger is infinite."""

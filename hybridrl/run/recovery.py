@@ -12,9 +12,8 @@ from typing import Any
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import LostError
-from hybridrl.run_files.strict_json import to_json
 from hybridrl.system.formatting import readable_seconds
-from hybridrl.system.storage import explain_write_errors
+from hybridrl.system.storage import explain_write_errors, to_json
 
 FILE = "recoveries.jsonl"
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.batch.call_record import Record
 from hybridrl.batch.turn import FAILURES
-from hybridrl.console.phase_colors import phase_shares
+from hybridrl.console.phase_colors import PHASES
 from hybridrl.trainers.data_feed import scored_figures
 from hybridrl.trainers.policy_trainer import mean_of_updates
 
@@ -244,3 +244,35 @@ def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
     )
     variance = square - mean**2
     return 1.0 - error / variance if variance > 1e-12 else 0.0
+
+
+def phase_shares(records: Iterable[Record], wall_seconds: float) -> dict[str, float]:
+    """Seconds and shares of a step's wall time by phase, from the records of its calls.
+
+    Args:
+        records: one per call and rank.
+        wall_seconds: how long the step took for the driver.
+
+    Returns:
+        `time/<phase>` in seconds and `share/<phase>` of `wall_seconds`, for each of `PHASES`. A
+        role counts with the mean over its ranks, and roles add up: where roles take turns on the
+        same devices the shares sum to 1, `other` being what no phase covers. Roles that work side
+        by side can sum to more; `other` is then 0.
+    """
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        ranks[record.role].add(record.rank)
+        for phase, duration in record.phases.items():
+            seconds[record.role][phase] += duration
+    totals = {
+        phase: sum(seconds[role].get(phase, 0.0) / len(ranks[role]) for role in seconds)
+        for phase in PHASES[:-1]
+    }
+    totals["other"] = max(0.0, wall_seconds - sum(totals.values()))
+    times = {f"time/{phase}": total for phase, total in totals.items()}
+    shares = {
+        f"share/{phase}": total / wall_seconds if wall_seconds > 0 else 0.0
+        for phase, total in totals.items()
+    }
+    return times | shares

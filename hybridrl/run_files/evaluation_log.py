@@ -14,9 +14,8 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import EVALUATIONS as NAME
-from hybridrl.run_files.strict_json import to_json
 from hybridrl.system.bounded_files import load_json
-from hybridrl.system.storage import replacing
+from hybridrl.system.storage import replacing, to_json
 
 FORMAT = 1
 

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
 from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED
-from hybridrl.run_files.strict_json import to_json
-from hybridrl.system.storage import explain_write_errors
+from hybridrl.system.storage import explain_write_errors, to_json
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Packages, by whose names they are asked for."""

@@ -42,11 +42,11 @@ from hybridrl.run_files.metric_reader import length_up_to
 from hybridrl.run_files.recorded_steps import RecordedSteps
 from hybridrl.run_files.run_lock import LOCK
 from hybridrl.run_files.run_paths import LATEST
-from hybridrl.run_files.strict_json import to_json
 from hybridrl.system.storage import (
     DISK_FULL,
     explain_write_errors,
     replacing,
+    to_json,
     write_error_sentence,
 )
 

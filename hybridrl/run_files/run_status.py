@@ -17,9 +17,8 @@ from typing import Any
 from hybridrl.errors import HybridRLError
 from hybridrl.run_files.run_lock import SILENT_SECONDS, is_dead, read_holder
 from hybridrl.run_files.run_paths import LOCK, STATUS
-from hybridrl.run_files.strict_json import to_json
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.storage import replacing
+from hybridrl.system.storage import replacing, to_json
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = (
     *("running", "finished", "failed", "interrupted", "killed"),

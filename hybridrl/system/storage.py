@@ -4,15 +4,63 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hybridrl.errors import StorageError
 from hybridrl.system.formatting import readable_bytes
 from hybridrl.system.locations import UNREACHABLE, Location, RemotePath, free_bytes
-from hybridrl.system.os_errors import as_os_errors
+from hybridrl.system.redaction import redact
+
+_NUMBER = re.compile(r"\(os error (\d+)\)")
+"""How Rust ends the text of such a failure."""
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Raises an `OSError` in place of what libraries in Rust (safetensors, tokenizers) raise when a
+    disk is full or may not be written to: an exception of their own, known by its text."""
+    try:
+        yield
+    except Exception as error:
+        found = _NUMBER.search(str(error))
+        if isinstance(error, OSError) or found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number)) from error
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Renders `value`; numbers of NumPy and torch become plain, anything unknown its `str`,
+    and secrets `***`."""
+    return json.dumps(_plain(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str):
+        # A lone surrogate cannot be encoded; it would make the write fail later.
+        return redact(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # one NumPy or torch number
+        return _plain(value.item())
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return _plain(str(value))
+
 
 RUN_FOLDER = "`run.root` or `run.directory`"
 """The settings that most of what is written is from."""

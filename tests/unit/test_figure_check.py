@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybridrl.batch.figures import FigureCheck, fault_of_name, number_of
+from hybridrl.batch.call_record import FigureCheck, fault_of_name, number_of
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.returned_scores import read_answer
 

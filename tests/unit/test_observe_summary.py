@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.batch.call_record import Record
 from hybridrl.config.schema import JudgeConfig, RewardConfig
-from hybridrl.console.phase_colors import phase_shares
+from hybridrl.run.step_metrics import phase_shares
 from hybridrl.run_files.summary import accuracy_name, final_sentence, interrupted_sentence
 
 

@@ -16,7 +16,7 @@ from hybridrl.report.report_content import Content
 from hybridrl.report.report_tables import differences
 from hybridrl.report.sample_browser import samples, texts
 from hybridrl.run_files.run_reader import open_run
-from hybridrl.run_files.strict_json import to_json
+from hybridrl.system.storage import to_json
 
 DATA = re.compile(r'<script type="application/json" id="data-(\w+)">(.*?)</script>', re.S)
 

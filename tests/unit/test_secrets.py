@@ -16,10 +16,10 @@ from hybridrl.console.safe_text import one_line, plain_lines
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.run_files.run_status import RunState
-from hybridrl.run_files.strict_json import to_json
 from hybridrl.system import redaction
 from hybridrl.system.locations import RemotePath
 from hybridrl.system.redaction import redact, register_secrets
+from hybridrl.system.storage import to_json
 
 OPTIONS = [
     "reward.options.score.api_key=${oc.env:SERVICE_KEY}",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hybridrl.errors import HybridRLError, StorageError
 from hybridrl.system.formatting import readable_bytes
 from hybridrl.system.locations import UNREACHABLE, Location, RemotePath, free_bytes
-from hybridrl.system.os_errors import as_os_errors
+from hybridrl.system.storage import as_os_errors
 
 
 @contextmanager
