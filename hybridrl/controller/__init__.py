@@ -2,7 +2,7 @@
 
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor, InlineExecutor
-from hybridrl.controller.shards import any_column
+from hybridrl.controller.group_call import any_column
 from hybridrl.controller.transfer_protocol import (
     DP,
     FIRST,

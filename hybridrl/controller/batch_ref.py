@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch, row_numbers
+from hybridrl.controller.group_call import Columns, Rows, Wanted
 from hybridrl.controller.row_selection import Part, Repeat, Take
-from hybridrl.controller.shards import Columns, Rows, Wanted
 from hybridrl.controller.table_expression import Choose, Node, Table, choose, concat, join
 from hybridrl.errors import DataError, nearest
 

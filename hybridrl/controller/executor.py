@@ -20,8 +20,18 @@ import torch
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
 from hybridrl.controller.batch_ref import BatchRef, name_of
-from hybridrl.controller.group_call import Apply, Build, Call, Invoke, RankPart, Request, Result
-from hybridrl.controller.shards import UNKNOWN, Columns, ShardInfo
+from hybridrl.controller.group_call import (
+    UNKNOWN,
+    Apply,
+    Build,
+    Call,
+    Columns,
+    Invoke,
+    RankPart,
+    Request,
+    Result,
+    ShardInfo,
+)
 from hybridrl.controller.table_expression import Table
 from hybridrl.controller.worker import Context
 from hybridrl.controller.worker_host import Host

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from hybridrl.batch.row_balancing import partition_nearby
-from hybridrl.controller.shards import Rows
+from hybridrl.controller.group_call import Rows
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:

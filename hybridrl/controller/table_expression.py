@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
+from hybridrl.controller.group_call import COUNTED, Columns, Rows, ShardInfo, Shards, Wanted
 from hybridrl.controller.row_selection import Part, Repeat, Take
-from hybridrl.controller.shards import COUNTED, Columns, Rows, ShardInfo, Shards, Wanted
 from hybridrl.errors import DataError
 
 

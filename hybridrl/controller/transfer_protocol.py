@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from hybridrl.batch.batch import Batch
+from hybridrl.controller.group_call import UNKNOWN, Columns, Rows, Wanted
 from hybridrl.controller.row_selection import Part
-from hybridrl.controller.shards import UNKNOWN, Columns, Rows, Wanted
 from hybridrl.errors import ConfigError
 from hybridrl.layout.rank_mesh import Coordinate
 

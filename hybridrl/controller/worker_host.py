@@ -26,16 +26,19 @@ from hybridrl.controller.fault_injection import PlannedFaults
 from hybridrl.controller.group_call import (
     Apply,
     Build,
+    Columns,
     Failure,
     Invoke,
     RankPart,
     Reply,
     Request,
+    Rows,
+    ShardInfo,
     UpstreamError,
+    count_tokens,
 )
 from hybridrl.controller.host_health import Snapshot, Status, take_snapshot
 from hybridrl.controller.row_selection import Part
-from hybridrl.controller.shards import Columns, Rows, ShardInfo, count_tokens
 from hybridrl.controller.transfer_protocol import PartialTable, Transfer
 from hybridrl.controller.worker import Context, Rendezvous, Worker
 from hybridrl.errors import DataError, HybridRLError
@@ -57,7 +60,8 @@ class Host:
     def __init__(self, *, raises: bool = False, redirects: bool = True) -> None:
         self._raises = raises
         self._redirects = redirects
-        self._faults = PlannedFaults()
+        faults = PlannedFaults()
+        self._faults = faults if faults else None
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
         self._stages: dict[str, int] = {}
@@ -226,7 +230,8 @@ class Host:
         record.start = time.time()
         waited, on_gpu = seconds_waited(), operations_of_gpu()
         try:
-            self._faults.meet(record)
+            if self._faults is not None:
+                self._faults.meet(record)
             batch, value, info = function()
         except UpstreamError as error:
             return None, Reply(record, failure=error.failure)

@@ -87,6 +87,7 @@ class ShardedModel:
         self.model = shard(
             model, mesh.fsdp, DTYPES[dtype], offload=offload, reduce_scatter=compressed
         )
+        self._units = units(self.model)
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
         self._gathers = gather_differences(self.model) if by_difference else []
         if files is not None and is_unread(self.model.inner):
@@ -252,7 +253,7 @@ class ShardedModel:
     def _drop_gathered(self) -> None:
         """A forward leaves the last units gathered for its backward: copies in the precision of
         computation, which hide the parameters that are trained."""
-        for unit in units(self.model):
+        for unit in self._units:
             unit.reshard()
 
 

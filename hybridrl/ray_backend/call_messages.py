@@ -11,8 +11,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hybridrl.controller.group_call import Invoke, Request, Result
-from hybridrl.controller.shards import Shards
+from hybridrl.controller.group_call import Invoke, Request, Result, Shards
 from hybridrl.ray_backend.ray_import import ray
 
 

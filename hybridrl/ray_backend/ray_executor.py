@@ -16,8 +16,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
 from hybridrl.controller.executor import Executor, warn_of_unfinished
 from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
-from hybridrl.controller.group_call import Call, Failure, Reply, Request, Result
-from hybridrl.controller.shards import ShardInfo
+from hybridrl.controller.group_call import Call, Failure, Reply, Request, Result, ShardInfo
 from hybridrl.errors import CallTimeoutError, ConfigError, DataError, LostError, WorkerError
 from hybridrl.ray_backend import connection as ray_cluster
 from hybridrl.ray_backend.call_messages import pack, seal

@@ -19,9 +19,8 @@ import psutil
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
 from hybridrl.controller.failures import Identity
-from hybridrl.controller.group_call import Reply
+from hybridrl.controller.group_call import Reply, Rows
 from hybridrl.controller.host_health import Snapshot, Status
-from hybridrl.controller.shards import Rows
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.controller.worker_host import Host, failure_of
 from hybridrl.errors import ConfigError, HybridRLError

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller.group_call import UpstreamError
-from hybridrl.controller.shards import Columns, Rows, ShardInfo, Shards
+from hybridrl.controller.group_call import Columns, Rows, ShardInfo, Shards, UpstreamError
 from hybridrl.ray_backend.call_messages import unseal
 from hybridrl.ray_backend.ray_import import ray
 

@@ -95,7 +95,7 @@ class Loop(RunEnd):
             self._guard,
             GeneratorCheck(self.config),
             SlowDevices(places, job.executor.cluster.devices),
-            tripwires,
+            *([tripwires] if tripwires.window else []),
             self._decline,
             EarlyStop(self.config.eval.stop, self.summary),
         ]
@@ -168,7 +168,8 @@ class Loop(RunEnd):
 
     def _end_step(self, pending: PendingStep) -> None:
         updates = self.steps.wait(pending)
-        self.note_saved(self.checkpoints.poll())
+        if saved := self.checkpoints.poll():
+            self.note_saved(saved)
         step = self.steps.finish(pending, updates, self._saved_figures)
         self._saved_figures = {}
         notices, raised = self._ask("on_step_end", step, metrics=step.metrics)

@@ -21,7 +21,7 @@ from hybridrl.run.step_metrics import step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
 from hybridrl.run_files.recorded_steps import KEEPING, RecordedStep, RecordedSteps
 from hybridrl.run_files.summary import RunSummary
-from hybridrl.trainers.reward_shaper import SHAPED
+from hybridrl.trainers.credited_samples import SHAPED
 from hybridrl.trainers.trainer import StepResult
 
 if TYPE_CHECKING:

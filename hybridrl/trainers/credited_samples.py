@@ -25,9 +25,10 @@ from hybridrl.algorithms import (
 from hybridrl.algorithms.kl import IN_REWARD
 from hybridrl.algorithms.segments import on_mask
 from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import AlgorithmConfig, Config, is_served
-from hybridrl.trainers.reward_shaper import SHAPED, learned_scores, shapes
+from hybridrl.config.schema import AlgorithmConfig, Config, RewardConfig, is_served
 
+SHAPED = "shaped_scores"
+"""The column of scores that are learned from, where these are not `scores`."""
 STEPS = ("step_ends", "step_rewards")
 """The columns of steps."""
 COMPARED = "group_relative"
@@ -201,3 +202,14 @@ def by_turns(
     lengths = turns.run.bincount(minlength=segments.rows)
     kept = samples.kept[turns.sample[turns.turn]]
     return Samples(scores, kept, lengths, segments), turns.groups(groups)
+
+
+def shapes(reward: RewardConfig) -> bool:
+    """Whether what is learned from are other scores than those that were given."""
+    return bool(reward.shorter or reward.normalise_by)
+
+
+def learned_scores(batch: Batch) -> Tensor:
+    """The scores that are learned from."""
+    found: Tensor = batch[SHAPED if SHAPED in batch else "scores"]
+    return found

@@ -18,8 +18,8 @@ from hybridrl.algorithms import keep_informative
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
+from hybridrl.trainers.credited_samples import SHAPED, learned_scores
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
-from hybridrl.trainers.reward_shaper import SHAPED, learned_scores
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
     ADVANTAGES,

@@ -17,9 +17,9 @@ from torch import Tensor
 from hybridrl.algorithms import DirectPreference
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
+from hybridrl.trainers.credited_samples import SHAPED, learned_scores
 from hybridrl.trainers.objectives import preference_objective
 from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
-from hybridrl.trainers.reward_shaper import SHAPED, learned_scores
 from hybridrl.trainers.role_spec import RoleSpec, standard
 from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 from hybridrl.trainers.update_columns import loss_weights

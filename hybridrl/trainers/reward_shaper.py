@@ -17,10 +17,9 @@ from torch import Tensor
 
 from hybridrl.algorithms import shorter_reward
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
-from hybridrl.config.schema import Config, RewardConfig
+from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-
-SHAPED = "shaped_scores"
+from hybridrl.trainers.credited_samples import SHAPED, shapes
 
 
 class Moments(NamedTuple):
@@ -63,18 +62,16 @@ class RewardShaping:
 
     Args:
         config: Of the job.
+
+    Attributes:
+        changes: Whether scores become others.
     """
 
     def __init__(self, config: Config) -> None:
-        self._reward = config.reward
+        self._reward, self.changes = config.reward, shapes(config.reward)
         self._before = SHAPED if config.reward.shorter else "scores"  # of normalising
         self._known: dict[str, Moments] = {}
         self._under_way: list[BatchRef] = []
-
-    @property
-    def changes(self) -> bool:
-        """Whether scores become others."""
-        return shapes(self._reward)
 
     def shaped(self, scored: BatchRef) -> BatchRef:
         """The column `SHAPED`, and no other: the scores as they are learned from.
@@ -114,17 +111,6 @@ class RewardShaping:
             known = scored.collect([self._before, str(self._reward.normalise_by)])
             for source, found in moments_by(known, str(self._reward.normalise_by)).items():
                 self._known[source] = self._known.get(source, Moments()).with_those(found)
-
-
-def shapes(reward: RewardConfig) -> bool:
-    """Whether what is learned from are other scores than those that were given."""
-    return bool(reward.shorter or reward.normalise_by)
-
-
-def learned_scores(batch: Batch) -> Tensor:
-    """The scores that are learned from."""
-    found: Tensor = batch[SHAPED if SHAPED in batch else "scores"]
-    return found
 
 
 def with_shorter(batch: Batch, weight: float, at: float) -> Batch:

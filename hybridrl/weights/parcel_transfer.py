@@ -18,7 +18,7 @@ from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout.boxes import Box, boxes_of_range, extent, volume
 from hybridrl.layout.tensor_layout import Move, Plan
 from hybridrl.system.device_traits import message_bytes
-from hybridrl.weights.weight_transport import Read, Traffic, Write, copy, pack, unpack
+from hybridrl.weights.weight_transport import Read, Traffic, Write, copy_all, pack, unpack
 
 PARCEL_BYTES = 16 << 20
 """Largest parcel: as large as what processes without a GPU copy best."""
@@ -375,8 +375,5 @@ def reshard_in_process(
         By rank that has a part in the plan, what separate processes would have counted.
     """
     bucket_bytes = message_bytes("cpu") if bucket_bytes is None else bucket_bytes
-    room = room_of(bucket_bytes, dtype)
-    for move in (*plan.copies, *plan.moves):
-        for receiver in move.receivers:
-            copy([move], reads[move.sender], writes[receiver], dtype, room)
+    copy_all(plan, reads, writes, dtype, room_of(bucket_bytes, dtype))
     return count(plan, dtype, bucket_bytes)

@@ -17,11 +17,12 @@ from hybridrl.layout.transfer_planner import plan
 from hybridrl.parallel.collectives import all_values
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.weight_writer import WeightWriter
+from hybridrl.system.device_traits import message_bytes
 from hybridrl.weights.collective_reshard import Reshard
 from hybridrl.weights.encoded_reshard import CodedReshard, CodedTraffic
-from hybridrl.weights.parcel_transfer import reshard_in_process
+from hybridrl.weights.parcel_transfer import room_of
 from hybridrl.weights.weight_message import FULL
-from hybridrl.weights.weight_transport import Read, Traffic
+from hybridrl.weights.weight_transport import Read, Traffic, copy_all
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class WeightSync:
         self._rank = 0 if group is None else group.rank()
         self.plan = plan(source, target, self._rank)
         self._reshard: Reshard | None = None
+        self._room = room_of(message_bytes("cpu"), dtype)
         self.coded: CodedReshard | None = None
         before, after = source.of(self._rank), target.of(self._rank)
         self._peak = peak(before, after).get(self._rank, 0) * dtype.itemsize
@@ -138,8 +140,8 @@ class WeightSync:
         write = None if writer is None else writer.write
         if self._group is None:
             at = self._rank
-            traffic = reshard_in_process(self.plan, {at: read}, {at: write}, self._dtype)
-            traffic = traffic.get(at, Traffic())
+            copy_all(self.plan, {at: read}, {at: write}, self._dtype, self._room)
+            traffic = Traffic()  # nothing is sent
         else:
             if self._reshard is None:
                 self._reshard = Reshard(self.plan, self._dtype, self._device, self._group)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.layout.boxes import Box, Place, extent, volume, windows
-from hybridrl.layout.tensor_layout import Move
+from hybridrl.layout.tensor_layout import Move, Plan
 
 Read = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""
@@ -85,6 +85,19 @@ def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, mo
             write(*move.target, _values(read, move.source, move.box).to(dtype))
             copied += volume(move.box)
     return copied
+
+
+def copy_all(
+    plan: Plan,
+    reads: Mapping[int, Read],
+    writes: Mapping[int, Write],
+    dtype: torch.dtype,
+    most: int,
+) -> None:
+    """Execute a plan whose ranks all live in this process; see `copy`."""
+    for move in (*plan.copies, *plan.moves):
+        for receiver in move.receivers:
+            copy([move], reads[move.sender], writes[receiver], dtype, most)
 
 
 def _values(read: Read, source: Place, box: Box) -> Tensor:

@@ -354,9 +354,8 @@ def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
 def test_a_rank_of_many_fetches_little(monkeypatch):
     """What an update of a GRPO step fetches on one rank of 256: not the replies of all ranks."""
     from hybridrl.batch.call_record import Record
-    from hybridrl.controller.group_call import Reply
+    from hybridrl.controller.group_call import Columns, Reply, ShardInfo
     from hybridrl.controller.row_selection import Part
-    from hybridrl.controller.shards import Columns, ShardInfo
     from hybridrl.controller.table_expression import Table
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
@@ -410,8 +409,7 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
 def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
     """Unless the hosts of this node would together fetch more than the shard."""
     from hybridrl.batch.call_record import Record
-    from hybridrl.controller.group_call import Reply
-    from hybridrl.controller.shards import UNKNOWN, ShardInfo
+    from hybridrl.controller.group_call import UNKNOWN, Reply, ShardInfo
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
 

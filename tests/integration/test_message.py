@@ -10,8 +10,7 @@ import torch
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import Record
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.group_call import Failure, Reply
-from hybridrl.controller.shards import ShardInfo
+from hybridrl.controller.group_call import Failure, Reply, ShardInfo
 from hybridrl.controller.table_expression import Table
 from hybridrl.ray_backend.call_messages import seal, unseal
 

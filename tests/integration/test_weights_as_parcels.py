@@ -10,7 +10,7 @@ from ranks import run_ranks
 from weight_transitions import even_range
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller.shards import UNKNOWN, ShardInfo, Shards
+from hybridrl.controller.group_call import UNKNOWN, ShardInfo, Shards
 from hybridrl.controller.table_expression import Table
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import Piece, extent, whole

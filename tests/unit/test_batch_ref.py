@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hybridrl.batch.batch import Batch, Ragged
 from hybridrl.controller import BatchRef, InlineExecutor
+from hybridrl.controller.group_call import UNKNOWN, Columns, ShardInfo, Shards, Wanted
 from hybridrl.controller.row_selection import Part
-from hybridrl.controller.shards import UNKNOWN, Columns, ShardInfo, Shards, Wanted
 from hybridrl.controller.table_expression import Table
 from hybridrl.errors import DataError
 

@@ -12,13 +12,8 @@ from hybridrl.algorithms import shorter_reward
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.reward_shaper import (
-    SHAPED,
-    Moments,
-    RewardShaping,
-    normalised,
-    with_shorter,
-)
+from hybridrl.trainers.credited_samples import SHAPED
+from hybridrl.trainers.reward_shaper import Moments, RewardShaping, normalised, with_shorter
 
 
 def test_shorter_right_answers_earn_more_than_longer_ones():

@@ -12,7 +12,7 @@ import numpy as np
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Worker
-from hybridrl.controller.shards import UNKNOWN, Rows, Shards
+from hybridrl.controller.group_call import UNKNOWN, Rows, Shards
 from hybridrl.controller.table_expression import Concat, Node
 from hybridrl.placement import ACTOR, GENERATOR, Placement
 from hybridrl.planner.step.step_calls import Call, Sizes

@@ -72,8 +72,6 @@ class Tripwires(Watcher):
         Raises:
             TrainingError: if the run is to end for it.
         """
-        if not self.window:
-            return
         said = self.look(step.number, step.metrics)
         yield {"guard/tripwires": float(len(self._told))}
         yield from self._trip(said)
