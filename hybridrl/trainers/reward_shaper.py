@@ -19,7 +19,7 @@ from hybridrl.algorithms import shorter_reward
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.credited_samples import SHAPED, shapes
+from hybridrl.trainers.credited_samples import SHAPED, learned_scores, shapes
 
 
 class Moments(NamedTuple):
