@@ -2,9 +2,9 @@
 
     python -m hybridrl.main trainer.name=examples/self_play.py:SelfPlay
 
-The asker sees a prompt `17+38=` and writes a number for the second one; the solver, the role
-`actor`, is paid for right sums. The asker is paid for sums that come out right half of the time
-(as in arXiv:1703.05407); those who ask the same share the pay, or all would ask for one sum.
+The asker sees a prompt `17+38=` and writes a second number; the solver, the role `actor`, is paid
+for right sums. The asker is paid for sums that come out right half of the time (arXiv:1703.05407);
+those who ask the same share the pay, or all would ask for one sum.
 """
 
 from functools import partial
@@ -24,21 +24,19 @@ class SelfPlay(PolicyTrainer):
     def step(self):
         asked = self.next_batch().repeat(tries := self.config.rollout.samples_per_prompt)
         asked |= self.groups["asker"].generate_sequences(asked, self.sampling)
-        drawn, sums = asked, self.sums(asked.collect(["prompt", "response_ids"]))
+        others, sums = {"asker": asked}, self.sums(asked.collect(["prompt", "response_ids"]))
         solved = self.put(sums).repeat(tries)
         solved |= self.groups["actor"].generate_sequences(solved, self.sampling)
         solved |= self.groups["reward"].compute_reward(solved)
         rate = solved.collect(["scores"])["scores"].view(-1, tries).mean(1)
         pay = 4 * rate * (1 - rate) / sums["times"]
         asked |= self.put(Batch.from_columns({"scores": pay}))
-        updates = [*self.reinforced("actor", solved), *self.reinforced("asker", asked)]
-        metrics = {"asker/pay": float(pay.mean()), "asker/rate": float(rate.mean())}
-        return StepResult(solved, updates, metrics, other_samples={"asker": drawn})
+        updates = self.reinforced("actor", solved) + self.reinforced("asker", asked)
+        return StepResult(solved, updates, {"asker/pay": float(pay.mean())}, other_samples=others)
 
     def sums(self, asked):
-        """What was asked for, and how many times; of a response only the digits count."""
         texts = self.tokenizer.batch_decode(asked["response_ids"].rows(), skip_special_tokens=True)
-        right = [int("".join(filter(str.isdigit, text))[:2] or 0) for text in texts]
+        right = [int("".join(filter(str.isdigit, text))[:2] or 0) for text in texts]  # digits count
         both = zip(asked["prompt"], right, strict=True)
         prompts = [f"{prompt.partition('+')[0]}+{number}=" for prompt, number in both]
         answers = [str(sum(map(int, prompt[:-1].split("+")))) for prompt in prompts]

@@ -206,7 +206,6 @@ def test_nothing_is_watched_unless_asked():
     assert window_of(configured([])) == 0
     assert window_of(configured(["reward.check=exact"])) == 20
     assert window_of(configured(["reward.check=exact", "guard.tripwires=0"])) == 0
-    assert told(Tripwires(configured([])), 60, reward=rising, entropy=lambda s: 1 / (1 + s)) == []
 
 
 def test_a_step_without_a_number_is_as_the_one_before():
