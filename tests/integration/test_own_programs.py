@@ -396,7 +396,7 @@ def test_data_that_is_none_is_a_sentence(start, model, data):
 
 
 def test_a_trainer_that_is_none_is_a_sentence(start):
-    with pytest.raises(ConfigError, match=r"is no subclass of hybridrl\.trainers\.trainer\.Trainer"):
+    with pytest.raises(ConfigError, match=r"is no subclass of hybridrl\.trainers\.trainer"):
         start(trainer=dict)
 
 
