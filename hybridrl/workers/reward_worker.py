@@ -11,8 +11,7 @@ import torch
 
 from hybridrl.algorithms import Segments
 from hybridrl.batch.arrow_columns import Ragged
-from hybridrl.batch.batch import MASKS, Batch, is_of_data, sampled_tokens
-from hybridrl.batch.batch import OUTCOMES, is_right
+from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_of_data, is_right, sampled_tokens
 from hybridrl.config.schema import ActorConfig, RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, Context, transfer
