@@ -19,7 +19,7 @@ KNOWN = {
         "models/expert_routing.py",
     ),
     "_has_mkldnn": ("system/device_traits.py",),
-    "_int_mm": ("models/int8_matmul.py",),
+    "_int_mm": ("quantization/int8_products.py",),
     "_apply": ("checkpoint/engine_state/model_folder.py", "engine/train_engine.py"),  # of modules
     "_current_graph_task_id": ("models/expert_routing.py",),
     "_is_amx_tile_supported": ("system/device_traits.py",),
@@ -47,7 +47,7 @@ KNOWN = {
     "_actions": ("commands/completion.py",),
     "_SubParsersAction": ("commands/completion.py",),
     # transformers and peft
-    "_attn_implementation": ("systems/low_bits/layer_sensitivity.py",),
+    "_attn_implementation": ("quantization/output_kl.py",),
     "_from_config": ("models/language_model.py",),  # of classes; public of the auto classes only
     "_gradient_checkpointing_func": ("models/activation_checkpointing.py",),
     "_is_hf_initialized": ("models/meta_model.py",),
