@@ -18,6 +18,7 @@ from hybridrl.run import loop
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
 from hybridrl.systems.low_bits.low_bit_training import learn_in
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
+from hybridrl.systems.low_bits.role_plans import precision_notices
 
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "model.dtype=float32"),
@@ -44,6 +45,7 @@ def run(folder, name, *overrides):
     with make_console(1, "test") as view:
         view.message = said.append
         with Job(config) as job:
+            said += precision_notices(config, job.groups)  # as `main.run` tells them
             loop.Loop(job, view).run()
     rows = (folder / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows], "\n".join(map(str, said))
