@@ -33,7 +33,7 @@ from golden import jobs, sentences, texts
 GOLDEN = Path(__file__).parent / "golden"
 SENTENCES, MACHINE = GOLDEN / "sentences.txt", GOLDEN / "machine.json"
 RELATIVE, ABSOLUTE = 1e-3, 1e-4
-"""How far floats may be off on another kind of processor: sums are in another order there, and three
+"""How far floats may be off on another kind of processor, where sums are in another order: three
 updates at a learning rate of 0.01 have made 1e-4 of it where AVX2 stood in for AVX-512."""
 _SHOWN = 12
 _LONGEST = 160

@@ -137,6 +137,7 @@ RESUMED: dict[str, list[str]] = {
 }
 """Jobs that go on for a step where the kept run folders end."""
 _OF_THE_MACHINE = ("time/", "share/", "throughput/", "memory/", "checkpoint/")
+_OF_STEPS = ("file", "metrics", "step-", "eval")
 _NOT_OF_THE_SUMMARY = ("command", "versions", "seconds")
 
 
@@ -184,6 +185,7 @@ def lines_of_run(run: Path) -> dict[str, str]:
     machine. Of a run that was resumed: what it added."""
     before = KEPT / run.name.removeprefix("resumed-")
     known = dict(_lines_of_run(before)) if run.name in RESUMED else {}
+    known = {name: value for name, value in known.items() if name.startswith(_OF_STEPS)}
     return {name: value for name, value in _lines_of_run(run) if known.get(name) != value}
 
 
