@@ -55,17 +55,17 @@ COMMANDS = {
         "prints a script that completes commands, options, runs and settings in a shell",
     ),
 }
-"""The module of `hybridrl.commands` that does each, and what that is. A module has `add_arguments`,
-which adds what the command takes to its parser, and `run`, which takes what was parsed and gives
-the exit code. Only that of the command that is asked for is imported: others may bring torch, which
-takes seconds, and is not there for `doctor` if it is broken."""
+"""The module of `hybridrl.commands` and the one-line help of each command. A module has
+`add_arguments`, which adds the command's arguments to its parser, and `run`, which takes the parsed
+arguments and returns the exit code. Only the module of the requested command is imported, because
+others may import torch, which takes seconds and may be broken when `doctor` runs."""
 REFUSED, INTERRUPTED = 2, 130
 """Exit codes for wrong settings and what does not fit, as of `python -m hybridrl.main`; and for
 Ctrl-C, as of any command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Parse the command line and run the chosen command."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     redact_output()
     for word in given:
@@ -103,7 +103,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the command line.
+    """Build the parser of the `hybridrl` command line.
 
     Args:
         names: Subcommands whose own arguments it knows; of the others it has a line each.
@@ -121,7 +121,7 @@ def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def command(name: str) -> ModuleType:
-    """The module that does it."""
+    """Import the module of `hybridrl.commands` that implements a command."""
     return importlib.import_module(f"hybridrl.commands.{COMMANDS[name][0]}")
 
 

@@ -59,7 +59,7 @@ class ConfigError(HybridRLError):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is wrong, a sentence each."""
+        """The problems, one sentence each."""
         return self.args
 
     def __str__(self) -> str:
@@ -124,9 +124,8 @@ class WorkerError(HybridRLError):
 
 
 class LostError(WorkerError):
-    """The job's processes are to be started again, for one of them or a machine is gone or does
-    not go on: a host, the relay, a node. A run with checkpoints goes on from the newest; see
-    `recover`.
+    """A host, a node or the relay is gone or no longer responds, so the job's processes have to be
+    restarted. A run with checkpoints resumes from the newest; see `recover`.
 
     Args:
         if_again: A sentence, of a loss that will not be the last one if the one before it was the
@@ -143,13 +142,13 @@ class CallTimeoutError(LostError):
 
 
 class Preempted(KeyboardInterrupt):
-    """SIGTERM or SIGHUP ended the run where it can go on: whoever took the machine may start it
-    again."""
+    """SIGTERM or SIGHUP ended a run that can resume from a checkpoint, so whoever stopped it may
+    start it again."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns ' Did you mean `x`?' for the known name that is closest, or goes on from this one; or
-    an empty string."""
+    """Return ' Did you mean `x`?' for the known name that is closest to this one or begins with it,
+    or an empty string."""
     names = list(known)
     longer = [one for one in names if len(name) > 1 and one.startswith(f"{name}_")]
     lower = {one.lower(): one for one in names}
@@ -164,7 +163,7 @@ class StorageError(HybridRLError):
 
 
 class Problems:
-    """Gathers what is wrong in places that do not depend on each other, to be told at once:
+    """A collector of errors from independent checks, so that all of them are reported at once:
 
     problems = Problems()
     with problems.noted():
@@ -178,12 +177,12 @@ class Problems:
         self._errors: list[HybridRLError] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is wrong."""
+        """Return whether any error was collected."""
         return bool(self._errors)
 
     @contextmanager
     def noted(self, besides: Collection[str] = ()) -> Iterator[None]:
-        """Keeps an error that is raised inside.
+        """Collect a `HybridRLError` raised in the block instead of passing it on.
 
         Args:
             besides: Settings that are known to be wrong: what is said of them is left out.
@@ -199,8 +198,8 @@ class Problems:
                 self._errors.append(error)
 
     def raise_if_any(self) -> None:
-        """Raises what was kept: a single error as it came, several as one `ConfigError`, none
-        twice.
+        """Raise what was collected: a single error unchanged, several as one `ConfigError` without
+        duplicates.
 
         Raises:
             HybridRLError: if there is any.
@@ -216,7 +215,7 @@ class Problems:
 
 
 def check_all(checks: Iterable[Callable[..., object]], *arguments: object) -> None:
-    """Calls all checks with these arguments, whatever the others find.
+    """Call all checks with these arguments, also after some have failed, and report every problem.
 
     Raises:
         HybridRLError: with the problems of all that refuse.

@@ -52,12 +52,13 @@ if TYPE_CHECKING:
 WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, Interrupts.INTERRUPTED
 """Exit codes."""
 PREEMPTED = 75
-"""Exit code after SIGTERM where there are checkpoints to go on from: `EX_TEMPFAIL` of sysexits.h,
-"try again later". (143 is what a shell says of any program that SIGTERM ended, saved or not.)"""
+"""The exit code after SIGTERM if there are checkpoints to resume from: `EX_TEMPFAIL` of
+sysexits.h, "try again later". (143 is what a shell reports for any program that SIGTERM ended,
+saved or not.)"""
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the command line, and run the job or jobs."""
     redact_output()
     for argument in sys.argv[1:]:
         register_secrets(argument)
@@ -90,7 +91,7 @@ def run(
     data: Any = None,
     trainer: type[Trainer] | None = None,
 ) -> dict[str, Any]:
-    """Runs one job to its end; returns its summary.
+    """Run one job to its end, and return its summary.
 
     Args:
         config: See `load_config`.
@@ -163,8 +164,7 @@ def run(
 
 @contextmanager
 def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[None]:
-    """Around the work of a run: its error is told at its end, because what is closed then may take
-    long, or for ever."""
+    """Print the error of a run as soon as it occurs, because closing may take long or hang."""
     code = FAILED
     try:
         yield
@@ -180,7 +180,7 @@ def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[Non
 
 
 def _look(config: Config) -> None:
-    """Checks everything and prints the settings; starts nothing."""
+    """Check everything and print the settings, without starting anything."""
     from hybridrl.checks.check_list import Need
     from hybridrl.job.preflight import preflight
 
@@ -252,7 +252,8 @@ def _complain(error: HybridRLError) -> None:
 
 
 def overview(job: Job, plan: Sequence[str]) -> str:
-    """A few lines: the derived sizes, and the plan's own lines of roles, devices and memory."""
+    """Format the run's sizes and the plan's lines on roles, devices and memory, for the start of a
+    run."""
     config, cluster = job.config, job.executor.cluster
     prompts, per_prompt = config.data.prompts_per_step, config.rollout.samples_per_prompt
     held_out = len(job.held_out) if job.held_out is not None else 0

@@ -1,4 +1,4 @@
-"""Advantages per token, from rewards along an answer.
+"""Advantages per token, from rewards along a response.
 
 Tokens are padded ``[rows, time]``, or packed ``[tokens]`` with the `Segments` that tell the rows.
 Time runs along the tokens under the mask only: a hole (tool output, a user's turn) is skipped,
@@ -23,7 +23,7 @@ def gae(
     *,
     segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation: advantages and returns.
+    """Compute generalised advantage estimation: advantages and returns.
 
     From the last token back, next being the next token under the mask and the value after the
     last one 0: delta = r + gamma V(next) - V; A = delta + gamma lam A(next); return = A + V.
@@ -43,7 +43,7 @@ def gae(
 def reinforce_plus_plus(
     rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor]:
-    """REINFORCE++: advantages and returns.
+    """Compute the advantages and returns of REINFORCE++.
 
     Returns are the discounted rewards to go; advantages are the returns whitened over the
     tokens of the batch, so every row depends on all. Hu 2025, arXiv:2501.03262.
@@ -57,7 +57,7 @@ def reinforce_plus_plus(
 def remax(
     rewards: Tensor, greedy_scores: Tensor, mask: Tensor, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tensor]:
-    """ReMax: advantages and returns.
+    """Compute the advantages and returns of ReMax.
 
     Returns are the undiscounted rewards to go; the advantage is the return minus the score of
     the greedy answer to the same prompt, greedy_scores ``[rows]``. Rows do not depend on each
@@ -70,7 +70,8 @@ def remax(
 
 @torch.no_grad()
 def spread(row_values: Tensor, mask: Tensor) -> Tensor:
-    """A per-row value ``[rows]`` on each token of its row; 0 off the mask. Detached."""
+    """Put a per-row value ``[rows]`` on each token of its row, 0 off the mask; detached.
+    Detached."""
     return Segments.from_mask(mask).spread(row_values)
 
 
@@ -78,8 +79,8 @@ def spread(row_values: Tensor, mask: Tensor) -> Tensor:
 def returns_to_go(
     rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: Segments | None = None
 ) -> Tensor:
-    """The discounted rewards from each token on, that token's included. Rows do not depend on each
-    other."""
+    """Compute the discounted rewards from each token on, that token's included. Rows do not depend
+    on each other."""
     return _returns(rewards, samples_of(mask, segments), gamma)
 
 
@@ -90,14 +91,14 @@ def _returns(rewards: Tensor, samples: Segments, gamma: float) -> Tensor:
 
 
 def _onto(held: Tensor, kept: Tensor) -> Tensor:
-    """What was computed of the tokens under the mask, in their places; 0 elsewhere."""
+    """Place values of the tokens under the mask in the full shape, 0 elsewhere."""
     found = torch.zeros(held.shape, dtype=kept.dtype, device=kept.device)
     found[held] = kept
     return found
 
 
 def _later(x: Tensor, row: Tensor, steps: int) -> Tensor:
-    """What comes `steps` later in the same row, and 0 where the row has ended.
+    """Return the value `steps` later in the same row, 0 where the row has ended.
 
     x, row: ``[tokens]``, those under the mask, one row after the other, and the row of each.
     """
@@ -107,7 +108,7 @@ def _later(x: Tensor, row: Tensor, steps: int) -> Tensor:
 
 
 def discounted_to_go(x: Tensor, row: Tensor, discount: float) -> Tensor:
-    """y_t = x_t + discount y_{t+1}, along each row; x and row as for `_later`.
+    """Compute y_t = x_t + discount y_{t+1} along each row; x and row as for `_later`.
 
     Sums over windows that double: after k rounds y_t holds the next 2^k terms. This takes
     log2(longest row) tensor operations where a loop over time takes as many as there are tokens.

@@ -1,4 +1,4 @@
-"""The gap between the program that sampled the tokens and the one that trains on them.
+"""The correction of the gap between the engine that sampled the tokens and the trainer.
 
 Two engines compute slightly (or, after asynchronous steps, clearly) different probabilities for
 the same token, which makes on-policy data off-policy.
@@ -32,7 +32,7 @@ def importance_weights(
     *,
     segments: Segments | None = None,
 ) -> Tensor:
-    """Weights that turn tokens of the rollout engine into tokens of the trainer; detached.
+    """Compute weights that turn tokens of the rollout engine into tokens of the trainer; detached.
 
     log_probs, rollout_log_probs, mask: ``[rows, time]``, or packed with ``segments``. With
     d = clamp(log_probs - rollout_log_probs, -20, 20), the weight w is exp(d) at ``level``

@@ -1,4 +1,4 @@
-"""Credit for parts of an answer: steps of a solution, turns of an episode.
+"""Credit for parts of a response: steps of a solution, turns of an episode.
 
 A part is a run of tokens with a number, from 0 in each row. Tokens are packed ``[tokens]``, with
 the `Segments` that tell the rows; those off the mask belong to no part and receive 0. Nothing here
@@ -19,7 +19,7 @@ MIN_TEMPERATURE = 0.1
 
 @torch.no_grad()
 def rewards_at(ends: Tensor, rewards: Tensor, row: Tensor, segments: Segments) -> Tensor:
-    """Rewards of parts on the tokens that they end with, ``[tokens]``.
+    """Place the rewards of parts on the tokens that they end with, ``[tokens]``.
 
     Where that token is off the mask (a tool said it), it is the last one before it on the mask, or
     the row's first; a row without tokens has no place for its rewards.
@@ -35,8 +35,7 @@ def rewards_at(ends: Tensor, rewards: Tensor, row: Tensor, segments: Segments) -
 
 @torch.no_grad()
 def part_numbers(ends: Tensor, row: Tensor, segments: Segments) -> Tensor:
-    """The number of the part that each token is in, int64 ``[tokens]``: how many parts of its row
-    have ended before it. ends, row: as for `rewards_at`."""
+    """Return the number of the part that each token is in, int64 ``[tokens]``."""
     places, has_place = _places(ends, row, segments)
     is_end = torch.zeros(segments.mask.shape, dtype=torch.long, device=segments.row.device)
     is_end[places[has_place]] = 1
@@ -54,8 +53,7 @@ def part_advantages(
     scale: str = "std",
     gamma: float = 1.0,
 ) -> Tensor:
-    """What each part earned with all that came after it, compared with the parts of the same number
-    in the other rows of its group, on each token of the part.
+    """Compute each part's return less those of the same number in its group, on all its tokens.
 
     The return of a part is that of its first token. A part whose number no other row of the group
     has is compared with nothing and has advantage 0. With one part a row, and the reward at its
@@ -82,8 +80,7 @@ def part_advantages(
 
 @torch.no_grad()
 def least_of(rewards: Tensor, row: Tensor, temperature: float = MIN_TEMPERATURE) -> Tensor:
-    """Rewards of the parts of a row that add up to about the least of them, ``[parts]``: each times
-    its softmax weight of -reward / temperature among its row's.
+    """Weigh each part's reward by the softmax of -reward / temperature in its row, ``[parts]``.
 
     What an answer is worth is then its worst step, and no further steps can add to it. PURE, Cheng
     2025, arXiv:2504.15275, equation 8.
@@ -98,7 +95,7 @@ def least_of(rewards: Tensor, row: Tensor, temperature: float = MIN_TEMPERATURE)
 
 
 def _places(ends: Tensor, row: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """The token of each part's reward, and whether its row has one, bool ``[parts]``."""
+    """Return the token of each part's reward, and whether its row has one, bool ``[parts]``."""
     mask = segments.mask
     if not len(mask) or not len(ends):
         none = torch.zeros(len(ends), dtype=torch.long, device=mask.device)
@@ -115,7 +112,7 @@ def _places(ends: Tensor, row: Tensor, segments: Segments) -> tuple[Tensor, Tens
 
 
 def _sizes(segments: Segments) -> Tensor:
-    """Tokens of each row, holes included."""
+    """Return the tokens of each row, holes included."""
     return segments.row.bincount(minlength=segments.rows)
 
 

@@ -1,4 +1,4 @@
-"""The loss of distillation: how far a student is from its teacher, on the student's samples."""
+"""The loss of distillation: the KL between student and teacher on the student's samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTANCES = ("reverse", "forward")
 
 @dataclass(frozen=True)
 class Distillation:
-    """KL(student, teacher), or KL(teacher, student), in the place of each token. Agarwal et al.
+    """The objective KL(student, teacher), or KL(teacher, student), at each token. Agarwal et al.
     2024, arXiv:2306.13649, equation 6 with lambda = 1: samples are the student's, and no gradient
     goes through how they were drawn.
 
@@ -33,12 +33,12 @@ class Distillation:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Of the model's forward, for the outputs that the loss reads."""
+        """The options of the model's forward that make the outputs which the loss reads."""
         return {"kind": self.kind}
 
     def __call__(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
     ) -> TokenLoss:
-        """Loss per token, `[tokens]`, of the outputs `divergence` and `entropy`."""
+        """Return the loss per token, `[tokens]`, from the outputs `divergence` and `entropy`."""
         found = on_mask(outputs["divergence"], segments.mask)
         return TokenLoss(found, {"entropy": outputs["entropy"].detach()})

@@ -1,4 +1,4 @@
-"""Advantages that compare the answers to one prompt with each other: no critic.
+"""Advantages that compare the responses to one prompt with each other, without a critic.
 
 All take one score per row and return one advantage per row, ``[rows]``; `spread` puts it on the
 tokens. A group of one has advantage 0, because there is nothing to compare it with. Groups do not
@@ -25,7 +25,7 @@ SCALES = ("std", "batch", "none")
 
 @torch.no_grad()
 def group_relative(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1e-6) -> Tensor:
-    """(score - mean of its group) / (standard deviation + eps), standard deviations unbiased.
+    """Compute (score - mean of its group) / (standard deviation + eps), with unbiased deviations.
 
     scale: ``std`` divides by the group's own standard deviation (GRPO, Shao 2024,
     arXiv:2402.03300, section 4.1); ``none`` leaves the division out (Dr. GRPO, Liu 2025,
@@ -37,7 +37,7 @@ def group_relative(scores: Tensor, groups: Tensor, scale: str = "std", eps: floa
 
 @torch.no_grad()
 def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
-    """Score minus the mean score of the *others* in its group.
+    """Compute the score minus the mean score of the *others* in its group.
 
     RLOO: Ahmadian 2024, arXiv:2402.14740.
     """
@@ -48,7 +48,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 
 @torch.no_grad()
 def optimal_reward_baseline(scores: Tensor, lengths: Tensor, groups: Tensor) -> Tensor:
-    """Score minus the length-weighted mean score of its group, sum(length s) / sum(length).
+    """Compute the score minus its group's length-weighted mean, sum(length s) / sum(length).
 
     lengths: tokens of each row, ``[rows]``. A group without any token has advantage 0.
     OPO: Hao 2025, arXiv:2505.23585, the baseline of least gradient variance when the squared
@@ -63,8 +63,8 @@ def optimal_reward_baseline(scores: Tensor, lengths: Tensor, groups: Tensor) -> 
 
 @torch.no_grad()
 def pass_at_k(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1e-6) -> Tensor:
-    """Only the best of a group gets an advantage: best - second best, scaled like
-    `group_relative`. A tie for the best leaves the whole group at 0.
+    """Give an advantage to a group's best only: best - second best, scaled as `group_relative`. A
+    tie for the best leaves the whole group at 0.
 
     The score of a group is that of its best answer; this is what the best one adds to it
     (leave-one-out of the maximum; Tang 2025, arXiv:2503.19595).
@@ -82,7 +82,7 @@ def pass_at_k(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1
 def reinforce_plus_plus_baseline(
     scores: Tensor, groups: Tensor, mask: Tensor, *, segments: Segments | None = None
 ) -> Tensor:
-    """Score minus the mean of its group on every token, whitened over the tokens of the batch.
+    """Compute the score minus its group's mean on every token, whitened over the batch.
 
     scores, groups: ``[rows]``; mask: ``[rows, time]``, or packed ``[tokens]`` with ``segments``.
     Returns advantages shaped like the mask; every row depends on all.
@@ -97,7 +97,7 @@ def reinforce_plus_plus_baseline(
 
 @torch.no_grad()
 def keep_informative(scores: Tensor, groups: Tensor) -> Tensor:
-    """Bool ``[rows]``: false for every row of a group whose scores are all equal.
+    """Return bool ``[rows]``: false for every row of a group whose scores are all equal.
 
     Such a group has no advantage and so no gradient. DAPO's dynamic sampling, Yu 2025,
     arXiv:2503.14476, section 3.2.

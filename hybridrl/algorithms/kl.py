@@ -1,4 +1,4 @@
-"""Estimators of the divergence from a reference policy, and how hard it is held."""
+"""Estimators of the divergence from a reference policy, and controllers of its coefficient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IN_LOSS = "k3+"
 def kl(
     log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, mask: Tensor | None = None
 ) -> Tensor:
-    """KL(policy || reference) per token, from the log-probabilities of sampled tokens.
+    """Estimate KL(policy || reference) per token, from the log-probabilities of sampled tokens.
 
     With x = log_probs - ref_log_probs: ``k1`` x; ``k2`` x^2 / 2; ``k3`` exp(-x) + x - 1, with x
     clamped to +-20 and the value to +-10; ``abs`` |x|. Schulman 2020,
@@ -60,19 +60,19 @@ def _value(x: Tensor, name: str) -> Tensor:
 
 @dataclass
 class FixedKL:
-    """A KL coefficient that stays as it is."""
+    """A KL coefficient that does not change."""
 
     coefficient: float
 
     def update(self, current: float, steps: int) -> None:
-        """Does nothing; here so that both controllers are called alike."""
+        """Do nothing; both controllers are called alike."""
 
     def state(self) -> dict[str, float]:
-        """Nothing: a fixed coefficient is a setting."""
+        """Return nothing: a fixed coefficient is a setting."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class AdaptiveKL:
@@ -92,7 +92,7 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, current: float, steps: int) -> None:
-        """Moves the coefficient after `steps` samples with a mean divergence of `current`.
+        """Move the coefficient after `steps` samples with a mean divergence of `current`.
 
         A divergence that is not a number is passed over; it would stay in the coefficient for
         good.
@@ -107,9 +107,9 @@ class AdaptiveKL:
             self.coefficient *= 1.0 + min(max(error, -0.2), 0.2) * steps / self.horizon
 
     def state(self) -> dict[str, float]:
-        """What a later job needs to go on from here."""
+        """Return what a resumed job needs to continue."""
         return {"coefficient": self.coefficient}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Goes on from what `state` gave."""
+        """Restore what `state_dict` returned."""
         self.coefficient = state["coefficient"]

@@ -1,4 +1,4 @@
-"""A multiplier that learns how much a constraint costs."""
+"""A multiplier that learns the weight of a constraint."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LagrangeMultiplier:
         self._squares: deque[float] = deque(maxlen=SMOOTHED)
 
     def update(self, costs: Tensor) -> None:
-        """Takes one step.
+        """Take one step of gradient ascent with the costs of a step.
 
         Args:
             costs: Of the samples of a step, `[samples]`; NaN where a sample was dropped. Without
@@ -61,7 +61,7 @@ class LagrangeMultiplier:
         self.value = min(self.value * math.exp(step), self.most)
 
     def state(self) -> dict[str, Any]:
-        """What a later job needs to go on from here, of plain numbers."""
+        """Return what a resumed job needs to continue, as plain numbers."""
         return {
             "value": self.value,
             "violations": list(self._violations),
@@ -69,7 +69,7 @@ class LagrangeMultiplier:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restore what `state_dict` returned."""
         self.value = min(state["value"], self.most)
         self._violations = deque(state["violations"], maxlen=SMOOTHED)
         self._squares = deque(state["squares"], maxlen=SMOOTHED)

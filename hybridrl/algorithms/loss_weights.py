@@ -1,4 +1,4 @@
-"""How much each token counts in the loss of a mini-batch.
+"""The weight of each token in the loss of a mini-batch.
 
 Weights are made once, on the global mini-batch, and travel with the tokens. The loss is then a
 plain sum, and a sum may be split over micro-batches, ranks and sequence parts in any way without
@@ -30,7 +30,7 @@ def token_weights(
     length_norm: float | None = None,
     segments: Segments | None = None,
 ) -> Tensor:
-    """Weights shaped like the mask, such that the loss is ``(weights * loss).sum()``.
+    """Compute weights shaped like the mask, such that the loss is ``(weights * loss).sum()``.
 
     mask: ``[rows, time]``, or packed ``[tokens]`` with ``segments`` telling the rows. Weights
     are float32 (float64 for a float64 mask) and 0 off the mask; an empty mask gives only zeros.

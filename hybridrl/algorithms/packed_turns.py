@@ -1,4 +1,4 @@
-"""Credit by turns: what a turn of the model is worth, from the rewards that come after it."""
+"""The turns of packed samples, and what each turn is worth by the rewards after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, segments: Segments, turn: Tensor, rewards: Tensor, counts: Tensor) -> Turns:
-        """The turns of the samples of packed ``segments``.
+        """Find the turns of the samples of packed ``segments``.
 
         turn: ``[tokens]``, the number of each token's turn in its sample, from 0. counts:
         ``[samples]``, so many turns have a reward of their own, given in ``rewards`` one sample
@@ -60,16 +60,16 @@ class Turns(NamedTuple):
         )
 
     def segments(self, mask: Tensor) -> Segments:
-        """The runs as if each were a sample; mask: ``[tokens]``."""
+        """Return segments in which each run is a sample; mask: ``[tokens]``. ``[tokens]``."""
         return Segments(self.run, mask, len(self.turn))
 
     def placed(self, mask: Tensor) -> Tensor:
-        """The reward of each turn on its last token under the mask, ``[tokens]``."""
+        """Place the reward of each turn on its last token under the mask, ``[tokens]``."""
         ends = self.segments(mask).ends
         return torch.where(ends, self.rewards[self.turn][self.run], 0.0)
 
     def to_go(self, scores: Tensor, penalty: Tensor, gamma: float) -> Tensor:
-        """What is rewarded from each run's turn on, ``[runs]``, discounted from turn to turn.
+        """Compute the rewards from each run's turn on, ``[runs]``, discounted from turn to turn.
 
         scores: ``[samples]``; what they have beyond the rewards of the turns is the last turn's.
         penalty: ``[runs]``, what is taken off the reward of the run's turn.
@@ -80,8 +80,8 @@ class Turns(NamedTuple):
         return discounted_to_go(rewards, self.sample, gamma)[self.turn]
 
     def groups(self, groups: Tensor) -> Tensor:
-        """A number for each run, ``[runs]``: the same for turns that have the same number in
-        samples of one group; groups: ``[samples]``."""
+        """Return group ids of runs, ``[runs]``: equal for like turns in samples of one group.
+        ``[samples]``."""
         sample = self.sample[self.turn]
         pairs = torch.stack([groups[sample], self.turn - self.starts[sample]], 1)
         found: Tensor = torch.unique(pairs, dim=0, return_inverse=True)[1]

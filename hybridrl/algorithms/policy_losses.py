@@ -30,7 +30,7 @@ def ppo_clip(
     dual_clip: float | None = None,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)).
+    """Return the clipped PPO loss, max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)).
 
     With ``dual_clip`` c > 1, where A < 0: the minimum of that and -A c, which bounds the loss of
     a bad token that has become likely. ``clip_high > clip_low`` is DAPO's clip-higher.
@@ -59,7 +59,7 @@ def cispo(
     clip_high: float = 0.2,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """-sg(clamp(r, 1 - clip_low, 1 + clip_high)) A log_probs.
+    """Return the CISPO loss, -sg(clamp(r, 1 - clip_low, 1 + clip_high)) A log_probs.
 
     The weight is clipped, not the update: every token keeps a gradient.
     CISPO: MiniMax-M1 2025, arXiv:2506.13585.
@@ -77,7 +77,7 @@ def reinforce(
     *,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """-A log_probs, the plain policy gradient; old_log_probs serve the metrics only.
+    """Return the plain policy gradient, -A log_probs; old_log_probs serve the metrics only.
 
     Williams 1992, Machine Learning 8.
     """
@@ -94,7 +94,7 @@ def sapo(
     tau_negative: float = 1.05,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """-A sigmoid(tau (r - 1)) 4 / tau, with tau_positive where A > 0 and tau_negative elsewhere.
+    """Return the SAPO loss, -A sigmoid(tau (r - 1)) 4 / tau, with tau by the sign of A.
 
     A soft gate in place of a clip: at r = 1 the gradient is that of -A r, and it fades with the
     distance from there. SAPO: Gao 2025, arXiv:2511.20347.
@@ -112,7 +112,7 @@ def sapo(
 def enter(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log_probs, d and A, in one dtype, 0 off the mask."""
+    """Return log_probs, d and A in one dtype, 0 off the mask."""
     log_probs, old_log_probs, advantages = as_float(
         log_probs, old_log_probs.detach(), advantages.detach()
     )
@@ -123,7 +123,7 @@ def enter(
 def clipped_objective(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """The pessimistic clipped loss, and where the clip is what decided it."""
+    """Return the pessimistic clipped loss, and where the clip decided it."""
     free = -advantages * ratio
     held = -advantages * ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.maximum(free, held), held > free
@@ -137,7 +137,7 @@ def leave(
     clipped: Tensor | None = None,
     dual_clipped: Tensor | None = None,
 ) -> TokenLoss:
-    """A loss with its metrics, all 0 off the mask."""
+    """Return a loss with its metrics, all 0 off the mask."""
     none = torch.zeros_like(loss)
     metrics = {
         "clip_fraction": none if clipped is None else clipped,

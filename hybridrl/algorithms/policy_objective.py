@@ -1,4 +1,4 @@
-"""PolicyObjective: the whole loss of a policy update, put together from its parts by settings."""
+"""The loss of a policy update, composed of its terms by settings."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CORRECTIONS = ("none", "truncate", "mask")
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """w * policy loss + kl_coefficient * KL(policy, reference) - entropy_coefficient * entropy,
-    where w corrects the gap between trainer and rollout engine, or is 1.
+    """The objective w * policy loss + kl_coefficient * KL(policy, reference) - entropy_coefficient
+    * entropy, where w corrects the gap between trainer and rollout engine, or is 1.
 
     Attributes:
         policy_loss: See `registry.policy_loss`.
@@ -59,7 +59,7 @@ class PolicyObjective:
         columns: Mapping[str, Tensor],
         segments: Segments,
     ) -> TokenLoss:
-        """Loss per token, `[tokens]`.
+        """Return the loss per token, `[tokens]`.
 
         Args:
             outputs: `log_probs` of the policy being trained, with gradient, and `entropy` of its

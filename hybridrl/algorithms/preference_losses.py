@@ -1,4 +1,4 @@
-"""Losses of pairs: of two answers to one prompt, the first is preferred.
+"""Losses of pairs of responses to one prompt, of which the first is preferred.
 
 Rows come in pairs, the chosen one first. The loss of a pair lies on every token of both its
 answers, so with weights of mode `seq-mean-token-mean` the loss of a mini-batch is the mean over its
@@ -22,7 +22,7 @@ PREFERENCE_LOSSES = ("sigmoid", "ipo")
 
 @dataclass(frozen=True)
 class DirectPreference:
-    """DPO: the policy's own log-ratios to the reference are its scores of two answers.
+    """The DPO or IPO objective, whose scores of two responses are log-ratios to the reference.
 
     With h = chosen - rejected log-ratio: `sigmoid` is -log sigmoid(beta h) (Rafailov 2023,
     arXiv:2305.18290); `ipo` is (h - 1 / (2 beta))^2 (Azar 2023, arXiv:2310.12036). Both only ask
@@ -50,7 +50,7 @@ class DirectPreference:
     def __call__(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
     ) -> TokenLoss:
-        """Loss per token, `[tokens]`, of the output `log_probs` and the column `ref_log_probs`."""
+        """Return the loss per token, `[tokens]`, of `log_probs` and the column `ref_log_probs`."""
         differences = outputs["log_probs"] - columns["ref_log_probs"]
         reduce = segments.mean if self.length_normalised else segments.sum
         chosen, rejected = reduce(differences).view(-1, 2).unbind(1)
@@ -67,8 +67,9 @@ class DirectPreference:
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The reward model's loss, -log sigmoid(chosen - rejected - margin) + centre (chosen +
-    rejected)^2 (Ouyang 2022, arXiv:2203.02155; Eisenstein 2023, arXiv:2312.09244).
+    """The objective of a reward model, -log sigmoid(chosen - rejected - margin) + centre (chosen +
+    rejected)^2 (Ouyang 2022, arXiv:2203.02155; Eisenstein 2023, arXiv:2312.09244). Eisenstein 2023,
+    arXiv:2312.09244).
 
     Attributes:
         centre: Keeps the scores around 0, which the first term leaves open.
@@ -79,8 +80,8 @@ class BradleyTerry:
     def __call__(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
     ) -> TokenLoss:
-        """Loss per token, `[tokens]`, of the output `values`, of which the last of a row is its
-        score, and the column `margin`, if there is one."""
+        """Return the loss per token, `[tokens]`, of the output `values`, of which the last of a row
+        is its score, and the column `margin`, if there is one."""
         chosen, rejected = segments.last(outputs["values"]).view(-1, 2).unbind(1)
         margin = segments.mean(columns["margin"]).view(-1, 2)[:, 0] if "margin" in columns else 0.0
         loss = -F.logsigmoid(chosen - rejected - margin)

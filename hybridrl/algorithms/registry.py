@@ -1,4 +1,4 @@
-"""The functions that settings name: built-in ones, and the user's own, `path/to/file.py:name`.
+"""The losses and advantages that settings name: built-in functions and the user's own.
 
 A function is given what its parameters name, so one that compares scores need not speak of tokens.
 """
@@ -57,8 +57,9 @@ WITHIN_GROUPS = ("group_relative", "leave_one_out", "optimal_reward_baseline", "
 
 @cache
 def policy_loss(name: str) -> Function:
-    """The function of `algorithm.policy_loss`: from `log_probs`, `old_log_probs` and `advantages`,
-    each `[tokens]`, to `TokenLoss`. It may also name `mask`, `segments`, and options with defaults.
+    """Return the function of `algorithm.policy_loss`: from `log_probs`, `old_log_probs` and
+    `advantages`, each `[tokens]`, to `TokenLoss`. It may also name `mask`, `segments`, and options
+    with defaults.
 
     Raises:
         ConfigError: if there is none, or it needs something else.
@@ -68,7 +69,7 @@ def policy_loss(name: str) -> Function:
 
 @cache
 def advantage_estimator(name: str) -> Function:
-    """The function of `algorithm.advantage`: from any of `scores`, `groups` and `lengths`
+    """Return the function of `algorithm.advantage`: from any of `scores`, `groups` and `lengths`
     `[rows]`, `mask` and `rewards` `[rows, time]`, and the settings `scale` and `gamma`, to
     advantages of rows or of tokens. One that names `segments` too is given `mask` and `rewards`
     packed, `[tokens]`, and returns advantages of tokens, so that nothing is ever padded.
@@ -80,22 +81,22 @@ def advantage_estimator(name: str) -> Function:
 
 
 def weighs_by_ratio(name: str) -> bool:
-    """Whether a policy loss weighs tokens by the ratio to the policy that sampled them."""
+    """Return whether a policy loss weighs tokens by the ratio to the policy that sampled them."""
     return name != "reinforce" and takes(policy_loss(name), "old_log_probs")
 
 
 def takes(function: Function, parameter: str) -> bool:
-    """Whether it has a parameter of this name."""
+    """Return whether a function has a parameter of this name."""
     return parameter in inspect.signature(function).parameters
 
 
 def accepted(function: Function, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is offered, what the function has parameters for."""
+    """Select from `offered` the arguments that the function has parameters for."""
     return {name: value for name, value in offered.items() if takes(function, name)}
 
 
 def options_of(function: Function) -> list[str]:
-    """The names of a policy loss's options."""
+    """Return the names of a policy loss's options."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is not p.empty and p.name not in OF_LOSSES]
 

@@ -1,4 +1,4 @@
-"""Shaping of rewards before advantages are taken."""
+"""Terms that are added to rewards before advantages are computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shape_rewards(
     *,
     segments: Segments | None = None,
 ) -> Tensor:
-    """Rewards per token: the score on the last token of its row, minus coefficient * kl on each.
+    """Compute rewards per token: the score on a row's last token, minus coefficient * kl on each.
 
     scores: ``[rows]``; the others ``[rows, time]``, or packed ``[tokens]`` with ``segments``. The
     last token is the last under the mask; a row without tokens has no place for its score, and
@@ -36,7 +36,7 @@ def shape_rewards(
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """A soft punishment of answers that near the limit, to be added to their scores.
+    """Compute a soft penalty for responses near the length limit, to be added to their scores.
 
     0 up to limit - buffer tokens, then linearly down to -factor at the limit, and -factor
     beyond it. With a buffer of 0 only what is beyond the limit is punished.
@@ -54,7 +54,7 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float = 1
 
 @torch.no_grad()
 def shorter_reward(lengths: Tensor, right: Tensor, groups: Tensor) -> Tensor:
-    """A reward for being shorter than the others of a group, to be added to scores.
+    """Compute a reward for being shorter than the others of a group, to be added to scores.
 
     With s = 0.5 - (length - shortest) / (longest - shortest) of its group: s where the answer is
     right, and min(0, s) where it is not, so that no wrong answer gains by being short. 0 where all

@@ -1,4 +1,4 @@
-"""Which token belongs to which sample, for padded and packed layouts alike."""
+"""The samples that tokens belong to, in padded and packed layouts alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridrl.errors import ConfigError, nearest
 
 
 def as_float(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Brings tensors to one dtype: float32, or float64 if any of them has it."""
+    """Convert tensors to one dtype: float32, or float64 if any of them has it."""
     dtype = torch.float32
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
@@ -20,17 +20,18 @@ def as_float(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_bool(mask: Tensor) -> Tensor:
-    """The mask as bool; any non-zero entry counts as one."""
+    """Return the mask as bool; any non-zero entry counts as one."""
     return mask if mask.dtype == torch.bool else mask != 0
 
 
 def on_mask(x: Tensor, mask: Tensor | None) -> Tensor:
-    """x on the mask and exactly 0 off it, in value and in gradient. No mask leaves x as it is."""
+    """Return x on the mask and exactly 0 off it, in value and in gradient; without a mask return x.
+    No mask leaves x as it is."""
     return x if mask is None else torch.where(as_bool(mask), x, 0.0)
 
 
 def require_known(setting: str, value: str, known: Iterable[str]) -> None:
-    """Refuses a name that is not among the known ones, and suggests the nearest."""
+    """Refuse a name that is not among the known ones, and suggest the nearest."""
     names = list(known)
     if value not in names:
         listed = ", ".join(f"`{name}`" for name in names)
@@ -59,7 +60,8 @@ class Segments:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Segments:
-        """Samples of a padded ``[rows, time]`` layout; the mask may have holes and empty rows."""
+        """Build the segments of a padded ``[rows, time]`` mask; holes and empty rows are
+        allowed."""
         if mask.dim() != 2:
             raise ConfigError(
                 f"The mask has shape {tuple(mask.shape)}; a padded mask is [rows, time]. "
@@ -71,7 +73,7 @@ class Segments:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, mask: Tensor | None = None) -> Segments:
-        """Samples of a packed ``[tokens]`` layout.
+        """Build the segments of a packed ``[tokens]`` layout.
 
         cu_seqlens: integers ``[rows + 1]`` from 0 to the number of tokens; sample i is
         ``tokens[cu_seqlens[i]:cu_seqlens[i + 1]]``. mask: ``[tokens]``, for samples with holes;
@@ -91,7 +93,7 @@ class Segments:
         return cls(row, as_bool(mask), rows)
 
     def within(self, mask: Tensor) -> Segments:
-        """The same samples with only those of their tokens that are also under the mask."""
+        """Return the same samples with only those of their tokens that are also under the mask."""
         if mask.shape != self.mask.shape:
             raise ConfigError(
                 f"The mask has shape {tuple(mask.shape)} and the segments tell of tokens of "
@@ -101,7 +103,7 @@ class Segments:
 
     @property
     def ends(self) -> Tensor:
-        """Bool, shaped like the tokens: the last token under the mask of each sample."""
+        """The last token under the mask of each sample, bool, shaped like the tokens."""
         mask, row = self.mask.reshape(-1), self.row.reshape(-1)
         places = torch.arange(row.numel(), device=row.device)
         last = torch.full((self.rows,), -1, device=row.device)
@@ -112,41 +114,41 @@ class Segments:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens under the mask of each sample, int64 ``[rows]``."""
+        """The number of tokens under the mask of each sample, int64 ``[rows]``."""
         lengths = torch.zeros(self.rows, dtype=torch.long, device=self.row.device)
         return lengths.index_add(0, self.row.reshape(-1), self.mask.reshape(-1).long())
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x over the tokens of each sample, ``[rows]``; 0 for an empty sample."""
+        """Return the sum of x over the tokens of each sample, ``[rows]``; 0 for an empty sample."""
         (x,) = as_float(x)
         totals = torch.zeros(self.rows, dtype=x.dtype, device=x.device)
         return totals.index_add(0, self.row.reshape(-1), on_mask(x, self.mask).reshape(-1))
 
     def mean(self, x: Tensor) -> Tensor:
-        """The mean of x over the tokens of each sample, ``[rows]``; 0 for an empty sample."""
+        """Return the mean of x over the tokens of each sample, ``[rows]``; 0 for an empty one."""
         return self.sum(x) / self.lengths.clamp(min=1)
 
     def last(self, x: Tensor) -> Tensor:
-        """x at the last token of each sample, ``[rows]``; 0 for an empty sample."""
+        """Return x at the last token of each sample, ``[rows]``; 0 for an empty sample."""
         (x,) = as_float(x)
         ends = self.ends
         none = torch.zeros(self.rows, dtype=x.dtype, device=x.device)
         return none.index_put((self.row[ends],), x[ends])
 
     def spread(self, values: Tensor) -> Tensor:
-        """A per-sample value ``[rows]`` on each token of its sample; 0 off the mask."""
+        """Put a per-sample value ``[rows]`` on each token of its sample; 0 off the mask."""
         (values,) = as_float(values)
         return on_mask(values[self.row], self.mask)
 
 
 def samples_of(mask: Tensor, segments: Segments | None) -> Segments:
-    """The samples of a padded mask ``[rows, time]``, or of a packed one, with its segments."""
+    """Return the segments of a padded mask ``[rows, time]``, or `segments` within a packed mask."""
     return Segments.from_mask(mask) if segments is None else segments.within(mask)
 
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """Rows by group; the group numbers may be any integers, in any order.
+    """The rows of a batch by group; the group numbers may be any integers, in any order.
 
     Attributes:
         index: int64 ``[rows]``, the group of each row as a number from 0.
@@ -164,22 +166,22 @@ class Groups:
         return cls(index, sizes[index], sizes.numel())
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum over the group of each row, ``[rows]``."""
+        """Return the sum over the group of each row, ``[rows]``."""
         totals = torch.zeros(self.count, dtype=x.dtype, device=x.device)
         return totals.index_add(0, self.index, x)[self.index]
 
     def max(self, x: Tensor) -> Tensor:
-        """The largest value in the group of each row, ``[rows]``."""
+        """Return the largest value in the group of each row, ``[rows]``."""
         highest = torch.empty(self.count, dtype=x.dtype, device=x.device)
         highest = highest.scatter_reduce(0, self.index, x, "amax", include_self=False)
         return highest[self.index]
 
     def min(self, x: Tensor) -> Tensor:
-        """The smallest value in the group of each row, ``[rows]``."""
+        """Return the smallest value in the group of each row, ``[rows]``."""
         return -self.max(-x)
 
     def anchored(self, scores: Tensor) -> Tensor:
-        """Scores above the lowest of their group.
+        """Return scores above the lowest of their group.
 
         Every group-relative estimator ignores a shift of the whole group, and taking it out
         first makes a group of equal scores exactly 0. Without it the rounding of the mean
@@ -189,18 +191,18 @@ class Groups:
         return scores - self.min(scores)
 
     def centred(self, scores: Tensor) -> Tensor:
-        """Scores minus the mean of their group; exactly 0 where a group's scores are equal."""
+        """Return scores minus the mean of their group, exactly 0 where all scores are equal."""
         anchored = self.anchored(scores)
         return anchored - self.sum(anchored) / self.size
 
     def std(self, scores: Tensor) -> Tensor:
-        """The unbiased standard deviation of the group of each row; 0 for a group of one."""
+        """Return the unbiased standard deviation of the group of each row; 0 for a group of one."""
         squares = self.sum(self.centred(scores).square())
         return (squares / (self.size - 1).clamp(min=1)).sqrt()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """The mean of x over the mask, a scalar; 0 for an empty mask.
+    """Return the mean of x over the mask, a scalar; 0 for an empty mask.
 
     x, mask: one shape, any number of dimensions. Differentiable in x.
     """
@@ -210,7 +212,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """The variance of x over the mask, a scalar; 0 when the mask has fewer than two ones.
+    """Return the variance of x over the mask, a scalar; 0 when the mask has fewer than two ones.
 
     Divides by n - 1 (by n when not ``unbiased``).
     """
@@ -221,7 +223,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the mask, 0 off it; the mean is added back when
+    """Return (x - mean) / sqrt(var + 1e-8) over the mask, 0 off it; the mean is added back when
     ``shift_mean`` is false.
 
     A mask with fewer than two ones gives 0 everywhere: there is no spread to measure.
@@ -234,8 +236,8 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
 
 
 def divide_by_std(x: Tensor, mask: Tensor) -> Tensor:
-    """x / standard deviation over the mask, 0 off it: the sign of the mean is kept, and the unit of
-    x does not matter.
+    """Return x / standard deviation over the mask, 0 off it: the sign of the mean is kept, and the
+    unit of x does not matter.
 
     Where the mean is more than ten standard deviations it is divided to be ten: of values that are
     all alike the deviation is only their rounding.
@@ -247,7 +249,7 @@ def divide_by_std(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def _centre(x: Tensor, mask: Tensor) -> Tensor:
-    """x minus its mean, 0 off the mask."""
+    """Return x minus its mean, 0 off the mask."""
     (x,) = as_float(x)
     centred = on_mask(on_mask(x, mask) - masked_mean(x, mask), mask)
     # The first mean is off by a rounding of x itself, which whitening a constant would blow up

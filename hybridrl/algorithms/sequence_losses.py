@@ -1,4 +1,4 @@
-"""Policy losses whose ratio belongs to the whole answer rather than to one token.
+"""Policy losses whose ratio belongs to the whole response rather than to one token.
 
 They take the `Segments` of the tokens, and a micro-batch must hold whole answers.
 """
@@ -22,7 +22,7 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
-    """Clipping as in `ppo_clip`, of r_t = exp(min(10, sg(m) + log_probs - sg(log_probs))).
+    """Return the GSPO loss: `ppo_clip` with r_t = exp(min(10, sg(m) + log_probs - sg(log_probs))).
 
     m is the mean over the answer of log_probs - old_log_probs, so the value of r_t is the
     length-normalised ratio of the answer and its gradient that of the token. Aggregated with
@@ -48,7 +48,7 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> TokenLoss:
-    """-A R, with R the geometric mean over the answer of the clipped token ratios.
+    """Return the GMPO loss, -A R, with R the geometric mean of the response's clipped token ratios.
 
     Per token the log-ratio d is clipped against the sign of A, to min(d, clip_high) where A > 0
     and to max(d, -clip_low) elsewhere; R is exp of the mean. One wild token moves a geometric

@@ -1,4 +1,4 @@
-"""What a loss returns, and the losses that need no advantages."""
+"""The value that a loss returns, and the losses that need no advantages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenLoss(NamedTuple):
 
 
 def negative_log_likelihood(log_probs: Tensor, *, mask: Tensor | None = None) -> TokenLoss:
-    """The supervised loss, -log_probs, on tokens of any shape; 0 off the mask if one is given."""
+    """Return the supervised loss, -log_probs, on tokens of any shape; 0 off a given mask."""
     (log_probs,) = as_float(log_probs)
     return TokenLoss(-on_mask(log_probs, mask), {})
 
@@ -36,7 +36,7 @@ def value_loss(
     *,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """The critic's loss per token, 0.5 max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2).
+    """Return the critic's loss, 0.5 max((v - R)^2, (clamp(v, old - clip, old + clip) - R)^2).
 
     Without ``clip`` it is 0.5 (v - R)^2. The metric ``clip_fraction`` is 1 where the clipped
     square is the larger, so that the token has no gradient. Any shape, all alike; with a

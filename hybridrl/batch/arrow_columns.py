@@ -1,4 +1,4 @@
-"""Columns of a batch: from tensors and lists to Arrow, and from Arrow to tensors."""
+"""Conversions between the columns of a batch in Arrow and tensors, ragged columns and lists."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hybridrl.batch.read_only import read_only
 
 
 class Ragged(NamedTuple):
-    """A column of lists: `values` `[tokens]`, and `cu_seqlens` `[rows + 1]` with row i at
-    `values[cu_seqlens[i]:cu_seqlens[i + 1]]`."""
+    """A column with a list of numbers per row: `values` `[tokens]`, and `cu_seqlens` `[rows + 1]`
+    with row i at `values[cu_seqlens[i]:cu_seqlens[i + 1]]`."""
 
     values: torch.Tensor
     cu_seqlens: torch.Tensor
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Number of values of each row, `[rows]`."""
+        """The number of values of each row, `[rows]`."""
         return self.cu_seqlens.diff()
 
     def rows(self) -> list[torch.Tensor]:
-        """One view per row."""
+        """Return one view of `values` per row."""
         rows = torch.split(self.values.as_subclass(torch.Tensor), self.lengths.tolist())
         # One by one, for many rows are many times the price of a read-only tensor's `split`.
         is_plain = type(self.values) is torch.Tensor
@@ -36,13 +36,13 @@ class Ragged(NamedTuple):
 
 
 def is_number(arrow_type: pa.DataType) -> bool:
-    """Whether a column of this type is read as a tensor."""
+    """Return whether a column of this Arrow type is read as a tensor."""
     return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))
 
 
 def is_ragged(arrow_type: pa.DataType) -> bool:
-    """Whether a column of this type is read as a `Ragged`: lists of numbers. `large_list` is ours,
-    the others are those of JSON and Parquet files."""
+    """Return whether a column of this Arrow type is read as a `RaggedColumn`: lists of numbers. The
+    library writes `large_list`; JSON and Parquet files have the other list types."""
     is_list = (
         pa.types.is_large_list(arrow_type)
         or pa.types.is_list(arrow_type)
@@ -67,7 +67,7 @@ def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
 
 
 def to_ragged(array: pa.Array) -> Ragged:
-    """A column of lists of numbers, read without copying them."""
+    """Convert an Arrow column of lists of numbers without copying the numbers."""
     if not pa.types.is_large_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
     offsets = _plain(array.offsets)
@@ -75,7 +75,8 @@ def to_ragged(array: pa.Array) -> Ragged:
 
 
 def to_torch(array: pa.Array) -> torch.Tensor:
-    """A column of numbers, read without copying it; missing ones are NaN."""
+    """Convert an Arrow column of numbers to a read-only tensor without copying it; missing numbers
+    are NaN."""
     return read_only(_plain(array))
 
 
@@ -95,7 +96,8 @@ def _to_numpy(values: torch.Tensor | npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def to_arrow(values: Any) -> pa.Array:
-    """A column of anything that `Batch.from_columns` takes; pyarrow's errors otherwise."""
+    """Convert anything that `Batch.from_columns` takes to an Arrow column; raise pyarrow's errors
+    if that is not possible."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values
     if isinstance(values, Ragged):

@@ -1,4 +1,4 @@
-"""Batch: the table of samples that every part of HybridRL speaks.
+"""The table of samples that every room of HybridRL passes around.
 
 One row per sample, named columns, held in Arrow. A token-level column is a ragged list (values and
 offsets), so nothing is ever padded in memory, on the wire or on disk. Numeric columns are views of
@@ -63,7 +63,7 @@ of functions that are only looked at begin with `check/`, those of an environmen
 
 
 def is_of_data(column: str) -> bool:
-    """Whether a column of this name is the user's, not the library's."""
+    """Return whether a column of this name belongs to the user's data and not to the library."""
     return column not in LIBRARY_COLUMNS and not column.startswith(LIBRARY_PREFIXES)
 
 
@@ -91,7 +91,8 @@ class Batch:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, Any]) -> Batch:
-        """Builds a batch from tensors, arrays, `Ragged`s, lists of 1-D tensors, or plain lists.
+        """Build a batch from tensors, arrays, `RaggedColumn`s, lists of 1-D tensors, or plain
+        lists.
 
         A tensor `[rows, k]` becomes a column of lists, as a `Ragged` does.
 
@@ -112,12 +113,12 @@ class Batch:
 
     @property
     def columns(self) -> list[str]:
-        """Column names, in order."""
+        """The column names, in order."""
         return list(self.table.column_names)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows of this batch, shared buffers beyond them not counted."""
+        """The number of bytes of this batch's rows, without the rest of shared buffers."""
         return int(self.table.nbytes)
 
     def __len__(self) -> int:
@@ -137,7 +138,7 @@ class Batch:
         return f"Batch({len(self)} rows; {fields})"
 
     def array(self, name: str) -> pa.Array:
-        """The column as one Arrow array."""
+        """Return the column as one Arrow array."""
         if name not in self:
             raise DataError(
                 f"The batch has no column `{name}`; it has {', '.join(self.columns)}."
@@ -155,7 +156,7 @@ class Batch:
         return python_values(array)
 
     def ragged(self, name: str) -> Ragged:
-        """The token-level column `name`; a `DataError` if it holds one value per row."""
+        """Return the token-level column `name`; raise `DataError` if it holds one value per row."""
         array = self.array(name)
         if pa.types.is_null(array.type) and not len(array):  # made of no rows, it has no type
             array = pa.array([], pa.large_list(pa.int64()))
@@ -164,11 +165,12 @@ class Batch:
         return to_ragged(array)
 
     def lengths(self, name: str) -> npt.NDArray[np.int64]:
-        """Number of values in each row of the token-level column `name`, `[rows]`."""
+        """Return the number of values in each row of the token-level column `name`, `[rows]`."""
         return np.asarray(self.ragged(name).lengths.numpy(), dtype=np.int64)
 
     def padded(self, name: str, fill: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """The column as `[rows, longest]`, left-aligned, and the bool mask of its real values."""
+        """Return the column as `[rows, longest]`, left-aligned, and the bool mask of its real
+        values."""
         values, cu_seqlens = self.ragged(name)
         lengths = cu_seqlens.diff()
         longest = int(lengths.max()) if len(lengths) else 0
@@ -178,18 +180,18 @@ class Batch:
         return dense, mask
 
     def select(self, names: Iterable[str]) -> Batch:
-        """Only these columns."""
+        """Return a batch of these columns only."""
         names = list(names)
         for name in names:
             self.array(name)
         return Batch(self.table.select(names))
 
     def with_columns(self, columns: Mapping[str, Any]) -> Batch:
-        """This batch with the columns added; a column of the same name is replaced."""
+        """Return this batch with the columns added; a column of the same name is replaced."""
         return self | Batch.from_columns(columns)
 
     def __or__(self, other: Batch) -> Batch:
-        """Joins two batches row by row; the right one wins where both have a column."""
+        """Join two batches row by row; the right one wins where both have a column."""
         if not isinstance(other, Batch):
             return NotImplemented
         if len(self) != len(other):
@@ -201,20 +203,20 @@ class Batch:
         return Batch(pa.table(merged))
 
     def take(self, rows: RowNumbers) -> Batch:
-        """The rows with these numbers, in this order, or those where a mask is true; see
-        `row_numbers`. Consecutive rows are not copied."""
+        """Return the rows with these numbers, in this order, or those where a mask is true (see
+        `resolve_row_numbers`). Consecutive rows are not copied."""
         rows = row_numbers(rows, len(self))
         if len(rows) and (np.diff(rows) == 1).all():
             return self.slice(int(rows[0]), int(rows[-1]) + 1)
         return Batch(self.table.take(pa.array(rows)).combine_chunks())
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows `start` to `stop` (exclusive), without copying."""
+        """Return rows `start` to `stop` (exclusive) without copying."""
         return Batch(self.table.slice(start, stop - start))
 
     @staticmethod
     def concat(batches: Sequence[Batch], *, fill_missing: bool = False) -> Batch:
-        """One batch after the other.
+        """Concatenate batches row-wise.
 
         Args:
             fill_missing: A column that some batches do not have is NaN there if it holds numbers
@@ -252,21 +254,21 @@ class Batch:
         return Batch(table.combine_chunks())
 
     def to_pylist(self) -> list[dict[str, Any]]:
-        """One dictionary per row."""
+        """Return one dictionary per row."""
         return _rows_of(self.table)
 
     def rows_for_users(self) -> list[dict[str, Any]]:
-        """One dictionary per row, of the columns that are the business of a user's function: all
-        but the library's own (`LIBRARY_COLUMNS`)."""
+        """Return one dictionary per row with the columns that user functions get: all but the
+        library's own (`LIBRARY_COLUMNS`)."""
         return _rows_of(self.table.select(list(filter(is_of_data, self.columns))))
 
     def write_parquet(self, path: Path) -> None:
-        """Writes the rows as they are; pandas, polars and DuckDB read the file."""
+        """Write the rows as they are; pandas, polars and DuckDB read the file."""
         pq.write_table(self.table, path)
 
     @classmethod
     def read_parquet(cls, path: Path) -> Batch:
-        """Reads a file that `write_parquet` wrote."""
+        """Read a file that `write_parquet` wrote."""
         return cls(pq.read_table(path))
 
 
@@ -283,7 +285,8 @@ RowNumbers = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 
 
 def row_numbers(rows: RowNumbers, count: int | None) -> npt.NDArray[np.int64]:
-    """Numbers of rows as an array: those that are given, or where a mask of booleans is true.
+    """Return row numbers as an int64 array: the numbers given, or the positions where a boolean
+    mask is true.
 
     Args:
         count: Rows of the table; None: not known yet.

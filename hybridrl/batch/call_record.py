@@ -1,4 +1,4 @@
-"""What one rank did in one call: the raw material of metrics, console and timeline."""
+"""The record of one call on one rank, from which metrics, console and timeline are made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ the gradient of a weight."""
 
 
 class Fault(NamedTuple):
-    """Where a rank first saw a number that is not finite.
+    """The first non-finite number that a rank found, and where.
 
     Attributes:
         order: `WEIGHT`, `COLUMN`, `LOSS` or `GRADIENT`: what comes earlier in an update is the
@@ -30,7 +30,7 @@ class Fault(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A phase inside a call, for as long as it went on without a break.
+    """An uninterrupted phase inside a call.
 
     Attributes:
         start, end: Seconds since the epoch, by the clock of the rank's host.
@@ -49,7 +49,7 @@ BREAK_SECONDS = 1e-3
 
 @dataclass
 class Record:
-    """A call as one rank saw it.
+    """The record of a call on one rank.
 
     Attributes:
         start, end: Seconds since the epoch; a call starts when its inputs are there.
@@ -94,7 +94,7 @@ class Record:
     reads: tuple[int, ...] = ()
 
     def add_span(self, span: Span) -> None:
-        """Notes a phase that has just ended."""
+        """Add a phase that has just ended, merged with the last span if it continues it."""
         if self.spans:
             last = self.spans[-1]
             if last.phase == span.phase and 0 <= span.start - last.end < BREAK_SECONDS:

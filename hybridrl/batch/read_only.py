@@ -1,4 +1,4 @@
-"""Read-only tensors: what a column of a batch is read as.
+"""Read-only tensors, the form in which the columns of a batch are read.
 
 A column's memory is shared: with other readers of the same table, and with the object store. Torch
 knows no read-only tensors, so a subclass refuses what would write into one.
@@ -64,12 +64,12 @@ class ReadOnly(Tensor):
 
 
 def read_only(tensor: Tensor) -> Tensor:
-    """The same memory, not to be written."""
+    """Return a read-only tensor on the same memory."""
     return tensor.as_subclass(ReadOnly)
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call would write into a read-only tensor."""
+    """Return whether a call would write into a read-only tensor."""
     if kwargs:
         if (out := kwargs.get("out")) is not None and _holds(out):
             return True
@@ -88,7 +88,7 @@ def _holds(value: Any) -> bool:
 
 
 def _protected(result: Any, arguments: tuple[Any, ...]) -> Any:
-    """The result, read-only where it shares memory with a read-only argument."""
+    """Return the result, read-only where it shares memory with a read-only argument."""
     if isinstance(result, Tensor):
         if type(result) is Tensor and _shares(result, arguments):
             return result.as_subclass(ReadOnly)
@@ -114,7 +114,7 @@ def _shares(result: Tensor, arguments: tuple[Any, ...]) -> bool:
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Where the storage begins; None: it is empty, or of a kind that has no address."""
+    """Return the address of the storage; None if it is empty or has no address."""
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):

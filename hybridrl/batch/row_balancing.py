@@ -1,4 +1,5 @@
-"""Dividing samples of uneven length: evenly over workers, and into micro-batches that fit.
+"""Functions that split rows of uneven length evenly over ranks, and into micro-batches that fit a
+token budget.
 
 Everything here is deterministic: equal inputs give equal lists on every rank, with no message
 between them.
@@ -15,8 +16,8 @@ from hybridrl.errors import ConfigError
 
 
 def blocks_of_runs(values: Sequence[int], parts: int) -> list[range]:
-    """The rows of each of so many consecutive blocks that hold about equally many runs of equal
-    neighbours, and no part of a run."""
+    """Split rows into `parts` consecutive blocks with about equally many runs of equal neighbouring
+    values, never splitting a run."""
     begins = [row for row in range(len(values)) if row == 0 or values[row] != values[row - 1]]
     runs = len(begins)
     cuts = [[*begins, len(values)][runs * part // parts] for part in range(parts + 1)]
@@ -30,8 +31,8 @@ def pack(
     setting: str = "actor.tokens_per_microbatch",
     padded: bool = False,
 ) -> list[list[int]]:
-    """Packs rows into few lists of at most ``budget`` tokens each: first-fit decreasing; rows that
-    are ``padded`` to the longest of their list, the longest first.
+    """Pack rows into few lists of at most `budget` tokens each: first-fit decreasing, or for
+    `padded` rows, which count as the longest of their list, longest first.
 
     lengths: tokens of each row. Returns lists of row indices, each ascending, that hold every
     row once; no rows give no lists. At most 11/9 of the fewest possible lists, plus one.

@@ -1,4 +1,4 @@
-"""Turn and Episode: how an environment or a tool of the user's takes part in a sample.
+"""The interface by which a user's environment or tool takes part in a sample.
 
 A class of the user's, named by `rollout.episode`, is built once for each sample. The model's turns
 and its answers alternate until it says `done`, or a limit ends the episode.
@@ -17,7 +17,7 @@ FAILURES = ("error", "crash", "timeout", "memory", "output")
 
 @dataclass(frozen=True)
 class Turn:
-    """What the environment or tool answers to a turn of the model.
+    """The response of an environment or tool to a turn of the model.
 
     Attributes:
         text: What it says. Tokenized by itself and appended; the model goes on after it. Names of
@@ -45,7 +45,7 @@ class Turn:
 
 
 class Episode(Protocol):
-    """The shape of a class that `rollout.episode` names. It need not derive from this one.
+    """The protocol of a class that `rollout.episode` names. It need not derive from this one.
 
     All objects of a rank share one asyncio loop, in a thread of its own, while the engine goes on
     with other samples. Whatever blocks goes into `await asyncio.to_thread(...)`. Each call has
@@ -56,7 +56,7 @@ class Episode(Protocol):
     """
 
     async def reset(self, row: Mapping[str, Any]) -> Turn | None:
-        """Begins the episode.
+        """Start the episode.
 
         Args:
             row: The prompt's columns, as reward functions get them: `prompt`, `answer` and every
@@ -67,7 +67,7 @@ class Episode(Protocol):
         """
 
     async def step(self, response_text: str, response_ids: list[int]) -> Turn:
-        """Answers one turn of the model.
+        """Respond to one turn of the model.
 
         Args:
             response_text: What the model wrote in this turn, without special tokens. A text of

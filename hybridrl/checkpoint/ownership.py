@@ -1,4 +1,4 @@
-"""Whose a folder of checkpoints is that stands apart from its run (`checkpoint.folder`).
+"""Ownership of a `checkpoint.folder` outside the run's folder.
 
 `<checkpoint.folder>/owner.json` names the run that writes there, and the run's own folder has the
 same note. A `RunLock` cannot do this at a URL; this needs no more than small files that are
@@ -23,7 +23,7 @@ OWNER = "owner.json"
 
 
 class FolderOwner:
-    """Keeps a folder of checkpoints for one run.
+    """A claim of one run on a folder of checkpoints.
 
     Args:
         folder: As `checkpoint.folder` names it.
@@ -35,8 +35,8 @@ class FolderOwner:
         self._note: dict[str, Any] = {}
 
     def claim(self, *, resumes: bool) -> None:
-        """Makes the folder this run's, if it is no other's. A job that died on this machine before
-        its run had a note, or a checkpoint, keeps nothing.
+        """Claim the folder for this run, if no other run owns it. A job that died on this machine
+        before its run had a note, or a checkpoint, owns nothing.
 
         Args:
             resumes: A run that has no note goes on with what is there, whoever wrote it: it has
@@ -59,7 +59,7 @@ class FolderOwner:
                 write_whole(place, json.dumps(self._note, indent=1).encode())
 
     def check(self) -> None:
-        """To be called before anything is written there.
+        """Fail if the folder is owned by another run; call this before anything is written there.
 
         Raises:
             StorageError: if another run, or another job of this one, has taken the folder since.
@@ -74,22 +74,22 @@ class FolderOwner:
             )
 
     def is_taken(self) -> bool:
-        """Whether `check` would say so; False also where the folder cannot be reached."""
+        """Return whether another run owns the folder now; False also where it cannot be reached."""
         try:
             return _read(self._folder / OWNER) not in (None, self._note)
         except OSError:
             return False
 
     def release(self) -> None:
-        """Gives back a folder without a checkpoint, as far as it can be reached."""
+        """Give up a folder without checkpoints, if it can be reached."""
         with contextlib.suppress(OSError):
             if not self.is_taken() and not StepFolders(self._folder).steps():
                 for place in self._places:
                     remove(place)
 
     def _is_copied(self, owner: dict[str, Any]) -> bool:
-        """Whether the run's folder, with its note, is a copy of one in which a job goes on, as far
-        as this machine knows."""
+        """Return whether the run's folder, with its note, is a copy of one in which a job still
+        runs, as far as this machine knows."""
         here = owner["machine"] == this_process()["machine"]
         return here and owner["folder"] != str(self._run) and not is_dead(owner, silent=0)
 
@@ -111,7 +111,7 @@ def _named(owner: dict[str, Any]) -> str:
 
 
 def _read(file: Location) -> dict[str, Any] | None:
-    """What is noted; None if nothing is."""
+    """Return the note in a file; None if there is no complete one."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):

@@ -1,4 +1,5 @@
-"""Which checkpoints stay: a pure rule, for a run and for `hybridrl checkpoint prune`."""
+"""The rule by which checkpoints are kept or pruned, for runs and for `hybridrl checkpoint
+prune`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from hybridrl.errors import ConfigError, nearest
 
 @dataclass(frozen=True)
 class KeepRule:
-    """As `checkpoint.keep_last`, `keep_every` and `best` say.
+    """A retention rule, as `checkpoint.keep_last`, `keep_every` and `best` describe it.
 
     Attributes:
         last: So many of the newest stay, at least 1.
@@ -25,7 +26,7 @@ class KeepRule:
     best: str | None = None
 
     def kept(self, steps: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Those that stay.
+        """Return the steps to keep.
 
         Args:
             steps: What was evaluated after each.
@@ -37,7 +38,7 @@ class KeepRule:
         return kept if best is None else kept | {best}
 
     def best_of(self, steps: Mapping[int, Mapping[str, float]]) -> int | None:
-        """The step of the best figure, of equals the earliest; None if none has one."""
+        """Return the step with the best metric, the earliest of equals; None if no step has it."""
         if self.best is None:
             return None
         goodness = {step: self.goodness(figures) for step, figures in steps.items()}
@@ -45,19 +46,20 @@ class KeepRule:
         return None if step is None or goodness[step] == -math.inf else step
 
     def goodness(self, figures: Mapping[str, float]) -> float:
-        """What is the larger the better; minus infinity for steps without the figure."""
+        """Return the metric as a number of which more is better; minus infinity for steps without
+        it."""
         value = figures.get(metric_of(self.best), math.nan) if self.best else math.nan
         value = -value if self.best and self.best.startswith("-") else value
         return value if math.isfinite(value) else -math.inf
 
 
 def metric_of(best: str) -> str:
-    """The name of the figure that `checkpoint.best` means."""
+    """Return the name of the metric, without the `-` that says that less is better."""
     return best.removeprefix("-")
 
 
 def check_figure(setting: str, named: str, figures: Mapping[str, float]) -> None:
-    """Refuses a metric that no evaluation gives.
+    """Refuse the name of a metric that no evaluation of this run produces.
 
     Args:
         setting: That names it.

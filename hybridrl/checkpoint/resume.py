@@ -51,7 +51,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from.
+    """A point that a run resumes from.
 
     Attributes:
         run: Its folder, where what a run has left is this one's; None: it begins in a new one.

@@ -44,7 +44,8 @@ days (The Llama 3 Herd of Models, 2024, section 3.3.4)."""
 
 
 class Checkpoints:
-    """Saves the steps of a job and brings one back.
+    """Saves the steps of a run as checkpoints: starts, completes and abandons them, and prunes old
+    ones.
 
     Args:
         trainer: The job's driver program.
@@ -70,11 +71,11 @@ class Checkpoints:
         self._saving: Saving | None = None
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether this step is to be saved, however good it is."""
+        """Return whether the schedule saves this step, whatever its metrics are."""
         return self._when.is_due(step, last)
 
     def is_best(self, figures: Mapping[str, float]) -> bool:
-        """Whether a step is to be saved because none that was is as good.
+        """Return whether a step has to be saved because no saved step has metrics as good.
 
         Args:
             figures: What was evaluated after it.
@@ -93,8 +94,8 @@ class Checkpoints:
         )
 
     def start(self, step: int, figures: Mapping[str, float]) -> None:
-        """Begins to save a step, after which no call may be under way; the one before must be
-        finished. With `checkpoint.asynchronous` workers write a copy while the next steps go on.
+        """Start to save a step. No call may be pending, and the checkpoint before must be finished.
+        With `checkpoint.asynchronous` workers write a copy while the next steps run.
 
         Args:
             figures: What was evaluated after the step.
@@ -122,14 +123,15 @@ class Checkpoints:
         self._saving.stall += time.perf_counter() - begin
 
     def ask(self) -> None:
-        """Has the workers say how far they are, for `poll`."""
+        """Ask the workers for their progress, which `poll` reads."""
         if self._saving is not None:
             with self._discarded_if_it_fails(self._saving.step):
                 self._saving.ask()
 
     def poll(self) -> Saving | None:
-        """Completes the step that is being saved, if by what `ask` has brought all of it is on the
-        disk, and removes the oldest; gives it then. Waits for no worker.
+        """Complete the pending checkpoint if all workers have reported that it is on the disk,
+        prune the oldest, and return it; None if there is none or it is not written yet. Waits for
+        no worker.
 
         Raises:
             StorageError: if it could not be written; the checkpoint before it stays.
@@ -140,8 +142,8 @@ class Checkpoints:
             return self._complete() if self._saving.is_written() else None
 
     def finish(self, limit: float | None = None) -> Saving | None:
-        """As `poll`, but waits, `limit` seconds at most (None: as long as it takes); what is not
-        written then is given up."""
+        """Wait for the pending checkpoint, at most `limit` seconds (None: without limit), and
+        complete it as `poll` does. After the limit it is abandoned."""
         if self._saving is None:
             return None
         begin = time.perf_counter()
@@ -153,7 +155,7 @@ class Checkpoints:
         return None
 
     def abandon(self) -> None:
-        """Gives up what is being saved."""
+        """Abandon the pending checkpoint."""
         if self._saving is not None:
             self._discard(self._saving.step)
 
@@ -177,7 +179,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _forgotten_if_unreadable(self, found: Resumed) -> Iterator[None]:
-        """Where a copy in memory cannot be read, the run goes on from the files that are left.
+        """Discard a copy in memory that cannot be read, so that the run resumes from the files.
 
         Raises:
             LostError: then, for workers that could not read take no more calls.
@@ -214,12 +216,13 @@ class Checkpoints:
         return saving
 
     def newest_step(self) -> int:
-        """The newest step that is complete, or where the run began. Reads no files of it."""
+        """Return the newest complete step, or the one that the run began from. Reads no file of
+        it."""
         return max(self._folders.steps(), default=self.job.resumed.step)
 
     def newest(self) -> Resumed:
-        """What a run that has lost its workers goes on from: its newest whole step, or where it
-        began. Where the memory of nodes has a copy of the step, no other file is read.
+        """Return what a run resumes from after losing workers: its newest intact step, or where it
+        began. If a copy of the step is in the memory of nodes, no other file is read.
 
         Raises:
             ConfigError: if there are steps and none of them is whole.
@@ -237,8 +240,8 @@ class Checkpoints:
         return Resumed(run, step, self._folders.at(step), missed + notices)
 
     def load(self, found: Resumed) -> int:
-        """Goes on from a checkpoint, or from the beginning if there is none; gives the number of
-        steps that are done. Later ones leave nothing behind.
+        """Restore the models and the state of a run from a resume point; without a checkpoint, from
+        the beginning. Return the number of steps that are done. Files of later steps are removed.
 
         Raises:
             ConfigError: if it is of another model or program.
@@ -311,7 +314,7 @@ def _evaluated(found: Resumed) -> Mapping[str, float]:
 
 
 class Saving:
-    """Has the roles of a job write their states to the folders of a step.
+    """A checkpoint in progress: the workers of a job write their states to the folders of a step.
 
     Workers that have `start_saving` and `finish_saving` write while the program goes on; others
     have written when this is built.
@@ -357,12 +360,12 @@ class Saving:
             handle.get()
 
     def ask(self) -> None:
-        """Has the workers say, after the calls that they were given before, how far they are."""
+        """Ask the workers for their progress; they answer after the calls that were made before."""
         if not self._asked:
             self._asked = [group.finish_saving(wait=False) for group in self._groups]
 
     def is_written(self) -> bool:
-        """Whether everything is on the disk, by what `ask` has brought; waits for nothing.
+        """Return whether everything is on the disk, by the answers so far; waits for nothing.
 
         Raises:
             StorageError, WorkerError: if a rank could not write.
@@ -374,7 +377,7 @@ class Saving:
         return self._note([answer for handle in asked for answer in handle.get()])
 
     def wait(self, limit: float | None) -> bool:
-        """Waits, `limit` seconds at most; whether everything is on the disk. Raises as
+        """Wait at most `limit` seconds and return whether everything is on the disk. Raises as
         `is_written`."""
         until = math.inf if limit is None else time.perf_counter() + limit
         asked = [group.finish_saving(wait=True) for group in self._groups]
@@ -385,8 +388,8 @@ class Saving:
         return self._note([answer for handle in asked for answer in handle.get()])
 
     def figures(self) -> dict[str, float]:
-        """Seconds that the program waited, seconds of the rank that wrote longest and of the one
-        that then copied longest, and bytes of all ranks."""
+        """Return metrics: seconds that training waited, seconds of the slowest writer and of the
+        slowest copy, and bytes of all ranks."""
         found = {
             "checkpoint/stall_seconds": self.stall,
             "checkpoint/write_seconds": self._seconds,
@@ -407,7 +410,7 @@ class Saving:
 
 
 class WhenToSave:
-    """Of one run, by its settings and by what checkpoints were seen to cost.
+    """The schedule of one run, from its settings and from the measured cost of its checkpoints.
 
     Args:
         devices: How many of them may fail.
@@ -421,7 +424,7 @@ class WhenToSave:
         self._has_begun = False
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether this step is to be saved; the last one always is."""
+        """Return whether this step is saved; the last one always is."""
         settings = self._settings
         passed, minutes = time.monotonic() - self._begun_at, settings.every_minutes
         return settings.wanted and (
@@ -431,24 +434,25 @@ class WhenToSave:
         )
 
     def begins(self) -> None:
-        """A step is being saved."""
+        """Record that a checkpoint was started."""
         self._begun_at, self._has_begun = time.monotonic(), True
 
     def ends(self, stall: float) -> None:
-        """It is saved, for which training has waited so many seconds."""
+        """Record that a checkpoint is complete, and the seconds that training waited for it."""
         self._stall = stall
 
     def _is_worth_it(self, passed: float) -> bool:
-        """What a checkpoint costs is known when the first one is there."""
+        """Return whether the optimal interval has passed. The cost is known after the first
+        checkpoint, which is saved at once."""
         if self._stall is None:
             return not self._has_begun
         return passed >= best_interval(self._stall, self._between_failures)
 
 
 def best_interval(cost: float, between_failures: float) -> float:
-    """Seconds from checkpoint to checkpoint with which least is lost, to saving and to work that is
-    done again: Young's first-order answer with Daly's correction (J. T. Daly, "A higher order
-    estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37).
+    """Return the seconds between checkpoints that lose the least time to saving and to repeated
+    work: Young's first-order interval with Daly's correction (J. T. Daly, "A higher order estimate
+    of the optimum checkpoint interval for restart dumps", 2006, equation 37).
 
     Args:
         cost: Seconds that training waits for a checkpoint.

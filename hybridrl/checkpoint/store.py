@@ -59,7 +59,7 @@ _READERS = 4
 
 @dataclass(frozen=True)
 class Completed:
-    """What is noted of a step when it is complete.
+    """A complete checkpoint: its files, the metrics evaluated after it, and its time.
 
     Attributes:
         step: Its number.

@@ -59,8 +59,8 @@ def named_code(settings: Mapping[str, Any]) -> list[str]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that is another now, first those that change what is learned, which
-    it says; where the run lives and what it resumes are none.
+    """Describe each setting that changed, those that change learning first. Settings that locate or
+    resume the run are left out.
 
     Args:
         before, now: Settings as nested mappings.
@@ -77,8 +77,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def changes_learning(key: str, *values: Any) -> bool:
-    """Whether a run learns something else from its data if this setting has one of these values in
-    place of another."""
+    """Return whether a change of this setting to or from these values changes what the run
+    learns."""
     if key == "rollout.weight_sync":
         return any(value in LOSSY_SYNC for value in values)
     return _SAME_LEARNING.match(key) is None

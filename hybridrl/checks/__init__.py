@@ -1,2 +1,1 @@
-"""What is refused before a job starts: settings that contradict each other, or that models, data,
-devices or trainers cannot follow."""
+"""Checks of settings, data, models, machine and folders, all before a job starts."""

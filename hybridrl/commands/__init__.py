@@ -1,1 +1,1 @@
-"""What the command `hybridrl` does besides planning; one file for each group of commands."""
+"""The subcommands of `hybridrl`: options, calls and printed tables, one file a command."""

@@ -1,4 +1,5 @@
-"""`hybridrl plan --backtest RUN ...`: how good predictions about these runs would have been."""
+"""`hybridrl plan --backtest RUN ...`: how accurate predictions for recorded runs would have
+been."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Compares, and keeps how far questions were off.
+    """Compare predictions with measurements, store the errors, and print both.
 
     Raises:
         ConfigError: if a folder is that of no run, or of one that recorded no step.

@@ -1,4 +1,4 @@
-"""`hybridrl calibrate`: measures what pieces of work take on this machine, for plans."""
+"""`hybridrl calibrate`: measure the cost of operators on this machine for the planner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ TRIED = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `calibrate` takes."""
     parser.description = "Measures layers, heads, generation, updates and gathers here, for plans."
     parser.add_argument(
         "--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)"
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Measures and keeps.
+    """Measure operator costs, check them on held-out samples, and store them.
 
     Raises:
         ConfigError: for devices that are not here, or too few samples.

@@ -1,4 +1,4 @@
-"""`hybridrl checkpoint`: looks at the checkpoints of a run, and after them.
+"""`hybridrl checkpoint`: list, inspect, verify, export, compare and prune a run's checkpoints.
 
 A run is named by its folder, checkpoints elsewhere by the folder or URL that they are in, a step by
 its own. Nothing here needs a device, nor that the run has ended.
@@ -37,7 +37,6 @@ _ONE_STEP = "a step's folder or URL; of a run its newest"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `checkpoint` takes."""
     parser.description = (
         "Looks at the checkpoints of a run, which may still go on. Needs no device."
     )

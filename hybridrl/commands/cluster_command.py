@@ -1,4 +1,4 @@
-"""`hybridrl cluster probe`: measures this machine, for plans."""
+"""`hybridrl cluster probe`: measure this machine's devices and links for the planner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ SECONDS_TO_MS, GIGA = 1e3, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `cluster` takes."""
     actions = parser.add_subparsers(dest="action", required=True)
     what = "measures this machine for a few seconds: products by precision, memory, links, disk"
     probe = actions.add_parser("probe", help=what, description=f"M{what[1:]}.")
@@ -33,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Measures, keeps and shows what was found.
+    """Measure the devices, store the result, and print it.
 
     Raises:
         ConfigError: if there are no such devices, or no such folder.

@@ -1,4 +1,5 @@
-"""`hybridrl completion SHELL`: a script that completes subcommands, options, runs and settings.
+"""`hybridrl completion SHELL`: print a script that completes subcommands, options, runs and
+settings.
 
 The words are in the script, so that a key press starts no Python. zsh runs the one of bash.
 """
@@ -91,7 +92,6 @@ MAIN = "--help --version --cfg --multirun"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `completion` takes."""
     parser.description = (
         "Prints a script for a shell. bash: add `source <(hybridrl completion bash)` to ~/.bashrc."
     )
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Prints it.
+    """Print the completion script of a shell.
 
     Raises:
         ConfigError: for another shell.
@@ -120,7 +120,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Subcommands and options at each path of subcommands: `""`, `/checkpoint`, `/checkpoint/list`.
+    """Yield the subcommands and options at each command path: `""`, `/checkpoint`,
+    `/checkpoint/list`.
 
     Options of which one spelling is long are there with that alone.
     """
@@ -136,7 +137,7 @@ def words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str
 
 
 def settings() -> list[str]:
-    """Of a job, each with its sign."""
+    """List all settings and presets with their `=`."""
     from hybridrl.config.presets import CHOSEN
     from hybridrl.config.setting_names import leaves
 
@@ -156,7 +157,8 @@ def preset_words() -> list[str]:
 
 
 def bash(parser: argparse.ArgumentParser) -> str:
-    """The script for bash, and for zsh with its functions for bash's; without that of Python."""
+    """Render the script for bash, which zsh runs with its own prologue; without the completion of
+    `python`."""
     known = dict(words(parser))
     cases = []
     for path, those in known.items():
@@ -182,7 +184,7 @@ def bash(parser: argparse.ArgumentParser) -> str:
 
 
 def fish(parser: argparse.ArgumentParser) -> str:
-    """The script for fish."""
+    """Render the script for fish."""
     lines = [FISH, f"set -g _hybridrl_settings {' '.join([*settings(), *preset_words()])}"]
     known = dict(words(parser))
     for path, those in known.items():

@@ -1,4 +1,4 @@
-"""`hybridrl doctor`: what of this machine and its packages would keep jobs from training."""
+"""`hybridrl doctor`: check this machine and its packages for what would keep jobs from training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ COLOURS = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "bold red"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `doctor` takes."""
     parser.description = (
         "Looks at versions, imports, devices, memory, limits, disk and network. Exit "
         "code 1 if something would keep jobs from training."
@@ -39,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Looks, and tells; gives the exit code.
+    """Run all checks and print their findings; return 1 if there is a problem.
 
     Raises:
         ConfigError: for a time in which nothing could be looked at.

@@ -1,4 +1,4 @@
-"""`hybridrl new NAME`: a folder with a project of one's own, whose test passes."""
+"""`hybridrl new NAME`: create a project folder with a reward, settings and a passing test."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ DRIVER_ROW = "| `driver.py` | the algorithm, a page: what is generated, scored, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `new` takes."""
     parser.description = (
         "Makes a folder NAME with a project of your own: a reward, settings, a "
         "README, a Makefile, and a test that passes."
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Makes it.
+    """Create the project folder from the templates.
 
     Raises:
         ConfigError: for a name that cannot be one, and a folder that is there.
@@ -80,7 +79,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def filled(template: str, words: dict[str, str]) -> str:
-    """A template with its words: `@NAME@` stands for one."""
+    """Replace the `@NAME@` placeholders of a template."""
     for key, word in words.items():
         template = template.replace(f"@{key}@", word)
     return template

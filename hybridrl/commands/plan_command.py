@@ -1,7 +1,5 @@
-"""`hybridrl plan [key=value ...]`: where roles will live, what that takes of each device, and how
-long a step will last; it starts nothing. Its further kinds: `precision`, which layers a slower
-device computes in fewer bits; `generation`, how unequal devices generate together; `--search`;
-`--backtest`."""
+"""`hybridrl plan`: predict placement, memory and step time of a job without starting it; also
+`precision`, `generation`, `--search` and `--backtest`."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ AUTO = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `plan` takes."""
     parser.description = (
         "Says where the roles of a job will live, what that takes of each device, and "
         "how long a step will last; starts nothing. `precision`: which layers a slower device "
@@ -89,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Plans, and shows it.
+    """Make the plan that the options ask for, and print it.
 
     Raises:
         HybridRLError: for what is wrong with settings or options, and for what does not fit.
@@ -160,8 +157,8 @@ def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
 
 
 def _check_words(chosen: argparse.Namespace, kind: str) -> None:
-    """Refuses what a plan of this kind has no use for, and a file that cannot be written, before
-    anything is measured."""
+    """Refuse options that this kind of plan does not take, and an output file that cannot be
+    written, before anything is measured."""
     if chosen.role is not None and kind != PRECISION:
         raise ConfigError(f"--role {chosen.role} is for `hybridrl plan precision`. Leave it out.")
     for option in ("price", "within", "deadline"):

@@ -1,4 +1,4 @@
-"""`hybridrl plan generation`: a plan for `rollout=pipeline`, from a model, prompts and devices."""
+"""`hybridrl plan generation`: plan layers and bits of `rollout=pipeline` for unequal devices."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SAMPLES, SAMPLE_TOKENS = 16, 96
 
 
 def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Makes the plan, shows it, and writes it to `--out`, or with `--json` to standard output.
+    """Make the plan and print it, or write it to `--out`, or print JSON with `--json`.
 
     Raises:
         ConfigError: a sentence that says what is wrong, or what is lacking.
@@ -105,14 +105,14 @@ def _described(config: Config, path: str | None, kind: str) -> list[UnequalDevic
 def _lengths(
     config: Config, chosen: argparse.Namespace, prompts: Sequence[Tensor]
 ) -> tuple[int, int]:
-    """Tokens of a prompt and of a response."""
+    """Return the tokens of a prompt and of a response, from `--lengths` or the settings."""
     if (said := lengths_of(chosen.lengths)) is not None:
         return math.ceil(said.prompt), math.ceil(said.response)
     return max(len(prompt) for prompt in prompts), config.rollout.max_tokens
 
 
 def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
-    """Prompts of the job."""
+    """Read some of the job's prompts."""
     rows = load_rows(config, "prompts", tokenizer)[0].training["prompt_ids"].rows()
     if not rows:
         raise ConfigError("data: there is no prompt, and bits are judged by responses to some.")
@@ -120,7 +120,7 @@ def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
 
 
 def _answers(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
-    """Prompts with what the model answers: KL counts where the policy is."""
+    """Sample responses from the model, because KL matters on the policy's own responses."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return [

@@ -1,4 +1,4 @@
-"""Options of `hybridrl plan` that several kinds of plans have, as what they name."""
+"""Options that several kinds of `hybridrl plan` share, resolved to values."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def planned(settings: Sequence[str]) -> tuple[Config, str]:
 
 
 def cluster_of(config: Config, text: str | None) -> Cluster:
-    """What `--devices` names, or the devices that the job gets of this machine."""
+    """Return the cluster that `--devices` names, or the devices that the job gets on this
+    machine."""
     from hybridrl.planner.machine import device_catalog as devices
 
     if text is not None:
@@ -70,7 +71,7 @@ def devices_here(devices: str, number: int | None) -> Cluster:
 
 
 def tiny_of(config: Config) -> PretrainedConfig | None:
-    """The architecture of the model that is made where none is given."""
+    """Return the configuration of the tiny model; None if the job names a model."""
     if config.model.path is not None:
         return None
     from dataclasses import asdict
@@ -89,7 +90,7 @@ def tiny_of(config: Config) -> PretrainedConfig | None:
 
 
 def lengths_of(text: str | None) -> Lengths | None:
-    """What `--lengths` says of samples.
+    """Parse `--lengths`; None if it is not given.
 
     Raises:
         ConfigError: if it says something else.

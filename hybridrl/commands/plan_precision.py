@@ -39,7 +39,7 @@ SAMPLES, SAMPLE_TOKENS = 16, 512
 
 
 def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """The command.
+    """Make the plan of a role and print it, or write it to `--out`.
 
     Raises:
         ConfigError: for what is wrong with settings, devices or the model.
@@ -85,7 +85,7 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _samples(config: Config, path: str) -> list[torch.Tensor]:
-    """Tokens of the job's data to measure with."""
+    """Read token ids of the job's data for calibration."""
     tokenizer = load_tokenizer(config.model.tokenizer or path)
     kind = load_trainer(config.trainer.name).DATA
     rows, _ = load_rows(config, kind, tokenizer)
@@ -118,7 +118,7 @@ def _table(plan: PrecisionPlan) -> Table:
 
 
 def _bits(bits: Mapping[int, int]) -> str:
-    """`8 bits: 0, 2; 4 bits: 5`."""
+    """Format layer numbers by bits: `8 bits: 0, 2; 4 bits: 5`."""
     kinds = sorted(set(bits.values()), reverse=True)
     return "; ".join(
         f"{kind} bits: {', '.join(str(n) for n in sorted(bits) if bits[n] == kind)}"

@@ -1,4 +1,5 @@
-"""`hybridrl plan --search`: the best ways to run a job, side by side, and why the others lose."""
+"""`hybridrl plan --search`: search placements and settings, and print the best with the reasons
+against the others."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ DEADLINE_S = 60.0
 
 
 def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Does what was asked for.
+    """Search, print the proposals, and write the best to `--out`.
 
     Raises:
         ConfigError: for what is wrong with settings or options, and if nothing fits.
@@ -126,8 +127,8 @@ def _data(found: Proposals, chosen: Mapping[str, object]) -> dict[str, object]:
 
 
 def _write(best: Proposal, left: Sequence[Setting], file: Path) -> None:
-    """The placement, and beside it a recipe of the settings that it needs, those among them that
-    were left to the plan: a start with this placement might choose others."""
+    """Write the placement, and a recipe of the settings that it depends on, because a start with
+    this placement might choose others."""
     placement, recipe = file.with_suffix(".json"), file.with_suffix(".yaml")
     placement.write_text(best.to_json() + "\n")
     settings = {"placement": "file", "placement.path": str(placement.resolve())}

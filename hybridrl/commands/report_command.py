@@ -1,4 +1,4 @@
-"""`hybridrl report RUN`: what a run shows, as one page that opens without a network."""
+"""`hybridrl report RUN`: write a run's report as one HTML file that opens without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hybridrl.system.formatting import readable_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `report` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument(
         "--against",
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Writes the page.
+    """Write the page, and open it with `--open`.
 
     Raises:
         ConfigError: if a folder is no run's, or the file cannot be named so.

@@ -1,4 +1,4 @@
-"""`hybridrl timeline RUN`: what each device did and waited for, and a trace of it for Perfetto."""
+"""`hybridrl timeline RUN`: show what each device did and waited for, and write a Perfetto trace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ LEAST_SHARE = 0.005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `timeline` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run")
     parser.add_argument(
         "--steps", type=int, default=10, metavar="N", help="the newest that count (10)"
@@ -37,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Writes the trace and shows where the time of devices went.
+    """Write the trace and print the shares of each device's time.
 
     Raises:
         ConfigError: for a folder without recorded steps.
@@ -59,7 +58,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _table(spans: Sequence[DeviceSpan]) -> Table:
-    """A row for each device: the shares of its time."""
+    """Build a row for each device with the shares of its time by phase."""
     whole: dict[int, float] = defaultdict(float)
     shares: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:

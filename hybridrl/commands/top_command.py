@@ -1,4 +1,4 @@
-"""`hybridrl top RUN`: a run on a screen of another terminal, until it is over."""
+"""`hybridrl top RUN`: show a running job on another terminal until it ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ PIPE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `top` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, such as runs/latest")
     parser.add_argument("--once", action="store_true", help="show it once, also into a pipe")
     parser.add_argument(
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Shows the run until it is over; Ctrl-C ends the screen, not the run.
+    """Redraw the screen until the run ends; Ctrl-C closes the screen, not the run.
 
     Raises:
         ConfigError: if there is no run.

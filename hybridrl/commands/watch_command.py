@@ -1,4 +1,4 @@
-"""`hybridrl watch RUN`: the report of a run, or of a folder of runs, as it grows."""
+"""`hybridrl watch RUN`: serve the live report of a run or of a folder of runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _TOKEN = re.compile(r"[\w-]{16,}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `watch` takes."""
     parser.add_argument("run", metavar="RUN", help="the folder of a run, or one with runs")
     parser.add_argument(
         "--port", type=int, default=0, metavar="N", help="on 127.0.0.1; else any that is free"
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Serves until Ctrl-C.
+    """Serve the report until Ctrl-C.
 
     Raises:
         ConfigError: if there is no run, or nothing can be served there.
@@ -67,8 +66,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _opened(url: str) -> Iterator[None]:
-    """Opens it in the browser, by a file that leads there and that this user alone can read: the
-    command line of a browser, on which an address would stand, everybody on this machine reads."""
+    """Open the page through a temporary file that only this user can read, because all users of the
+    machine can read a browser's command line."""
     with tempfile.NamedTemporaryFile("w", prefix="hybridrl-watch-", suffix=".html") as file:
         file.write(f'<meta http-equiv="refresh" content="0; url={url}">\n')
         file.flush()
@@ -77,7 +76,7 @@ def _opened(url: str) -> Iterator[None]:
 
 
 def _token(file: Path) -> str:
-    """That of a file, which only this user can read if it is made here.
+    """Read the token of a file, or create the file with a new token, readable only by this user.
 
     Raises:
         ConfigError: if there is none in it, or it cannot be made.

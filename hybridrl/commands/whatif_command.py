@@ -1,4 +1,4 @@
-"""`hybridrl whatif RUN`: how long a step of a run would take if something were different."""
+"""`hybridrl whatif RUN`: predict the step time of a recorded run after a change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what `whatif` takes."""
     parser.description = (
         "Says how long a step of a run would take if something were different, by "
         "replaying its recorded steps."
@@ -71,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Answers.
+    """Predict the step time and print it.
 
     Raises:
         ConfigError: for what cannot be asked.
@@ -110,7 +109,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
-    """What the options ask.
+    """Parse the options to a question.
 
     Raises:
         ConfigError: if they cannot be read.
@@ -182,7 +181,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def as_data(found: Prediction) -> dict[str, Any]:
-    """For programs: seconds of a step."""
+    """Return the prediction as plain data, in seconds of a step."""
     from hybridrl.planner.what_if.backtest import spread
 
     return {
@@ -200,7 +199,7 @@ def as_data(found: Prediction) -> dict[str, Any]:
 
 
 def _path(replayed: Replayed) -> dict[str, float]:
-    """Seconds on the critical path, by what it is: the parts that a step's time is made of."""
+    """Sum the seconds on the critical path by the kind of work."""
     found: defaultdict[str, float] = defaultdict(float)
     for number in replayed.critical:
         node = replayed.graph.nodes[number]

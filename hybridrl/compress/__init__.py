@@ -1,4 +1,5 @@
-"""Fewer bytes for tensors that travel: pure codecs, which know no model, rank or link."""
+"""Codecs that shrink tensors on the wire: pure functions of values that know no model, rank or
+link."""
 
 from hybridrl.compress.codec import Codec
 from hybridrl.compress.grouped_integers import GroupedIntegers

@@ -1,4 +1,4 @@
-"""What all codecs have in common: values of a flat tensor to bytes and back."""
+"""The interface of all codecs: values of a flat tensor to bytes and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridrl.errors import CodecError
 
 @runtime_checkable
 class Codec(Protocol):
-    """Bytes for the values of a flat tensor, as many whatever the values are.
+    """A codec that turns the values of a flat tensor into bytes of a size known in advance.
 
     Sender and receiver make equal codecs (frozen dataclasses, which can be pickled and compared)
     and know how many values travel; the bytes carry nothing but them. The same bytes decode to the
@@ -21,11 +21,11 @@ class Codec(Protocol):
     """
 
     def size(self, numel: int) -> int:
-        """The exact number of bytes of so many values; 0 for none."""
+        """Return the exact number of bytes of `numel` values; 0 for none."""
         ...
 
     def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The bytes of these values.
+        """Encode these values.
 
         Args:
             values: Contiguous, of any shape, read as flat: float32, bfloat16 or float16.
@@ -41,7 +41,7 @@ class Codec(Protocol):
         ...
 
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values that bytes stand for.
+        """Decode bytes into values.
 
         Args:
             encoded: As `encode` returned them.
@@ -61,7 +61,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def flat_values(values: torch.Tensor) -> torch.Tensor:
-    """The same memory, flat and without its gradient.
+    """Return a flat view of the values without their gradient.
 
     Raises:
         CodecError: if codecs do not know such numbers, or they do not lie one after another.
@@ -79,7 +79,7 @@ def flat_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def memory_for(codec: Codec, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """`out`, or new memory for the bytes of these values.
+    """Return `out`, or new memory for the encoded bytes of these values.
 
     Raises:
         CodecError: if `out` is not of the right size, kind or device.
@@ -97,7 +97,7 @@ def memory_for(codec: Codec, values: torch.Tensor, out: torch.Tensor | None) -> 
 
 
 def check_encoded(codec: Codec, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
-    """Sees that there are as many bytes as so many values have.
+    """Check that the encoded bytes have the size that `numel` values take.
 
     Raises:
         CodecError: if not, or if values of this dtype are not what codecs give.
@@ -116,6 +116,6 @@ def check_encoded(codec: Codec, encoded: torch.Tensor, numel: int, dtype: torch.
 
 
 def as_float32(part: torch.Tensor) -> torch.Tensor:
-    """Bytes as float32 numbers: their own memory where it is aligned, else a copy."""
+    """Return bytes as float32 numbers: a view where they are aligned, a copy otherwise."""
     aligned = part.data_ptr() % 4 == 0 and part.storage_offset() % 4 == 0
     return (part if aligned else part.clone()).view(torch.float32)

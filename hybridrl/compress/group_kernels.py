@@ -25,7 +25,7 @@ VALUES_PER_PROGRAM = 2048
 def encode(
     flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, largest: float, **kind: int
 ) -> None:
-    """Fills `scales` and `codes`.
+    """Fill `scales` and `codes`.
 
     Args:
         largest: The largest code.
@@ -37,7 +37,7 @@ def encode(
 
 
 def decode(flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, **kind: int) -> None:
-    """Fills `flat`; see `encode`."""
+    """Fill `flat`; see `encode_groups`."""
     rows, programs = _programs(len(scales), kind["GROUP"])
     rounds = flat.dtype is torch.bfloat16
     out = flat.view(torch.int16) if rounds else flat
@@ -46,7 +46,7 @@ def decode(flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, **kind
 
 
 def _programs(groups: int, group: int) -> tuple[int, int]:
-    """Groups of a program, and how many programs."""
+    """Return the groups per program and the number of programs."""
     rows = max(1, VALUES_PER_PROGRAM // group)
     return rows, triton.cdiv(groups, rows)
 
@@ -126,7 +126,8 @@ def _decode(
 
 @triton.jit
 def _times_h(value, ROWS: tl.constexpr, GROUP: tl.constexpr):  # noqa: N803
-    """See `hadamard._times_h`: each value is added to the one at a distance, or taken from it."""
+    """Apply the Hadamard transform (see `hadamard._multiply_hadamard`): each value is added to the
+    one at a distance, or subtracted from it."""
     wide: tl.constexpr = ROWS * GROUP // MIXED
     value = tl.reshape(value, (wide, MIXED))
     lane = tl.broadcast_to(tl.arange(0, MIXED)[None, :], (wide, MIXED))

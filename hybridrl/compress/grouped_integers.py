@@ -21,8 +21,8 @@ SMALLEST_GROUP, LARGEST_GROUP = 32, 8192
 
 @dataclass(frozen=True)
 class GroupedIntegers:
-    """Each value as round(x / scale), to nearest and then to even, in -127..127 or -7..7, where
-    scale = max |x| / 127 or / 7 of its group. Source: SDP4Bit, arXiv 2410.15526.
+    """A codec to symmetric integers: round(x / scale), to nearest with ties to even, in -127..127
+    or -7..7, where scale = max |x| / 127 or / 7 of its group. Source: SDP4Bit, arXiv 2410.15526.
 
     The bytes are the scales of all groups, float32, then the codes. The last group may be short. A
     group with an infinity or a NaN decodes to NaN throughout, so that what goes wrong is seen where
@@ -132,14 +132,14 @@ class GroupedIntegers:
 
 
 def in_groups(values: torch.Tensor, group: int) -> torch.Tensor:
-    """Flat values as [groups, group], with zeros after the last."""
+    """Reshape flat values to `[groups, group]`, padded with zeros."""
     missing = -len(values) % group
     return (torch.nn.functional.pad(values, (0, missing)) if missing else values).view(-1, group)
 
 
 def in_units_of_scales(blocks: torch.Tensor, largest: float, scales: torch.Tensor) -> torch.Tensor:
-    """Float32 values [groups, group] over their groups' scales: all are numbers, and none is
-    larger than `largest`.
+    """Divide float32 values `[groups, group]` by the scales of their groups; the results are finite
+    and at most `largest`.
 
     Args:
         scales: Memory for the scales.
@@ -159,14 +159,14 @@ FIRST = 0 if sys.byteorder == "little" else 8
 
 
 def pack_halves(integers: torch.Tensor) -> torch.Tensor:
-    """Int8 in -8..7, an even number of them, as half as many bytes; the first of two is in the
-    lower half."""
+    """Pack an even number of int8 values in -8..7 into half as many bytes; the first of two is in
+    the lower half."""
     pairs = integers.view(torch.int16)
     return (((pairs >> FIRST) & 0xF) | (((pairs >> (8 - FIRST)) & 0xF) << 4)).to(torch.uint8)
 
 
 def unpack_halves(packed: torch.Tensor) -> torch.Tensor:
-    """Twice as many int8 as there are bytes."""
+    """Unpack each byte into two int8 values."""
     pairs = packed.to(torch.int16)
     both = ((pairs & 0xF) << FIRST) | ((pairs >> 4) << (8 - FIRST))
     # In two's complement of four bits, 8..15 stand for -8..-1.

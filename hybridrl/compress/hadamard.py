@@ -13,8 +13,8 @@ the largest of their group, and its scale too coarse for the others."""
 
 
 def mix(values: torch.Tensor) -> torch.Tensor:
-    """H x / 32 of each 32 consecutive values x. H is symmetric, of ones and minus ones, and
-    H H = 32, so `unmix` undoes it.
+    """Return H x / 32 of each 32 consecutive values x. H is symmetric, of ones and minus ones, and
+    H H = 32, so `invert_hadamard` undoes it.
 
     Args:
         values: Float32, flat. The last `numel % 32` of them are not mixed but divided by 8.
@@ -27,7 +27,7 @@ def mix(values: torch.Tensor) -> torch.Tensor:
 
 
 def unmix(values: torch.Tensor) -> torch.Tensor:
-    """H x of each 32 consecutive values x: exact where they are integers of at most 19 bits.
+    """Return H x of each 32 consecutive values x; exact where they are integers of at most 19 bits.
 
     Args:
         values: Float32, flat. The last `numel % 32` of them are multiplied by 8.
@@ -36,8 +36,8 @@ def unmix(values: torch.Tensor) -> torch.Tensor:
 
 
 def _times_h(values: torch.Tensor, factor: float, rest: float) -> torch.Tensor:
-    """H x times a power of two. Values are added in pairs at distances 1, 2, 4, 8 and 16 on every
-    device, so that all get the same bits."""
+    """Return H x times a power of two. Values are added in pairs at distances 1, 2, 4, 8 and 16 on
+    every device, so that all get the same bits."""
     rows = len(values) // WIDTH
     transformed = values * rest
     shape = (rows, WIDTH)

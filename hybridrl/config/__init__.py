@@ -1,1 +1,1 @@
-"""Settings: the typed schema, the YAML files, and how both become a configuration."""
+"""The settings of a job: schema, presets, and how both become a `Config`."""

@@ -1,4 +1,4 @@
-"""What other libraries (TRL, verl, OpenRLHF, NeMo-RL) call settings, and how they are called here.
+"""The names of settings in other libraries (TRL, verl, OpenRLHF, NeMo-RL), with ours.
 
 The table is `other_libraries.yaml`, from which the pages on moving from TRL and verl are made, too.
 """

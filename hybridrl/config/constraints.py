@@ -1,4 +1,4 @@
-"""What a setting may be beyond its type, said beside the type:
+"""Constraints on the values of settings, written beside the type:
 
     learning_rate: Annotated[float, Range(above=0, most=1)] = 1e-6
     schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
@@ -21,16 +21,16 @@ MOST = 10**9
 
 
 class Bound(Protocol):
-    """What values have in common. As text: a few words for the reference page."""
+    """A constraint on a value. Its `str` is a short description for the reference page."""
 
     def refusal(self, value: Any) -> str:
-        """Why the value may not stand, "must be ..."; empty if it may. Further sentences may
-        follow."""
+        """Return why the value is refused, "must be ..."; empty if it is valid. Further sentences
+        may follow."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` (or above `above`) to `most` (or below `below`).
+    """A range of numbers from `ge` (or above `gt`) to `le` (or below `lt`).
 
     Attributes:
         why: A sentence for who is outside, where the numbers do not explain themselves.
@@ -66,7 +66,7 @@ class Range:
 
 
 class OneOf:
-    """One of these names."""
+    """A choice of one name."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -79,7 +79,7 @@ class OneOf:
 
 
 class ListOf:
-    """One of these names, or a list of them."""
+    """A choice of one name, or a list of several."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -94,7 +94,7 @@ class ListOf:
 
 
 class NotEmpty:
-    """Text with something in it, or a list with something in it."""
+    """A text or list that must not be empty."""
 
     def refusal(self, value: Any) -> str:
         return (
@@ -106,7 +106,7 @@ class NotEmpty:
 
 
 class NotLonger:
-    """A name that a file may have, or a path: the system takes no longer ones."""
+    """A file name or path within the limits of the file system."""
 
     PART, WHOLE = 255, 4095
 
@@ -126,7 +126,7 @@ class NotLonger:
 
 @dataclass(frozen=True)
 class Length:
-    """A list of so many entries."""
+    """A list of a fixed length."""
 
     entries: int
 
@@ -152,7 +152,7 @@ class IsoDate:
 
 
 class TextOrTexts:
-    """A text or a list of texts, or of functions in their place."""
+    """A name or a list of names; functions may stand in their place."""
 
     def refusal(self, value: Any) -> str:
         listed = value if isinstance(value, list | tuple) else [value]
@@ -166,7 +166,7 @@ class TextOrTexts:
 
 
 class Regex:
-    """A regular expression of Python's `re`, with a group."""
+    """A regular expression of Python's `re` with at least one group."""
 
     def refusal(self, value: str) -> str:
         try:

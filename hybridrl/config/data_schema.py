@@ -1,4 +1,4 @@
-"""Settings of the data: where it comes from, what its columns are, and which rows a step has."""
+"""The schema of data: sources, columns, and the rows of a step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ REASONING_GYM = With("data.task=reasoning_gym")
 
 @dataclass
 class DataConfig:
-    """The prompts, examples or preference pairs."""
-
     task: Name | None = None
     """A built-in task, or null to read `path`."""
     tasks: Annotated[list[str], REASONING_GYM] = field(default_factory=list)

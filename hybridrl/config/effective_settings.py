@@ -1,4 +1,4 @@
-"""The settings that count in a job, for a person to read."""
+"""The settings that have an effect in a job."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Setting(NamedTuple):
 
 
 def that_count(settings: Any, config: Config) -> dict[str, Any]:
-    """A group of settings as nested dictionaries, without those at their default that do nothing
-    in this job."""
+    """Select the settings of a group that are set or have an effect in this job, as nested
+    dictionaries."""
     found: dict[str, Any] = {}
     for one in _settings(settings, config):
         if one.lacks and one.is_default:

@@ -1,4 +1,4 @@
-"""Settings of environments: programs that talk with the model, and say what came of it."""
+"""The schema of environments: programs that play episodes with the model and score them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SERVED = With("environment.name", "rollout.serve")
 
 @dataclass
 class EnvironmentConfig:
-    """What plays each row of the data with the model, in processes of its own."""
+    """The environment that plays each row of the data, in processes of its own."""
 
     name: Annotated[Name | None, NAMED] = None
     """A built-in adapter (`verifiers`, `gymnasium`, `openenv`, `mcp`, `command`), or a function of
@@ -51,6 +51,6 @@ class EnvironmentConfig:
 
 
 def is_served(rollout: RolloutConfig, environment: EnvironmentConfig) -> bool:
-    """Whether samples are made by programs that ask an endpoint for the model's turns. Then a
-    sample may have several branches, with prompts of their own."""
+    """Return whether samples are produced by programs that call the model over an endpoint. Then a
+    sample may have several branches with different prompts."""
     return environment.name is not None or rollout.serve

@@ -1,4 +1,4 @@
-"""Settings of evaluations: what is measured while nothing is learned, and what follows from it."""
+"""The schema of evaluations: sets, metrics, early stopping."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ STOPS = With(".metric")
 
 @dataclass
 class EvalSetConfig:
-    """What differs in one set of `eval.sets`, by its name: `eval.sets.math.data.path=math.jsonl`
-    (docs/evaluation.md)."""
+    """The settings in which a set of `eval.sets` differs from the job:
+    `eval.sets.math.data.path=math.jsonl` (docs/evaluation.md)."""
 
     data: dict[str, Any] = field(default_factory=dict)
     """Where its prompts come from, by the names of `data`: `data.path`, `data.split`, `data.task`;
@@ -63,7 +63,8 @@ class EvalSetConfig:
 
 @dataclass
 class EvalStopConfig:
-    """When a run ends before `trainer.steps`, in good order, for what was evaluated."""
+    """Early stopping: the conditions on evaluations that end a run before `trainer.steps`, without
+    an error."""
 
     metric: Annotated[Name | None, With("eval.stop.metric")] = None
     """A figure of the evaluations, such as `accuracy` or `eval/math/pass@8`, or `-eval/loss` where
@@ -78,7 +79,7 @@ class EvalStopConfig:
 
 @dataclass
 class EvalConfig:
-    """Greedy responses to held-out prompts, and further sets."""
+    """Evaluation of held-out prompts by greedy responses, and of further sets."""
 
     every: NonNegativeInt = 20
     """Steps between evaluations; 0: only before the first step and after the last."""

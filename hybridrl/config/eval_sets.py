@@ -1,4 +1,4 @@
-"""What the settings say of the sets of `eval.sets`: each with all that it leaves out filled in."""
+"""The sets of `eval.sets` with all omitted settings resolved."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_JOB = ("processes", "timeout_s", "on_error", "error_value", "correct_at", "e
 
 
 class Metric(NamedTuple):
-    """One of `OF_ANSWERS`, or one of `AT_K` with its k."""
+    """A metric of an evaluation set, one of `SAMPLE_METRICS`, or of `AT_K_METRICS` with its k."""
 
     kind: str
     k: int = 0
@@ -54,7 +54,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class SetSettings:
-    """A set, as it is evaluated.
+    """An evaluation set with all its settings resolved.
 
     Attributes:
         own: What the settings say of it.
@@ -76,16 +76,16 @@ class SetSettings:
 
     @property
     def setting(self) -> Setting:
-        """Its dotted name."""
+        """The set's setting, `eval.sets.<name>`."""
         return Setting("eval.sets") / self.name
 
     @property
     def is_greedy(self) -> bool:
-        """Whether its samples are greedy responses, of which one is enough."""
+        """True if one greedy response to each prompt is enough."""
         return self.own.samples == 1 and not self.own.temperature
 
     def is_due(self, step: int, last: bool) -> bool:
-        """Whether it is evaluated after this step, 0 being before the first.
+        """Return whether the set is evaluated after this step; step 0 is before the first.
 
         Args:
             last: It is the last step.
@@ -96,7 +96,7 @@ class SetSettings:
 
 
 def eval_sets(config: Config) -> dict[str, SetSettings]:
-    """All sets by their names.
+    """Resolve all sets, by name.
 
     Raises:
         ConfigError: for a name or a value that is none.
@@ -111,7 +111,7 @@ def eval_sets(config: Config) -> dict[str, SetSettings]:
 
 
 def evaluates_held_out(config: Config, trains: bool) -> bool:
-    """Whether the job's own held-out rows are evaluated.
+    """Return whether the job's own held-out rows are evaluated.
 
     Args:
         trains: Something is trained.
@@ -121,7 +121,7 @@ def evaluates_held_out(config: Config, trains: bool) -> bool:
 
 
 def needs_held_out(config: Config, trains: bool) -> bool:
-    """Whether anything is evaluated on held-out rows of the job's own data.
+    """Return whether anything is evaluated on held-out rows of the job's own data.
 
     Args:
         trains: Something is trained.
@@ -197,7 +197,7 @@ def _reward(config: Config, setting: str, read: Mapping[str, Any]) -> RewardConf
 
 
 def _metrics(setting: str, own: EvalSetConfig) -> tuple[Metric, ...]:
-    """What is measured; see `EvalSetConfig.metrics`.
+    """Resolve the set's metrics; see `EvalSetConfig.metrics`.
 
     Raises:
         ConfigError: for a metric that is not known, or that the set's samples cannot give.

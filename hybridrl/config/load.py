@@ -1,4 +1,4 @@
-"""Composing a job's configuration from defaults, presets and `key=value` overrides."""
+"""Composition of a job's configuration from defaults, presets and `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _without_default_function(config: Config) -> Config:
 
 
 def read_settings(file: Path) -> Config:
-    """The settings of a run, from its `config.yaml`.
+    """Load the configuration of a run from its `config.yaml`.
 
     Raises:
         ConfigError: if they cannot be read.
@@ -106,7 +106,7 @@ def read_settings(file: Path) -> Config:
 
 
 def to_config(config: DictConfig) -> Config:
-    """The dataclasses behind a composed configuration, with model folders in place of runs.
+    """Build the configuration dataclasses from a composed OmegaConf configuration.
 
     Raises:
         ConfigError: if a value that refers to another, or to the environment, cannot be had.
@@ -125,7 +125,7 @@ def to_config(config: DictConfig) -> Config:
 
 
 def _at(config: Config, name: str) -> Any:
-    """A setting; None where its group is."""
+    """Return a setting by its dotted name; None if its group is null."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part, None)
@@ -133,12 +133,12 @@ def _at(config: Config, name: str) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as it is written to `config.yaml` of the run: without secrets."""
+    """Format the resolved configuration for `config.yaml`, with secrets redacted."""
     return OmegaConf.to_yaml(OmegaConf.structured(secrets.written(_named(config))))
 
 
 def shown(config: Config) -> str:
-    """What counts of the configuration in this job, for a person to read."""
+    """Format the settings that have an effect in this job, for people to read."""
     settings = OmegaConf.create(that_count(secrets.written(_named(config)), config))
     by_task = said_by_task(config)
     head = f"# As data={config.data.task} has them: {by_task}\n" if by_task else ""
@@ -146,7 +146,7 @@ def shown(config: Config) -> str:
 
 
 def to_plain(config: Config) -> dict[str, Any]:
-    """The resolved configuration as nested dictionaries, without secrets."""
+    """Return the resolved configuration as nested dictionaries, with secrets redacted."""
     return asdict(secrets.written(_named(config)))
 
 
@@ -211,7 +211,7 @@ def _evaluates_only_sets(config: DictConfig) -> bool:
 def _compose(
     chosen: Mapping[str, str], overrides: Sequence[Override], problems: Problems
 ) -> DictConfig:
-    """Defaults, then presets, then what else overrides say, in their order."""
+    """Compose defaults, presets and other overrides, in this order."""
     config = deepcopy(_with_presets(tuple(chosen.items())))
     for override in overrides:
         if not override.is_preset:
@@ -222,7 +222,8 @@ def _compose(
 
 @cache
 def _with_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
-    """Defaults and presets. Kept, for a test or a search composes many configurations."""
+    """Compose defaults and presets; cached, because tests and searches compose many
+    configurations."""
     presets = [preset(group, name) for group, name in chosen]
     config = OmegaConf.merge(OmegaConf.structured(Config), *presets)
     assert isinstance(config, DictConfig)
@@ -231,7 +232,7 @@ def _with_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
 
 
 def _unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
-    """Of a value that refers to another, or to the environment."""
+    """Explain why a reference to another setting or to the environment cannot be resolved."""
     key = str(error.full_key)
     said = OmegaConf.to_container(config)
     for name in key.split("."):
@@ -259,7 +260,7 @@ def _preset_name(override: Override) -> str:
 
 
 def _set(config: DictConfig, override: Override) -> None:
-    """Sets what an override says."""
+    """Apply an override to the configuration."""
     key, value, hint = override.key, override.value, hint_of(override.key)
     if is_dataclass(plain(hint)):
         _set_group(config, override)
@@ -288,7 +289,7 @@ def _set(config: DictConfig, override: Override) -> None:
 
 
 def _set_group(config: DictConfig, override: Override) -> None:
-    """Several settings of a group at once, as a dictionary; null for a group that may be absent."""
+    """Apply an override that sets several settings of a group; null removes an optional group."""
     key, value = override.key, override.value
     if value is None and is_optional(hint_of(key)):
         OmegaConf.update(config, key, None, merge=False)
@@ -307,7 +308,7 @@ def _set_group(config: DictConfig, override: Override) -> None:
 
 
 def _groups_of(key: str) -> Iterable[str]:
-    """The groups that hold a setting, outermost first."""
+    """Yield the groups that contain a setting, outermost first."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts)) if _is_group(parts[:end]))
 
@@ -317,6 +318,6 @@ def _is_group(parts: Sequence[str]) -> bool:
 
 
 def _settings_of(override: Override) -> Iterable[str]:
-    """The dotted names of all settings that an override is about; of a preset all count that
-    presets of its group set."""
+    """List the settings that an override sets; for a preset all settings that presets of its group
+    set."""
     return settings_of_group(override.key) if override.is_preset else [override.key]

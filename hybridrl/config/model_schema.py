@@ -1,4 +1,4 @@
-"""Settings of the models: where they come from, how they are cut and trained, how they generate."""
+"""The schema of models: sources, training, parallelism."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ROUGH = With(*(f"rollout.weight_sync={name}" for name in LOSSY_SYNC))
 
 @dataclass
 class TinyModelConfig:
-    """Shape of the model that is made from `run.seed` when `model.path` is null."""
+    """The shape of the tiny model that is made from `run.seed` if `model.path` is null."""
 
     hidden_size: Annotated[int, Range(least=1, most=65536), TINY] = 128
     """A multiple of 32 for each head."""
@@ -58,8 +58,6 @@ class TinyModelConfig:
 
 @dataclass
 class ModelConfig:
-    """The language model to train."""
-
     path: Name | None = None
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
     tokenizer: Name | None = None
@@ -78,7 +76,7 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW."""
+    """The AdamW optimizer."""
 
     learning_rate: Rate = 1e-6
     """At its highest, after warm-up."""
@@ -125,8 +123,8 @@ WEIGHTS = ("full", "int4_difference")
 
 @dataclass
 class ParallelConfig:
-    """How a model that is trained is cut over the devices: dp x ring x ulysses x pp x tp of them.
-    Splits never change what is learned; `gradients` and `weights` do, but for `full`."""
+    """The cut of a trained model over its devices: dp x ring x ulysses x pp x tp. Splits never
+    change what is learned; `gradients` and `weights` do unless they are `full`."""
 
     dp: PositiveInt | None = None
     """Parts of the batch; null: as many as the devices leave."""
@@ -162,8 +160,8 @@ CHECKPOINTING = ("none", "selective", "full", "offload")
 
 @dataclass
 class ActorConfig:
-    """How the model is trained: the policy, or with trainer `reward_model` the reward model. Other
-    models are trained alike, but for what `models.<role>` says."""
+    """The training of the policy, or of the reward model with trainer `reward_model`. Other models
+    are trained in the same way except for what `models.<role>` sets."""
 
     tokens_per_microbatch: PositiveInt | None = 16384
     """Tokens, prompts included, of one forward and backward on one device; null: as many as its
@@ -200,8 +198,8 @@ class ActorConfig:
 
 @dataclass
 class CriticConfig:
-    """How `ppo` and `safe_rlhf` learn values. The critic's model begins as the actor's, or as
-    `models.critic.path` says: a reward model or a language model."""
+    """The training of the critic in `ppo` and `safe_rlhf`. It starts from the actor's model, or
+    from `models.critic.path`: a reward model or a language model."""
 
     value_clip: Annotated[PositiveFloat | None, VALUES] = None
     """Farthest that an update may move a value; null does not clip."""
@@ -212,7 +210,7 @@ class CriticConfig:
 
 @dataclass
 class RolloutParallelConfig:
-    """How the model is cut while it generates."""
+    """The parallel layout of the model while it generates."""
 
     tp: Annotated[PositiveInt, VLLM] = 1
     """Devices that share one copy of the model."""
@@ -222,13 +220,13 @@ class RolloutParallelConfig:
 
     @property
     def ranks(self) -> int:
-        """Devices that share one copy of the model."""
+        """The number of devices that share one copy of the model."""
         return self.tp * self.pp
 
 
 @dataclass
 class RolloutConfig:
-    """How samples are generated."""
+    """The generation of samples: engine, sampling parameters, episodes and weight sync."""
 
     engine: Annotated[str, OneOf("vllm", "transformers", "pipeline")] = "vllm"
     """What generates, as `rollout=<name>` chooses it."""

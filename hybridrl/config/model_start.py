@@ -1,5 +1,5 @@
-"""Models of earlier runs: the folder of a run, or of one of its steps, stands for a model in it;
-and so it does for what evaluations are compared with."""
+"""Model folders of earlier runs: a run or checkpoint folder may stand for the model in it, also as
+the baseline of evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACTOR, LEARNED = "actor", "reward_model"
 
 
 def with_model_folders(config: Config) -> Config:
-    """The settings with model folders in place of runs and steps.
+    """Replace run and checkpoint folders in the settings by the model folders in them.
 
     Raises:
         ConfigError: for a run or a step without such a model.
@@ -40,8 +40,8 @@ def with_model_folders(config: Config) -> Config:
 
 
 def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
-    """The model folder that a path means: itself; of a step the folder of the first of these roles
-    that was saved; of a run what is left of them at its end, in `model` or under the role's name.
+    """Resolve a path to a model folder: the path itself, the first of these roles in a checkpoint,
+    or the final model of a run.
 
     Raises:
         ConfigError: if a run or a step has none of them; names the setting.
@@ -68,8 +68,8 @@ def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
 
 
 def _of_now(path: str) -> str:
-    """A path through the link to the newest run, by the name of that run: when workers read it, or
-    read it again, the link is this run's."""
+    """Replace the link to the newest run in a path by that run's name, because workers resolve it
+    later, when it points to this run."""
     folder = Path(path).expanduser()
     for place in (folder, *folder.parents):
         if place.name == LATEST and place.is_symlink():

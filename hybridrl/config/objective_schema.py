@@ -1,4 +1,4 @@
-"""Settings of what is learned: what is rewarded, and the objective."""
+"""The schema of the objective: algorithm, distillation, preferences."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ PER_TURN = With(*programs("grpo", "ppo", "safe_rlhf"))
 
 @dataclass
 class JudgeConfig:
-    """A language model that grades responses, beside the functions."""
+    """A language model that grades responses, in addition to the functions."""
 
     path: Name | None = None
     """Folder or hub name; null: no judge."""
@@ -103,7 +103,7 @@ class JudgeConfig:
 
 @dataclass
 class RewardConfig:
-    """What is reinforced."""
+    """The reward: functions, a reward model and a judge, with their weights."""
 
     function: Annotated[Any, TextOrTexts()] = "exact"
     """A built-in one (`exact`, `numeric`, `contains`, `boxed`, `math`, `format`, `length`,
@@ -151,7 +151,7 @@ class RewardConfig:
 
 @dataclass
 class CostConfig(RewardConfig):
-    """What is to stay below a limit, for `safe_rlhf`: scored as rewards are."""
+    """The cost that `safe_rlhf` keeps below a limit, scored as rewards are."""
 
     limit: float = 0.0
     """Mean cost that is allowed."""
@@ -272,7 +272,7 @@ class AlgorithmConfig:
 
 @dataclass
 class DistillationConfig:
-    """Learning what teachers think: of the student's samples (trainer `distillation`), of given
+    """Distillation from teachers, on the student's samples (trainer `distillation`) or on given
     responses (`offline_distillation`)."""
 
     loss: Annotated[str, OneOf("sampled", "reverse", "forward")] = "reverse"
@@ -304,7 +304,7 @@ class DistillationConfig:
 
 @dataclass
 class ExpertConfig:
-    """Which of its own responses a policy learns: trainer `expert_iteration`."""
+    """The selection of the policy's own responses that trainer `expert_iteration` learns."""
 
     choose: Annotated[str, OneOf("right", "best")] = "right"
     """`right`: each different right response (`reward.correct_at`) once; `best`: the best-scored
@@ -317,7 +317,7 @@ class ExpertConfig:
 
 @dataclass
 class PreferenceConfig:
-    """Learning from pairs: trainers `dpo`, `online_dpo` and `reward_model`."""
+    """Learning from preference pairs, with trainers `dpo`, `online_dpo` and `reward_model`."""
 
     loss: Annotated[str, OneOf("sigmoid", "ipo"), DPO] = "sigmoid"
     """Of `dpo` and `online_dpo`: `sigmoid` or `ipo`."""

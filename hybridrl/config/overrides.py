@@ -1,4 +1,4 @@
-"""The command line's `key=value`: which setting, and which value, is meant.
+"""Parsing of the command line: `key=value`, recipes, and sweeps of several jobs.
 
 A value of a setting that is text is taken as it stands, whatever characters it has; quotes around
 the whole of it are left away. Others are read by Hydra's grammar: numbers, `true`, `null`,
@@ -30,7 +30,7 @@ _PARSER = OverridesParser.create()
 
 @dataclass(frozen=True)
 class Override:
-    """A setting and what it is to be.
+    """An override of one setting.
 
     Attributes:
         key: Dotted.
@@ -44,12 +44,12 @@ class Override:
 
     @property
     def is_preset(self) -> bool:
-        """Whether it chooses a preset."""
+        """True if the override chooses a preset."""
         return self.key in CHOSEN
 
 
 def read_overrides(arguments: Sequence[str], problems: Problems) -> list[Override]:
-    """What arguments of the command line say, with the settings of a recipe in its place.
+    """Parse command-line arguments to overrides, with recipes expanded in place.
 
     Args:
         problems: Gets what is said of arguments that are none.
@@ -65,7 +65,7 @@ def read_overrides(arguments: Sequence[str], problems: Problems) -> list[Overrid
 
 
 def hint_of(key: str) -> Any:
-    """The type of a setting, or of a group of them, or of what an open one holds."""
+    """Return the type of a setting, of a group, or of the entries of an open setting."""
     hint: Any = Config
     for name in key.split("."):
         group = plain(hint)
@@ -77,7 +77,7 @@ def hint_of(key: str) -> Any:
 
 
 def in_brackets(key: str, text: str) -> str:
-    """The cure for a list that is none."""
+    """Suggest writing a list in brackets."""
     return f"Write it in brackets: '{key}=[{text}]'."
 
 
@@ -133,8 +133,8 @@ def _value(key: str, text: str) -> Any:
 
 
 def _value_beyond_grammar(text: str) -> Any:
-    """Lists and dictionaries with characters that Hydra does not know, such as `[</s>]`; else the
-    text itself."""
+    """Parse lists and dictionaries that Hydra's grammar does not accept, such as `[</s>]`; else
+    return the text."""
     if text[:1] + text[-1:] in ("[]", "{}"):
         try:
             return yaml.safe_load(text)
@@ -144,7 +144,7 @@ def _value_beyond_grammar(text: str) -> Any:
 
 
 def _unquoted(text: str) -> str:
-    """Without quotes around the whole of it."""
+    """Strip quotes around the whole text."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         try:
             value = _PARSER.parse_override(f"key={text}").value()
@@ -155,7 +155,8 @@ def _unquoted(text: str) -> str:
 
 
 def _check_one_preset(arguments: Sequence[str]) -> None:
-    """Of two presets in a command line the first would be forgotten; a recipe's gives way."""
+    """Refuse two presets of one group on a command line, because the first would be ignored; a
+    preset of a recipe may be replaced."""
     for group in CHOSEN:
         chosen = list(dict.fromkeys(a for a in arguments if a.lstrip("+").startswith(f"{group}=")))
         if len(chosen) > 1:

@@ -1,4 +1,4 @@
-"""Presets: `<group>=<name>` stands for the settings in a file of one of the folders here."""
+"""Presets: `<group>=<name>` stands for the settings of a YAML file in this folder."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DATA, FILES = "data", "jsonl"
 
 @cache
 def names(group: str) -> tuple[str, ...]:
-    """Of all presets in a group."""
+    """List the presets of a group."""
     return tuple(sorted(path.stem for path in (FOLDER / group).glob("*.yaml")))
 
 
 @cache
 def preset(group: str, name: str) -> Mapping[str, Any]:
-    """Its settings, nested."""
+    """Load a preset's settings, nested."""
     return yaml.safe_load((FOLDER / group / f"{name}.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def presets_with(group_of_settings: str) -> list[str]:
-    """The overrides by which presets set something of these settings: `algorithm=dpo`."""
+    """List the presets that set something in a group of settings, as overrides: `algorithm=dpo`."""
     return [
         f"{group}={name}"
         for group in CHOSEN
@@ -53,14 +53,14 @@ def algorithm_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def settings_of_group(group: str) -> Iterator[str]:
-    """The dotted names of all settings that presets of a group set."""
+    """Yield the dotted names of all settings that presets of a group set."""
     for name in names(group):
         for key, _ in leaves(preset(group, name)):
             yield key
 
 
 def leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings by their dotted names."""
+    """Yield nested settings by dotted name."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")

@@ -1,4 +1,4 @@
-"""Recipes: files of settings under the command line's own names, one `key: value` a line."""
+"""Recipes: flat files of settings, one `key: value` a line with the names of the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = "recipe"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The settings in a recipe, by their dotted names.
+    """Read the settings of a recipe, by dotted name.
 
     Raises:
         ConfigError: if the file is missing, or is not a flat mapping of settings.

@@ -1,4 +1,5 @@
-"""What the settings say of the model of one role: `models.<role>.path`, `parallel`, `optimizer`."""
+"""The settings of one role's model, `models.<role>`: `path`, `parallel`, `optimizer`,
+`precision`."""
 
 from __future__ import annotations
 
@@ -18,13 +19,7 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Attributes:
-    path: Folder or hub name; None: as usual for the role.
-    parallel: How the model is cut; None: as the actor's.
-    optimizer: Settings that differ from `actor.optimizer`.
-    precision: File of its plan of precision; None: all layers are whole.
-    further: Settings that only the role's own worker knows.
-    """
+    """The settings of one role's model."""
 
     path: str | None = None
     parallel: ParallelConfig | None = None
@@ -33,12 +28,12 @@ class ModelSettings:
     precision: str | None = None
 
     def optimizer_of(self, actor: OptimizerConfig) -> OptimizerConfig:
-        """The actor's, but for what is said here."""
+        """Return the actor's optimizer settings with this role's changes applied."""
         return replace(actor, **self.optimizer)
 
 
 def model_settings(config: Config, role: str) -> ModelSettings:
-    """What is said of a role's model.
+    """Parse the settings of a role's model.
 
     Raises:
         ConfigError: for a name or a value that is none.
@@ -74,7 +69,7 @@ def _changed(name: str, config: Config, read: Any) -> Mapping[str, Any]:
 
 
 def typed(name: str, defaults: Settings, read: Any) -> Settings:
-    """These settings in place of the defaults, each of the type that the schema says.
+    """Parse a mapping to a group of settings over its defaults, with types and constraints checked.
 
     Raises:
         ConfigError: for a name that is not known, or a value of another type or out of range.
@@ -97,7 +92,7 @@ def typed(name: str, defaults: Settings, read: Any) -> Settings:
 
 
 def check_names(name: str, read: Any, known: Iterable[str]) -> None:
-    """Refuses what is no group of settings, and a setting in it that is not known.
+    """Refuse a value that is not a group of settings, and unknown names in it.
 
     Raises:
         ConfigError: naming the nearest.

@@ -1,4 +1,4 @@
-"""Every setting of a job, typed, with its default and its unit. One place per fact.
+"""The schema of a job: every setting with its type, default and unit.
 
 What is learned stands in `objective_schema`, the data in `data_schema`, the models in
 `model_schema`, evaluations in `eval_schema`, environments in `environment_schema`, all else here,
@@ -106,7 +106,7 @@ CLOSING_SECONDS = 8.0
 
 @dataclass
 class RunConfig:
-    """Where the run leaves its files."""
+    """The run's name, folder and seed."""
 
     name: Name = "grpo"
     """Part of the folder's name, and the run's name in trackers; the algorithm's if not set."""
@@ -124,7 +124,7 @@ class RunConfig:
 
 @dataclass
 class RayConfig:
-    """How to reach Ray."""
+    """The connection to Ray."""
 
     address: Annotated[Name | None, RAY] = None
     """`auto`, `host:port` or `ray://host:port` joins a cluster; `local` starts one on this machine;
@@ -135,7 +135,7 @@ class RayConfig:
 
 @dataclass
 class ControllerConfig:
-    """The single controller."""
+    """Timeouts of the single controller."""
 
     timeout_s: Seconds = 1800.0
     """Longest time one call may run on a worker."""
@@ -146,8 +146,8 @@ class ControllerConfig:
 
 @dataclass
 class PlacementConfig:
-    """Which role lives on which devices; `placement=<name>` chooses a strategy. It never changes
-    what is learned, but for `staleness`."""
+    """The placement of roles on devices; `placement=<name>` chooses a strategy. Only `staleness`
+    and `in_flight` change what is learned."""
 
     strategy: Name = "flattening"
     """`flattening`, `interleaving`, `separation`, `auto` (what a search finds to be quickest here),
@@ -180,7 +180,8 @@ class PlacementConfig:
 
 @dataclass
 class WarmupConfig:
-    """Supervised steps before reinforcement, on a built-in task's own answers."""
+    """Supervised steps before reinforcement learning, on the reference answers of a built-in
+    task."""
 
     steps: NonNegativeInt = 0
     """Updates before reinforcement begins; 0: none."""
@@ -192,7 +193,7 @@ class WarmupConfig:
 
 @dataclass
 class TrainerConfig:
-    """The driver program."""
+    """The driver program and its number of steps."""
 
     name: Name = "grpo"
     """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
@@ -202,7 +203,7 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Whole steps that a run can go on from, in its `checkpoints/`; see docs/checkpoints.md."""
+    """The schedule, location and retention of checkpoints; see docs/checkpoints.md."""
 
     every: NonNegativeInt = 0
     """Steps between two checkpoints; there is one after the last step, too. 0: none for that
@@ -230,14 +231,14 @@ class CheckpointConfig:
 
     @property
     def wanted(self) -> bool:
-        """Whether steps are saved."""
+        """True if any setting saves checkpoints."""
         return bool(self.every or self.every_minutes != 0 or self.best)
 
 
 @dataclass
 class RecoverConfig:
-    """What becomes of a job that loses a worker, a host or a node, or is told to end (SIGTERM), if
-    it has checkpoints (`checkpoint.every`); see docs/checkpoints.md."""
+    """The recovery of a job with checkpoints from a lost worker, host or node, and its end after
+    SIGTERM; see docs/checkpoints.md."""
 
     max_restarts: Annotated[NonNegativeInt, SAVED] = 3
     """So many times in a row, without a new checkpoint between them, its workers are started again
@@ -252,13 +253,14 @@ class RecoverConfig:
 
     @property
     def save_s(self) -> float:
-        """What of the grace is for saving; the rest is for ending workers."""
+        """The seconds of the grace period for saving; the rest is for stopping workers."""
         return max(self.grace_s / 2, self.grace_s - CLOSING_SECONDS)
 
 
 @dataclass
 class GuardConfig:
-    """Losses, gradients and scores that are not finite; see docs/troubleshooting.md."""
+    """The guard against non-finite losses, gradients and scores, and against suspicious rewards;
+    see docs/troubleshooting.md."""
 
     on_nan: Annotated[str, OneOf("skip", "stop", "rewind")] = "skip"
     """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
@@ -285,7 +287,7 @@ class GuardConfig:
 
 @dataclass
 class ObserveConfig:
-    """What is written and shown."""
+    """The records of a running job: samples, console samples and timelines."""
 
     samples_every: NonNegativeInt = 10
     """Steps between two tables in `samples/`; 0: none."""
@@ -295,7 +297,7 @@ class ObserveConfig:
 
 @dataclass
 class Config:
-    """A whole job."""
+    """The settings of a whole job."""
 
     run: RunConfig = field(default_factory=RunConfig)
     devices: Annotated[str, OneOf("auto", "cpu", "cuda")] = "auto"

@@ -1,4 +1,4 @@
-"""Secrets among the settings: used by this job, and written down nowhere.
+"""Secrets among settings: available to the job, redacted wherever settings are written.
 
 The options of reward functions, environments and the generation engine are free, so one of them
 may be the key of a service. What is called `key`, `token`, `secret`, `password`, `credential`,
@@ -37,7 +37,8 @@ _FREE = re.compile(
 
 
 class Secret(str):
-    """A text that is used as any other, and shown by none of Python's ways of showing values.
+    """A text that behaves as any other string but is redacted in `repr` and wherever settings are
+    written.
 
     Attributes:
         written: What is written in its place.
@@ -63,7 +64,7 @@ class Secret(str):
 
 
 def marked(config: Config, said: DictConfig) -> Config:
-    """The settings with their secrets marked.
+    """Mark the secrets among the settings.
 
     Args:
         said: The same, with references that are not yet resolved.
@@ -85,7 +86,7 @@ def marked(config: Config, said: DictConfig) -> Config:
 
 
 def written(config: Config) -> Config:
-    """The settings as they may be written down."""
+    """Replace marked secrets by what may be written in their place."""
 
     def write(path: Sequence[Any], value: Any) -> Any:
         if isinstance(value, Secret):
@@ -104,12 +105,13 @@ def _is_named(path: Sequence[Any]) -> bool:
 
 
 def unmarked(config: Config) -> Config:
-    """The settings with secrets as plain texts."""
+    """Replace marked secrets by plain strings."""
     return _changed(config, lambda _, v: str.__str__(v) if isinstance(v, Secret) else v)
 
 
 def as_given(config: Config, given: Config) -> Config:
-    """The settings with their secrets written as others, where these are the same."""
+    """Mark secrets as in `given`, where both have the same values, so that references such as
+    `${oc.env:NAME}` are kept."""
     before: dict[tuple[Any, ...], Any] = {}
     _changed(given, lambda path, value: before.setdefault(tuple(path), value))
 
@@ -121,7 +123,7 @@ def as_given(config: Config, given: Config) -> Config:
 
 
 def check_known(config: Config, resumed: str) -> None:
-    """Refuses a secret of which only `***` is known.
+    """Refuse a secret whose stored value is only `***`.
 
     Args:
         resumed: The setting by which a run is resumed, and its value.
@@ -144,12 +146,12 @@ def check_known(config: Config, resumed: str) -> None:
 
 
 def hides_password(text: str) -> bool:
-    """Whether it is a URL with `***` in place of its password."""
+    """Return whether a URL has `***` in place of its password."""
     return HIDDEN in url_secrets(text)
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """A command line without the secrets in its `key=value` arguments."""
+    """Redact the secrets of `key=value` arguments."""
     return [_argument(argument) for argument in arguments]
 
 
@@ -165,7 +167,7 @@ def _argument(argument: str) -> str:
 
 
 def _changed(config: Config, change: Callable[[Sequence[Any], Any], Any]) -> Config:
-    """The settings with every value as `change` makes it of its place and itself."""
+    """Apply a function to every value of the settings, given its path and itself."""
     return _walked((), config, change)  # type: ignore[no-any-return]
 
 

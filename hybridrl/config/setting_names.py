@@ -1,4 +1,4 @@
-"""The names of settings: all that there are, and what may be meant by one that is not there."""
+"""The names of all settings, and suggestions for unknown ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def without_old_settings(stored: Any) -> Any:
 
 @cache
 def leaves(group: Any = Config, prefix: str = "") -> Mapping[str, Any]:
-    """The types of all settings by their dotted names."""
+    """List the types of all settings by dotted name."""
     found: dict[str, Any] = {}
     for name, hint in hints(group).items():
         if is_dataclass(inner := plain(hint)):
@@ -50,12 +50,12 @@ def leaves(group: Any = Config, prefix: str = "") -> Mapping[str, Any]:
 
 
 def is_open(key: str) -> bool:
-    """Whether it is a setting below which any name may stand, or one of those."""
+    """Return whether any name may stand below this setting, or it is below such a setting."""
     return any(key == name or key.startswith(f"{name}.") for name in OPEN)
 
 
 def check_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None:
-    """Refuses the name of no setting, group of settings or preset.
+    """Refuse a key that is neither a setting, a group of settings, nor a preset.
 
     Args:
         value: What the user set it to.
@@ -75,8 +75,8 @@ def check_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None
 
 
 def _meant(key: str, known: list[str], value: str, arguments: Iterable[str]) -> str:
-    """What is known of other libraries' names, else the nearest by the whole name, else by its last
-    word wherever that stands."""
+    """Suggest what an unknown key may mean: an alias of another library, else the closest full
+    name, else a setting with the same last word."""
     if key.split(".")[0].split("/")[0] == "hydra":
         return " Jobs keep their files in run.root, or in run.directory; nothing else is Hydra's."
     if told := meant(key, value, arguments):

@@ -1,4 +1,4 @@
-"""Whether values are of the kind that the schema says beside them."""
+"""Validation of settings against the types and constraints of the schema."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Settings = TypeVar("Settings")
 
 
 def wrong_values(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Each setting whose value may not stand, with a sentence.
+    """Yield each setting with an invalid value, with the sentence that refuses it.
 
     Args:
         settings: A group of settings.
@@ -60,7 +60,7 @@ def _wrong(setting: str, hint: Any, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def sentence(setting: str, value: Any, hint: Any, refusal: str) -> str:
-    """What is said of a value that may not stand.
+    """Format the sentence that refuses a value.
 
     Args:
         refusal: "must be ...", and what there is to say after that.
@@ -74,19 +74,19 @@ def sentence(setting: str, value: Any, hint: Any, refusal: str) -> str:
 
 @cache
 def hints(group: type) -> Mapping[str, Any]:
-    """The types of a group's settings, with their bounds."""
+    """Return the types of a group's settings with their annotations."""
     return get_type_hints(group, include_extras=True)
 
 
 def is_optional(hint: Any) -> bool:
-    """Whether null may stand."""
+    """Return whether the setting may be null."""
     if get_origin(hint) is Annotated:
         return is_optional(get_args(hint)[0])
     return type(None) in get_args(hint)
 
 
 def plain(hint: Any) -> Any:
-    """The type without bounds and without null: `int`, `list[float]`, a dataclass."""
+    """Strip annotations and null from a type: `int`, `list[float]`, a dataclass."""
     if get_origin(hint) is Annotated:
         return plain(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
@@ -95,7 +95,7 @@ def plain(hint: Any) -> Any:
 
 
 def bounds(hint: Any) -> list[Any]:
-    """What values of it have in common."""
+    """List the constraints of a type."""
     return [said for said in _beside(hint) if not isinstance(said, With)]
 
 
@@ -114,7 +114,7 @@ def _beside(hint: Any) -> list[Any]:
 
 
 def described(hint: Any) -> str:
-    """The kind of value in words: "a whole number, 1 or more"."""
+    """Describe a type for people: "a whole number, 1 or more"."""
     kind = plain(hint)
     said = bounds(hint)
     is_named = any(isinstance(bound, OneOf) for bound in said)
@@ -125,12 +125,12 @@ def described(hint: Any) -> str:
 
 
 def kind_of(hint: Any) -> str:
-    """What a value must be, as the end of a sentence."""
+    """Describe what a value must be, as the end of a sentence: "must be ..."."""
     return f"must be {described(hint)}{', or null' if is_optional(hint) else ''}"
 
 
 def mistyped(hint: Any, value: Any) -> str:
-    """What a value of another type must be, "must be ..."; empty if it is of the right one."""
+    """Return why a value has the wrong type, "must be ..."; empty if it has the right one."""
     kind = plain(hint)
     if value is None and (is_optional(hint) or kind is Any):
         return ""
@@ -144,7 +144,7 @@ def mistyped(hint: Any, value: Any) -> str:
 
 
 def _entries(kind: Any, value: Any) -> tuple[Any, Iterable[Any]]:
-    """What is in a list or a dictionary, and of which type it has to be."""
+    """Return the entries of a list or dictionary, and the type that they must have."""
     if isinstance(value, list | tuple):
         return (*get_args(kind), Any)[0], value
     if isinstance(value, Mapping):
@@ -153,7 +153,7 @@ def _entries(kind: Any, value: Any) -> tuple[Any, Iterable[Any]]:
 
 
 def refused(hint: Any, value: Any) -> str:
-    """Why a value may not stand, "must be ..."; empty if it may."""
+    """Return why a value is invalid, "must be ..."; empty if it is valid."""
     if found := mistyped(hint, value):
         return found
     if value is None:
@@ -171,7 +171,7 @@ def refused(hint: Any, value: Any) -> str:
 
 
 def with_defaults(settings: Settings, names: Iterable[str]) -> Settings:
-    """The settings with the schema's default in place of these, by dotted names."""
+    """Reset the named settings to their defaults."""
     for name in names:
         settings = _with_default(settings, name.split("."))
     return settings
@@ -187,7 +187,7 @@ def _with_default(settings: Any, path: list[str]) -> Any:
 
 
 def default_of(group: type, name: str) -> Any:
-    """What a setting of a group is if nothing is said."""
+    """Return the default of a setting."""
     field = next(field for field in fields(group) if field.name == name)
     if field.default is not MISSING:
         return field.default

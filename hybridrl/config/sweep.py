@@ -1,4 +1,5 @@
-"""Several jobs from one command line: `--multirun algorithm=grpo,rloo run.seed=range(3)`."""
+"""Sweeps: several jobs from one command line, `--multirun algorithm=grpo,rloo
+run.seed=range(3)`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from hybridrl.errors import ConfigError
 
 
 def jobs(arguments: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job: every choice of one value from each argument. Commas separate
-    values, unless they are in quotes or brackets; `range(first, end)` stands for whole numbers.
+    """Expand a command line to the overrides of each job, the product of all listed values. Commas
+    separate values outside of quotes and brackets; `range(first, end)` yields integers.
 
     Raises:
         ConfigError: for functions of Hydra's other than `choice` and `range`.

@@ -1,4 +1,4 @@
-"""The picture that the live console redraws: pure functions from readings to rich text."""
+"""The frame that the live console redraws: pure functions from readings to rich text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PLAIN_FILLS = {"generate": "█", "score": "░", "train": "▓", "sync": "▒"
 
 
 def progress_line(readings: Readings, width: int) -> Text:
-    """A bar of steps done, the count, and the times."""
+    """Render a bar of finished steps, the count, and the elapsed and remaining time."""
     done = readings.current_step or 0
     words = (
         f"step {done}/{readings.total_steps}   {clock_time(readings.elapsed())} elapsed   "
@@ -28,7 +28,7 @@ def progress_line(readings: Readings, width: int) -> Text:
 
 
 def bar(fraction: float, cells: int) -> Text:
-    """A thin bar, filled to `fraction`."""
+    """Render a thin bar, filled to `fraction`."""
     cells = max(4, cells)
     full = int(fraction * cells)
     half = "╸" if fraction * cells - full >= 0.5 else ""
@@ -36,7 +36,7 @@ def bar(fraction: float, cells: int) -> Text:
 
 
 def value_lines(readings: Readings, width: int) -> list[Text]:
-    """The metrics as a table of 4, 2 or 1 columns, the reward with its history."""
+    """Render the metrics as a table of 4, 2 or 1 columns, the reward with its history."""
     value = readings.value
     accuracy = shown(readings.accuracy, ".3f")
     when = "" if readings.accuracy_step is None else f"step {readings.accuracy_step}"
@@ -78,7 +78,7 @@ def value_lines(readings: Readings, width: int) -> list[Text]:
 
 
 def share_lines(readings: Readings, width: int, colour: bool) -> list[Text]:
-    """Where the last step's time went: one stacked bar, and its legend."""
+    """Render the time shares of the last step: one stacked bar and its legend."""
     shares = readings.shares()
     if not shares:
         return []
@@ -97,7 +97,7 @@ def share_lines(readings: Readings, width: int, colour: bool) -> list[Text]:
 
 
 def split_cells(shares: list[float], width: int) -> list[int]:
-    """Whole cells for each share, `width` in all; every share above zero stays visible."""
+    """Split `width` cells by shares; every share above zero gets at least one."""
     total = sum(shares)
     if total <= 0:
         return [0] * len(shares)
@@ -114,7 +114,8 @@ def split_cells(shares: list[float], width: int) -> list[int]:
 def samples_lines(
     step: int, prompt: str, completions: Sequence[Completion], width: int
 ) -> list[Text]:
-    """Samples of a prompt between two rules. No side borders: odd characters would break them."""
+    """Render samples of a prompt between two rules. There are no side borders, which odd characters
+    would break."""
     heading = f"── {how_many(completions)} of step {step} "
     room = width - 4  # two cells spare, for terminals that draw a character wider than rich thinks
     first, *rows = table_lines(completions, room)

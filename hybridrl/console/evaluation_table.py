@@ -1,4 +1,4 @@
-"""An evaluation as a table, for a person to read."""
+"""Evaluations as a table of metrics, intervals and differences."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WIDTH = 120
 
 
 def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """A line for each metric of each set: its value, its interval of 95%, and how it differs from
-    the baseline where there is one.
+    """Build a table with a line for each metric of each set: value, 95 % interval, and the
+    difference from the baseline if there is one.
 
     Args:
         sets: As in `evaluations.json`.
@@ -43,7 +43,7 @@ def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table
 
 
 def table_text(table: Table) -> str:
-    """The table as plain lines."""
+    """Render the table as plain lines."""
     console = Console(width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as captured:
         console.print(table)
@@ -68,7 +68,7 @@ def _difference(one: Mapping[str, Any] | None) -> list[str]:
 
 
 def number(value: float | None, sign: bool = False) -> str:
-    """Three digits after the point of what is small, none of what is large."""
+    """Format a number with three decimals if it is small, none if it is large."""
     if value is None or math.isnan(value):
         return "-"
     digits = 3 if abs(value) < 10 else 1 if abs(value) < 1000 else 0

@@ -1,4 +1,4 @@
-"""A run as lines of text, for log files and pipes: one readable line per step."""
+"""A run as lines of text, for log files and pipes: one line per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PHASES_SHOWN = {"generate": "gen", "score": "score", "train": "train", "sync": 
 
 
 class LineConsole(StepView):
-    """Prints a line per step, and what samples it is given; never moves the cursor."""
+    """A console that prints a line per step and never moves the cursor."""
 
     def __init__(
         self,
@@ -86,7 +86,8 @@ class LineConsole(StepView):
 
 
 def step_line(readings: Readings) -> str:
-    """The last step: step 12/60 | reward 0.613 | accuracy 0.71 | ... | 0.52 s | 00:31 left."""
+    """Format the last step: step 12/60 | reward 0.613 | accuracy 0.71 | ... | 0.52 s | 00:31
+    left."""
     value = readings.value
     total = str(readings.total_steps)
     shares = readings.shares()

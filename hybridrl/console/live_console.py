@@ -1,4 +1,4 @@
-"""A run on a terminal: a picture at the bottom that is redrawn, with lasting lines above it."""
+"""A run on a terminal: a frame at the bottom that is redrawn, with permanent lines above it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class LiveConsole(StepView):
-    """Redraws progress, metrics, the split of a step's time and a sample, a few times a second.
+    """A console that redraws progress, metrics, time shares and samples a few times a second.
 
     A thread of rich draws while the run's thread calls, without a lock: each call replaces whole
     values, so that a frame shows the old ones or the new.

@@ -1,4 +1,4 @@
-"""Chooses how a run is shown: redrawn on a terminal, line by line everywhere else."""
+"""The choice of console: redrawn on a terminal, line by line everywhere else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KERNEL_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG")
 def make_console(
     total_steps: int, title: str, console: Console | None = None, accuracy: str = "accuracy"
 ) -> StepView:
-    """A `LiveConsole` if standard output is a terminal that can move its cursor and say Unicode.
+    """Return a `LiveConsole` if standard output is a terminal with cursor control and Unicode.
 
     Otherwise a `LineConsole`: a log file, a pipe, a notebook, `TERM=dumb`. The metric `accuracy` is
     shown by the name given.

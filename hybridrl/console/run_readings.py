@@ -1,4 +1,4 @@
-"""What a run's numbers look like to a person: the latest values, the history, the time left."""
+"""The newest metrics of a run for a console: latest values, history, remaining time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RECENT_STEPS = 20  # long enough to hold an evaluation now and then, short enou
 
 
 class Readings:
-    """Collects the metrics of each step; a console asks it for what to show.
+    """The metrics of all steps so far, of which a console asks what it shows.
 
     Args:
         total_steps: the step at which the run ends.
@@ -42,7 +42,7 @@ class Readings:
         self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of `step`; values that are not finite numbers count as missing."""
+        """Record the metrics of `step`; values that are not finite numbers count as missing."""
         latest: dict[str, float] = {}
         for key, value in metrics.items():
             number = _finite(value)
@@ -65,11 +65,11 @@ class Readings:
         self.current_step = step
 
     def value(self, key: str) -> float | None:
-        """The metric as of the last step; None if that step did not measure it."""
+        """Return the metric of the last step; None if that step did not measure it."""
         return self._latest.get(key)
 
     def shares(self) -> dict[str, float]:
-        """The last step's share of time by phase, `other` included; empty if not measured."""
+        """Return the last step's share of time by phase, with `other`; empty if not measured."""
         shares = {phase: self._latest.get(f"share/{phase}") for phase in PHASES[:-1]}
         known = {phase: max(0.0, share) for phase, share in shares.items() if share is not None}
         if known:
@@ -77,11 +77,12 @@ class Readings:
         return known
 
     def elapsed(self) -> float:
-        """Seconds since this run began."""
+        """Return the seconds since this run began."""
         return self._clock() - self._started
 
     def seconds_left(self) -> float | None:
-        """The mean time of the recent steps, times the steps to go; None before the first."""
+        """Return the mean time of recent steps times the remaining steps; None before the first
+        step."""
         if self.current_step is None or not self._durations:
             return None
         mean = sum(self._durations) / len(self._durations)
@@ -91,7 +92,7 @@ class Readings:
 
 
 def sparkline(values: list[float], cells: int) -> str:
-    """The whole history in at most `cells` characters, each the mean of a stretch of it."""
+    """Render the whole history in at most `cells` characters, each the mean of a stretch of it."""
     values = values[:]  # the display's thread reads while the run's thread appends
     if not values or cells < 1:
         return ""
@@ -105,7 +106,7 @@ def sparkline(values: list[float], cells: int) -> str:
 
 
 def clock_time(seconds: float | None) -> str:
-    """31 -> '00:31', 3723 -> '1:02:03', None -> '--:--'."""
+    """Format seconds: 31 -> '00:31', 3723 -> '1:02:03', None -> '--:--'."""
     if seconds is None:
         return "--:--"
     whole = max(0, round(seconds))
@@ -115,7 +116,7 @@ def clock_time(seconds: float | None) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """`value` by a format such as `.3f`, or '-' where it was not measured."""
+    """Format `value` with a format such as `.3f`; '-' if it was not measured."""
     return "-" if value is None else format(value, form)
 
 

@@ -1,4 +1,4 @@
-"""What the driver says while it runs; how it looks is the business of who shows it."""
+"""The interface between a run and the console that shows it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hybridrl.console.sample_table_text import Completion
 
 
 class StepView(ABC):
-    """Shows the progress of a run. Use it in a `with`, so that an error restores the terminal."""
+    """The interface of a console. Use it in a `with`, so that an error restores the terminal."""
 
     @abstractmethod
     def phase(self, text: str) -> None:
-        """Says what begins now, such as `starting 2 workers`; ends the phase before it."""
+        """Start a phase, such as `starting 2 workers`; this ends the phase before it."""
 
     @abstractmethod
     def phase_progress(self, done: int, total: int, note: str = "") -> None:
-        """Says how far the present phase is."""
+        """Show the progress of the current phase."""
 
     @abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step, the first being 1; ends the present phase. Missing keys are '-'.
+        """Show a finished step, the first being 1; this ends the current phase. Missing metrics are
+        shown as '-'.
 
         Known keys: `reward/mean`, `accuracy` (greedy, of the evaluation set; kept until the next),
         `accuracy/step` (after which step that was; else this one),
@@ -37,11 +38,11 @@ class StepView(ABC):
 
     @abstractmethod
     def message(self, text: str) -> None:
-        """Shows lines that stay, above whatever is redrawn."""
+        """Show lines that stay, above what is redrawn."""
 
     @abstractmethod
     def close(self, final: str = "") -> None:
-        """Stops, and prints `final` as the very last line. A second call does nothing."""
+        """Stop, and print `final` as the last line. A second call has no effect."""
 
     def __enter__(self) -> Self:
         return self

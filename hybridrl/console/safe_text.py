@@ -1,4 +1,4 @@
-"""Shows text that a model or a data set wrote without letting it do anything to the terminal."""
+"""Making text of models and data sets safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _GAP = " … "
 
 
 def one_line(text: str, cells: int) -> str:
-    """`text` on one line of at most `cells` terminal cells, its middle left out if need be.
+    """Return `text` on one line of at most `cells` terminal cells, shortened in the middle if
+    necessary.
 
     A new line becomes ⏎, a tab a space, and every other control character its visible picture
     (ESC becomes ␛), so that no escape sequence reaches the terminal. Characters that print nothing
@@ -33,7 +34,7 @@ def one_line(text: str, cells: int) -> str:
 
 
 def plain_lines(text: str) -> str:
-    """`text` with its line breaks kept and everything else as safe as `one_line` makes it."""
+    """Return `text` with its line breaks, every line made safe as by `sanitize_line`."""
     return "\n".join(_visible(line) for line in redact(text).splitlines())
 
 
@@ -64,7 +65,7 @@ def _visible(text: str) -> str:
 
 
 def _fit(text: str, cells: int) -> str:
-    """The longest beginning of `text` that takes at most `cells` cells."""
+    """Return the longest beginning of `text` that fits in `cells` cells."""
     used = 0
     for index, character in enumerate(text):
         used += cell_len(character)

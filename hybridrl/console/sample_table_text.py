@@ -1,5 +1,4 @@
-"""Samples of one prompt beside each other: what each function said of them, what they are learned
-as, and their text."""
+"""Samples of one prompt as lines of a table: rewards, advantage and text of each."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _FIRST = "reward"
 
 
 class Completion(NamedTuple):
-    """One sample.
+    """A sample as it is shown.
 
     Attributes:
         answer: Its text.
@@ -32,9 +31,8 @@ class Completion(NamedTuple):
 
 
 def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
-    """A heading, and a line for each sample, each of at most `cells` terminal cells: the best and
-    the worst of them if there are many.
-    """
+    """Return a heading and a line for each sample, each at most `cells` terminal cells wide; only
+    the best and the worst samples if there are many."""
     best_first = sorted(completions, key=lambda one: -_or_least(one.reward))
     if len(best_first) > MOST_SHOWN:
         best_first = best_first[: MOST_SHOWN // 2] + best_first[-(MOST_SHOWN // 2) :]
@@ -59,7 +57,7 @@ def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
 
 
 def how_many(completions: Sequence[Completion]) -> str:
-    """Such as `8 samples, the best and the worst 2`."""
+    """Return the number of samples in words, such as `8 samples, the best and the worst 2`."""
     count = len(completions)
     if count <= MOST_SHOWN:
         return f"{count} sample{'s' * (count != 1)}"
@@ -80,7 +78,7 @@ def _number(value: float | None) -> str:
 
 
 def _part(value: float | None) -> str:
-    """What a function gave; a further number that it gives other samples only is not there."""
+    """Format the reward of one function; "-" for a sample that the function gave none."""
     return "-" if value is None or math.isnan(value) else _number(value)
 
 

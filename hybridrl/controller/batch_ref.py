@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class BatchRef:
-    """A table of samples that lies with the workers. `batch |= group.method(batch)` adds columns.
+    """A reference to a table of samples that stays with the workers. `batch |= group.method(batch)`
+    adds columns.
 
     Attributes:
         executor: Where; None on a worker, to which the reference has travelled.
@@ -48,7 +49,8 @@ class BatchRef:
 
     @property
     def columns(self) -> Columns:
-        """The columns that are there or will be, as far as it is known beforehand."""
+        """The columns that the table has or will have, as far as they are known before its calls
+        have run."""
         known = self.node.columns
         if self.selected is None:
             return known
@@ -62,7 +64,7 @@ class BatchRef:
         return frozenset(call.number for call in made if call is not None)
 
     def __or__(self, other: BatchRef) -> BatchRef:
-        """Joins by row: handles only, nothing moves.
+        """Join two tables row by row. Only references are combined; no data moves.
 
         Raises:
             DataError: if the numbers of rows are known and differ.
@@ -84,8 +86,8 @@ class BatchRef:
         )
 
     def select(self, *columns: str) -> BatchRef:
-        """Only these columns; a worker that gets the result fetches nothing else, and waits for
-        nothing else."""
+        """Return a reference to these columns only; a worker that receives it fetches nothing else
+        and waits for nothing else."""
         if wrong := [column for column in columns if not isinstance(column, str)]:
             raise DataError(f"`select` takes names of columns, one by one, not {wrong[0]!r}.")
         if not columns:
@@ -94,7 +96,7 @@ class BatchRef:
 
     @staticmethod
     def concat(parts: Iterable[BatchRef]) -> BatchRef:
-        """Tables with the same columns, one below the other: handles only, nothing moves.
+        """Concatenate tables with the same columns. Only references are combined; no data moves.
 
         Raises:
             DataError: if there is none, or their columns are known and differ.
@@ -123,14 +125,14 @@ class BatchRef:
 
     @staticmethod
     def of_stream(parts: Sequence[BatchRef]) -> BatchRef:
-        """One table of calls that return its rows bit by bit, in this order."""
+        """Build one table from calls that return its rows part by part, in this order."""
         tables = [part.node for part in parts]
         results = tuple(result for table in tables for result in table.shards())
         return replace(parts[0], node=Table(results, streamed=True))
 
     def by_parts(self) -> list[BatchRef]:
-        """The same reference to the rows of each part of the last table in it that comes bit by
-        bit, if there is one, so that work on the first can begin before the rest are there."""
+        """Return one reference for each part of the last streamed table, so that work on the first
+        part can begin before the others exist; just this reference if no table is streamed."""
         joined = self.node.joined()
         streams = [t for t in joined if isinstance(t, Table) and t.streamed]
         if not streams:
@@ -141,7 +143,7 @@ class BatchRef:
         ]
 
     def take(self, rows: Sequence[int] | Rows) -> BatchRef:
-        """The rows with these numbers, in this order; or, for booleans, those that are true.
+        """Return the rows with these indices, in this order; or, for booleans, those that are true.
 
         Raises:
             DataError: if these are no row numbers, or no such rows are there.
@@ -152,12 +154,13 @@ class BatchRef:
         return self._choose(Take(numbers, len(rows) if is_mask else None))
 
     def repeat(self, times: int) -> BatchRef:
-        """Every row `times` times, copies next to each other: n samples of each prompt."""
+        """Repeat every row `times` times, copies next to each other: n samples of each prompt."""
         _whole_number("repeat", times, 0)
         return self._choose(Repeat(times))
 
     def split(self, parts: int, balance: Literal["rows", "tokens"] = "rows") -> list[BatchRef]:
-        """Cuts into `parts`: consecutive blocks, or sets of rows with equally many tokens."""
+        """Split the rows into `parts`: consecutive blocks, or sets of rows with equally many
+        tokens."""
         _whole_number("split", parts, 1)
         if balance not in ("rows", "tokens"):
             raise DataError(f"`split` balances `rows` or `tokens`, not {balance!r}.")
@@ -172,7 +175,7 @@ class BatchRef:
         on: WorkerGroup | None = None,
         together: int | None = None,
     ) -> BatchRef:
-        """Runs a pure function on these columns, beside the data; the result has the same rows.
+        """Run a pure function on these columns, where the data is; the result has the same rows.
 
         Args:
             function: It is sent by value, so it may be a lambda or `functools.partial`.
@@ -200,8 +203,8 @@ class BatchRef:
         return self._connected().apply(function, table, known, on, together)
 
     def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
-        """Brings rows to the driver: all columns, or these, or with `partial` those of these that
-        were made. Waits until they are there."""
+        """Bring rows to the driver: all columns, or these, or with `partial` those of these that
+        exist. Waits until they are there."""
         self._connected()
         columns = columns if columns is None else _names("collect", columns)
         ref = self if columns is None else replace(self.select(*columns), partial=partial)
@@ -212,13 +215,13 @@ class BatchRef:
         return ref.read(Part(0, 1))[0]
 
     def __len__(self) -> int:
-        """Number of rows; waits if it is not known beforehand."""
+        """Return the number of rows; waits if it is not known before the calls have run."""
         self._connected()
         return self.node.num_rows()
 
     def for_reading(self, wanted: Wanted | None, reader: str) -> BatchRef:
-        """The reference without the tables that have nothing of what is wanted, so that nobody
-        waits for them.
+        """Return the reference without tables that hold none of the requested columns, so that
+        nobody waits for them.
 
         Raises:
             DataError: if a wanted column is certain not to be there; `reader` says who wants it.
@@ -246,14 +249,15 @@ class BatchRef:
         return replace(self, node=node, following=wanted.following)
 
     def rows_of(self, part: Part) -> Rows:
-        """On a worker: the numbers of the rows of `part`, in this table."""
+        """Return the indices in this table of the rows of `part`. Only on a worker."""
         if self.only is None:
             return part.rows(self.node)
         present = self.only.present()
         return present[part.rows(Choose(self.node, Take(present)))]
 
     def read(self, part: Part, rows: Rows | None = None) -> tuple[Batch, Rows]:
-        """On a worker: the rows of `part`, or these rows, and their numbers in this table."""
+        """Read the rows of `part`, or these rows, and return them with their indices in this table.
+        Only on a worker."""
         rows = self.rows_of(part) if rows is None else rows
         names = None if self.selected is None else self.selected | self.following
         batch = self.node.read(rows, names)
@@ -282,7 +286,7 @@ class BatchRef:
 
 
 def _names(argument: str, names: Any) -> list[str]:
-    """Names of columns, of which one may stand alone."""
+    """Return column names as a list; a single name may be given as a string."""
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
         raise DataError(f"`{argument}` takes names of columns, not {names!r}.")
@@ -297,6 +301,6 @@ def _whole_number(name: str, value: int, least: int) -> None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, or of what a `functools.partial` calls."""
+    """Return the name of a function, or of the function that a `functools.partial` calls."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)

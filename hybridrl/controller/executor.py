@@ -39,11 +39,12 @@ from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.system.cluster_spec import Cluster, Device, choose_devices
 
 MOST_RECORDS = 50_000
-"""Records are kept until they are taken, but no more than the newest so many."""
+"""The number of newest records that are kept until they are collected."""
 
 
 class Executor(ABC):
-    """Makes group calls and keeps the record of each until it is done.
+    """The interface to a job's hosts: makes group calls, and keeps the record of each until it is
+    done.
 
     Calls belong to steps, such as those of a training run, of which several may be under way at a
     time.
@@ -72,20 +73,20 @@ class Executor(ABC):
 
     @abstractmethod
     def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
-        """Makes the call; gives what `fetch` finds the batches of the answering ranks by. Calls
-        that are sent later run later on every host."""
+        """Send a call, and return what `fetch_shard` finds the batches of the answering ranks by.
+        Every host runs calls in the order in which they were sent."""
 
     @abstractmethod
     def _store(self, batch: Batch, info: ShardInfo) -> Any:
-        """Puts a batch where hosts can fetch it; gives what `fetch` finds it by."""
+        """Store a batch where hosts can fetch it, and return what `fetch_shard` finds it by."""
 
     @abstractmethod
     def fetch(self, result: Result, index: int) -> Batch:
-        """A shard of a result that has been waited for."""
+        """Return a shard of a result whose call is done."""
 
     @abstractmethod
     def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
-        """Waits until these calls are done, for `limit` seconds at most; whether they are.
+        """Wait until these calls are done, at most `limit` seconds, and return whether they are.
 
         Raises:
             WorkerError: if any call failed meanwhile; LostError if any host died, CallTimeoutError
@@ -94,10 +95,10 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all hosts, whatever they are doing; see `settle`."""
+        """End all hosts, whatever they are doing; see `wait_for_pending`."""
 
     def create(self, build: Build, contexts: Sequence[Context]) -> Call:
-        """Builds a group: a worker on the host of each context, in rank order."""
+        """Build a group: a worker on the host of each context, in rank order."""
         for context in contexts:
             if context.role in self._roles.get(context.host, ()):
                 raise ConfigError(
@@ -112,7 +113,7 @@ class Executor(ABC):
     def submit(
         self, request: Request, hosts: Sequence[int], parts: Sequence[Any], returns_batch=False
     ) -> tuple[Call, Any]:
-        """Makes a group call on these hosts, in rank order.
+        """Make a group call on these hosts, in rank order.
 
         Args:
             parts: What is each rank's own.
@@ -139,12 +140,12 @@ class Executor(ABC):
             raise
 
     def refusal(self) -> WorkerError:
-        """The error for calls that come too late."""
+        """Return the error for calls made after the job has failed or was closed."""
         why = f"has failed before: {self.failure}" if self.failure else "is closed."
         return WorkerError(f"The workers take no more calls, because the job {why}")
 
     def put(self, batch: Batch) -> BatchRef:
-        """Hands a batch of the driver's to the workers. It is stored once."""
+        """Store a batch of the driver once, where workers can read it."""
         if not isinstance(batch, Batch):
             raise DataError(
                 f"`put` takes a Batch, this is a {type(batch).__name__}. "
@@ -163,7 +164,7 @@ class Executor(ABC):
         on: Any = None,
         together: int | None = None,
     ) -> BatchRef:
-        """See `BatchRef.apply`."""
+        """Run a function on the hosts that hold a table's rows; see `BatchRef.apply`."""
         hosts = [0] if on is None else on.devices[: None if together else 1]
         parts = [RankPart(index, len(hosts)) for index in range(len(hosts))]
         request = Apply(function, table, together or 1, makes or UNKNOWN)
@@ -172,18 +173,18 @@ class Executor(ABC):
         return BatchRef(Table((result,)), self)
 
     def settle(self, step: int | None = None) -> None:
-        """Waits until every call up to the end of this step (None: every call) is done; raises as
-        `wait` does, also for calls that nobody asked about."""
+        """Wait until every call up to the end of this step (None: every call) is done. Raises as
+        `wait` does, also for calls that nobody waits for."""
         self.wait([c for c in self._pending.values() if step is None or c.step <= step])
 
     def end_step(self) -> int:
-        """Calls made from now on belong to the next step; gives the number of this one."""
+        """End the step, so that later calls belong to the next one, and return its number."""
         self.step += 1
         return self.step - 1
 
     def take_records(self, step: int | None = None) -> list[Record]:
-        """Waits for every call up to the end of this step (None: the current one); what the ranks
-        did in those whose records were not taken before."""
+        """Wait for every call up to the end of this step (None: the current one), and return the
+        ranks' records of calls that were not returned before."""
         step = self.step if step is None else step
         self.settle(step)
         kept = list(self._records)
@@ -192,8 +193,8 @@ class Executor(ABC):
         return [record for number, record in kept if number <= step]
 
     def clocks_ahead(self) -> dict[int, float]:
-        """By device, how many seconds the clock of its machine is ahead of the driver's; devices of
-        the driver's own machine may be left out, and those that do not answer."""
+        """Return by device how many seconds the clock of its machine is ahead of the driver's.
+        Devices of the driver's machine, and devices that do not answer, may be missing."""
         return {}
 
     def __enter__(self) -> Executor:
@@ -207,7 +208,7 @@ class Executor(ABC):
             self.close()
 
     def _finished(self, call: Call) -> None:
-        """Takes a call whose ranks have all replied off the table."""
+        """Move a call whose ranks have all replied from the pending calls to the records."""
         if self._pending.pop(call.number, None) is None:
             return
         for host, reply in zip(call.hosts, call.replies, strict=True):
@@ -217,7 +218,7 @@ class Executor(ABC):
 
 
 def _reads(request: Request) -> tuple[int, ...]:
-    """The numbers of the calls whose results a request is about."""
+    """Return the numbers of the calls whose results a request reads."""
     match request:
         case Invoke():
             given = [*request.arguments, *request.keywords.values()]
@@ -232,8 +233,7 @@ def _reads(request: Request) -> tuple[int, ...]:
 
 
 def warn_of_unfinished(pending: Mapping[int, Call]) -> None:
-    """When a program ends, closes its executor or lets go of it: of calls that nobody has waited
-    for."""
+    """Warn of pending calls when a program ends, closes its executor or drops it."""
     if pending:
         names = ", ".join(dict.fromkeys(call.name for call in pending.values()))
         logging.getLogger(__name__).warning(
@@ -244,8 +244,8 @@ def warn_of_unfinished(pending: Mapping[int, Call]) -> None:
 
 
 class InlineExecutor(Executor):
-    """Runs every call at once, where it is made. Exceptions of workers reach the driver as they
-    are."""
+    """An executor that runs every call at once, in the driver's process. Exceptions of workers
+    reach the driver unchanged."""
 
     def __init__(self, devices: str = "auto", run_directory: Path | None = None) -> None:
         super().__init__()

@@ -15,8 +15,8 @@ LOG_LINES = 15
 
 
 class Identity(NamedTuple):
-    """Where a host runs: the node's address, the process id, Ray's id of the node, and what its
-    accelerator is called and how many bytes it has, if it has one."""
+    """The location of a host: node address, process id, Ray's node id, and the model and memory
+    (bytes) of its accelerator, if it has one."""
 
     address: str
     pid: int
@@ -27,8 +27,8 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Death:
-    """A rank's host process ended while a call was pending, alone or (`with_node`) because its
-    whole node was lost. `text` is what Ray says of it."""
+    """The end of a rank's host process while a call was pending, alone or (`with_node`) because its
+    whole node was lost. `text` is Ray's message."""
 
     call: Call
     rank: int
@@ -43,7 +43,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Hosts:
-    """What is known of the hosts of a job.
+    """The identities and roles of a job's hosts.
 
     Attributes:
         identities: Of every host.
@@ -56,9 +56,9 @@ class Hosts:
 
 
 def explain(found: Sequence[Failure | Death], hosts: Hosts) -> WorkerError:
-    """The error to report: a death comes before an exception, because a rank that dies makes its
-    peers raise; a lost node before a single death. Of several deaths or exceptions the earliest
-    call's, or the earliest, is the cause."""
+    """Build the error that reports the root cause. A death counts before an exception, because a
+    dying rank makes its peers raise, and a lost node before a single death; of several, the
+    earliest call's or the earliest in time is the cause."""
     deaths = sorted(
         (item for item in found if isinstance(item, Death)), key=lambda death: death.call.number
     )
@@ -72,7 +72,7 @@ def explain(found: Sequence[Failure | Death], hosts: Hosts) -> WorkerError:
 
 
 def node_lost(death: Death, hosts: Hosts) -> LostError:
-    """The error for a node of which nothing is heard any more."""
+    """Build the error for a node that no longer responds."""
     node = hosts.identities[death.host].node
     there = [host for host, identity in enumerate(hosts.identities) if identity.node == node]
     ranks: dict[str, list[str]] = {}
@@ -116,7 +116,8 @@ def _of_death(death: Death, hosts: Hosts) -> LostError:
 
 
 def out_of_memory(text: str) -> str:
-    """Whether Ray's memory monitor ended a process, and who uses the memory; else nothing."""
+    """Return a sentence on how Ray's memory monitor ended a process and which processes use the
+    most memory; empty if it did not."""
     if not (used := re.search(r"low on memory.*?was (\S+ used / \S+ limit)", text, re.DOTALL)):
         return ""
     said = used[1].replace("GB", " GiB")  # which Ray counts and calls so

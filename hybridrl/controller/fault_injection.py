@@ -25,7 +25,7 @@ _FAULT = re.compile(r"(\w+)\.(\w+)(?:@(\d+))?:0*([1-9]\d*):(\w+)")
 
 
 class Fault(NamedTuple):
-    """What happens in which call of a method; on every rank if `rank` is None."""
+    """A fault in one call of a method, on one rank or, with `rank` None, on every rank."""
 
     role: str
     method: str
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
 
 class PlannedFaults:
-    """Those that this process is to meet.
+    """The faults that this process injects.
 
     Args:
         text: As the variable says; empty: none.
@@ -50,11 +50,11 @@ class PlannedFaults:
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether any faults are planned."""
         return bool(self._faults)
 
     def meet(self, record: Record) -> None:
-        """Counts a call that begins, and lets what is planned for it happen."""
+        """Count a call that begins, and trigger the faults planned for it."""
         if not self._faults:
             return
         name = record.role, record.method
@@ -65,7 +65,7 @@ class PlannedFaults:
                 KINDS[fault.kind]()
 
     def check(self, workers: Mapping[str, tuple[type, int]]) -> None:
-        """Refuses faults that no call would meet.
+        """Refuse faults that no call would trigger.
 
         Args:
             workers: The class of each role's workers, and how many there are.
@@ -110,7 +110,7 @@ def _raise() -> None:
 
 
 def _fill_disk() -> None:
-    """From now on this process can open no file for writing."""
+    """Make every later attempt of this process to open a file for writing fail with ENOSPC."""
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(arguments[2], int):

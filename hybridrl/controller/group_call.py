@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 ANY = "*"
-"""The pattern of which nothing is said."""
+"""The pattern that matches every name: nothing is declared."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that a call makes, as far as its method says.
+    """The columns that a call will return, as far as its method declares them.
 
     Attributes:
         certain: Names of columns that will be there.
@@ -40,11 +40,11 @@ class Columns:
     possible: tuple[str, ...] = ()
 
     def may_have(self, name: str) -> bool:
-        """Whether a column of this name may be there."""
+        """Return whether a column of this name may exist."""
         return name in self.certain or any(fnmatchcase(name, known) for known in self.possible)
 
     def may_lack(self, names: Iterable[str]) -> bool:
-        """Whether the method says of each of these that it is there at times only."""
+        """Return whether each of these columns is declared as optional."""
         said = [known for known in self.possible if known != ANY]
         return all(any(fnmatchcase(name, known) for known in said) for name in names)
 
@@ -57,17 +57,17 @@ class Columns:
 
 
 UNKNOWN = Columns(possible=(ANY,))
-"""Of a call whose method does not say what it makes."""
+"""The columns of a call whose method does not declare what it returns."""
 
 
 def any_column(name: str) -> bool:
-    """A choice of columns: all."""
+    """Accept every column name."""
     return True
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The columns that somebody is going to read.
+    """The columns that a reader requests.
 
     Attributes:
         names: Columns that have to be there.
@@ -82,7 +82,8 @@ class Wanted:
     found: frozenset[str] = field(default=frozenset())
 
     def may_be_in(self, columns: Columns) -> bool:
-        """Whether a table of these columns may have a wanted one, so that it must be read."""
+        """Return whether a table with these columns may have a requested one, so that it must be
+        read."""
         if any(columns.may_have(name) for name in (self.names | self.following) - self.found):
             return True
         others = self.others
@@ -92,7 +93,7 @@ class Wanted:
         return any(name == ANY or others(name) for name in further)
 
     def without(self, found: Iterable[str]) -> Wanted:
-        """What is wanted beyond these columns."""
+        """Return the request without these columns, which were found elsewhere."""
         return replace(self, found=self.found.union(found))
 
 
@@ -103,7 +104,7 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """What may be known of a shard without fetching it.
+    """A description of a shard that is available without fetching it.
 
     Attributes:
         rows: The numbers of its rows in their table.
@@ -121,13 +122,13 @@ class ShardInfo:
 
     @classmethod
     def of(cls, batch: Batch, rows: Rows, total: int | None = None) -> ShardInfo:
-        """Describes `batch` as the shard that holds `rows` of its table."""
+        """Describe `batch` as the shard that holds `rows` of its table."""
         tokens = {name: batch.lengths(name) for name in COUNTED if name in batch}
         sizes = tuple(column.nbytes for column in batch.table.columns)
         return cls(rows, batch.table.schema, tokens, total, sizes)
 
     def bytes_of(self, rows: int, names: Sequence[str]) -> float:
-        """About as many as so many rows of these columns have."""
+        """Estimate the bytes of this many rows of these columns."""
         wanted = set(names)
         size = sum(
             s for name, s in zip(self.schema.names, self.sizes, strict=True) if name in wanted
@@ -136,12 +137,12 @@ class ShardInfo:
 
 
 def count_tokens(batch: Batch) -> int:
-    """Tokens of the `COUNTED` columns of all rows."""
+    """Count the tokens of the `TOKEN_COLUMNS` over all rows."""
     return sum(int(batch.lengths(name).sum()) for name in COUNTED if name in batch)
 
 
 class Shards(ABC):
-    """What one call returned: a shard from each rank that answered, in any order of rows.
+    """The result of one call: a shard from each rank that answered, in any order of rows.
 
     Attributes:
         columns: The columns that the call makes, as far as it is known beforehand.
@@ -154,20 +155,20 @@ class Shards(ABC):
 
     @abstractmethod
     def infos(self) -> Sequence[ShardInfo]:
-        """What the shards say of themselves; waits for the call."""
+        """Return the descriptions of the shards; waits for the call."""
 
     @abstractmethod
     def batch(self, index: int) -> Batch:
-        """A shard's rows, all of them."""
+        """Return all rows of a shard."""
 
     def read(self, index: int, rows: Rows, names: Sequence[str]) -> Batch:
-        """These columns of these rows of a shard, by their places in it."""
+        """Read these columns of the rows at these positions of a shard."""
         return self.batch(index).select(names).take(rows)
 
 
 @dataclass(frozen=True)
 class Build:
-    """A request to build a role. Each rank also gets its `Context`."""
+    """A request to build a role. Each rank also gets its `WorkerContext`."""
 
     role: str
     worker_class: type[Worker]
@@ -176,7 +177,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Invoke:
-    """A request to call a method of a role's worker. Each rank also gets its `RankPart`."""
+    """A request to call a method of a role's worker. Each rank also gets its `RankAssignment`."""
 
     role: str
     method: str
@@ -186,7 +187,8 @@ class Invoke:
 
 @dataclass(frozen=True)
 class Apply:
-    """A request to run a pure function on rows of a table. Each host also gets its `RankPart`.
+    """A request to run a pure function on rows of a table. Each host also gets its
+    `RankAssignment`.
 
     Attributes:
         together: So many neighbouring rows go to the same host.
@@ -203,7 +205,7 @@ Request = Build | Invoke | Apply
 
 
 class RankPart(NamedTuple):
-    """What is a rank's own in a group call: it gets part `index` of `parts` of the rows, and its
+    """A rank's own part in a group call: it gets part `index` of `parts` of the rows, and its
     result counts if it `answers`."""
 
     index: int = 0
@@ -213,8 +215,8 @@ class RankPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker: where it happened, when (seconds since the epoch), and its
-    traceback; empty if the message says enough."""
+    """An exception in a worker: role, rank, method, message, time (seconds since the epoch) and
+    traceback, which is empty if the message suffices."""
 
     role: str
     rank: int
@@ -234,7 +236,7 @@ class UpstreamError(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a rank answers besides a batch: small, so that the driver may read it."""
+    """A rank's reply besides its batch; small, so that the driver can read it."""
 
     record: Record
     value: Any = None
@@ -271,12 +273,12 @@ class Call:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The role and method, for messages."""
         return f"{self.role}.{self.method}"
 
     @property
     def is_done(self) -> bool:
-        """Whether every rank has replied."""
+        """True once every rank has replied."""
         return None not in self.replies
 
     @property
@@ -286,7 +288,7 @@ class Call:
 
 
 class Result(Shards):
-    """The batch that a call returns, a shard from each answering rank, as the driver holds it.
+    """The batch that a call returns, a shard from each answering rank, as the driver refers to it.
 
     Attributes:
         call: What made it; None for a batch that the driver put there.

@@ -18,12 +18,12 @@ from hybridrl.system import collective_waits as waits
 from hybridrl.system.formatting import readable_seconds
 
 Pending = Mapping[int, tuple[Call, int]]
-"""By host: the first call that is not done there, and which rank of it that is."""
+"""The first pending call of each host, and the host's rank in it."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """What is known when calls have outlived the deadline.
+    """A report on calls that have exceeded the deadline.
 
     Attributes:
         late: The hosts that have worked for longer than `limit` seconds.
@@ -39,7 +39,7 @@ class Hang:
     why: str = ""
 
     def missing(self) -> list[int]:
-        """The hosts that the others wait for: as far as one can know."""
+        """Return the hosts that the others wait for, as far as this can be determined."""
         silent = [host for host in self.pending if self.snapshots[host] is None]
         late = [host for host in self.late if self._does_something_else(host)]
         # They may all wait for their GPUs, and these for the one that has been given less to do.
@@ -55,8 +55,8 @@ class Hang:
         return idle or busy or behind or apart
 
     def error(self) -> CallTimeoutError:
-        """The sentence, and where the stacks of every host are: in a file of the run, or below it.
-        Writes that file."""
+        """Build the error, and write the stacks of every host to a file of the run; without a run
+        folder they are part of the message."""
         missing = [host for host in self.missing() if host in self.pending]
         if_again = (
             f"{self._calls(missing or self.late)} hung the time before, too: to go on would not "
@@ -91,7 +91,7 @@ class Hang:
         return ", ".join(f"{name} on {_ranks(found)}" for name, found in ranks.items())
 
     def _causes(self) -> Iterator[str]:
-        """Sentences: who is missing, and who waits."""
+        """Yield sentences on the missing ranks and on the ranks that wait."""
         missing = self.missing()
         if missing:
             what = "The rank that is missing" if len(missing) == 1 else "The ranks that are missing"
@@ -116,7 +116,8 @@ class Hang:
         return f"{who} (process {identity.pid} on {identity.address})"
 
     def _does(self, host: int) -> str:
-        """What a missing rank does instead of what the others wait for."""
+        """Describe what a missing rank does instead of joining the operation that the others wait
+        in."""
         if (snapshot := self.snapshots[host]) is None:
             pid = self.hosts.identities[host].pid
             return (
@@ -133,7 +134,7 @@ class Hang:
         return f"is in {snapshot.place}{_phase(snapshot)}"
 
     def _waiting(self, for_whom: str) -> str:
-        """Who waits for other ranks, in what, and since when."""
+        """Describe which ranks wait for others, in which operation and for how long."""
         missing = self.missing()
         ranks: dict[tuple[str, str], list[int]] = {}
         seconds: dict[tuple[str, str], float] = {}
@@ -159,7 +160,7 @@ class Hang:
         return head + ("did not answer" if snapshot is None else snapshot.stacks)
 
     def _waits(self, host: int) -> bool:
-        """Whether a host is known to wait for other ranks."""
+        """Return whether a host is known to wait for other ranks."""
         snapshot = self.snapshots[host]
         return snapshot is not None and snapshot.communicates
 
@@ -168,7 +169,8 @@ class Hang:
         return snapshot is not None and snapshot.status.is_working and not snapshot.communicates
 
     def _behind(self, on_gpu: bool = False) -> list[int]:
-        """Hosts that have not begun an operation that others wait in, or have queued on a GPU."""
+        """Return the hosts that have not begun an operation that others wait in, or have queued on
+        a GPU."""
         found = [snapshot for snapshot in self.snapshots if snapshot is not None]
         wanted: dict[str, int] = {}
         for snapshot in found:
@@ -187,7 +189,8 @@ class Hang:
 
 
 def silence(call: Call, rank: int, identity: Identity, seconds: float) -> str:
-    """Tells of a host that does not answer while it has a call to do, before that is an error."""
+    """Format the notice of a host that does not answer although it has a call to run; it precedes
+    the error."""
     return (
         f"{call.role} rank {rank} (process {identity.pid} on {identity.address}) has not answered "
         f"for {seconds:g} s (controller.heartbeat_s), with {call.name} to do: it was stopped, is "

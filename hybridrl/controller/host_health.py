@@ -20,17 +20,16 @@ INSTALLED = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
 COMMUNICATION = ("/torch/distributed/", "/vllm/distributed/")
-"""Code in which a thread only is to talk with other ranks."""
+"""The code in which a thread only communicates with other ranks."""
 PASSED_ON = ("/torch/_ops.py",)
-"""Code that does nothing itself: its caller counts."""
+"""The code that only dispatches; its caller counts."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What a host is doing: the call in hand, for how long (seconds, without the time that it
-    waited for its inputs, and since a part of it was last done; see `Worker.progress`), and whether
-    it still waits for its inputs. `method` is empty when the host is idle; `phase` is empty between
-    phases."""
+    """The current call of a host, the seconds spent on it (without the wait for its inputs, and
+    since its last progress; see `Worker.report_progress`), and whether it still waits for its
+    inputs. `method` is empty when the host is idle; `phase` is empty between phases."""
 
     role: str = ""
     rank: int = 0
@@ -41,13 +40,13 @@ class Status:
 
     @property
     def is_working(self) -> bool:
-        """Whether a call is in hand whose inputs are there."""
+        """True while the host runs a call whose inputs have arrived."""
         return bool(self.method) and not self.waiting
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a host is doing, with all that helps to see why it does not end.
+    """A host's status with the details that show why a call does not end.
 
     Attributes:
         place: File, line and function of the user's code that it is in, or of the library's.
@@ -66,7 +65,8 @@ class Snapshot:
 
 
 def take_snapshot(status: Status, worker_thread: int | None) -> Snapshot:
-    """Of this process; `worker_thread` is the one that does the calls. Safe from any other."""
+    """Capture a snapshot of this process, whose calls run on `worker_thread`. Safe from any other
+    thread."""
     frames = _frames(worker_thread)
     waiting = waits.waiting(worker_thread)
     communicates = waiting is not None or _communicates(frames)
@@ -83,7 +83,7 @@ def _all_stacks() -> str:
 
 
 def _frames(thread: int | None) -> list[FrameType]:
-    """Of a thread, the innermost first."""
+    """Return the frames of a thread, innermost first."""
     frame = None if thread is None else sys._current_frames().get(thread)
     found = []
     while frame is not None:
@@ -93,7 +93,8 @@ def _frames(thread: int | None) -> list[FrameType]:
 
 
 def _place(frames: Sequence[FrameType]) -> str:
-    """Where a thread is, for people: in the user's code, if any of that is on its stack."""
+    """Format where a thread is: in the user's code if any of it is on the stack, else in the
+    library's."""
 
     def is_users(file: str) -> bool:
         return not file.startswith((OURS, *INSTALLED, "<"))

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from hybridrl.controller.table_expression import Node
 
 EVEN_ENOUGH = 1.02
-"""Consecutive rows are dealt out if no part has more than this multiple of the mean; otherwise the
-rows of a part are picked one by one, which copies them."""
+"""The largest ratio of a part's tokens to the mean for which parts are blocks of consecutive rows;
+above it, rows are assigned one by one, which copies them."""
 
 
 @dataclass(frozen=True)
 class Take:
-    """The rows with these numbers.
+    """A selection of rows by index.
 
     Attributes:
         of: How many rows the table must have; None: as many as the numbers need.
@@ -50,7 +50,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Every row `times` times, copies of a row next to each other."""
+    """A selection of every row `times` times, copies of a row next to each other."""
 
     times: int
 
@@ -63,8 +63,9 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Part:
-    """Part `index` of `parts`, its rows ascending. `together` neighbouring rows are never parted.
-    Every rank computes the same cut from the same lengths."""
+    """A selection of part `index` of `parts`, its rows ascending. Groups of `rows_together`
+    neighbouring rows are never separated. Every rank computes the same partition from the same
+    lengths."""
 
     index: int
     parts: int
@@ -92,11 +93,12 @@ class Part:
         return (units[:, None] * self.together + np.arange(self.together)).reshape(-1)
 
     def _block(self, count: int) -> tuple[int, int]:
-        """Where the part begins and ends, if all are of equally many units."""
+        """Return the first unit of the part and the first one after it, if all parts have equally
+        many units."""
         return count * self.index // self.parts, count * (self.index + 1) // self.parts
 
     def _balanced(self, tokens: Rows) -> Rows:
-        """The units of a part that has its share of the tokens."""
+        """Return the units of the part if all parts have about equally many tokens."""
         count = len(tokens)
         costs = tokens + 1  # so that rows without tokens spread evenly
         ends = np.cumsum(costs)

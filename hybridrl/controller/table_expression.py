@@ -30,45 +30,46 @@ class Node(ABC):
     @property
     @abstractmethod
     def columns(self) -> Columns:
-        """The columns, as far as they are known beforehand."""
+        """The columns, as far as they are known before the calls have run."""
 
     @property
     @abstractmethod
     def known_rows(self) -> int | None:
-        """The number of rows, if it is known beforehand."""
+        """The number of rows, if it is known before the calls have run."""
 
     @property
     def copies(self) -> int:
-        """So many neighbouring rows are copies of one, because they were made by `repeat`."""
+        """The number of neighbouring rows that are copies of one row, made by `repeat`."""
         return 1
 
     @abstractmethod
     def num_rows(self) -> int:
-        """The number of rows; waits until it is known."""
+        """Return the number of rows; waits until it is known."""
 
     @abstractmethod
     def tokens(self) -> dict[str, Rows]:
-        """Tokens per row of the columns that count."""
+        """Return the tokens per row of the counted columns."""
 
     @abstractmethod
     def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
-        """The batch of these rows, or None where the node has none of the wanted columns."""
+        """Read these rows; return None if the table has none of the requested columns."""
 
     @abstractmethod
     def shards(self) -> list[Shards]:
-        """Every call's result below."""
+        """Return the result of every call in the expression."""
 
     def needed(self, wanted: Wanted) -> Node | None:
-        """The part of the expression in which wanted columns may be; None if there is none."""
+        """Return the part of the expression that may hold requested columns; None if there is
+        none."""
         return self if wanted.may_be_in(self.columns) else None
 
     def joined(self) -> list[Node]:
-        """The tables that stand side by side in this one."""
+        """Return the tables that stand side by side in this one."""
         return [self]
 
     def with_part(self, whole: Table, part: Table) -> Node:
-        """The expression with `part` in the place of the table `whole` that it is a part of: what
-        can be read of it before the rest has come."""
+        """Return the expression with `part` in place of the streamed table `whole`: what can be
+        read before the other parts exist."""
         return part if self is whole else self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class Node(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Table(Node):
-    """What one call returned; or several, of a table that comes bit by bit (`streamed`)."""
+    """The rows that one call returned or, of a `streamed` table, several calls."""
 
     results: tuple[Shards, ...]
     streamed: bool = False
@@ -105,11 +106,11 @@ class Table(Node):
         return sum(len(info.rows) for _, _, info in self._infos) if total is None else total
 
     def bits(self) -> list[Table]:
-        """The parts of a table that comes bit by bit, the first ones first."""
+        """Return the parts of a streamed table, in the order of their calls."""
         return [Table((result,)) for result in self.results]
 
     def present(self) -> Rows:
-        """The numbers of the rows that are in these shards, ascending."""
+        """Return the indices of the rows in these shards, ascending."""
         return np.sort(np.concatenate([info.rows for _, _, info in self._infos]))
 
     def tokens(self) -> dict[str, Rows]:
@@ -207,7 +208,8 @@ class Join(Node):
         return Join(self.left.with_part(whole, part), self.right.with_part(whole, part))
 
     def _checked_rows(self) -> int:
-        """As many as both sides have; waits until it is known of both."""
+        """Return the number of rows, which must be the same on both sides; waits until both are
+        known."""
         rows = self.left.num_rows()
         _same_rows(rows, self.right.num_rows())
         return rows
@@ -273,7 +275,7 @@ class Concat(Node):
 
 @dataclass(frozen=True, eq=False)
 class Choose(Node):
-    """Some rows of a table, in a new order, chosen by `choice`."""
+    """A selection of rows of a table, in a new order."""
 
     table: Node
     choice: Take | Repeat | Part
@@ -321,7 +323,7 @@ def _same_rows(left: int, right: int) -> None:
 
 
 def _together(schemas: Sequence[pa.Schema]) -> pa.Schema:
-    """The columns of all shards of a call: what one has for its rows, another may lack."""
+    """Merge the schemas of a call's shards: a shard may lack columns that another has."""
     if all(schema.equals(schemas[0]) for schema in schemas[1:]):
         return schemas[0]
     try:
@@ -333,8 +335,8 @@ def _together(schemas: Sequence[pa.Schema]) -> pa.Schema:
 
 
 def join(left: Node, right: Node) -> Node:
-    """`Join`, without the tables of the left side that the right one replaces altogether, so that
-    a table whose columns are made anew step by step does not pile up old ones."""
+    """Join two tables without those of the left side whose columns the right side replaces, so that
+    columns made anew in every step do not pile up."""
     whole = Join(left, right)
     if left.known_rows is None or right.known_rows is None:
         return whole  # whether they are as many shows when the tables are read
@@ -349,8 +351,8 @@ def _is_replaced(table: Node, by: Node) -> bool:
 
 
 def choose(table: Node, choice: Take | Repeat | Part) -> Node:
-    """`Choose`, but of what was chosen before only the rows that are chosen again: tables that have
-    none of them are let go, and rows that are kept for many steps do not pile up expressions."""
+    """Select rows, and merge the selection with earlier ones: tables without selected rows are
+    dropped, so that rows kept for many steps do not pile up expressions."""
     if not isinstance(choice, Take) or (found := _pieces(table)) is None:
         return Choose(table, choice)
     pieces, rows = found
@@ -368,7 +370,7 @@ def choose(table: Node, choice: Take | Repeat | Part) -> Node:
 
 
 def concat(tables: Sequence[Node]) -> Node:
-    """`Concat`, of the tables that the rows were chosen from."""
+    """Concatenate the tables that the rows were selected from."""
     whole = Concat(tuple(tables))
     if (found := _pieces(whole)) is None:
         return whole
@@ -378,8 +380,8 @@ def concat(tables: Sequence[Node]) -> Node:
 
 
 def _pieces(node: Node) -> tuple[list[Node], Rows] | None:
-    """The tables that a choice of rows is made from, one below the other, and the numbers of its
-    rows there; None if they are not known beforehand."""
+    """Return the source tables of a row selection and the indices of its rows in their
+    concatenation; None if row counts are not known yet."""
     if (count := node.known_rows) is None:
         return None
     if isinstance(node, Choose) and isinstance(node.choice, Take) and node.choice.of is None:

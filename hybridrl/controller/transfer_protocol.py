@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Protocol:
-    """How arguments spread and results return.
+    """A rule of how a call's rows are split over ranks and which ranks' results are returned.
 
     Attributes:
         split: Mesh axes over which the rows of a batch argument are split, outermost first. Ranks
@@ -44,7 +44,7 @@ class Protocol:
     rows_together: int = 1
 
     def part(self, coordinates: Mapping[str, Coordinate]) -> tuple[int, int]:
-        """Which part of how many the rank at `coordinates` gets."""
+        """Return the part that the rank at `coordinates` gets, and the number of parts."""
         index, parts = 0, 1
         for axis in self.split:
             place = coordinates.get(axis, Coordinate(0, 1))
@@ -52,8 +52,9 @@ class Protocol:
         return index, parts
 
     def speaks(self, rank: int, coordinates: Sequence[Mapping[str, Coordinate]]) -> bool:
-        """Whether `rank` answers for its part: the rank of that part which stands at the speaking
-        index of every other axis of the meshes that it is on. `coordinates` is one per rank."""
+        """Return whether `rank` answers for its part: among the ranks of that part, the one at the
+        answering index of every other axis of the meshes that it is on. `coordinates` has one entry
+        per rank."""
         if not self.split:
             return True
         mine = [
@@ -79,21 +80,21 @@ FIRST = Protocol(answers="one")
 DP = Protocol(split=("dp",), balance="tokens")
 """Rows split over data-parallel ranks; one rank of each model-parallel group answers."""
 THREE_D = Protocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
-"""As `DP`; the last pipeline stage answers, because it holds the outputs."""
+"""Like `DP`, but the last pipeline stage answers, because it holds the outputs."""
 THREE_D_PP_ONLY = Protocol(split=("pp",))
 """Rows split over pipeline stages."""
 THREE_D_ALL_MICRO_DP = Protocol(split=("rollout_dp",))
 """Rows split over all generation replicas of the hybrid engine."""
 UPDATE = Protocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
-"""As `THREE_D` for an optimizer step, whose metrics are already global: one rank answers."""
+"""Like `THREE_D`, for an optimizer step, whose metrics are already global: one rank answers."""
 
 UPDATE_PAIRS = replace(UPDATE, rows_together=2)
-"""As `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
+"""Like `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
 
 
 class PartialTable(NamedTuple):
-    """What a method returns in place of a batch if it chose for itself which rows of a table to
-    make: those rows, their numbers, and how many the table has in all."""
+    """A batch, the indices of its rows and the row count of its table, returned by a method that
+    chose itself which rows of the table to make."""
 
     batch: Batch
     rows: Rows
@@ -101,12 +102,13 @@ class PartialTable(NamedTuple):
 
 
 Names = Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str]]
-"""Names of columns, or what gives them from the keywords that the workers were built with."""
+"""The names of columns, or a function that returns them for the keywords that the workers were
+built with."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What `@transfer` notes on a method; see there."""
+    """The options of `@transfer`, stored on the method; see there."""
 
     protocol: Protocol
     returns_batch: bool
@@ -120,8 +122,8 @@ class Transfer:
     follows: Names = ()
 
     def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
-        """The columns that the method reads in workers that were built with these keywords; None:
-        it does not say."""
+        """Return the columns that the method reads in workers built with these keywords; None if it
+        does not declare them."""
         if self.reads is None:
             return None
         others = self.may_read
@@ -132,7 +134,7 @@ class Transfer:
         return Wanted(frozenset(_names(self.reads, keywords)), others, following=following)
 
     def part(self, keywords: Mapping[str, Any], index: int, parts: int, copies: int) -> Part:
-        """Which rows of a batch are part `index` of `parts`.
+        """Return the selection of part `index` of `parts` of a batch.
 
         Args:
             copies: So many neighbouring rows of the batch are copies of one.
@@ -143,7 +145,7 @@ class Transfer:
         return Part(index, parts, self.protocol.balance, together)
 
     def columns(self, keywords: Mapping[str, Any]) -> Columns:
-        """The columns that it makes."""
+        """Return the columns that the method returns in workers built with these keywords."""
         if self.makes is None:
             return UNKNOWN
         certain, possible = (_names(names, keywords) for names in (self.makes, self.may_make))
@@ -162,7 +164,7 @@ def transfer(
     copies_together: Callable[[Mapping[str, Any]], bool] | None = None,
     follows: Names = (),
 ) -> Callable[[Function], Function]:
-    """Marks a worker method as callable from the driver.
+    """Mark a worker method as callable from the driver.
 
     Args:
         reads: Columns that it needs of a batch. One that no call has made is refused when the

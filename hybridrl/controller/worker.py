@@ -25,7 +25,7 @@ RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """The fullest moment since it was made.
+    """A measurement of peak memory since it was created.
 
     Where Linux's high-water mark cannot be set back, the greater of the two ends of the phase.
 
@@ -44,7 +44,7 @@ class PeakMemory:
             torch.accelerator.reset_peak_memory_stats()
 
     def bytes(self) -> int:
-        """Until now."""
+        """Return the peak so far, in bytes."""
         if not self._is_cpu:
             return torch.accelerator.max_memory_allocated()
         if self._has_mark:
@@ -69,7 +69,7 @@ def _mark() -> int:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group meet to build process groups.
+    """The address at which the ranks of a group meet to build process groups.
 
     `listener` is the bound socket on rank 0, which serves, and None on the others.
     """
@@ -81,7 +81,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Context:
-    """What a worker knows of its place.
+    """The role, rank and location of a worker.
 
     Attributes:
         role: Name of the group, for example `actor`.
@@ -117,28 +117,27 @@ class Worker:
         self.record = Record(context.role, context.rank, "__init__")
 
     def coordinates(self) -> Mapping[str, Coordinate]:
-        """Where this rank stands on the axes of its meshes; the driver asks once."""
+        """Return where this rank stands on the axes of its meshes; the driver asks once."""
         return {"dp": Coordinate(self.context.rank, self.context.world_size)}
 
     def enter(self) -> None:
-        """Called before each call: what belongs to the whole process, and is another for each
-        role, becomes this role's."""
+        """Make this role's state current where it is global to the process. Called before each
+        call."""
 
     def leave(self) -> None:
-        """Called after each call, and after the worker is built."""
+        """Finish a call. Called after each call, and after the worker is built."""
 
     @property
     def takes_memory(self) -> bool:
-        """Whether its calls use the memory of the device, so that others are to make room."""
+        """True if the worker's calls use device memory, so that other roles must offload first."""
         return False
 
     def make_room(self) -> None:
-        """Called before another role of this device takes its memory: gives back what can be."""
+        """Release device memory. Called before another role of this device uses it."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a part of the current call, for the share of the step shown to the user, and
-        takes the memory of its fullest moment."""
+        """Time a part of the current call, and record its peak memory."""
         memory = PeakMemory(self.context.device_kind)
         begin, start, waited = time.perf_counter(), time.time(), seconds_waited()
         before, self.record.phase = self.record.phase, name
@@ -152,13 +151,13 @@ class Worker:
             self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 
     def progress(self) -> None:
-        """Says that a part of the current call is done: its deadline counts from here. For work of
-        many parts of which each has a limit of its own. Safe from any thread."""
+        """Report that a part of the current call is done, so that its deadline counts from here.
+        For calls of many parts that each have a time limit of their own. Safe from any thread."""
         self.record.progress = time.monotonic()
 
     def report(self, **metrics: float) -> None:
-        """Adds figures to those of the current call: they add up, and of those named `*_max` the
-        largest counts; see `Record.metrics`."""
+        """Add metrics to the current call. Values of a name add up; of names that end in `_max` the
+        largest counts. See `CallRecord.metrics`."""
         found = self.record.metrics
         for name, value in metrics.items():
             before = found.get(name)
@@ -168,4 +167,4 @@ class Worker:
             found[name] = value
 
     def close(self) -> None:
-        """Releases processes and files. Called once, when the job ends in good order."""
+        """Release processes and files. Called once, when the job ends without an error."""

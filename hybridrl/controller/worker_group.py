@@ -30,7 +30,7 @@ class Handle:
         return self._call.name
 
     def get(self) -> Any:
-        """Waits for all ranks; gives the one answer, or the list of answers by rank.
+        """Wait for all ranks, and return the one answer or the list of answers by rank.
 
         Raises:
             WorkerError: if a rank failed or died; CallTimeoutError after the deadline.
@@ -40,13 +40,14 @@ class Handle:
         return values[0] if self._one else values
 
     def done_within(self, seconds: float | None) -> bool:
-        """Waits for all ranks, at most so long (None: as long as it takes); whether they are done.
-        Raises as `get` does."""
+        """Wait for all ranks, at most this many seconds (None: no limit), and return whether they
+        are done. Raises as `get` does."""
         return self._executor.wait([self._call], seconds)
 
 
 class WorkerGroup:
-    """Builds `worker_class(context, **keywords)` on each of `devices` and spreads calls over them.
+    """A group of workers for one role: builds `worker_class(context, **keywords)` on each of
+    `devices`, and spreads calls over them.
 
     Every method that the class marks with `@transfer` can be called on the group. A call returns
     at once. Groups on the same devices take turns in call order; groups on different devices run
@@ -92,7 +93,7 @@ class WorkerGroup:
         self._created = executor.create(Build(role, worker_class, keywords), contexts)
 
     def ready(self) -> WorkerGroup:
-        """Waits until every rank is built."""
+        """Wait until every rank is built."""
         self._executor.wait([self._created])
         return self
 
@@ -142,13 +143,13 @@ class WorkerGroup:
         return self._executor.run_directory
 
     def _streams(self, transfer: Transfer) -> bool:
-        """Whether a method may be called for each part of a table as soon as that is there: it
-        looks at rows by themselves."""
+        """Return whether a method can be called for each part of a streamed table as soon as the
+        part exists, because it treats rows independently."""
         together = transfer.copies_together
         return transfer.streams and not (together is not None and together(self.keywords))
 
     def _spread(self, method: str, protocol: Protocol) -> list[RankPart]:
-        """What is each rank's own in a call. Worked out once."""
+        """Return what each rank gets in a call of this method; computed once."""
         if method not in self._spreads:
             self.ready()
             places = [reply.value for reply in self._created.replies]
@@ -159,7 +160,8 @@ class WorkerGroup:
         return self._spreads[method]
 
     def _refer(self, method: str, transfer: Transfer, argument: Any) -> Any:
-        """A batch as a reference to what the method reads of it."""
+        """Convert an argument for sending: a batch becomes a reference to the columns that the
+        method reads."""
         if isinstance(argument, Handle) or _hides_batch(argument):
             is_handle = isinstance(argument, Handle)
             what = "a Handle" if is_handle else "a BatchRef inside another value"
@@ -175,7 +177,8 @@ class WorkerGroup:
         return argument
 
     def _rows_of(self, method: str, batches: Sequence[BatchRef]) -> int | None:
-        """The rows of a call's batches, as far as they are known: as many in all of them."""
+        """Return the number of rows that all batches of a call must share, as far as it is
+        known."""
         known = {batch.node.known_rows for batch in batches if batch.only is None} - {None}
         if len(known) > 1:
             counts = " and ".join(map(str, sorted(known)))
@@ -187,7 +190,7 @@ class WorkerGroup:
 
 
 def _hides_batch(argument: Any) -> bool:
-    """Whether a list, a tuple or a dictionary has a reference in it, which no rank could read."""
+    """Return whether a list, tuple or dictionary contains a reference, which no rank could read."""
     if isinstance(argument, Mapping):
         argument = list(argument.values())
     if not isinstance(argument, list | tuple):
@@ -196,7 +199,7 @@ def _hides_batch(argument: Any) -> bool:
 
 
 def _by_parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """The arguments once for each part of the table that is the first of them."""
+    """Return the arguments once for each part of the streamed table that is the first of them."""
     match arguments:
         case (BatchRef() as table, *rest):
             return [(part, *rest) for part in table.by_parts()]

@@ -46,11 +46,11 @@ from hybridrl.system.collective_waits import operations_of_gpu, seconds_waited
 from hybridrl.system.redaction import redact
 
 Returned = tuple[Batch | None, Any, ShardInfo | None]
-"""A batch, a value that travels in the reply, and what may be known of the batch."""
+"""A batch, a value for the reply, and the batch's shard information."""
 
 
 class Host:
-    """Holds the workers of one device and runs their calls.
+    """A host process that holds the workers of one device and runs their calls.
 
     Args:
         raises: Let exceptions of workers fly instead of returning them, for the `inline` executor.
@@ -74,13 +74,13 @@ class Host:
         self._thread: int | None = None
 
     def listen(self, role: str, address: str) -> Rendezvous:
-        """Opens the socket at which the ranks of a role will meet, on `address` only."""
+        """Open the socket at which the ranks of a role will meet, bound to `address` only."""
         self._listeners[role] = listener = socket.create_server((address, 0))
         return Rendezvous(address, listener.getsockname()[1])
 
     @contextmanager
     def receiving(self, record: Record) -> Iterator[None]:
-        """While a request is read, which may import modules: the host works."""
+        """Mark the host as working while a request is read, which may import modules."""
         self._begin(record)
         try:
             yield
@@ -88,8 +88,8 @@ class Host:
             self._current = None
 
     def run(self, request: Request, part: Any) -> tuple[Batch | None, Reply]:
-        """Does this rank's part of a group call: the batch that it returned, if it is a rank that
-        answers, and the reply."""
+        """Run this rank's part of a group call, and return its batch, if the rank answers, and its
+        reply."""
         match request:
             case Build(role):
                 self._open_output(part)
@@ -170,7 +170,8 @@ class Host:
         return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
 
     def _make_room(self, worker: Worker | None) -> None:
-        """Has the role whose models were on the device last leave it to another, here or new."""
+        """Offload the role whose models were on the device last, to make room for another role or a
+        new one."""
         if self._in_memory not in (None, worker):
             self._in_memory.make_room()
         self._in_memory = worker
@@ -190,7 +191,7 @@ class Host:
         return result, None, ShardInfo.of(result, rows, total)
 
     def status(self) -> Status:
-        """What this host is doing now. Safe from any thread."""
+        """Return what this host is doing now. Safe from any thread."""
         if (current := self._current) is None:
             return Status()
         record, begin = current
@@ -199,12 +200,13 @@ class Host:
         return Status(*call, seconds, self._waiting, record.phase)
 
     def snapshot(self) -> Snapshot:
-        """What this host is doing now, and where. Safe from any thread but the one that works."""
+        """Return what this host is doing now, and where. Safe from any thread but the one that
+        works."""
         return take_snapshot(self.status(), self._thread)
 
     def close(self) -> None:
-        """Closes every worker, the last one first; one that cannot be closed keeps no other from
-        it."""
+        """Close every worker, the last one first; one that fails to close does not keep the others
+        from closing."""
         with ExitStack() as closing:
             for worker in self._workers.values():
                 closing.callback(worker.close)
@@ -213,8 +215,8 @@ class Host:
 
     @contextmanager
     def _inputs(self) -> Iterator[None]:
-        """While the inputs of a call are read, which may not be there yet. The call starts after
-        that, for its record and its deadline."""
+        """Mark the call as waiting while its inputs are read. Its record and its deadline start
+        after that."""
         self._waiting = True
         yield
         if self._current is not None:
@@ -263,7 +265,7 @@ class Host:
         self._output[context.role] = os.open(path, flags, 0o644)
 
     def _direct_output(self, role: str) -> None:
-        """Points this process's stdout and stderr, C libraries included, at the role's log."""
+        """Point this process's stdout and stderr, C libraries included, at the role's log."""
         descriptor = self._output.get(role)
         if descriptor is None or role == self._output_of:
             return
@@ -275,8 +277,8 @@ class Host:
 
 
 def failure_of(error: BaseException, record: Record) -> Failure:
-    """An exception as it is told: with the traceback from the worker's own code on, for the frames
-    of this file tell nobody anything. One of our own is a sentence that needs none."""
+    """Convert an exception to a `WorkerFailure` with the traceback from the worker's own code on,
+    without the frames of the host. HybridRL's own errors need no traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -291,7 +293,8 @@ def failure_of(error: BaseException, record: Record) -> Failure:
 
 
 def _check_columns(name: str, batch: Batch, columns: Columns) -> None:
-    """That a result has the columns that it was said to have: whoever reads it was told so."""
+    """Check that a result has exactly the columns that its method declares, since readers rely on
+    them."""
     if lacking := sorted(columns.certain.difference(batch.columns)):
         raise DataError(
             f"{name} says that it makes {', '.join(lacking)}, but returned "

@@ -1,4 +1,4 @@
-"""Prompts, examples and preference pairs: reading rows, tokenizing them, handing them out.
+"""The rows a job learns from: reading them, tokenizing them and handing them out step by step.
 
 `files` reads rows, `prompts`, `supervised` and `preferences` turn them into a `Batch` of token ids
 (chats by `chat`), `loader` deals them out step by step, and `tasks` holds the built-in problems

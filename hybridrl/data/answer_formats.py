@@ -1,4 +1,5 @@
-"""How rows of public data sets say what is right: `data.answer_format`."""
+"""Reference answers and tests in the formats of public data sets (`data.answer_format`).
+`data.answer_format`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def with_answers(
     answer_column: str | None,
     refused: RefusedRows | None = None,
 ) -> pa.Table:
-    """The rows, with the final answer alone in the column of answers, or with the column `tests`.
+    """Return the rows with the final reference answer alone in its column, or with the column
+    `tests`.
 
     Args:
         refused: Gets the rows whose answers are not of this format; None: they are an error.
@@ -81,7 +83,8 @@ def _read(make: Callable[..., Any], row: DataRow, *cells: Any) -> Any:
 
 
 def _after_marks(text: Any) -> str:
-    """What follows the last `####`, without the commas of thousands, as GSM8K writes answers."""
+    """Return the text after the last `####` without thousands separators, as GSM8K writes
+    answers."""
     _, marks, answer = str(text).rpartition("####")
     if not marks or not answer.strip():
         raise ValueError(f"the answer {shortened(text)} has nothing behind a `####`")
@@ -156,7 +159,8 @@ def _lines(value: Any) -> str:
 
 
 def _call(name: str, given: Sequence[Any], wanted: Any) -> str:
-    """A call by its arguments. A list of one stands for itself, or for what is in it."""
+    """Return an assert that calls the function; an expected list of one item also matches that
+    item. A list of one stands for itself, or for what is in it."""
     call = f"{name}({', '.join(map(repr, given))})"
     if isinstance(wanted, list) and len(wanted) == 1:
         return f"assert {call} in ({wanted!r}, {wanted[0]!r})"

@@ -27,7 +27,7 @@ _CHAT = """\
 
 
 def build_tokenizer(characters: str = CHARACTERS, *, chat: bool = False) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer whose tokens are `<pad>`, `<eos>`, `<unk>` and these characters.
+    """Build a tokenizer whose tokens are `<pad>`, `<eos>`, `<unk>` and these characters.
 
     Encoding adds nothing and decoding joins exactly. `save_pretrained` writes a folder that
     `AutoTokenizer` (and so vLLM) loads. The default alphabet makes 49 tokens; round a model's

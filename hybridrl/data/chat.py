@@ -25,7 +25,8 @@ ROLES = ("system", "user", "assistant", "tool")
 def check_cell(
     row: DataRow, cell: object, column: str, setting: str, *, may_be_empty: bool = False
 ) -> None:
-    """Refuses what is neither text nor a list of messages in `column`, which `setting` names.
+    """Refuse a cell that is neither text nor a list of messages; the error names the setting of the
+    column.
 
     Raises:
         DataError: naming the row; also for an empty list, and an empty text if none may be.
@@ -46,7 +47,8 @@ def check_chat(
     column: str,
     chat: bool | None,
 ) -> None:
-    """Refuses a chat that the settings or the tokenizer rule out; `chat` is `data.chat`.
+    """Refuse a chat that the settings or the tokenizer do not allow; `chat` is `data.chat`. `chat`
+    is `data.chat`.
 
     Raises:
         DataError: if row `number` has messages in `column` and only strings are allowed.
@@ -71,7 +73,7 @@ def check_chat(
 def check_system_prompt(
     system_prompt: str | None, is_chat: Sequence[bool], origin: RowOrigin
 ) -> None:
-    """Refuses a system prompt for rows that are no chats: there is no place to put it."""
+    """Refuse a system prompt for rows that are not chats, where no message could hold it."""
     if system_prompt is not None and not all(is_chat):
         raise ConfigError(
             f"`{origin / 'system_prompt'}` is set, but the prompts are plain strings, which are "
@@ -81,7 +83,8 @@ def check_system_prompt(
 
 
 def check_text(row: DataRow, text: str, column: str, setting: str) -> None:
-    """Refuses text that nobody writes: NUL characters, which end a text in C.
+    """Refuse text with NUL characters, which end a text in C. NUL characters, which end a text in
+    C.
 
     Raises:
         DataError: naming the row.
@@ -152,7 +155,7 @@ def _has_name(call: Any) -> bool:
 
 
 def question_of(row: DataRow, cell: str | list[Any], column: str) -> list[Message]:
-    """The messages of a prompt, which the assistant is to answer.
+    """Return the messages of a prompt; the last one must be for the assistant to answer.
 
     Raises:
         DataError: as `messages_of`; also if the last one is the assistant's own, or empty.
@@ -176,7 +179,8 @@ def question_of(row: DataRow, cell: str | list[Any], column: str) -> list[Messag
 
 
 def open_with(system_prompt: str | None, messages: list[Message]) -> list[Message]:
-    """The messages, after the system prompt if they bring none of their own."""
+    """Return the messages with the system prompt in front, unless they begin with a system
+    message."""
     if system_prompt is None or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system_prompt}, *messages]

@@ -54,7 +54,7 @@ def read_rows(
     texts: Collection[str] = (),
     refused: RefusedRows | None = None,
 ) -> pa.Table:
-    """Reads all rows that `path` stands for.
+    """Read all rows that `path` names.
 
     Args:
         path: a file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
@@ -95,7 +95,7 @@ def read_rows(
 
 
 def may_be_on_hub(path: str) -> bool:
-    """Whether it may be the name of a data set of the hub."""
+    """Return whether the path has the form of a hub data set's name."""
     return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
 
 
@@ -106,7 +106,7 @@ def check_path(
     format: Format | None = None,
     origin: RowOrigin = DATA,
 ) -> list[Path]:
-    """The files that `path` stands for; none where it may be a data set of the hub.
+    """Return the files that `path` names; none if it may be the name of a hub data set.
 
     Raises:
         DataError: if it can be neither.
@@ -124,8 +124,9 @@ def check_path(
 
 
 def splits_of(path: str) -> list[str]:
-    """The splits after which files of a folder are named: `train` first, then those of `HELD_OUT`;
-    none of anything else than a folder."""
+    """Return the splits that files of a folder are named after, `train` first, then `EVAL_SPLITS`
+    in order; empty if the path is not a folder. `train` first, then those of `HELD_OUT`; none of
+    anything else than a folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return []
@@ -135,7 +136,7 @@ def splits_of(path: str) -> list[str]:
 
 
 def _complete(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Table:
-    """The table with all required columns, also those that stand inside of others."""
+    """Return the table with all required columns, including those nested in objects."""
     if table.num_rows == 0:  # and perhaps no columns; another file may have some
         return table
     twice = [name for name, number in Counter(table.column_names).items() if number > 1]
@@ -286,7 +287,7 @@ def _read_parquet(file: Path, required: Mapping[str, str], setting: Setting) -> 
 
 
 def _read_arrow(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
-    """An Arrow stream, as `datasets` writes, or an Arrow file."""
+    """Read an Arrow stream, as `datasets` writes it, or an Arrow file."""
     try:
         with pa.memory_map(str(file)) as source:
             try:

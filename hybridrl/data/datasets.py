@@ -1,4 +1,5 @@
-"""From the data settings to prompts, examples or pairs: a built-in task, files, or the hub."""
+"""Loading prompts, examples or pairs as the settings name them: a built-in task, files or the
+hub."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class Prompts(NamedTuple):
-    """Tokenized prompts.
+    """Tokenized rows to learn from, to evaluate on, and with reference responses.
 
     Attributes:
         training: To learn from.
@@ -57,8 +58,6 @@ class Prompts(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Rows to learn from, and rows to evaluate on (None if the data is too small to spare any)."""
-
     training: Batch
     held_out: Batch | None
 
@@ -71,7 +70,7 @@ def load_prompts(
     seed: int,
     origin: RowOrigin = DATA,
 ) -> Prompts:
-    """Reads and tokenizes the prompts that `config` names.
+    """Read and tokenize the prompts that `config` names.
 
     Args:
         held_out: How many prompts to evaluate on.
@@ -106,8 +105,8 @@ def load_prompts_to_evaluate(
     seed: int,
     origin: RowOrigin = DATA,
 ) -> Batch:
-    """Prompts of a place that nothing is learned from: of a built-in task those that it holds out,
-    of a folder with files of several splits those of a split to evaluate on, else all.
+    """Load prompts for evaluation only: a task's held-out problems, the evaluation split of a
+    folder, or all rows of other data.
 
     Args:
         number: The most; of more there are drawn so many.
@@ -132,8 +131,8 @@ def load_examples(
     seed: int,
     origin: RowOrigin = DATA,
 ) -> Split:
-    """Reads and tokenizes the examples for supervised fine-tuning: of a built-in task its problems
-    with their answers, else `data.messages_column`, or prompts and responses.
+    """Load and tokenize supervised examples: a task's problems with their answers,
+    `data.messages_column`, or prompts with responses.
 
     The arguments and errors are those of `load_prompts`, the columns those of `tokenize_examples`.
     """
@@ -167,7 +166,7 @@ def load_pairs(
     seed: int,
     origin: RowOrigin = DATA,
 ) -> Split:
-    """Reads and tokenizes preference pairs.
+    """Read and tokenize preference pairs.
 
     The arguments and errors are those of `load_prompts`, the columns those of `tokenize_pairs`.
     """
@@ -205,7 +204,8 @@ def _load(
     tokenized: Callable[[RowReader, pa.Table], Batch],
     prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> Split:
-    """Rows of the task's function `of_task`, which are first `prepared`, or of files, tokenized."""
+    """Load and tokenize rows of a task's function `of_task`, first passed through `prepared`, or of
+    files."""
     _check_places(config, origin)
     if config.task is not None:
         training, kept = map(prepared, _rows_of_task(config, origin, of_task, held_out, seed))
@@ -239,8 +239,8 @@ def _load(
 
 
 def _check_places(config: DataConfig, origin: RowOrigin) -> None:
-    """Refuses settings of files that would be ignored, or that have a policy evaluated on what it
-    learns."""
+    """Refuse file settings that would be ignored, or that evaluate a policy on its training
+    rows."""
     given = {
         f"{origin / name}={value}": name
         for name in ("split", "eval_path", "eval_split")
@@ -259,7 +259,7 @@ def _check_places(config: DataConfig, origin: RowOrigin) -> None:
 
 
 def check_apart(config: DataConfig, settings: Setting = DATA.settings) -> None:
-    """Refuses to have a policy evaluated on what it learns.
+    """Refuse to evaluate a policy on the rows it is trained on.
 
     Raises:
         ConfigError: names `eval_path` of these settings.
@@ -277,7 +277,8 @@ def check_apart(config: DataConfig, settings: Setting = DATA.settings) -> None:
 
 
 def _evaluated(config: DataConfig) -> tuple[str | None, str | None]:
-    """Where rows to evaluate on come from: path and split; None: they are held out of the others.
+    """Return path and split of the evaluation rows; None if they are held out of the training rows.
+    None: they are held out of the others.
 
     A folder that has files of a split for that beside those of `train` is asked for them.
     """
@@ -293,7 +294,7 @@ def _evaluated(config: DataConfig) -> tuple[str | None, str | None]:
 def _rows_of_task(
     config: DataConfig, origin: RowOrigin, function: str, held_out: int, seed: int
 ) -> list[pa.Table]:
-    """What a task's function gives: rows to learn from, and rows to evaluate on."""
+    """Call a task's function and return its rows to learn from and its rows to evaluate on."""
     name, setting = str(config.task), origin / "task"
     make = _function_of_task(setting, name, function)
     named = inspect.signature(make).parameters
@@ -314,7 +315,7 @@ def _rows_of_task(
 
 
 def _with_answers(rows: pa.Table) -> pa.Table:
-    """Problems of a task, with something in place of answers that there are not."""
+    """Fill missing answers of a task's problems with a placeholder."""
     if "answer" not in rows.column_names or not rows.column("answer").null_count:
         return rows
     place = rows.column_names.index("answer")
@@ -323,7 +324,7 @@ def _with_answers(rows: pa.Table) -> pa.Table:
 
 
 def _answered(rows: pa.Table) -> pa.Table:
-    """Problems of a task that have an answer.
+    """Return the problems of a task that have a reference answer.
 
     Raises:
         ConfigError: if none has.
@@ -352,7 +353,8 @@ def _function_of_task(setting: Setting, name: str, function: str) -> Callable[..
 
 
 def _prompt_column(config: DataConfig, origin: RowOrigin, otherwise: str) -> str:
-    """The column of the prompts, which there has to be; or what else there is."""
+    """Return the column of the prompts, which must be set; `otherwise` ends the error with an
+    alternative."""
     if config.prompt_column is None:
         raise ConfigError(
             f"`{origin / 'prompt_column'}` is null, which only preference pairs allow. Set it to "

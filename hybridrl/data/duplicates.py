@@ -1,5 +1,5 @@
-"""What the data repeats: prompts that are there twice, or nearly, and those to evaluate on that are
-also learned from."""
+"""Duplicates in the data: repeated and nearly repeated prompts, and evaluation prompts that are
+also trained on."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ _NUMBER = re.compile(r"\d+")
 
 
 class DataReport(NamedTuple):
-    """Attributes:
-    figures: As written to `data-report.json`.
-    remarks: Sentences for the user; none where nothing is repeated.
-    """
+    """Duplicates found in the data, as figures for `data-report.json` and as sentences for the
+    user. As written to `data-report.json`. remarks: Sentences for the user; none where nothing is
+    repeated."""
 
     figures: dict[str, Any]
     remarks: list[str]
 
 
 class _Found(NamedTuple):
-    """Pairs of rows, the later one first."""
+    """Pairs of duplicate rows, the later row first."""
 
     exact: list[tuple[int, int]]
     near: list[tuple[int, int]] | None
@@ -52,8 +51,7 @@ class _Found(NamedTuple):
 def report_on(
     training: Batch, kept: Mapping[str, Batch], tokenizer: Any, *, repeats: bool = True
 ) -> DataReport:
-    """Counts prompts that repeat earlier ones, and prompts to evaluate on that are also learned
-    from.
+    """Count prompts that repeat earlier ones, and evaluation prompts that are also trained on.
 
     Two prompts are the same if they are when case, spaces and punctuation are left aside. They are
     nearly the same if they have the same numbers and, of the pieces of `NGRAM` characters that are
@@ -126,7 +124,7 @@ def _repeats(texts: Sequence[str]) -> _Found:
 
 
 def _near(texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Pairs of texts that are nearly the same, the later one first."""
+    """Return pairs of texts that are nearly the same, the later one first."""
     pieces, owners = _fingerprints(texts)
     if not len(pieces):
         return []
@@ -152,7 +150,7 @@ def _near(texts: Sequence[str]) -> list[tuple[int, int]]:
 def _fingerprints(
     texts: Sequence[str],
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-    """A number for each different piece of each text, in order, and which text it is of."""
+    """Return the hash of each distinct n-gram of each text, sorted, and the index of its text."""
     encoded = [text.encode("utf-8", "replace") for text in texts]
     lengths = np.array([len(text) for text in encoded], np.int64)
     whole = np.frombuffer(b"".join(encoded), np.uint8)
@@ -196,7 +194,7 @@ def _figures(found: _Found, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _examples(found: _Found) -> list[tuple[int, int]]:
-    """Two pairs, of both kinds if there are both."""
+    """Return two pairs, one exact and one near duplicate if both exist."""
     return [*found.exact[:1], *(found.near or [])[:1], *found.exact[1:2]][:2]
 
 

@@ -1,4 +1,4 @@
-"""From texts to token ids: prompts, answers, and the token that ends an answer."""
+"""Tokenizing prompts and responses, and the token that ends a response."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ def encode_prompts(
     refused: RefusedRows,
     numbers: Sequence[int] | None = None,
 ) -> list[TokenIds]:
-    """Token ids of each prompt. A chat template writes the special tokens itself; a plain string
-    gets the tokenizer's own.
+    """Tokenize each prompt; rendered chats contain their special tokens, plain strings get the
+    tokenizer's. A chat template writes the special tokens itself; a plain string gets the
+    tokenizer's own.
 
     Args:
         refused: Gets rows whose prompt has no tokens.
@@ -107,7 +108,7 @@ def _without_second_ends(
 
 
 def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
-    """Token ids of each text as they stand, without any special token of the tokenizer's."""
+    """Tokenize each text as it stands, without adding special tokens."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
@@ -117,7 +118,7 @@ def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Finds the texts that the tokenizer reads as special tokens."""
+    """Return a pattern that matches every text that the tokenizer reads as a special token."""
     if tokenizer not in _control_tokens:
         names = map(re.escape, special_tokens(tokenizer))
         _control_tokens[tokenizer] = re.compile("|".join(names) or r"(?!)")
@@ -125,7 +126,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the token that ends an answer.
+    """Return the id of the end-of-sequence token, which ends a response.
 
     Raises:
         DataError: if the tokenizer has none.
@@ -145,17 +146,17 @@ def trimmed(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def ended(ids: TokenIds, end: int) -> TokenIds:
-    """The ids with `end` behind them, unless it is there already."""
+    """Append the end token unless the ids end with it."""
     return ids if len(ids) and ids[-1] == end else np.append(ids, end)
 
 
 def excerpt(text: str, length: int = 80) -> str:
-    """The beginning of a text, quoted, for a message."""
+    """Return the beginning of a text in quotes, for a message."""
     return repr(text if len(text) <= length else text[:length] + "...")
 
 
 def shortened(value: object, length: int = 100) -> str:
-    """The beginning of what a cell holds, for a message."""
+    """Return the beginning of a value's ASCII representation, for a message."""
     shown = ascii(value)
     return shown if len(shown) <= length else f"{shown[:length]}..."
 

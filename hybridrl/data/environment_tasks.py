@@ -1,4 +1,4 @@
-"""The tasks of an environment as prompts: `data=environment`."""
+"""An environment's own tasks as training prompts (`data=environment`). `data=environment`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load_environment_tasks(
     held_out: int,
     seed: int,
 ) -> Prompts:
-    """Asks the environment for its tasks, and tokenizes their prompts.
+    """Ask the environment for its tasks and tokenize their prompts.
 
     The tokens are those of the prompt's text alone; what a model reads in an episode, its program
     says.

@@ -1,4 +1,5 @@
-"""Which rows a policy learns from and which it is evaluated on, never the same prompt in both."""
+"""The split into rows to learn from and rows to evaluate on; all rows of a prompt are on one
+side."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ _STREAM = 1
 
 
 def hold_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | None]:
-    """Draws rows to evaluate on, at most a fifth of all. All rows of a prompt are on one side, and
-    in the order of the data.
+    """Draw rows to evaluate on, at most a fifth of all; rows of one prompt stay together, and both
+    sides keep the order of the data. All rows of a prompt are on one side, and in the order of the
+    data.
 
     Args:
         rows: Tokenized, with `prompt_ids`.
@@ -51,7 +53,7 @@ def draw_rows(rows: Batch, number: int, seed: int) -> Batch:
 
 
 def _prompt_numbers(rows: Batch) -> npt.NDArray[np.int64]:
-    """A number for each row; rows of one prompt have the same."""
+    """Return a number for each row that is the same for rows with the same prompt."""
     if CONVERSATION in rows:  # whose rows have several prompts, each the beginning of the next
         heads = rows[CONVERSATION].numpy()
         first = dict(zip(heads[::-1].tolist(), _keys(rows)[::-1], strict=True))

@@ -1,4 +1,4 @@
-"""Reading files of one JSON object per line, with errors that name the file and the line."""
+"""Reading files with one JSON object per line; errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class WrittenNumber(float):
-    """A number that remembers how it is written: as an answer, `0.50` is not `0.5`."""
+    """A float that keeps its spelling in the file: as a reference answer, `0.50` is not `0.5`."""
 
     def __new__(cls, text: str) -> WrittenNumber:
         number = super().__new__(cls, text)
@@ -46,7 +46,7 @@ def read_json_lines(
     texts: Collection[str] = (),
     refused: RefusedRows | None = None,
 ) -> pa.Table:
-    """Reads the files into one table; a key that a row lacks is null, empty lines are skipped.
+    """Read the files into one table; a missing key becomes null, empty lines are skipped.
 
     A column that is not required, and whose values no column can hold together, is left out; the
     log says so.
@@ -177,7 +177,7 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys must differ: of two values nobody could say which is meant."""
+    """Build an object, refusing a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -187,7 +187,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _as_written(column: str, _: DataRow, value: Any, place: Location) -> Any:
-    """A number or a truth value as it stands in the file; anything else as it is.
+    """Return a number or boolean as the file spells it, and any other value unchanged.
 
     Raises:
         DataError: for what is not a number.
@@ -205,7 +205,7 @@ def _as_written(column: str, _: DataRow, value: Any, place: Location) -> Any:
 
 
 def _complaint(name: str, values: list[Any], locations: list[Location], error: Exception) -> str:
-    """Why the values do not fit into one column."""
+    """Return a sentence that explains why the values do not fit into one column."""
     if _fits(values):
         return "Its name has half of a surrogate pair, which is no character."
     bad = _first_misfit(values)
@@ -233,7 +233,8 @@ def _fits(values: list[Any]) -> bool:
 
 
 def _first_misfit(values: list[Any]) -> int:
-    """The number of the first value that Arrow cannot put into one column with those before it."""
+    """Return the index of the first value that Arrow cannot put into one column with those before
+    it."""
     low, high = 0, len(values)  # the first `low` values fit, the first `high` do not
     while high - low > 1:
         middle = (low + high) // 2

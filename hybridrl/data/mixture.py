@@ -1,4 +1,5 @@
-"""Mixtures: several sources of rows, `data.sources.<name>`, that steps draw from by weight."""
+"""Data mixtures: several sources of rows (`data.sources.<name>`) that each step samples by
+weight."""
 
 from __future__ import annotations
 
@@ -31,12 +32,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """Attributes:
-    data: Where its rows come from, and what its columns are.
-    weight: Its rows in a step, against those of other sources.
-    reward: Functions that score its rows in place of `reward.function`; None: that.
-    eval_prompts: How many of its rows are held out; None: its share of `eval.prompts`.
-    """
+    """A source of a data mixture and its settings. Where its rows come from, and what its columns
+    are. weight: Its rows in a step, against those of other sources. reward: Functions that score
+    its rows in place of `reward.function`; None: that. eval_prompts: How many of its rows are held
+    out; None: its share of `eval.prompts`."""
 
     name: str
     data: DataConfig
@@ -56,16 +55,15 @@ class Source:
 
 
 class Loaded(NamedTuple):
-    """Rows to learn from, to evaluate on, and with right responses, of all sources."""
-
     training: Batch
     held_out: Batch | None
     examples: Batch | None
 
 
 def sources_of(config: DataConfig) -> list[Source]:
-    """The sources of a mixture; none where there is no mixture. What `data` says besides holds for
-    each source that does not say otherwise.
+    """Parse the sources of a mixture; other settings of `data` are their defaults. Return an empty
+    list if there is no mixture. What `data` says besides holds for each source that does not say
+    otherwise.
 
     Raises:
         ConfigError: for a setting or a value that is none.
@@ -74,8 +72,8 @@ def sources_of(config: DataConfig) -> list[Source]:
 
 
 def source_names(config: DataConfig) -> list[str]:
-    """Values of the column `source` that figures are told apart by; none where rows are of one
-    kind."""
+    """Return the values of the column `source` that metrics are split by; empty if all rows are of
+    one kind."""
     if config.sources:
         return list(config.sources)
     tasks = list(config.tasks) if config.task == REASONING_GYM else []
@@ -83,7 +81,7 @@ def source_names(config: DataConfig) -> list[str]:
 
 
 def rewards_of(config: DataConfig) -> dict[str, list[str]]:
-    """The reward functions of sources that have their own."""
+    """Return the reward functions of the sources that have their own, by source."""
     return {s.name: s.reward for s in sources_of(config) if s.reward is not None}
 
 
@@ -92,7 +90,7 @@ def load_sources(
     load: Callable[[DataConfig, RowOrigin, int], Sequence[Batch | None]],
     held_out: int,
 ) -> Loaded:
-    """The rows of all sources, one source after the other, with the column `source`.
+    """Load the rows of all sources one after the other, with a column `source`.
 
     Args:
         load: Reads the rows of a source, so many of them held out: to learn from, to evaluate on,
@@ -122,7 +120,7 @@ def load_sources(
 
 
 def characters_of(config: DataConfig) -> str:
-    """What prompts and answers of built-in tasks are written in, all of them together.
+    """Return the characters that the prompts and answers of the built-in tasks use, each once.
 
     Raises:
         ConfigError: if one is no task.
@@ -134,8 +132,8 @@ def characters_of(config: DataConfig) -> str:
 
 
 class Proportions:
-    """How many rows of each source come next, so that the shares of all that were drawn are those
-    of the weights, to within a row or two, at any time.
+    """A schedule that picks the source of each next row, so that the drawn shares follow the
+    weights to within a row or two at any time.
 
     Args:
         weights: More than 0 each.
@@ -146,8 +144,8 @@ class Proportions:
         self._drawn = [0] * len(weights)
 
     def next(self, number: int) -> list[int]:
-        """The source, by its place, of each of so many rows: always the one that is furthest
-        behind its share."""
+        """Return the index of the source of each of the next rows: always the source that is
+        furthest behind its share."""
         found = []
         for total in range(sum(self._drawn) + 1, sum(self._drawn) + number + 1):
             behind = [s * total - d for s, d in zip(self._shares, self._drawn, strict=True)]
@@ -160,7 +158,7 @@ class Proportions:
         return {"shares": self._shares, "drawn": self._drawn}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on; with other weights than before, counts from here."""
+        """Continue from a checkpoint; if the weights have changed, count from zero."""
         if state["shares"] == self._shares:
             self._drawn = [int(number) for number in state["drawn"]]
 
@@ -201,8 +199,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _together(parts: Sequence[Batch]) -> Batch | None:
-    """One batch after the other; what a source does not have is empty in its rows, and a column
-    that is of several types is left out, with a word in the log."""
+    """Concatenate the batches; columns missing in a source are null there, columns of different
+    types are dropped with a warning."""
     if not parts:
         return None
     names = dict.fromkeys(name for part in parts for name in part.columns)

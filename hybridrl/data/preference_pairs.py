@@ -1,4 +1,4 @@
-"""Turning pairs of a better and a worse response into what preference training reads."""
+"""Tokenizing preference pairs: a chosen and a rejected response to one prompt."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ _log = logging.getLogger(__name__)
 
 
 class _Pair(NamedTuple):
-    """The texts of a pair as the model sees them."""
-
     prompt: str
     chosen: str
     rejected: str
@@ -117,7 +115,7 @@ def tokenize_pairs(
 
 
 def samples_of_pairs(pairs: Batch) -> Batch:
-    """Two neighbouring rows for each pair, the chosen answer first.
+    """Return two adjacent rows for each pair, the chosen response first.
 
     Returns:
         `response_ids` (the answer), `response_mask` (uint8, all ones) and, twice each, the pair's
@@ -177,8 +175,9 @@ def _pair_of(
 
 
 def messages_of_transcript(cell: Any) -> Any:
-    """The messages of a text in which each begins with `Human: ` or `Assistant: ` after an empty
-    line, as in Anthropic's HH-RLHF; anything else as it is."""
+    """Parse a text whose messages begin with `Human: ` or `Assistant: ` after an empty line
+    (Anthropic's HH-RLHF); return anything else unchanged. ` or `Assistant: ` after an empty line,
+    as in Anthropic's HH-RLHF; anything else as it is."""
     if not isinstance(cell, str):
         return cell
     before, *said = _SPEAKER.split(cell)
@@ -198,7 +197,7 @@ def _prompt_of(
     worse: list[Message],
     columns: _Columns,
 ) -> list[Message]:
-    """The messages that both answers follow."""
+    """Return the messages that precede both responses."""
     for name, messages in ((columns.chosen, better), (columns.rejected, worse)):
         if messages[-1]["role"] != "assistant":
             raise RowError(

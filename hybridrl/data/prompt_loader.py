@@ -1,4 +1,4 @@
-"""PromptLoader: deals out prompts step by step, forever, and resumes where it stopped."""
+"""An endless, resumable iterator over the prompts of the training data."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class PromptLoader(Iterator[Batch]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far; 1.5 is the middle of the second one."""
+        """Return the number of passes over the data so far; 1.5 is the middle of the second one."""
         return self._position / len(self._prompts)
 
     def __next__(self) -> Batch:
         return self._prompts.take(self.deal())
 
     def deal(self, number: int | None = None) -> npt.NDArray[np.int64]:
-        """As `next`: the numbers of the rows; of so many, if that is said."""
+        """Return the row numbers of the next step, or the next `number` ones."""
         end = self._position + (self._prompts_per_step if number is None else number)
         parts = []
         position = self._position
@@ -73,7 +73,7 @@ class PromptLoader(Iterator[Batch]):
         return np.concatenate(parts)
 
     def state(self) -> dict[str, Any]:
-        """Where the loader stands, as a small JSON-able dictionary for a checkpoint."""
+        """Return the position in the data as a small JSON-able dictionary for a checkpoint."""
         return {
             "position": self._position,
             "rows": len(self._prompts),
@@ -83,7 +83,8 @@ class PromptLoader(Iterator[Batch]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where the loader that gave `state` stopped; `prompts_per_step` may differ.
+        """Continue where the loader that made `state` stopped; `prompts_per_step` may differ.
+        `prompts_per_step` may differ.
 
         Raises:
             DataError: if the data set, the seed or the shuffling is not the one of `state`, which
@@ -109,7 +110,8 @@ class PromptLoader(Iterator[Batch]):
 
     @cached_property
     def _crc32(self) -> int | None:
-        """Of the tokens of all prompts; None of rows without any."""
+        """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens. None of
+        rows without any."""
         if "prompt_ids" not in self._prompts.columns:
             return None
         return zlib.crc32(self._prompts.ragged("prompt_ids").values.numpy().data)

@@ -1,4 +1,4 @@
-"""Turning rows of prompts and answers into the prompts of a training step."""
+"""Tokenizing the prompts of a training step with their reference answers."""
 
 from __future__ import annotations
 
@@ -100,12 +100,13 @@ def tokenize_prompts(
 
 
 def _plain(messages: list[Message]) -> list[dict[str, str]]:
-    """Role and text of each message, as every library writes them."""
+    """Return role and text of each message, the fields that every library writes."""
     return [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in messages]
 
 
 def _answer(column: str, row: DataRow, cell: Any) -> str:
-    """The answer as text. One that says nothing is refused: an empty response would be right."""
+    """Return the reference answer as text; an empty one is refused, because an empty response would
+    match it. One that says nothing is refused: an empty response would be right."""
     if isinstance(cell, list | dict | bool):
         text = json.dumps(cell, default=str)
     elif isinstance(cell, float) and cell.is_integer() and abs(cell) < MOST_EXACT:

@@ -1,4 +1,5 @@
-"""Which rows of the data a step has: all in turn, or those that a sampler chooses, by source."""
+"""The order in which the rows of the data are learned from: shuffled epochs, or a sampler's choice,
+for each source."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def deck_of(config: Config, rows: Batch) -> Deck | MixedDeck:
-    """That of a run.
+    """Build the row schedule of a run: one source, or a mixture of several.
 
     Raises:
         ConfigError: if the sampler will not do for these rows.
@@ -32,7 +33,7 @@ def deck_of(config: Config, rows: Batch) -> Deck | MixedDeck:
 
 
 class Deck:
-    """Deals out the rows of one source.
+    """The row schedule of one source.
 
     Args:
         source: Its name in a mixture, which has its order and its sampler draw by themselves.
@@ -50,13 +51,13 @@ class Deck:
         self.sampler = make_sampler(config, rows, own)
 
     def deal(self, number: int) -> Rows:
-        """The numbers of so many rows."""
+        """Return the numbers of the next `number` rows."""
         if self.sampler is None:
             return self.loader.deal(number)
         return draw(self.sampler, number, self._number, self._config)
 
     def learn(self, rows: Rows, scores: npt.NDArray[np.float32]) -> None:
-        """Tells the sampler, if there is one, how samples of these rows were scored."""
+        """Report to the sampler, if there is one, how samples of these rows were scored."""
         if self.sampler is not None:
             self.sampler.update(rows, scores)
 
@@ -73,8 +74,8 @@ class Deck:
 
 
 class MixedDeck:
-    """Deals out rows of several sources, in the proportions of their weights. Each has epochs, or a
-    sampler, of its own.
+    """The row schedule of several sources, mixed in the proportions of their weights. Each source
+    has its own epochs or its own sampler.
 
     Args:
         rows: Of all sources, with the column `source`.

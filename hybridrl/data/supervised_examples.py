@@ -1,4 +1,4 @@
-"""Turning prompts with responses, or whole conversations, into what supervised training reads."""
+"""Tokenizing prompts with responses, or whole conversations, for supervised training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ CONVERSATION = "conversation"
 
 
 class _Example(NamedTuple):
-    """Texts in turn: the prompt, an answer, what comes before the next answer, that answer, ..."""
+    """A rendered conversation: its texts in turn (prompt, response, the text before the next
+    response, ...) and whether it is a chat."""
 
     texts: list[str]
     is_chat: bool
@@ -124,7 +125,8 @@ def tokenize_turns(reader: RowReader, rows: pa.Table) -> Batch:
 
 
 def _says_something(response: str | list[Any]) -> bool:
-    """Whether a response is more than blanks, or messages without a word."""
+    """Return whether a response has more than white space, or a message with content or tool
+    calls."""
     if isinstance(response, str):
         return bool(response.strip())
     return any(

@@ -1,4 +1,5 @@
-"""Columns of data by name; dots lead into objects: `reward_model.ground_truth`."""
+"""Finding columns of the data by name; dots lead into objects: `reward_model.ground_truth`.
+`reward_model.ground_truth`."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _log = logging.getLogger(__name__)
 def check_columns(
     columns: Collection[str] | Mapping[str, Any], required: Mapping[str, str], place: str
 ) -> None:
-    """Looks for the column that each setting names.
+    """Check that the columns that the settings name exist.
 
     Args:
         columns: Names; or a row, into whose objects a name with dots may lead.
@@ -47,12 +48,12 @@ def check_columns(
 
 
 def as_shown(name: str) -> str:
-    """A name that a console can show: halves of surrogate pairs are escaped."""
+    """Return a name that a console can print: halves of surrogate pairs are escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def cells_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """The values of a column; None where a row has it not."""
+    """Return the values of a column, None for rows that lack it. None where a row has it not."""
     if "." not in name:
         return [row.get(name) for row in rows]
     return [row[name] if name in row else _inside(row, name) for row in rows]
@@ -79,7 +80,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
 
 
 def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
-    """The table, with what names with dots lead to as columns of these names."""
+    """Return the table with a column for each dotted name that leads into an object."""
     for name in names:
         head, *inner = name.split(".")
         if name in table.column_names or not inner or head not in table.column_names:
@@ -93,8 +94,8 @@ def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
 
 
 def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
-    """The column, or a `DataError` that names the setting and the nearest existing column. The log
-    tells of chats that are text."""
+    """Return the column, and warn if it holds chats as JSON text; a missing one is a `DataError`
+    that names the setting and the nearest column. The log tells of chats that are text."""
     rows = with_inner_columns(rows, [name])
     if name not in rows.column_names:
         raise DataError(
@@ -146,7 +147,8 @@ def _inside(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _leads(row: Mapping[str, Any], name: str) -> bool:
-    """Whether each part of a name with dots is a key of what the part before it leads to."""
+    """Return whether each part of a dotted name is a key of the object that the part before it
+    names."""
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:

@@ -1,4 +1,4 @@
-"""What is looked at of a machine and its packages for `hybridrl doctor`; a family of checks a file.
+"""Checks of a machine and its packages for `hybridrl doctor`, one family a file.
 
 Nothing here imports torch, transformers, vLLM or Ray into this process: they may be what is broken.
 """

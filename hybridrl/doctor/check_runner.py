@@ -1,4 +1,4 @@
-"""All checks at once, each in a thread of its own; none can fail or hold up the others."""
+"""Parallel execution of the doctor's checks; none can fail or delay the others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES = {
 
 
 def families(runs: Path, seconds: float) -> dict[str, Check]:
-    """The checks by what they look at, in the order in which they are shown.
+    """List the checks by name, in display order.
 
     Args:
         runs: The folder that jobs make theirs in.
@@ -40,8 +40,8 @@ def families(runs: Path, seconds: float) -> dict[str, Check]:
 
 
 def examine(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
-    """What they find, in their order. A check that raises, or is not done after `seconds`, has a
-    note in its place."""
+    """Run all checks in threads; return their findings in order. A check that raises or is late has
+    a note in its place."""
     found: dict[str, list[Finding]] = {name: [] for name in checks}
 
     def look(name: str, check: Check) -> None:

@@ -1,4 +1,4 @@
-"""The disk of the folder that runs are made in."""
+"""Check of the disk that holds the run folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CURE = "Set run.root to a folder on another disk."
 
 
 def check(runs: Path) -> Iterator[Finding]:
-    """Free space, and the speed of a small write that is forced to the disk."""
+    """Yield a finding on free space and on the speed of a small synchronous write."""
     folder = next(one for one in (runs.absolute(), *runs.absolute().parents) if one.is_dir())
     topic = f"disk of {runs}"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -48,7 +48,7 @@ def check(runs: Path) -> Iterator[Finding]:
 
 
 def write_speed(folder: Path) -> float:
-    """Bytes a second that reach the disk, of a file that is removed again.
+    """Measure the bytes a second of a synchronous write to a temporary file.
 
     Raises:
         OSError: if it cannot be written.

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""A finding of the doctor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class State(StrEnum):
-    """A problem keeps jobs from training as they should; a note is worth knowing."""
+    """The severity of a finding: a problem keeps jobs from training, a note is worth knowing."""
 
     OK = "ok"
     NOTE = "note"
@@ -15,7 +15,7 @@ class State(StrEnum):
 
 
 class Finding(NamedTuple):
-    """One line of what the doctor says.
+    """A line of the doctor's output.
 
     Attributes:
         topic: What was looked at, a word or two.
@@ -30,15 +30,12 @@ class Finding(NamedTuple):
 
 
 def ok(topic: str, what: str) -> Finding:
-    """All is well."""
     return Finding(State.OK, topic, what)
 
 
 def note(topic: str, what: str, cure: str = "") -> Finding:
-    """Worth knowing."""
     return Finding(State.NOTE, topic, what, cure)
 
 
 def problem(topic: str, what: str, cure: str) -> Finding:
-    """To be mended before a job starts."""
     return Finding(State.PROBLEM, topic, what, cure)

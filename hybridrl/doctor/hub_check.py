@@ -1,4 +1,4 @@
-"""The Hugging Face hub's cache on this machine, and whether anything else can be had."""
+"""Check of the Hugging Face hub: the local cache, and whether the hub can be reached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def check() -> Iterator[Finding]:
-    """What is in the cache, then whether the hub may and can be asked."""
+    """Yield findings on the models in the cache and on access to the hub."""
     cache = cache_folder()
     models = sorted(path.name for path in cache.glob("models--*") if any(path.glob("snapshots/*")))
     held = f"{len(models)} model{'s' * (len(models) != 1)} in {cache}"
@@ -45,7 +45,7 @@ def check() -> Iterator[Finding]:
 
 
 def cache_folder() -> Path:
-    """As the hub's own library has it."""
+    """Return the hub's cache folder, resolved as `huggingface_hub` resolves it."""
     environment = os.environ
     home = environment.get("HF_HOME") or str(
         Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -59,7 +59,8 @@ def _endpoint() -> str:
 
 
 def _unreachable() -> str:
-    """Why a connection fails; empty if it does not. Through a proxy it is not tried."""
+    """Return why a connection to the hub fails; empty if it succeeds, or if a proxy is set, through
+    which it is not tried."""
     if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
         return ""
     url = urlsplit(_endpoint())

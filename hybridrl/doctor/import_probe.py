@@ -1,4 +1,4 @@
-"""A program that imports large libraries and says what each knows, a line of JSON for each.
+"""A program that imports large libraries in a separate process and prints a line of JSON for each.
 
 python -P import_trial.py torch transformers vllm
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def torch() -> dict[str, Any]:
-    """The build, and the devices that it can use."""
+    """Return torch's build and the GPUs that it can use."""
     import torch
 
     with warnings.catch_warnings(record=True) as said:
@@ -39,7 +39,8 @@ def torch() -> dict[str, Any]:
 
 
 def transformers() -> dict[str, Any]:
-    """Its models' base class brings in what else it finds, such as torchvision."""
+    """Return transformers' version after importing its model base class, which imports optional
+    packages such as torchvision."""
     import transformers
     from transformers import PreTrainedModel  # noqa: F401
 
@@ -47,7 +48,7 @@ def transformers() -> dict[str, Any]:
 
 
 def vllm() -> dict[str, Any]:
-    """The kind of device that it generates on."""
+    """Return vLLM's version and its device type."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -56,14 +57,14 @@ def vllm() -> dict[str, Any]:
 
 
 def ray() -> dict[str, Any]:
-    """Its native part comes with it."""
+    """Return Ray's version after importing its native extension."""
     import ray
 
     return {"version": ray.__version__}
 
 
 def main() -> None:
-    """Tries those that are named."""
+    """Probe the libraries named on the command line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for name in sys.argv[1:]:

@@ -1,4 +1,5 @@
-"""Whether torch, transformers, vLLM and Ray can be imported, and the devices that they see.
+"""Check of torch, transformers, vLLM and Ray: whether they can be imported, and which devices they
+find.
 
 They are imported in other processes, with a limit of time: one that crashes or hangs is reported.
 """
@@ -31,7 +32,7 @@ Trial = Mapping[str, Any]
 
 
 def check(seconds: float) -> Iterator[Finding]:
-    """Imports, then devices.
+    """Yield findings on imports, then on GPUs.
 
     Args:
         seconds: In which imports have to end.
@@ -47,7 +48,7 @@ def check(seconds: float) -> Iterator[Finding]:
 
 
 def trials(names: list[str], seconds: float) -> dict[str, Trial]:
-    """What each said of itself, or `error`, or `late`."""
+    """Import libraries in a subprocess; return what each reported, or `error`, or `late`."""
     program = [sys.executable, "-P", str(Path(import_trial.__file__)), *names]
     process = subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
@@ -96,7 +97,7 @@ def _import(name: str, trial: Trial) -> Finding:
 
 
 def _cards() -> list[list[str]]:
-    """Name, memory and driver of each GPU, as the driver's own program has them."""
+    """Query name, memory and driver version of each GPU from `nvidia-smi`."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -109,7 +110,7 @@ def _cards() -> list[list[str]]:
 
 
 def devices(torch: Trial, vllm: Trial, cards: list[list[str]]) -> Iterator[Finding]:
-    """GPUs, as torch and as the driver see them.
+    """Yield findings on GPUs by comparing torch with the driver.
 
     Args:
         torch, vllm: Their trials; empty where they are not there.

@@ -1,4 +1,4 @@
-"""Cores, memory, shared memory and limits of this machine, or of the container that we are in."""
+"""Check of cores, memory, shared memory and file limits of this machine or container."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHARED_CURE = (
 
 
 def check() -> Iterator[Finding]:
-    """Cores, memory, shared memory, limits."""
+    """Yield findings on cores, memory, shared memory and open files."""
     yield cores()
     yield memory()
     yield from shared()
@@ -39,7 +39,7 @@ def check() -> Iterator[Finding]:
 
 
 def cores() -> Finding:
-    """Against the threads that libraries are told to take."""
+    """Compare `OMP_NUM_THREADS` with the usable cores and the CPU quota."""
     usable = len(os.sched_getaffinity(0))
     quota = core_quota()
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -70,7 +70,7 @@ def cores() -> Finding:
 
 
 def memory() -> Finding:
-    """Of the machine or the container, whichever is less."""
+    """Check the free memory of the machine, or of the container if it has less."""
     seen = psutil.virtual_memory()
     total, free = seen.total, seen.available
     try:
@@ -88,7 +88,7 @@ def memory() -> Finding:
 
 
 def shared() -> Iterator[Finding]:
-    """Its size, and what dead jobs left there."""
+    """Yield findings on free shared memory, and on segments left by dead jobs."""
     folder = shared_memory.FOLDER
     try:
         usage = shutil.disk_usage(folder)
@@ -113,7 +113,7 @@ def shared() -> Iterator[Finding]:
 
 
 def open_files() -> Finding:
-    """Files that a process may open."""
+    """Check the limit of open files."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     what = f"{limit if limit >= 0 else 'any number'} for a process (ulimit -n)"
     try:

@@ -1,4 +1,4 @@
-"""The host's name, the loopback interface, ports and proxies: what processes of a job meet by."""
+"""Check of the network that a job's processes use: host name, loopback, ports and proxies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RAY_HEAD = 6379
 
 
 def check() -> Iterator[Finding]:
-    """Loopback first: without it nothing else matters."""
+    """Yield findings on loopback, host name, ports and proxies."""
     yield loopback()
     yield host_name()
     yield from ports()
@@ -28,7 +28,7 @@ def check() -> Iterator[Finding]:
 
 
 def loopback() -> Finding:
-    """Whether two sockets of this machine can talk."""
+    """Check that two sockets can talk over the loopback interface."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             server.settimeout(2)
@@ -48,7 +48,7 @@ def loopback() -> Finding:
 
 
 def host_name() -> Finding:
-    """Whether it stands for an address of this machine; some libraries ask for it."""
+    """Check that the host name resolves to an address of this machine."""
     name, cure = socket.gethostname(), "Add the name to /etc/hosts."
     answers: list[str | OSError] = []
 
@@ -75,7 +75,7 @@ def host_name() -> Finding:
 
 
 def ports() -> Iterator[Finding]:
-    """Those that the kernel gives out, and that of a Ray head."""
+    """Yield findings on the ephemeral port range, and on the port of a Ray head."""
     try:
         first, last = map(int, PORT_RANGE.read_text().split())
         if last - first < FEW_PORTS:
@@ -98,7 +98,7 @@ def ports() -> Iterator[Finding]:
 
 
 def proxies() -> Iterator[Finding]:
-    """Proxies that would be asked for what is on this machine."""
+    """Yield a note if a proxy would be used for addresses of this machine."""
     found = {
         name: url for name, url in urllib.request.getproxies_environment().items() if name != "no"
     }

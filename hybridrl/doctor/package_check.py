@@ -1,4 +1,4 @@
-"""Python and the versions of packages, from what is noted of them; nothing is imported."""
+"""Check of Python and package versions from installed metadata; nothing is imported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENGINES = {
 
 
 def check() -> Iterator[Finding]:
-    """Python, what we require, what is missing, and what does not go together."""
+    """Yield findings on Python, required packages, missing packages and version conflicts."""
     yield from _python()
     installed = _installed()
     yield from _required(installed)
@@ -40,7 +40,7 @@ def check() -> Iterator[Finding]:
 
 
 def _installed() -> dict[str, str]:
-    """Versions by names in lower case, with dashes."""
+    """Return the versions of installed distributions by normalized name."""
     found = {}
     for one in metadata.distributions():
         name = one.metadata["Name"]
@@ -60,7 +60,7 @@ def _requirements(name: str) -> list[Requirement]:
 
 
 def _required(installed: dict[str, str]) -> Iterator[Finding]:
-    """Ours; those of extras count where the package is there."""
+    """Yield findings on HybridRL's own requirements; those of extras count only if installed."""
     try:
         requirements = _requirements(OURS)
     except metadata.PackageNotFoundError:
@@ -111,7 +111,8 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
 
 
 def _clashes(installed: dict[str, str]) -> Iterator[Finding]:
-    """Versions of central packages that others were not built for."""
+    """Yield problems for packages that require other versions of torch, transformers and the
+    like."""
     for name in FUSSY:
         if name not in installed:
             continue
@@ -131,7 +132,8 @@ def _clashes(installed: dict[str, str]) -> Iterator[Finding]:
 
 
 def _vision(installed: dict[str, str]) -> Iterator[Finding]:
-    """CUDA builds beside a torch for CPUs: `import transformers` fails with them."""
+    """Yield a problem for CUDA builds of torchvision and the like beside a CPU build of torch,
+    which break `import transformers`."""
     torch = installed.get("torch", "")
     if not torch.endswith("+cpu"):
         return

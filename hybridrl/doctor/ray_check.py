@@ -1,4 +1,4 @@
-"""Ray's processes and folders that are there before a job is."""
+"""Check of Ray processes and session folders that exist before a job starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY_BYTES = 2**30
 
 
 def check() -> Iterator[Finding]:
-    """Clusters that run here, that which jobs would join, and what sessions left."""
+    """Yield findings on running Ray nodes, on `RAY_ADDRESS`, and on the size of old sessions."""
     nodes = []
     for process in psutil.process_iter(["name", "username", "create_time"]):
         if process.info["name"] == RAYLET:
@@ -46,7 +46,7 @@ def check() -> Iterator[Finding]:
 
 
 def _sessions() -> int:
-    """Bytes of them, as far as they can be read within a moment."""
+    """Measure the bytes of Ray's session folders, for at most one second."""
     ends, total = time.monotonic() + 1.0, 0
     for folder, _, files in os.walk(SESSIONS):
         for name in files:

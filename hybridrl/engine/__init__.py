@@ -1,1 +1,2 @@
-"""Training engines: forward, backward, optimizer, and the hybrid of training and generation."""
+"""Engines for training: forward, backward and optimizer, and the hybrid of training and
+generation."""

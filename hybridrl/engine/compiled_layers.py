@@ -1,4 +1,4 @@
-"""Transformer layers compiled by torch, one graph for all of a kind: `actor.compile`.
+"""`actor.compile`: transformer layers compiled by torch, with one graph for all layers of a kind.
 
 Attention and collectives stay as they are, between the compiled parts: the one is a fused kernel
 already, and has the bounds of the samples, which differ from batch to batch.
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 def compile_layers(model: PackedModel, wanted: str, device: torch.device) -> None:
-    """Has every layer compiled when it is first run, in place. A layer that does not compile runs
-    as it is, and the log says why.
+    """Compile every layer at its first run, in place. A layer that does not compile runs
+    uncompiled, and the log says why.
 
     Args:
         wanted: `true`, `false`, or `auto`: where that is known to gain. A small model is trained

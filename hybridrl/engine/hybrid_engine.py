@@ -1,4 +1,5 @@
-"""HybridEngine: one policy in two layouts, cut one way for training and another for generation.
+"""The hybrid engine: one policy that is sharded one way for training and another way for
+generation.
 
 The generation weights are brought up to date when they are next needed, so no driver program can
 forget to do it, and updates that follow each other move nothing in between.
@@ -29,7 +30,7 @@ NOT_LOADED = -1
 
 
 class HybridEngine:
-    """Trains with `train`, generates with `rollout`, which may be missing.
+    """An engine that trains with `train` and generates with `rollout`, which may be None.
 
     Args:
         dtype: Name of the precision of the rollout engine's weights.
@@ -85,7 +86,7 @@ class HybridEngine:
         return with_mask(samples).with_columns({"policy_version": versions})
 
     def update(self, batch: Batch, loss: Loss, **options: Any) -> dict[str, float]:
-        """One optimizer step; see `TrainEngine.update`."""
+        """Run one optimizer step; see `TrainEngine.update`."""
         with self._phase("train"):
             metrics = self.train.update(batch, loss, **options)
             synchronize(self.train.device)
@@ -93,13 +94,13 @@ class HybridEngine:
         return metrics
 
     def load(self, folder: Path) -> None:
-        """Takes the weights of a model folder; see `TrainEngine.load`. They count as a new version
-        of the policy, so the next generation uses them."""
+        """Load the weights of a model folder; see `TrainEngine.load_weights`. They count as a new
+        policy version, so the next generation uses them."""
         self.train.load(folder)
         self.policy_version += 1
 
     def load_state(self, folder: Location) -> None:
-        """Goes on from a state that was saved with its `policy_version`. The next generation uses
+        """Resume from a state that was saved with its `policy_version`. The next generation uses
         its weights. Collective."""
         counters = load_training_state(self.train, folder)
         self.policy_version = counters["policy_version"]
@@ -126,8 +127,8 @@ class HybridEngine:
 
 
 def with_mask(samples: Batch) -> Batch:
-    """Samples with a `response_mask`: where the engine does not say which of the tokens were
-    sampled, all were."""
+    """Add a `response_mask` of ones to samples that have none: unless the engine says otherwise,
+    all response tokens were sampled."""
     if "response_mask" in samples:
         return samples
     tokens = samples.ragged("response_ids")

@@ -1,4 +1,5 @@
-"""Columns of a batch as the loss reads them: a number for each response token."""
+"""Micro-batches of an update: the rows of each, the columns that a loss reads, and the metrics
+summed over them."""
 
 from __future__ import annotations
 
@@ -27,16 +28,17 @@ MADE_BY = {
 
 
 def token_places(cu_seqlens: Tensor, rows: list[int]) -> Tensor:
-    """Where the tokens of these rows lie in a ragged column's values, row after row."""
+    """Return the positions of the tokens of these rows in a ragged column's values, row after
+    row."""
     starts, lengths = cu_seqlens[:-1][rows], cu_seqlens.diff()[rows]
     shift = starts - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 
 
 class TokenColumns(Mapping[str, Tensor]):
-    """Every numeric column as `[response tokens]` on the device: token-level columns as they are,
-    per-sample numbers repeated over the sample's tokens. They are copies, so a loss may change
-    them.
+    """A mapping of every numeric column to `[response tokens]` on the device: token-level columns
+    as they are, per-sample numbers repeated over the sample's tokens. They are copies, so a loss
+    may change them.
 
     Raises:
         DataError: when a column is read that is not there, or does not have a number for each
@@ -90,7 +92,6 @@ class TokenColumns(Mapping[str, Tensor]):
 
 
 def token_columns(batch: Batch, device: torch.device) -> TokenColumns:
-    """The columns of a micro-batch for the loss."""
     return TokenColumns(batch, device)
 
 
@@ -103,8 +104,9 @@ BY_ROW = "_by_row"
 
 
 class UpdateMetrics:
-    """Sums over micro-batches, then over ranks, in one small collective each for sum and max.
-    Averages are over tokens; of metrics named `*_by_row`, over rows that have any."""
+    """Sums of metrics over micro-batches, then over ranks in one small collective each for sums and
+    maxima. Averages are over tokens; for metrics named `*_by_row`, over rows with at least one
+    token."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -124,7 +126,7 @@ class UpdateMetrics:
 
     @property
     def loss(self) -> float:
-        """Of this rank alone."""
+        """The loss of this rank alone."""
         return float(self._sums.get("loss", 0.0))
 
     def reduce(self, group: dist.ProcessGroup | None) -> dict[str, float]:

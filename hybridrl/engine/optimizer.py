@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule, from settings."""
+"""AdamW with its learning-rate schedule, and the storage of its moments between steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 def make_optimizer(
     parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, updates: int
 ) -> tuple[AdamW, LambdaLR]:
-    """An AdamW over `parameters` and its schedule over `updates` optimizer steps.
+    """Make an AdamW over `parameters` and its schedule over `updates` optimizer steps.
 
     Biases and norms (one-dimensional parameters) are not decayed.
     """
@@ -47,7 +47,7 @@ def make_optimizer(
 
 
 def rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
-    """Multiple of the learning rate at update `step` (from 0).
+    """Return the multiple of the learning rate at update `step` (from 0).
 
     Rises linearly over `warmup_steps`, the first update already above 0; then stays, or falls to
     `min_ratio` at the last update and stays there.
@@ -63,7 +63,7 @@ def rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
 
 
 class Gradients:
-    """Gradients after a backward.
+    """The gradients of a sharded model after a backward.
 
     Args:
         model: Its parameters are sharded over `mesh.fsdp`.
@@ -88,7 +88,7 @@ class Gradients:
             self._by_copies[copies.get(parameter, 1) * mesh.copies].append(parameter)
 
     def finish(self) -> None:
-        """Sums what ranks with the same elements have each a part of."""
+        """Sum partial gradients over the tensor-parallel ranks that hold the same elements."""
         group, index = self._mesh.group("tp"), self._mesh.index("tp")
         for parameter, cut in self._partial:
             if parameter.grad is None:
@@ -103,8 +103,8 @@ class Gradients:
             local.copy_(sums[mine])
 
     def norm(self) -> float:
-        """The norm of the whole gradient; the same on every rank. Every element counts once,
-        however many ranks hold it."""
+        """Compute the norm of the global gradient, which is the same on every rank. Every element
+        counts once, however many ranks hold it."""
         total = torch.zeros((), dtype=torch.float64)
         for copies, parameters in self._by_copies.items():
             gradients = [_local(p.grad) for p in parameters if p.grad is not None]
@@ -115,7 +115,7 @@ class Gradients:
         return float(total.sqrt())
 
     def scale(self, factor: float) -> None:
-        """Multiplies all of them."""
+        """Multiply all gradients by `factor`."""
         for parameters in self._by_copies.values():
             for parameter in parameters:
                 if parameter.grad is not None:
@@ -127,7 +127,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
-    """Of the rows that this rank learned from, or else of their loss.
+    """Return the first non-finite value in the rows that this rank learned from, or in their loss;
+    None if all are finite.
 
     Args:
         loss: Of this rank's rows.
@@ -151,7 +152,8 @@ def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
 
 
 def fault_of_model(model: nn.Module) -> Fault | None:
-    """Of the first parameter of those that this rank holds, or else of the first gradient."""
+    """Return the first non-finite parameter that this rank holds, or else the first non-finite
+    gradient; None if all are finite."""
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
             return Fault(WEIGHT, f"the weight `{name}` itself")
@@ -167,8 +169,8 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 class RestingMoments:
-    """Steps an optimizer part by part. The moments of the next part come while one is stepped, so
-    the device never holds those of more than two as they are used.
+    """A wrapper that steps an optimizer part by part. The moments of the next part are loaded while
+    one is stepped, so that the device never holds the working copies of more than two parts.
 
     Args:
         optimizer: Of `parts`; what it remembers may lie anywhere before the first step.
@@ -196,7 +198,7 @@ class RestingMoments:
         self.brought = 0
 
     def step(self) -> None:
-        """One step of all parts; their moments rest when it returns."""
+        """Step all parts; their moments are stored again when it returns."""
         with self._stream:
             self._bring(0)
         for number, part in enumerate(self._parts):
@@ -211,7 +213,7 @@ class RestingMoments:
         self._stream.finish()
 
     def put_away(self) -> None:
-        """Brings to rest what does not yet."""
+        """Store the moments that are not stored yet."""
         self._stream.wait_for_current()
         with self._stream:
             for part in self._parts:
@@ -239,7 +241,7 @@ class RestingMoments:
 
     @contextmanager
     def _only(self, part: set[nn.Parameter]) -> Iterator[None]:
-        """Inside, the optimizer knows no other parameters."""
+        """Restrict the optimizer to these parameters inside the block."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [
             {**group, "params": mine}

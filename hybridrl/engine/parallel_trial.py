@@ -1,4 +1,5 @@
-"""Whether a model is the same when it is cut as the job cuts it: by trial, of a small copy.
+"""A trial, on a small copy, that a model computes the same when it is split over ranks as the job
+splits it.
 
 Every rank makes the same small copy (`models.shrunk_config`), cuts it on the job's own mesh and
 device, and has it score and learn from a few samples; transformers does the same on one process
@@ -35,7 +36,7 @@ _proven: set[str] = set()
 def prove_cuts(
     model: PackedModel, path: str, mesh: ParallelMesh, config: ActorConfig, *, trains: bool
 ) -> None:
-    """Tries the cut, the first time that a process is asked about it. Collective.
+    """Run the trial the first time that a process asks for a split. Collective.
 
     Args:
         model: That is to be cut, whole or not read yet.
@@ -73,7 +74,8 @@ def prove_cuts(
 def _differences(
     model: PackedModel, mesh: ParallelMesh, config: ActorConfig, trains: bool
 ) -> tuple[float, float]:
-    """Of the outputs, and of the gradient's norm as a share of it; the largest of all ranks."""
+    """Return the largest error of the outputs, and of the gradient norm relative to it, over all
+    ranks."""
     is_scalar, layers = isinstance(model, ScalarModel), mesh.size("pp") * config.parallel.chunks
     cuts = mesh.size("tp") * mesh.size("ulysses")
     trial = ModelTrial(

@@ -1,4 +1,5 @@
-"""ShardedModel: a model cut over the ranks of a mesh, and its parameters in parts and whole."""
+"""A model that is sharded over the ranks of a mesh, and access to its parameters as shards or in
+full."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from hybridrl.weights.weight_transport import into
 
 
 class ShardedModel:
-    """Cuts a model, float32, in place.
+    """A model that is split and sharded over the ranks of a mesh, in place, in float32.
 
     Args:
         model: On the CPU or not read yet (on the meta device).
@@ -103,15 +104,15 @@ class ShardedModel:
         return stored_form(self.model.inner, self.layout().shapes, self.source)
 
     def take_said(self) -> list[str]:
-        """Sentences for the user about how gradients are summed, each once."""
+        """Return the pending messages for the user about gradient reduction, each once."""
         if self._measured is None:
             return []
         said, self._measured.said = self._measured.said, []
         return said
 
     def layout(self) -> Layout:
-        """Which part of every parameter each rank of the mesh holds. Collective when first
-        asked."""
+        """Return the tensor layout of the parameters over the mesh. Collective at the first
+        call."""
         if self._layout is None:
             self._drop_gathered()
             parameters = dict(self.model.inner.named_parameters())
@@ -119,7 +120,7 @@ class ShardedModel:
         return self._layout
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """What this rank holds of every parameter, float32."""
+        """Return this rank's shard of every parameter, float32."""
         self._drop_gathered()
         return {
             name: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
@@ -127,8 +128,8 @@ class ShardedModel:
         }
 
     def full_parameters(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, or those of these names, whole, under its checkpoint name, one at a
-        time. Collective."""
+        """Yield every parameter, or those named, in full under its checkpoint name, one at a time.
+        Collective."""
         self._drop_gathered()
         wanted = set(self.layout().shapes if names is None else names)
         if self.mesh.size("tp") * self.mesh.size("pp") > 1:
@@ -144,16 +145,18 @@ class ShardedModel:
             yield name, whole
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As `full_parameters`, with adapters multiplied into the weights that they belong to."""
+        """Yield every parameter in full as `gather_parameters` does, with adapters merged into
+        their weights. Collective."""
         parameters = self.full_parameters()
         return merged(self.model.inner, parameters) if self.has_adapters else parameters
 
     def weights_for(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """What an engine that generates is given: the adapters alone, or `full_weights`."""
+        """Yield the weights for a rollout engine: the adapters alone, or `gather_merged_weights`.
+        Collective."""
         return self.adapters() if adapters else self.full_weights()
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
-        """As `full_parameters`, of the adapters alone, by peft's names."""
+        """Yield the adapters alone in full, under peft's names. Collective."""
         names = adapter_names(self.model.inner, self.layout().shapes)
         for name, tensor in self.full_parameters(names):
             yield names[name], tensor
@@ -201,8 +204,8 @@ class ShardedModel:
     def save(
         self, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = FILE_BYTES
     ) -> None:
-        """Writes the model, or its adapters alone, as a Hugging Face folder. Collective; every rank
-        writes what it holds, so all of them must see the folder.
+        """Write the model, or its adapters alone, as a Hugging Face folder. Collective; every rank
+        writes its shards, so all ranks must see the folder.
 
         Args:
             dtype: Of the weights in the files; adapters are float32.
@@ -226,8 +229,8 @@ class ShardedModel:
                 inner.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes)
 
     def load(self, folder: Path, share: float = 1.0) -> None:
-        """Takes the weights that a Hugging Face folder and this model have in common; see
-        `load_weights`. Every rank reads what it holds.
+        """Load the weights that a Hugging Face folder and this model have in common; see
+        `load_model_folder`. Every rank reads its own shards.
 
         Args:
             share: Below 1: weights become this share of the folder's and the rest of their own.
@@ -245,14 +248,14 @@ class ShardedModel:
             self.scoring.forget()
 
     def gather_anew(self) -> None:
-        """Has the ranks' copies of each other's weights (`parallel.weights`) depend on nothing that
-        was gathered before. To be called on every rank."""
+        """Reset the gathered copies of weights (`parallel.weights`), so that they depend on nothing
+        gathered before. Call it on every rank."""
         for gather in self._gathers:
             gather.begin_anew()
 
     def _drop_gathered(self) -> None:
-        """A forward leaves the last units gathered for its backward: copies in the precision of
-        computation, which hide the parameters that are trained."""
+        """Reshard the units that a forward leaves gathered for its backward. Gathered copies have
+        the precision of computation and hide the parameters that are trained."""
         for unit in self._units:
             unit.reshard()
 
@@ -260,7 +263,7 @@ class ShardedModel:
 def whole_parameters(
     layout: Layout, parts: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter whole on every rank, in the precision of the parts, one at a time.
+    """Yield every parameter in full on every rank, in the dtype of the parts, one at a time.
     Collective.
 
     Args:

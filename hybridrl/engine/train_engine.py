@@ -1,4 +1,4 @@
-"""TrainEngine: forward, backward and optimizer steps of a sharded model. Knows no RL.
+"""The training engine: forward, backward and optimizer steps of a sharded model. It knows no RL.
 
 The loss is a function from `hybridrl.algorithms`; what it needs of each token comes as columns of
 the batch. Every token carries its weight in the global loss (`loss_weights`), so any split into
@@ -50,7 +50,7 @@ each sample, and are averaged over samples; of those named `*_max` the largest i
 
 
 class TrainEngine(ShardedModel):
-    """Trains a sharded model, or only scores with it.
+    """An engine that trains a sharded model, or only scores with it.
 
     Args:
         model: The model, float32, on the CPU or not read yet (on the meta device); it is cut and
@@ -91,7 +91,7 @@ class TrainEngine(ShardedModel):
         self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
-        """Begins a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
+        """Start a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
         self.skipped_in_a_row = 0
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
@@ -102,8 +102,8 @@ class TrainEngine(ShardedModel):
             self._resting = RestingMoments(self.optimizer, parts, self.device, place, dtype)
 
     def offload(self) -> None:
-        """Gives the device's memory to others until `onload`: parameters and optimizer state move
-        to the host's. Only with `actor.offload_between_calls`."""
+        """Move parameters and optimizer state to host memory until `onload`. Only with
+        `actor.offload_between_calls`."""
         if self._offloads_all and not self._is_offloaded:
             self.model._apply(self._to_host)
             if self.scoring is not None:  # rounded copies are the device's memory, too
@@ -114,7 +114,7 @@ class TrainEngine(ShardedModel):
             self._is_offloaded = True
 
     def onload(self) -> None:
-        """Takes the memory back; to be called before anything else is."""
+        """Move parameters and optimizer state back to the device. Call it before anything else."""
         if self._is_offloaded:
             self.model.to(self.device, non_blocking=True)
             if not self._hosts_moments:
@@ -122,14 +122,14 @@ class TrainEngine(ShardedModel):
             self._is_offloaded = False
 
     def put_optimizer_away(self) -> None:
-        """To where its moments are between steps, and as they are there: `actor.offload_optimizer`,
-        `actor.optimizer.moments`."""
+        """Store the optimizer's moments where and in the precision in which they are kept between
+        steps (`actor.offload_optimizer`, `actor.optimizer.moments`)."""
         if self._resting is not None:
             self._resting.put_away()
 
     @torch.no_grad()
     def forward(self, batch: Batch, **options: Any) -> Batch:
-        """The model's outputs for the response tokens, a ragged column each.
+        """Compute the model's outputs for the response tokens, a ragged column each.
 
         Args:
             options: Of the model's forward, such as `temperature`.
@@ -167,7 +167,7 @@ class TrainEngine(ShardedModel):
     def update(
         self, batch: Batch, loss: Loss, *, rows_together: int = 1, **options: Any
     ) -> dict[str, float]:
-        """One optimizer step on the rows of all ranks together.
+        """Run one optimizer step on the rows of all ranks together.
 
         Args:
             batch: This rank's rows, with `prompt_ids`, `response_ids`, `response_mask`,
@@ -233,19 +233,20 @@ class TrainEngine(ShardedModel):
         return metrics
 
     def _pack(self, batch: Batch) -> PackedSamples:
-        """The rows as the model takes them, or this rank's part of it."""
+        """Pack rows into samples for the model, or into this rank's part of them with sequence
+        parallelism."""
         samples = PackedSamples.of(batch, self.device, self.model.rows)
         if self._sequence is None:
             return samples
         return self._sequence.split(samples, self.model.shift)
 
     def _whole(self, outputs: Mapping[str, Tensor], samples: PackedSamples) -> Mapping[str, Tensor]:
-        """What the model says of all response tokens of a micro-batch."""
+        """Return the model's outputs for all response tokens of a micro-batch."""
         return outputs if self._sequence is None else self._sequence.gather(outputs, samples)
 
     def _balance_routers(self, samples: list[PackedSamples], options: dict[str, Any]) -> None:
-        """Prepares the routers for an update. With a balancing loss, each one's choices among its
-        experts are counted first, over all micro-batches and ranks."""
+        """Prepare the routers for an update. With a balancing loss, each router's choices among its
+        experts are first counted over all micro-batches and ranks."""
         if (routing := self._routing) is None:
             return
         if weight := self.config.router_loss_weight:
@@ -261,14 +262,14 @@ class TrainEngine(ShardedModel):
         routing.count(self.device)
 
     def _routed(self) -> dict[str, float]:
-        """What is shown of the routers' choices in an update."""
+        """Return the metrics of the routers' choices in an update."""
         if self._routing is None:
             return {}
         self._routing.keep_balance(None)
         return figures(self._of_all(self._routing), self._routing.chosen)
 
     def _of_all(self, routing: Routing) -> Tensor:
-        """What has been counted, of all tokens and layers."""
+        """Sum the counts of the routers over all tokens and layers."""
         counted = routing.counted()
         if (group := self.mesh.group()) is not None:
             dist.all_reduce(counted, group=group)
@@ -287,8 +288,9 @@ class TrainEngine(ShardedModel):
         return Gradients(self.model, self.mesh, copies, here)
 
     def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
-        """Rows of each micro-batch within the token budget; equally many on every rank, because
-        each is a round of collectives. A rank that has too few rows gets empty ones."""
+        """Return the rows of each micro-batch within the token budget; equally many micro-batches
+        on every rank, because each is a round of collectives. A rank with too few rows gets empty
+        ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
         rows = lengths.reshape(-1, rows_together)
         is_padded = self.model.rows is Rows.PADDED
@@ -310,8 +312,8 @@ class TrainEngine(ShardedModel):
         ]
 
     def _step(self) -> float:
-        """Clips, steps and clears the gradients; gives their norm before clipping. A step whose
-        gradient is not finite is left out."""
+        """Clip the gradients, step and clear them; return their norm before clipping. A step with a
+        non-finite gradient is skipped."""
         self._gradients.finish()
         norm = self._gradients.norm()
         self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1

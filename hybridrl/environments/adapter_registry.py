@@ -1,4 +1,4 @@
-"""From `environment.name` and `environment.python` to an adapter and an interpreter."""
+"""The registry of adapters, and the interpreter that runs one."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _NOT_ADAPTERS = {"environment_adapter", "function", "model_client", "tool_server
 
 
 def adapter_names() -> list[str]:
-    """The names of the built-in adapters, sorted."""
     found = {module.name for module in pkgutil.iter_modules(adapters.__path__)}
     return sorted(found - _NOT_ADAPTERS)
 
 
 def adapter_of(config: EnvironmentConfig) -> str:
-    """The file under `adapters/` that `environment.name` needs.
+    """Return the adapter that `environment.name` needs.
 
     Raises:
         ConfigError: if it is neither an adapter nor a function; names the nearest.
@@ -42,7 +41,7 @@ def adapter_of(config: EnvironmentConfig) -> str:
 
 
 def interpreter(config: EnvironmentConfig) -> str:
-    """The path of the Python that runs the environment.
+    """Return the path of the Python that runs the environment.
 
     Raises:
         ConfigError: if there is none.

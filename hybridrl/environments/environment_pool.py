@@ -34,7 +34,8 @@ _GIB = 1 << 30
 
 
 class EnvironmentPool:
-    """Plays episodes with the model in child processes, which start with the first episode.
+    """A pool that plays episodes with the model in child processes, which start with the first
+    episode.
 
     An episode that raises, hangs, floods or kills its process costs that episode and no other: see
     `ProcessPool`. One that is played again has a session of its own (`<session>.again1`), so that
@@ -80,7 +81,7 @@ class EnvironmentPool:
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     def start(self, group: Sequence[Play]) -> None:
-        """Begins episodes, or puts them behind those that are under way. Never waits.
+        """Queue episodes; never blocks. Never waits.
 
         Args:
             group: Samples of one prompt.
@@ -98,7 +99,7 @@ class EnvironmentPool:
             self._polling.start()
 
     def poll(self, wait_s: float = 0.0) -> list[Played]:
-        """The episodes that have ended since.
+        """Return the episodes that have ended since the last call.
 
         Args:
             wait_s: Seconds to wait for one, if there is none.
@@ -117,16 +118,16 @@ class EnvironmentPool:
         return found
 
     def cancel(self) -> None:
-        """Forgets all episodes under way."""
         self._plays.clear()
         self._pool.cancel()
 
     def close(self) -> None:
-        """Ends all processes, and what they have started. A closed pool cannot be used again."""
+        """End all processes and everything they have started; a closed pool cannot be used again. A
+        closed pool cannot be used again."""
         self._finalizer()
 
     def rows(self, count: int) -> list[dict[str, Any]]:
-        """The environment's own tasks, at most so many.
+        """Return at most `count` of the environment's own tasks.
 
         Raises:
             ConfigError: if it has none, or cannot be loaded.
@@ -143,7 +144,7 @@ class EnvironmentPool:
         return list(result.value)
 
     def load(self) -> None:
-        """Starts a process, if there is none, and waits until it has loaded the environment.
+        """Start a process if there is none, and wait until it has loaded the environment.
 
         Raises:
             ConfigError: if it cannot.
@@ -264,7 +265,7 @@ def _session_of(play: Play, attempt: int) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a row that JSON does not know."""
+    """Convert a value of a row that JSON cannot encode."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -89,8 +89,8 @@ def _shortened(text: str) -> str:
 
 
 def _load_adapters() -> None:
-    """Makes the folder of adapters a package, and nothing else of HybridRL importable by accident:
-    its files have names that environments use, too."""
+    """Register the folder of adapters as a package, and remove this folder from the search path:
+    its file names also occur in environments."""
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != _HERE]
     package = types.ModuleType(ADAPTERS)
     package.__path__ = [str(_HERE / "adapters")]

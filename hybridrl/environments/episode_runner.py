@@ -1,4 +1,4 @@
-"""What the pool is given to play, and what it gives back."""
+"""The interface between rollouts and whatever plays their episodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Play(NamedTuple):
-    """An episode to play.
+    """A request to play an episode.
 
     Attributes:
         key: Comes back with what came of it.
@@ -29,7 +29,7 @@ class Play(NamedTuple):
 
 
 class Played(NamedTuple):
-    """What came of an episode.
+    """The result of an episode.
 
     Attributes:
         key: As given.

@@ -1,4 +1,4 @@
-"""Rows of an environment's own tasks, and whether an environment can be loaded at all."""
+"""The tasks that an environment brings itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _LARGEST_SHARE = 0.2
 def load_rows(
     config: EnvironmentConfig, count_held_out: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Asks the environment for its tasks.
+    """Ask the environment for its tasks, and split them into rows to learn from and rows to
+    evaluate on.
 
     Args:
         count_held_out: How many to evaluate on; fewer if the environment has few.
@@ -53,7 +54,7 @@ def load_rows(
 
 
 def probe(config: EnvironmentConfig) -> None:
-    """Loads the environment once.
+    """Load the environment once, to check that it can be loaded.
 
     Raises:
         ConfigError: if that fails; says why.

@@ -1,1 +1,2 @@
-"""Evaluations: sets of prompts, what is measured of answers to them, and how sure that is."""
+"""Evaluation: prompt sets, metrics of their responses, confidence intervals, and comparison with a
+baseline."""

@@ -1,4 +1,4 @@
-"""What of a response is its answer, so that samples can vote for one."""
+"""Extraction of the answer from a response, for majority votes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OF_FUNCTIONS = {"boxed": "boxed", "math": "boxed", "numeric": "number"}
 
 
 def extraction(setting: str, named: str | None, functions: Sequence[Any]) -> Extract:
-    """How answers are found.
+    """Resolve how answers are extracted.
 
     Args:
         setting: The dotted name of the setting, for errors.

@@ -1,4 +1,4 @@
-"""Metrics of a set's samples, each with how sure it is and how it differs from a baseline."""
+"""A baseline that evaluations are compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MOST = 0.5
 def estimates(
     samples: Samples, metrics: Iterable[Metric], by_column: str | None = None
 ) -> dict[str, Estimate]:
-    """Each metric by its name; with a column also `<metric>/<value>` for each of its values."""
+    """Estimate each metric, by name; with a column also `<metric>/<value>` for each of its
+    values."""
     found: dict[str, Estimate] = {}
     sources = [] if by_column is None else [str(value) for value in samples.column(by_column)]
     for metric in metrics:
@@ -67,7 +68,7 @@ def doubts(samples: Samples, set_name: str, max_tokens: str, *, unscored: bool) 
 
 
 class Baseline:
-    """What evaluations are compared with.
+    """A baseline: an earlier evaluation of this run, or of another one.
 
     Args:
         folder: Of the run that it is of.
@@ -81,7 +82,7 @@ class Baseline:
 
     @classmethod
     def named(cls, path: str) -> Baseline:
-        """The newest evaluation of each set of a run that `eval.baseline` names.
+        """Load the newest evaluation of each set of the run that `eval.baseline` names.
 
         Raises:
             ConfigError: if there is none.
@@ -90,15 +91,15 @@ class Baseline:
         return cls(folder, newest_of_sets(entries), path)
 
     def has(self, name: str) -> bool:
-        """Whether something is known of a set."""
         return name in self._sets
 
     def origin(self, name: str) -> dict[str, Any]:
-        """Where what is known of a set comes from, for `evaluations.json`."""
+        """Return the run and step that a set's baseline comes from, for `evaluations.json`."""
         return {"run": self._name or str(self._folder), "step": self._sets[name]["step"]}
 
     def remark(self, name: str, entry: Mapping[str, Any]) -> str:
-        """What makes the two hard to compare; empty: nothing.
+        """Return why a set is hard to compare with its baseline: it was evaluated with other
+        settings. Empty if it is comparable.
 
         Args:
             entry: The set as it is evaluated now.
@@ -115,7 +116,7 @@ class Baseline:
     def difference(
         self, name: str, metric: str, now: Estimate, samples: Samples | None
     ) -> dict[str, Any] | None:
-        """How a metric of a set differs; None if the baseline does not know it.
+        """Compare a metric of a set with the baseline; None if the baseline does not have it.
 
         Prompt by prompt where both are on the same prompts, else by their means alone.
         """
@@ -150,7 +151,8 @@ class Baseline:
 
 
 def _metric(name: str) -> Metric | None:
-    """The metric of this name; None: it is none of answers, or of a part of the prompts."""
+    """Parse a metric name; None if it is not computed from samples, or is that of a column's
+    value."""
     if name in OF_ANSWERS:
         return Metric(name)
     kind, _, k = name.partition("@")
@@ -164,7 +166,7 @@ def _estimate(known: Mapping[str, Any]) -> Estimate:
 
 
 def _as_read(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Convert a value to the form that it has after a JSON round trip."""
     if isinstance(value, Mapping):
         return {key: _as_read(one) for key, one in value.items()}
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""How sure a metric is, and whether two of them differ by more than chance.
+"""Confidence intervals of metrics, and tests of whether two differ significantly.
 
 Prompts are what is drawn at random: all samples of a prompt count as one. Of values that are yes or
 no the interval is Wilson's (1927) and two evaluations on the same prompts are compared by McNemar's
@@ -25,7 +25,7 @@ _AT_ONCE = 2**22
 
 
 class Estimate(NamedTuple):
-    """A metric.
+    """A metric with its confidence interval.
 
     Attributes:
         value: The mean over the prompts of which something is known.
@@ -42,7 +42,7 @@ class Estimate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A metric against its baseline.
+    """A difference between a metric and its baseline, with its p-value.
 
     Attributes:
         value: How much more it is.
@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 
 
 def estimate(values: Floats) -> Estimate:
-    """The mean of `[prompts]` values, NaN left out."""
+    """Estimate the mean of `[prompts]` values; NaN is ignored."""
     known = values[~np.isnan(values)]
     number = len(known)
     if not number:
@@ -71,7 +71,7 @@ def estimate(values: Floats) -> Estimate:
 
 
 def paired(now: Floats, then: Floats) -> Difference:
-    """Two evaluations on the same prompts, value by value."""
+    """Compare two evaluations of the same prompts, value by value."""
     both = ~(np.isnan(now) | np.isnan(then))
     now, then = now[both], then[both]
     differences = now - then
@@ -91,7 +91,7 @@ def paired(now: Floats, then: Floats) -> Difference:
 
 
 def unpaired(now: Estimate, then: Estimate) -> Difference:
-    """Two evaluations on other prompts, or of which only the means are known."""
+    """Compare two evaluations of different prompts, or of which only means are known."""
     difference = now.value - then.value
     error = math.hypot(now.standard_error, then.standard_error)
     low, high = difference - DEVIATIONS * error, difference + DEVIATIONS * error
@@ -103,7 +103,8 @@ def unpaired(now: Estimate, then: Estimate) -> Difference:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The two-sided exact p of McNemar's test: how likely a fair coin is as far from even.
+    """Return the two-sided exact p-value of McNemar's test: how likely a fair coin is as far from
+    even.
 
     Args:
         gained, lost: Prompts that only the one, and only the other, gets right.
@@ -132,7 +133,7 @@ def _wilson(share: float, number: int) -> tuple[float, float]:
 
 
 def _bootstrap(values: Floats) -> Floats:
-    """Means of as many values, drawn with replacement; always the same draws."""
+    """Return the means of bootstrap resamples, drawn with a fixed seed."""
     generator, number = np.random.default_rng(0), len(values)
     at_once = max(1, _AT_ONCE // number)
     parts = [

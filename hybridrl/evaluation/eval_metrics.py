@@ -1,4 +1,4 @@
-"""What is measured of answers: a number for each prompt, whose mean is the metric.
+"""Evaluation metrics: a value for each prompt, whose mean is the metric.
 
 pass@k is the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374, equation 1), maj@k the
 self-consistency of Wang et al. 2022 (arXiv:2203.11171).
@@ -20,8 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def measure(samples: Samples, metric: Metric) -> Floats | None:
-    """`[prompts]`, NaN for a prompt of which nothing is known; None if these samples do not give
-    the metric.
+    """Compute a metric for each prompt: `[prompts]`, NaN where unknown; None if these samples do
+    not determine it.
 
     Samples without a score are wrong answers, and count in no mean score. If none has one, nothing
     is known of what is right.
@@ -43,8 +43,8 @@ def measure(samples: Samples, metric: Metric) -> Floats | None:
 
 
 def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> Floats:
-    """The chance that k of a prompt's samples, drawn without replacement, hold a right one:
-    1 - C(n - c, k) / C(n, k).
+    """Compute the probability that at least one of k samples, drawn without replacement, is
+    correct: 1 - C(n - c, k) / C(n, k).
 
     Args:
         correct: `[prompts]`, how many of its samples are right: c.
@@ -59,8 +59,8 @@ def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> Floats:
 def majority_at_k(
     extracted: Sequence[Sequence[str | None]], correct: npt.NDArray[np.bool_], k: int
 ) -> Floats:
-    """Whether the most frequent of k answers is right, as a mean over the groups of k neighbouring
-    samples that a prompt has.
+    """Compute how often the majority of k answers is correct, averaged over groups of k
+    neighbouring samples.
 
     Of equally frequent answers one is drawn: the value is the chance that it is right. Samples that
     give no answer do not vote. An answer is right as far as the samples that give it are.

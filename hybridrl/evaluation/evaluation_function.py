@@ -1,4 +1,4 @@
-"""Evaluations that are functions of the user's, called on the driver:
+"""User-defined evaluation functions, called on the driver:
 
     def evaluate(generate, score, tokenizer, step, rows):
         responses = generate(["2+2=", "2+3="], temperature=0)
@@ -35,7 +35,7 @@ Prompt = str | list[dict[str, Any]] | Mapping[str, Any]
 
 
 def check_own(setting: str, spec: str) -> None:
-    """Looks for the function and at its parameters, without importing anything.
+    """Check that the function exists and its parameters are known, without importing its file.
 
     Raises:
         ConfigError: if there is no such function, or it asks for what it is not given.
@@ -52,7 +52,7 @@ def check_own(setting: str, spec: str) -> None:
 
 
 def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that the function returns.
+    """Call the function; return its metrics.
 
     Args:
         given: Values of `GIVEN`.
@@ -83,7 +83,7 @@ def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, flo
 
 
 class Model:
-    """What a function of the user's can do with the model: `generate` and `score`.
+    """The model as a user's evaluation function uses it: `generate` and `score`.
 
     Args:
         actor, reward: The worker groups.
@@ -109,8 +109,8 @@ class Model:
         self._calls = 0
 
     def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[str]:
-        """A response to each prompt: a text, chat messages, or a row of the data. For several, name
-        a prompt several times.
+        """Generate a response to each prompt: a text, chat messages, or a row of the data. Repeat a
+        prompt for several responses.
 
         Args:
             sampling: `temperature` (0 is greedy), `top_p`, `top_k`, `max_tokens`, `stop`.
@@ -130,7 +130,7 @@ class Model:
         responses: Sequence[str],
         answers: Sequence[str] | None = None,
     ) -> list[float]:
-        """What the reward says of each response; NaN: nothing.
+        """Score each response with the reward; NaN if it has no score.
 
         Args:
             answers: The right ones; None: those of the rows, if the prompts are rows.
@@ -149,7 +149,7 @@ class Model:
         return [float(score) for score in scored.collect(["scores"])["scores"]]
 
     def _rows(self, prompts: Sequence[Prompt], answers: Sequence[str] | None = None) -> Batch:
-        """Tokenized as those of the data are; the prompts of rows are rendered already."""
+        """Tokenize prompts as the data is tokenized; prompts of rows are already rendered."""
         rows = [
             dict(one) if isinstance(one, Mapping) else {"prompt": self._asked(one)}
             for one in prompts
@@ -173,7 +173,7 @@ class Model:
         )
 
     def _asked(self, prompt: Any) -> Any:
-        """A text, or messages, as `data.chat` and `data.system_prompt` say."""
+        """Return a text, or messages, following `data.chat` and `data.system_prompt`."""
         data = self._data
         if isinstance(prompt, str) and not data.chat:
             return prompt

@@ -1,4 +1,5 @@
-"""Figures of the held-out data: answers to its prompts, likelihoods of its responses, pairs."""
+"""Metrics of held-out data: accuracy of responses, loss of reference responses, accuracy on
+pairs."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def evaluate_answers(
 
 
 def row_sums(batch: Batch, column: str) -> Batch:
-    """`total` of a token column and number of `tokens`, of each row under its mask."""
+    """Return for each row the `total` of a token column and the number of `tokens`, both under the
+    response mask."""
     values = batch.padded(column)[0]
     mask = batch.padded("response_mask")[0].bool()
     return Batch.from_columns(
@@ -63,8 +65,9 @@ def row_sums(batch: Batch, column: str) -> Batch:
 
 
 def pair_figures(scores: torch.Tensor) -> dict[str, float]:
-    """Of `[rows]` scores, the chosen answer of a pair before the rejected one: how often it scores
-    more (a tie is half), and by how much."""
+    """Return how often the chosen response of a pair scores more than the rejected one (a tie
+    counts half), and by how much on average. `scores` is `[rows]`, the chosen response of each pair
+    before the rejected one."""
     margin = scores[0::2] - scores[1::2]
     return {
         "eval/pair_accuracy": float((margin.sign() + 1).mean() / 2),
@@ -73,7 +76,7 @@ def pair_figures(scores: torch.Tensor) -> dict[str, float]:
 
 
 def _means(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
-    """The mean of all rows, and of the rows of each source."""
+    """Return the mean over all rows, and over the rows of each source."""
     figures = {name: float(values.double().mean())}
     for source in sorted(set(sources)):
         rows = torch.tensor([s == source for s in sources])

@@ -1,4 +1,4 @@
-"""Sets of prompts to evaluate on, loaded, and how answers to them are sampled."""
+"""Evaluation sets with their loaded prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hybridrl.rollout import Sampling
 
 @dataclass(frozen=True)
 class EvalSet:
-    """A set of `eval.sets`.
+    """An evaluation set of `eval.sets` with its prompts.
 
     Attributes:
         settings: As they stand, with all that is left out filled in.
@@ -40,24 +40,25 @@ class EvalSet:
 
     @property
     def sampling(self) -> Sampling:
-        """How its answers are drawn."""
+        """The sampling parameters of the set."""
         return sampling_of(self.settings, self.training)
 
     @cached_property
     def extract(self) -> Extract:
-        """How the answer of a response is found."""
+        """The function that extracts the answer of a response."""
         settings = self.settings
         functions = function_list(settings.reward.function)
         return extraction(f"{settings.setting}.extract", settings.own.extract, functions)
 
     @property
     def verifier(self) -> str | None:
-        """By which reward workers know its functions; None: it has none of its own."""
+        """The name under which reward workers know the set's own functions; None if it uses those
+        of the job."""
         return self.name if self.settings.is_verified else None
 
 
 def sampling_of(settings: SetSettings, training: Sampling) -> Sampling:
-    """How a set's answers are drawn: as while training, where it says nothing."""
+    """Resolve the sampling parameters of a set: those of training where it sets none."""
     own = settings.own
     limit = own.max_tokens or training.max_tokens
     sampling = replace(training, max_tokens=limit, min_tokens=min(training.min_tokens, limit))

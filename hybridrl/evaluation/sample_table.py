@@ -1,4 +1,4 @@
-"""Samples of one evaluation as a table, and as arrays by prompt and sample."""
+"""Samples of one evaluation, as a table and as arrays by prompt and sample."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEEDED = ("row", "key", "sample", "greedy", "score", "correct")
 
 @dataclass(frozen=True)
 class Answers:
-    """Of n prompts, k samples each.
+    """The samples of n prompts as arrays, k for each prompt.
 
     Attributes:
         scores: `[n, k]`, NaN: the sample could not be scored.
@@ -35,7 +35,7 @@ class Answers:
 
 
 class Samples:
-    """Those of a set.
+    """A table of the samples of an evaluation set.
 
     Args:
         table: A line for each sample, with `row` (number of the prompt), its `key`, `sample` (its
@@ -48,7 +48,8 @@ class Samples:
 
     @classmethod
     def read(cls, path: Path) -> Samples | None:
-        """Those that an evaluation has left; None if they are not there any more, or no table."""
+        """Read the table of an earlier evaluation; None if the file is missing or no sample
+        table."""
         from pyarrow import parquet
 
         try:
@@ -59,12 +60,12 @@ class Samples:
 
     @cached_property
     def greedy(self) -> Answers | None:
-        """One greedy answer to each prompt; None: nobody asked for them."""
+        """The greedy response to each prompt; None if there are none."""
         return self._answers(True)
 
     @cached_property
     def sampled(self) -> Answers | None:
-        """Those that were drawn; None: there are only greedy ones."""
+        """The sampled responses; None if there are only greedy ones."""
         return self._answers(False)
 
     @cached_property
@@ -73,12 +74,12 @@ class Samples:
         return self.column("key")
 
     def column(self, name: str) -> list[Any]:
-        """Of each prompt its value in a column of the data."""
+        """Return the value of a data column for each prompt."""
         values = self.table.column(name).to_pylist()
         return [values[index] for index in self._rows_of(self.sampled is None)[:, 0]]
 
     def _rows_of(self, greedy: bool) -> npt.NDArray[np.int64]:
-        """`[n, k]`, the lines of the table; of no columns if there are none of this kind."""
+        """Return the table's line numbers as `[n, k]`; `[0, 0]` if there are no such samples."""
         lines = np.flatnonzero(self._numbers("greedy") == greedy)
         rows, samples = self._numbers("row")[lines], self._numbers("sample")[lines]
         ordered = lines[np.lexsort((samples, rows))]

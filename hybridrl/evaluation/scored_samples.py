@@ -1,4 +1,5 @@
-"""Answers to the prompts of a set: generated and scored by worker groups, and kept as a table."""
+"""Scored samples of an evaluation set: generated and scored by worker groups, collected as a
+table."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ KEPT = (
 
 
 class Drawn(NamedTuple):
-    """Samples that lie with the workers: `samples` neighbouring rows of each prompt."""
+    """A reference to scored samples on the workers, with `samples` neighbouring rows for each
+    prompt."""
 
     rows: BatchRef
     samples: int
@@ -37,7 +39,7 @@ def draw(
     samples: int = 1,
     verifier: str | None = None,
 ) -> Drawn:
-    """Answers with their `scores`.
+    """Generate responses and score them; return a reference that has `scores`.
 
     Args:
         samples: Of each prompt.
@@ -70,9 +72,8 @@ def table_of(
 
 
 def keys_of(prompts: Batch) -> list[str]:
-    """By which prompts are known again in another evaluation, whatever tokenizer read them: by text
-    and answer, and where there is no text, as of tasks that an environment has, by all that the
-    data says. Equal ones are numbered."""
+    """Compute keys that identify prompts across evaluations and tokenizers: a hash of text and
+    reference answer, or of all data columns where there is no text. Duplicates are numbered."""
     keys, seen = [], Counter[str]()
     for row in prompts.rows_for_users():
         named = [row.get(name) for name in ("prompt", "answer")]

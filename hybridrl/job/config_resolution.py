@@ -209,7 +209,7 @@ def with_objects(
     data: Any,
     trainer: type[Trainer] | None,
 ) -> Config:
-    """The settings with Python objects in place of the names that they have there.
+    """Return the settings with the given Python objects in place of names.
 
     Raises:
         ConfigError: if one is not of its kind.

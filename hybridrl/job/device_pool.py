@@ -27,7 +27,8 @@ _ENGINE_MODULES = {
 
 
 class Devices:
-    """Makes the executors of a job, one after another. With Ray they share a connection.
+    """A pool of a job's devices that starts one executor after another. With Ray all executors
+    share one cluster connection.
 
     Args:
         run: The run's folder.
@@ -47,7 +48,7 @@ class Devices:
         self.wanted = 0
 
     def executor(self) -> Executor:
-        """Hosts on them."""
+        """Start an executor with one host on each device."""
         if self._config.executor == "inline":
             from hybridrl.controller import InlineExecutor
 
@@ -76,8 +77,8 @@ class Devices:
         return made
 
     def wait_after_loss(self, progress: Callable[[str], None]) -> None:
-        """Waits for them to come back. The next executor has as many as before, or as many as there
-        are and the roles can be placed on, if `recover.min_devices` allows it.
+        """Wait for lost devices to come back. The next executor gets as many devices as before or,
+        if `recover.min_devices` allows it, as many as are there and can hold the roles.
 
         Raises:
             ConfigError: if there are too few.
@@ -100,7 +101,8 @@ class Devices:
         self._number = number
 
     def may_grow(self) -> bool:
-        """Whether all could be had again, after the job went on with fewer."""
+        """Return whether the initial number of devices could be reserved again after the job
+        continued with fewer."""
         if self._cluster is None or not (missing := self.wanted - len(self._cluster.devices)):
             return False
         from hybridrl.ray_backend.connection import free_devices, nodes
@@ -108,8 +110,8 @@ class Devices:
         return free_devices(nodes(), self._cluster.kind, self._cpus_per_host or 1.0) >= missing
 
     def keep_copies(self) -> Location | None:
-        """Has a keeper of checkpoints on every node, again where one was lost; gives the folder of
-        their files, None if none are wanted."""
+        """Start a keeper of checkpoint copies on every node, again where one was lost, and return
+        the folder of their files; None if the settings ask for none."""
         others = self._config.checkpoint.memory_copies
         if not others or not self._config.checkpoint.wanted or self._ray is None:
             return None
@@ -120,7 +122,7 @@ class Devices:
         return location_of(self._keepers.url)
 
     def close(self) -> None:
-        """Leaves the cluster."""
+        """Close the memory keepers, and leave the cluster."""
         if self._keepers is not None:
             self._keepers.close()
         if self._ray is not None:
@@ -134,7 +136,8 @@ class Devices:
         return True
 
     def _modules_of_workers(self) -> list[str]:
-        """What workers import anyway, while the driver prepares."""
+        """Return the modules that every worker imports, for hosts to preload while the driver
+        prepares."""
         modules = ["hybridrl.workers.actor_worker"]
         if any(spec.generates for spec in self._roles.values()):
             modules.append(_ENGINE_MODULES[self._config.rollout.engine])

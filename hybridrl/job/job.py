@@ -171,7 +171,7 @@ class Job:
             raise
 
     def _claim(self, steps: Location) -> FolderOwner | None:
-        """Has a folder of checkpoints that is not in the run's be this run's."""
+        """Claim a checkpoint folder outside the run's folder for this run."""
         config = self.config
         if config.checkpoint.folder is None or not (config.checkpoint.wanted or config.resume):
             return None
@@ -213,7 +213,7 @@ class Job:
         return KnownJob(self.executor.cluster, self.roles, self.model_path, lengths)
 
     def _place(self, progress: Callable[[str], None]) -> None:
-        """Places the roles on the devices that there are."""
+        """Place the roles on the devices of the cluster."""
         from hybridrl.planner.machine.device_catalog import present
 
         self.feed = self._make_feed()
@@ -243,7 +243,7 @@ class Job:
         self.directory.write_placement(best.to_json())
 
     def _build(self, progress: Callable[[str], None]) -> None:
-        """Builds the workers of the roles where they are placed."""
+        """Build the workers of the roles where they are placed."""
         count = len(self.executor.cluster.devices)
         progress(f"starting workers on {count} device{'s' if count > 1 else ''}")
         from hybridrl.job.worker_groups import build_groups
@@ -251,9 +251,9 @@ class Job:
         self.groups = build_groups(self, self.executor)
 
     def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:
-        """Makes again what can be lost: `executor`, `placement`, `plan`, `groups` and `feed`, which
-        is at its beginning; on as many devices as before, or on fewer if `recover.min_devices`
-        allows it. Handles and batches of before are of no use any more.
+        """Rebuild what a loss destroys: `executor`, `placement`, `plan`, `groups`, and `feed`,
+        which starts from its beginning. The job gets as many devices as before, or fewer if
+        `recover.min_devices` allows it. Earlier handles and batches become invalid.
 
         Raises:
             LostError: if something is lost meanwhile.
@@ -274,20 +274,20 @@ class Job:
             raise WorkerError(f"The workers could not be started again: {error}") from error
 
     def may_grow(self) -> bool:
-        """Whether a restart would bring devices back, after the job went on with fewer."""
+        """Return whether a restart would bring devices back after the job continued with fewer."""
         return self._devices.may_grow()
 
     def keep_copies(self) -> Location | None:
-        """Has a process on each node that keeps copies of checkpoints in its memory, and gives the
-        folder of what they keep; None without `checkpoint.memory_copies`."""
+        """Start a process on each node that keeps copies of checkpoints in its memory, and return
+        the folder of the copies; None without `checkpoint.memory_copies`."""
         return self._devices.keep_copies()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """In good order every call is done before the workers end, and what failed is raised, also
-        where nobody has asked."""
+        """Wait for every call, raise failures whose handles nobody has waited for, and close. After
+        an exception, close at once."""
         try:
             if error is None and self.executor.takes_calls:
                 self.executor.settle()
@@ -298,24 +298,24 @@ class Job:
             self._end(error)
 
     def put(self, batch: Batch) -> BatchRef:
-        """Hands a batch of the driver's to the workers; see `Executor.put`."""
+        """Store a batch of the driver for the workers; see `Executor.put`."""
         return self.executor.put(batch)
 
     def next_batch(self) -> BatchRef:
-        """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
-        or pairs."""
+        """Return the rows of the next step: prompts, numbered in the column `group_id`, or
+        examples, or pairs."""
         return self.feed.next_batch()
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
-        """Prompts with right responses, for one supervised update of this weight."""
+        """Return prompts with reference responses for one supervised update of this weight."""
         return self.feed.next_examples(coefficient)
 
     def make_trainer(self) -> Trainer:
-        """The driver program that `trainer.name` asks for."""
+        """Build the driver program named by `trainer.name`."""
         return self.trainer_class(self.config, self.groups, self.sampling, self.feed)
 
     def accuracy(self) -> float:
-        """Share of the held-out prompts whose greedy answer is right.
+        """Return the share of held-out prompts whose greedy response is correct.
 
         Raises:
             DataError: if there are no held-out prompts.
@@ -332,7 +332,7 @@ class Job:
         return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
 
     def write_settings(self) -> None:
-        """Writes `config.yaml`, for who resumes the run: from now on it is of this job."""
+        """Write `config.yaml` for later resumes; from now on the folder belongs to this job."""
         if self._state is not None:
             self._state.begin()
         self.directory.write_config(to_yaml(self._as_asked or self.config))
@@ -344,12 +344,13 @@ class Job:
             writer.write(step, metrics)
 
     def close(self) -> None:
-        """Ends workers, and Ray if it was started here. Leaves nothing in shared memory. A part
-        that fails to close keeps no other from being closed."""
+        """End the workers, and Ray if it was started here, and remove everything from shared
+        memory. A part that fails to close does not keep the others from closing."""
         self._end(None)
 
     def _end(self, error: BaseException | None) -> None:
-        """Notes how the run has ended, first, for to close may take long; closes everything."""
+        """Record how the run ended, then close everything. The record comes first because closing
+        may take long."""
         self._outcome, _ = outcome_of(error)
         try:
             if self._state is not None and self._state.end(error):
@@ -384,7 +385,7 @@ class Job:
         return self._devices.executor()
 
     def _load(self, progress: Callable[[str], None]) -> None:
-        """Model folder, tokenizer and data, and what follows from their sizes."""
+        """Load model folder, tokenizer and data, and derive what depends on their sizes."""
         from hybridrl.evaluation.loaded_sets import EvalSet
         from hybridrl.planner.computation_dtype import kind_here, with_dtype
         from hybridrl.planner.job_start import count_models
@@ -432,14 +433,14 @@ class Job:
         return Feed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
 
     def publish(self) -> None:
-        """Has the next samples come from the newest weights, however old `placement.staleness`
-        allows them to be."""
+        """Send the newest weights to the generator before the next samples, whatever age
+        `placement.staleness` allows."""
         if self.placement.is_separated:
             self.groups["actor"].publish()
 
 
 def _new_name() -> str:
-    """Of what workers have in shared memory; those that come after them have another."""
+    """Return a name for the workers' shared memory that later workers do not share."""
     return f"hybridrl-{os.getpid()}-{int(time.time())}"
 
 

@@ -177,7 +177,7 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> tuple[JobData, dict[
 
 
 def remarks_on(config: Config, kind: str, rows: JobData) -> list[str]:
-    """What the user should know of few rows: that a step repeats them, and that none are held out.
+    """Return remarks on small data sets: a step repeats rows, or none can be held out.
 
     Args:
         kind: As of `Trainer.DATA`.
@@ -226,13 +226,14 @@ def _report_on(
 
 
 def model_folder(config: Config, run: Path) -> str:
-    """Folder or hub name of the model; a tiny one is made in the run's folder if none is named."""
+    """Return the folder or hub name of the model; if none is named, make a tiny model in the run's
+    folder."""
     return config.model.path or str(_make_tiny_model(config, run / "initial_model"))
 
 
 def tiny_tokenizer(config: Config) -> Any:
-    """That of the tiny model: it knows the characters of the built-in task; with an environment, or
-    an endpoint, those of English texts, and has a chat template."""
+    """Build the tokenizer of the tiny model. It has the characters of the built-in task or, with an
+    environment or an endpoint, those of English text and a chat template."""
     talks = config.environment.name is not None or config.rollout.serve
     if talks or config.data.task == ENVIRONMENT:
         return build_tokenizer(TEXT, chat=True)

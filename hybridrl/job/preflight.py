@@ -99,7 +99,7 @@ def _plan(config: Config, roles: Mapping[str, RoleSpec], found: JobInputs | None
 
 
 def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
-    """Models and data that cannot be looked at here, and why, as sentences by their paths."""
+    """Return a sentence for each model or data path that cannot be read here, by path."""
     named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     named["data.path"] = config.data.path
     if not config.data.task:

@@ -48,7 +48,7 @@ Keywords = Mapping[str, Any]
 
 
 class Built(Protocol):
-    """What a job has when its workers are built."""
+    """The parts of a job that its workers are built from."""
 
     config: Config
     name: str
@@ -62,7 +62,8 @@ class Built(Protocol):
 
 
 def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
-    """Every role's group, its workers ready; roles that another one plays have that one's."""
+    """Build the worker group of every role and wait until its workers are ready. A role that
+    another role plays gets that role's group."""
     groups: dict[str, Any] = {}
     for role, place in job.placement.roles.items():
         worker_class, keywords = worker_of(role, job)
@@ -79,7 +80,7 @@ def build_groups(job: Built, executor: Executor) -> dict[str, Any]:
 
 
 def check_planned_faults(job: Built) -> None:
-    """Refuses planned faults that the workers to be built would never meet.
+    """Check that every injected fault belongs to a call of this job's workers.
 
     Raises:
         ConfigError: names the role, the method or the rank that is not there.
@@ -106,7 +107,7 @@ def _joined_actor(
 
 
 def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:
-    """The worker class of a role, and the keywords that it is built with."""
+    """Return the worker class of a role and the keyword arguments it is built with."""
     if role == GENERATOR:
         return GeneratorWorker, _generator(job)
     spec = job.roles[role]
@@ -120,7 +121,8 @@ def worker_of(role: str, job: Built) -> tuple[type[Worker], Keywords]:
 
 
 def _training(job: Built, role: str) -> ActorConfig:
-    """The settings of a model, cut as its place says."""
+    """Return the training settings of a role's model, with its own optimizer and its placement's
+    parallelism."""
     actor = job.config.actor
     if job.roles[role].path(role, job.config) is not None:  # adapters of the policy's model
         actor = replace(actor, lora=replace(actor.lora, path=None))
@@ -169,7 +171,8 @@ def _actor(job: Built, role: str) -> Keywords:
 
 
 def _adapters(config: Config) -> LoraSettings | None:
-    """Of those that go to the generator as they are."""
+    """Return the LoRA settings of adapters that are sent to the generator separately; None if all
+    weights are sent."""
     return config.actor.lora if config.rollout.adapters == "separate" else None
 
 
@@ -269,4 +272,5 @@ KINDS: dict[str, tuple[type[Worker], Callable[[Built, str], Keywords]]] = {
     "cost": (RewardWorker, partial(_scores, kind="cost")),
     "reward_model": (RewardModelWorker, _reward_model),
 }
-"""The class and the usual keywords of each kind of `hybridrl.trainers.role_spec.KINDS`."""
+"""The worker class and default keyword arguments of each kind of
+`hybridrl.programs.role_spec.WORKER_DEFAULTS`."""

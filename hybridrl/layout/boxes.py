@@ -1,4 +1,4 @@
-"""Boxes: parts of a tensor that are a range in every dim.
+"""Boxes: parts of a tensor that are one range in every dim.
 
 What one rank holds of a tensor is a few boxes, however the tensor was cut. All functions are pure
 and count in elements.
@@ -22,22 +22,22 @@ Cut = Callable[[int, int, int], tuple[int, int]]
 
 
 def whole(shape: Iterable[int]) -> Box:
-    """The box that holds all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return tuple((0, length) for length in shape)
 
 
 def extent(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
+    """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
+    """Return the number of elements of a box."""
     return math.prod([stop - start for start, stop in box])
 
 
 def intersection(first: Box, second: Box) -> Box | None:
-    """The elements that two boxes of one tensor share; None if there are none."""
+    """Return the box of elements that two boxes of one tensor share; None if there are none."""
     shared = []
     for (start, stop), (other_start, other_stop) in zip(first, second, strict=True):
         low = start if start > other_start else other_start
@@ -49,13 +49,13 @@ def intersection(first: Box, second: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """A box counted from the first corner of one that it lies in."""
+    """Return a box in the coordinates of the outer box that contains it."""
     pairs = zip(box, outer, strict=True)
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
-    """Disjoint boxes, two per dim at most, of what is in `box` and not in `hole`."""
+    """Return disjoint boxes, at most two per dim, that cover `box` without `hole`."""
     shared = intersection(box, hole)
     if shared is None:
         return [box] if volume(box) else []
@@ -71,7 +71,7 @@ def subtract(box: Box, hole: Box) -> list[Box]:
 
 
 def subtract_all(box: Box, holes: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes of what is in `box` and in none of `holes`."""
+    """Return disjoint boxes that cover `box` without any of `holes`."""
     left = [box] if volume(box) else []
     for hole in holes:
         left = [part for piece in left for part in subtract(piece, hole)]
@@ -79,7 +79,7 @@ def subtract_all(box: Box, holes: Iterable[Box]) -> list[Box]:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Disjoint boxes that together hold what any of `boxes` holds."""
+    """Return disjoint boxes that cover the union of `boxes`."""
     found: list[Box] = []
     for box in boxes:
         found += subtract_all(box, found)
@@ -87,7 +87,8 @@ def disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements ``[start, stop)`` of the flattened tensor: at most ``2 * ndim - 1`` boxes.
+    """Return the boxes, at most `2 * ndim - 1`, that cover elements `[start, stop)` of the
+    flattened tensor.
 
     The boxes come in the order of the elements and each is one run of them, so a flat shard is
     these boxes one after the other.
@@ -123,8 +124,8 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
 
 
 def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Where a box lies in the flattened tensor: (first element, number of elements) of each run, in
-    order and as few as there are."""
+    """Yield the contiguous runs of a box in the flattened tensor as (first element, number of
+    elements), in order and as few as possible."""
     if not volume(box):
         return
     last = len(shape)  # the dims from here on are whole, so a run goes through them
@@ -144,8 +145,8 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
 
 
 def windows(box: Box, most: int) -> Iterator[Box]:
-    """The box in parts of at most `most` elements, at least 1, in the order of its elements: each
-    is cut along the first dims, so that it has the longest runs."""
+    """Split a box into parts of at most `most` elements (at least 1), in the order of its elements.
+    Cuts go along the first dims, which keeps runs long."""
     size = volume(box)
     if size <= most:
         if size:
@@ -159,14 +160,15 @@ def windows(box: Box, most: int) -> Iterator[Box]:
 
 
 def chunk_range(length: int, index: int, count: int) -> tuple[int, int]:
-    """The rule of `torch.chunk`, and so of DTensor and FSDP2: every part has ``ceil(length /
-    count)`` elements until none are left; the last parts may be smaller or empty."""
+    """Return the range of part `index` of `count` by the rule of `torch.chunk`, DTensor and FSDP2:
+    every part has `ceil(length / count)` elements until none are left; the last parts may be
+    smaller or empty."""
     size = -(-length // count)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 class Place(NamedTuple):
-    """Where a box begins in a local tensor."""
+    """The offset of a box in a local tensor."""
 
     tensor: str
     start: tuple[int, ...]
@@ -187,13 +189,13 @@ class Piece(NamedTuple):
     start: tuple[int, ...]
 
     def at(self, box: Box) -> Place:
-        """Where a smaller box inside this one begins."""
+        """Return the offset of a smaller box inside this piece."""
         inner = zip(self.start, self.box, box, strict=True)
         return Place(self.tensor, tuple(at + low - start for at, (start, _), (low, _) in inner))
 
 
 class Part(NamedTuple):
-    """A tensor that is all, or a box, of another one.
+    """A tensor that is all of another tensor, or a box of it.
 
     Attributes:
         of: The other one's global name.
@@ -209,7 +211,8 @@ class Part(NamedTuple):
     piece: Callable[[Piece], Piece | None]
 
     def pieces(self, held: Iterable[Piece]) -> tuple[Piece, ...]:
-        """What is in the part of all that a rank holds of the whole."""
+        """Return the pieces of this tensor that a rank holds, given its pieces of the source
+        tensor."""
         return tuple(piece for piece in map(self.piece, held) if piece is not None)
 
 
@@ -218,14 +221,14 @@ OfRank = Mapping[str, tuple[Piece, ...]]
 
 
 def local_pieces(name: str, box: Box) -> tuple[Piece, ...]:
-    """The pieces of a rank whose local tensor, of the same name, is this box; none if it is
-    empty."""
+    """Return the pieces of a rank whose local tensor, of the same name, is this box; none if the
+    box is empty."""
     return (Piece(box, name, (0,) * len(box)),) if volume(box) else ()
 
 
 @dataclass(frozen=True, eq=False)
 class PieceTable(Mapping[int, OfRank]):
-    """By rank the pieces of tensors, of which many lie alike.
+    """A table of pieces by rank and tensor that stores equal columns once.
 
     A model's layers are cut alike, so there are few different columns, however many tensors and
     ranks it has: 70 billion parameters on 1,024 ranks take 10 MiB.
@@ -251,22 +254,21 @@ class PieceTable(Mapping[int, OfRank]):
         return len(self.ranks)
 
     def holders(self, name: str) -> dict[int, tuple[Piece, ...]]:
-        """By rank the pieces of one tensor, of those ranks that hold any of it."""
+        """Return the pieces of one tensor by rank, for the ranks that hold any of it."""
         begin, column = self.tensors[name]
         pairs = zip(self.ranks, self.columns[column], strict=True)
         return {rank: _named(begin, pieces) for rank, pieces in pairs if pieces}
 
     def tensor(self, name: str, rank: int, number: int) -> str:
-        """The local tensor of one of the pieces of a rank."""
+        """Return the name of the local tensor that holds one of a rank's pieces."""
         begin, column = self.tensors[name]
         return begin + self.columns[column][self._places[rank]][number].tensor
 
     def shifted(self, by: int) -> PieceTable:
-        """The same on ranks numbered from `by`."""
+        """Return the table with ranks numbered from `by`."""
         return PieceTable(tuple(rank + by for rank in self.ranks), self.columns, self.tensors)
 
     def parts(self, parts: Mapping[str, Part]) -> PieceTable:
-        """See `Layout.parts`."""
         columns: dict[tuple[int, Hashable], int] = {}
         found: list[tuple[tuple[Piece, ...], ...]] = []
         tensors = {}
@@ -292,7 +294,7 @@ class PieceTable(Mapping[int, OfRank]):
 
 @dataclass(frozen=True, eq=False)
 class _Row(Mapping[str, tuple[Piece, ...]]):
-    """What one rank of a table holds, made when it is asked for."""
+    """The pieces of one rank of a table, built on access."""
 
     table: PieceTable
     place: int

@@ -1,4 +1,5 @@
-"""Cells: parts of a tensor that the same ranks hold and the same ranks need, whole."""
+"""Cells: parts of a tensor that are held as a whole by the same ranks and needed as a whole by the
+same ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from hybridrl.layout.boxes import Box, intersection, subtract, volume
 
 
 class Cell(NamedTuple):
-    """A part of a tensor.
+    """A part of a tensor with the ranks that hold it and the boxes that need it.
 
     Attributes:
         holders: The ranks that hold all of it; no other holds any of it.
@@ -23,8 +24,8 @@ class Cell(NamedTuple):
 
 
 def find_cells(held: Mapping[int, Sequence[Box]], wanted: Sequence[Box]) -> list[Cell]:
-    """The cells of everything that is both held and wanted: disjoint, in order, the same whatever
-    the order of the ranks.
+    """Return the cells of everything that is both held and wanted. They are disjoint, sorted, and
+    do not depend on the order of the ranks.
 
     Args:
         held: By rank.
@@ -53,7 +54,7 @@ def find_cells(held: Mapping[int, Sequence[Box]], wanted: Sequence[Box]) -> list
 
 
 def _atoms(held: Mapping[int, Sequence[Box]]) -> list[tuple[Box, tuple[int, ...]]]:
-    """Disjoint boxes of everything that is held, each with the ranks that hold all of it."""
+    """Return disjoint boxes that cover everything held, each with the ranks that hold all of it."""
     by_box: dict[Box, list[int]] = {}
     for rank in sorted(held):
         for box in dict.fromkeys(held[rank]):
@@ -79,8 +80,9 @@ def _atoms(held: Mapping[int, Sequence[Box]]) -> list[tuple[Box, tuple[int, ...]
 
 
 def _is_grid(boxes: list[Box]) -> bool:
-    """Whether different boxes are disjoint because in every dim different ranges are. It is enough
-    that they are, not necessary; boxes that come of cutting evenly are."""
+    """Return whether boxes form a grid: in every dim, different ranges are disjoint. That is
+    sufficient for different boxes to be disjoint, not necessary; boxes from even cuts satisfy
+    it."""
     for ranges in zip(*boxes, strict=True):
         ordered = sorted(set(ranges))
         if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):

@@ -1,4 +1,5 @@
-"""Which place each rank has in training and in generation: the numbering of the 3D-HybridEngine.
+"""The rank numbering of the 3D-HybridEngine: the coordinates of each rank in training and in
+generation.
 
 Training runs on (pp, tp, dp), generation on (rollout_pp, rollout_tp); all ranks do both. Where the
 generation sizes divide the training sizes, each training replica becomes ``micro_dp = pp * tp /
@@ -16,7 +17,7 @@ from hybridrl.layout.rank_mesh import Coordinate, Mesh
 
 @dataclass(frozen=True)
 class HybridMesh:
-    """The nested arrangement: every training shard lies inside its rank's generation shard.
+    """A mesh on which every rank's training shard lies inside its generation shard.
 
     A generation replica is `rollout_tp` consecutive ranks for each stage, one stage after the
     other, as vLLM wants them. What makes the shards nest is the order of the training ranks: tensor
@@ -49,18 +50,18 @@ class HybridMesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.pp * self.tp * self.dp
 
     @property
     def micro_dp(self) -> int:
-        """Generation replicas in one training replica."""
+        """The number of generation replicas in one training replica."""
         return self.pp * self.tp // (self.rollout_pp * self.rollout_tp)
 
     def coordinates(self, rank: int) -> dict[str, Coordinate]:
-        """Where `rank` stands on the axes `dp`, `pp`, `tp` of training, `rollout_dp`, `rollout_pp`,
-        `rollout_tp` of generation, and `micro_dp`: which of its training replica's generation
-        replicas it belongs to."""
+        """Return the coordinates of `rank` on the training axes `dp`, `pp`, `tp`, on the generation
+        axes `rollout_dp`, `rollout_pp`, `rollout_tp`, and on `micro_dp`, which numbers the
+        generation replicas inside a training replica."""
         at = {axis: place.index for axis, place in self._grid.coordinates(rank).items()}
         inner_pp, inner_tp = self.pp // self.rollout_pp, self.tp // self.rollout_tp
         return self._place(
@@ -73,8 +74,8 @@ class HybridMesh:
         )
 
     def training_ranks(self) -> list[list[list[int]]]:
-        """Ranks by their places in training, ``[dp][pp][tp]``: what a torch `DeviceMesh` with these
-        three axes is made of."""
+        """Return the ranks at their training coordinates, `[dp][pp][tp]`, as torch's `DeviceMesh`
+        takes them."""
         ranks = [[[-1] * self.tp for _ in range(self.pp)] for _ in range(self.dp)]
         for rank in range(self.size):
             at = self.coordinates(rank)

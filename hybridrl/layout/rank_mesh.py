@@ -1,4 +1,4 @@
-"""Named mesh axes: which coordinate a rank has on which axis.
+"""Named mesh axes and the coordinate of each rank on them.
 
 An *axis* belongs to a mesh, a *dim* to a tensor. The axes in use: `dp` (data), `ring` and `ulysses`
 (sequence), `pp` (pipeline), `tp` (tensor) for training; `rollout_dp`, `rollout_tp` for generation.
@@ -16,7 +16,7 @@ from hybridrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A place on one axis: `index` of `size`."""
+    """A coordinate on one axis: `index` of `size`."""
 
     index: int
     size: int
@@ -24,7 +24,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks.
+    """A grid of ranks with named axes.
 
     Attributes:
         axes: Axis name to size, outermost first; the last axis varies fastest over the grid.
@@ -36,16 +36,16 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return math.prod(self.axes.values())
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The rank at each place, row by row."""
+        """The rank at each position of the grid, row by row."""
         return self.ranks or tuple(range(self.size))
 
     def coordinates(self, rank: int) -> dict[str, Coordinate]:
-        """Where `rank` stands on every axis."""
+        """Return the coordinate of `rank` on every axis."""
         if rank not in self.grid:
             raise ConfigError(f"Rank {rank} is not on a mesh of {self.size} ranks ({self.axes}).")
         place = self.grid.index(rank)
@@ -56,7 +56,8 @@ class Mesh:
         return dict(reversed(list(found.items())))
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The ranks in groups that differ on these axes only, each in the order of the grid."""
+        """Return the groups of ranks that differ on these axes only, each in the order of the
+        grid."""
         indices = itertools.product(*(range(size) for size in self.axes.values()))
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, index in zip(self.grid, indices, strict=True):

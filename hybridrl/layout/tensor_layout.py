@@ -1,4 +1,5 @@
-"""Which rank holds which part of every tensor, and what must move from one layout to another.
+"""Tensor layouts, which say which part of every tensor each rank holds, and the transfer plans
+between them.
 
 Bringing weights from training to generation, weights between separate groups, checkpoints on
 another number of ranks and elastic restarts are all a plan (`layout.transfer_planner`) between two
@@ -28,8 +29,8 @@ from hybridrl.layout.boxes import (
 
 
 class Move(NamedTuple):
-    """A box of a global tensor that rank `sender` has and all `receivers` need, each at the same
-    place of its own memory."""
+    """A box of a global tensor to send from rank `sender` to all `receivers`, which store it at the
+    same offset of their local tensors."""
 
     name: str
     box: Box
@@ -39,7 +40,7 @@ class Move(NamedTuple):
     target: Place
 
     def part(self, box: Box) -> Move:
-        """The same move of a smaller box inside this one."""
+        """Return the same move restricted to a smaller box inside this one."""
         source = Piece(self.box, *self.source).at(box)
         target = Piece(self.box, *self.target).at(box)
         return Move(self.name, box, self.sender, self.receivers, source, target)
@@ -47,7 +48,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which part of every tensor each rank holds.
+    """A map from ranks to the pieces of every tensor that they hold.
 
     Attributes:
         shapes: The global tensors, by their names in a checkpoint.
@@ -59,24 +60,25 @@ class Layout:
     pieces: Mapping[int, OfRank]
 
     def of(self, rank: int) -> Layout:
-        """The layout of one rank alone."""
+        """Return the layout of one rank alone."""
         here = self.pieces.get(rank)
         return Layout(self.shapes, {} if here is None else {rank: here})
 
     def holders(self, name: str) -> Mapping[int, tuple[Piece, ...]]:
-        """By rank the pieces of one tensor."""
+        """Return the pieces of one tensor by rank."""
         if isinstance(self.pieces, PieceTable):
             return self.pieces.holders(name)
         return {rank: held for rank, here in self.pieces.items() if (held := here.get(name))}
 
     def tensor(self, name: str, rank: int, number: int) -> str:
-        """The local tensor of one of a rank's pieces."""
+        """Return the name of the local tensor that holds one of a rank's pieces."""
         if isinstance(self.pieces, PieceTable):
             return self.pieces.tensor(name, rank, number)
         return self.pieces[rank][name][number].tensor
 
     def kind(self, name: str) -> Hashable:
-        """The same for tensors that lie alike, in local tensors of whatever name."""
+        """Return a key that is equal for tensors sharded alike, whatever their local tensors are
+        called."""
         if isinstance(self.pieces, PieceTable):
             return self.pieces.tensors[name][1]
         return tuple(
@@ -85,13 +87,15 @@ class Layout:
         )
 
     def shifted(self, by: int) -> Layout:
-        """The same layout on ranks numbered from `by`, for a plan between separate groups."""
+        """Return the layout with ranks numbered from `by`, for a plan between separate worker
+        groups."""
         if isinstance(self.pieces, PieceTable):
             return Layout(self.shapes, self.pieces.shifted(by))
         return Layout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
 
     def renamed(self, names: Mapping[str, str]) -> Layout:
-        """The tensors that have a new name in `names`, under it and in its order."""
+        """Return the layout of the tensors named in `names`, under their new names and in its
+        order."""
         parts = {
             new: Part(name, self.shapes[name], "whole", lambda piece: piece)
             for name, new in names.items()
@@ -108,7 +112,7 @@ class Layout:
         )
 
     def parts(self, parts: Mapping[str, Part]) -> Layout:
-        """Tensors that are made of those of this layout, by name."""
+        """Return the layout of tensors derived from those of this layout, by name."""
         shapes = {name: part.shape for name, part in parts.items()}
         if isinstance(self.pieces, PieceTable):
             return Layout(shapes, self.pieces.parts(parts))
@@ -142,7 +146,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Plan:
-    """What brings tensors from one layout to another.
+    """The moves and copies that bring tensors from one layout to another.
 
     Attributes:
         moves: Between ranks.
@@ -153,7 +157,7 @@ class Plan:
     copies: tuple[Move, ...]
 
     def received(self) -> Counter[int]:
-        """Elements that each rank gets from others."""
+        """Return the number of elements that each rank receives from others."""
         found: Counter[int] = Counter()
         for move in self.moves:
             size = volume(move.box)
@@ -162,14 +166,14 @@ class Plan:
         return found
 
     def sent(self) -> Counter[int]:
-        """Elements that each rank gives to others."""
+        """Return the number of elements that each rank sends to others."""
         found: Counter[int] = Counter()
         for move in self.moves:
             found[move.sender] += volume(move.box) * len(move.receivers)
         return found
 
     def of(self, rank: int) -> Plan:
-        """The part of the plan that a rank takes part in."""
+        """Return the moves and copies that one rank takes part in."""
         moves = (m for m in self.moves if m.sender == rank or rank in m.receivers)
         return Plan(tuple(moves), tuple(m for m in self.copies if m.sender == rank))
 
@@ -185,7 +189,7 @@ class Plan:
 
 
 def join(layouts: Iterable[Layout]) -> Layout:
-    """One layout of what several say, such as every rank of itself.
+    """Merge several layouts into one, such as one from every rank.
 
     Raises:
         LayoutError: if two of them give a tensor different shapes, or speak of the same rank.
@@ -202,7 +206,7 @@ def join(layouts: Iterable[Layout]) -> Layout:
 
 
 def check_shape(name: str, first: Sequence[int], second: Sequence[int]) -> None:
-    """Refuses layouts that give a tensor different shapes."""
+    """Raise `LayoutError` if two layouts give a tensor different shapes."""
     if tuple(first) != tuple(second):
         raise LayoutError(
             f"Tensor `{name}` has shape {tuple(first)} in one layout and {tuple(second)} in the "
@@ -229,15 +233,16 @@ _NOTHING: OfRank = {}
 
 
 def peak(*layouts: Layout) -> dict[int, int]:
-    """Elements on each rank that has all these layouts at once, sharing what they have in common:
-    the peak of a change from one to another, without its buffers. Of one layout: what it holds."""
+    """Return for each rank the number of elements that it holds if it holds all these layouts at
+    once, shared elements counted once: the peak of a transfer from one to the other without its
+    buffers. For one layout, what it holds."""
     ranks = sorted({rank for layout in layouts for rank in layout.pieces})
     return {rank: _count(layout.pieces.get(rank, _NOTHING) for layout in layouts) for rank in ranks}
 
 
 def redundant(source: Layout, target: Layout) -> dict[int, int]:
-    """Elements on each rank of the source layout that are no part of what the target layout keeps
-    there: what it costs to hold the first beside the second."""
+    """Return for each rank the number of elements of the source layout that the target layout does
+    not hold there: the cost of keeping the source beside the target."""
     found = {}
     for rank, here in source.pieces.items():
         kept = target.pieces.get(rank, _NOTHING)

@@ -1,4 +1,4 @@
-"""Which elements of a tensor a view of it shows, told by its place and strides alone.
+"""The elements of a tensor that a view of it shows, derived from its offset and strides alone.
 
 Code that only slices, splits and copies tensors can so be asked what it does with their elements,
 without any memory: it is run with tensors on torch's meta device.
@@ -12,8 +12,8 @@ from hybridrl.layout.boxes import Box
 
 
 def view_box(view: Tensor, whole: Tensor) -> Box | None:
-    """The box of the contiguous tensor `whole` that `view` shows, or None if it shows another
-    choice or order of elements. A view may lack first dims, of which it shows one index."""
+    """Return the box of the contiguous tensor `whole` that `view` shows; None if it shows another
+    selection or order of elements. A view may lack leading dims, of which it shows one index."""
     lacking = whole.ndim - view.ndim
     if lacking < 0 or view.dtype != whole.dtype:
         return None
@@ -34,5 +34,6 @@ def view_box(view: Tensor, whole: Tensor) -> Box | None:
 
 
 def storage(tensor: Tensor) -> int:
-    """Of tensors that are alive, the same number means the same memory, real or not."""
+    """Return an identifier of the tensor's storage, real or on the meta device; unique among
+    tensors that are alive."""
     return int(tensor.untyped_storage()._cdata)

@@ -1,4 +1,4 @@
-"""Where each rank stands while a model is trained, given how it is cut and how it generates."""
+"""The mesh on which a model is trained, from its parallel sizes and those of generation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ parameters, or share them."""
 
 
 def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -> Mesh:
-    """The mesh (dp, ring, ulysses, pp, tp) of a model over `devices` ranks.
+    """Build the mesh (dp, ring, ulysses, pp, tp) of a model over `devices` ranks.
 
     What a rank trains is part of what it generates with; see `HybridMesh`. Where generation cuts
     finer than training (`rollout_tp` is a multiple of `tp`) that cannot be, and ranks are numbered
@@ -41,7 +41,7 @@ def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -
 
 
 def devices_of(parallel: ParallelConfig) -> int:
-    """Devices that one data-parallel part of a model is cut over."""
+    """Return the number of devices that one data-parallel replica of a model is split over."""
     return parallel.ring * parallel.ulysses * parallel.pp * parallel.tp
 
 
@@ -52,7 +52,7 @@ def check_sizes(
     setting: str = "actor.parallel",
     rollout_setting: str = "rollout.parallel.tp",
 ) -> None:
-    """Refuses products that do not fit the devices, or each other.
+    """Check that the parallel sizes fit the number of devices and each other.
 
     Args:
         setting, rollout_setting: That say how the model is cut, and over how many ranks while it
@@ -103,7 +103,7 @@ def check_sizes(
 
 
 def _check_weights(parallel: ParallelConfig, setting: str) -> None:
-    """Refuses differences of weights where they are not gathered, or not only by FSDP."""
+    """Check that compressed weight gathers are used only where FSDP alone gathers weights."""
     said = f"{setting}.weights={parallel.weights}"
     if parallel.shards == 1:
         raise ConfigError(

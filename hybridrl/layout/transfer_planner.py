@@ -1,4 +1,4 @@
-"""What must move from one layout to another, all of it or what one rank takes part in.
+"""The planner of transfers between two layouts, for all ranks or for one.
 
 A rank of a thousand works out its own moves only, and all ranks agree without a word: who sends
 what depends on nothing but the ranks that hold a cell and those that need it, and all of these see
@@ -19,7 +19,7 @@ from hybridrl.layout.tensor_layout import Layout, Move, Plan, check_shape
 
 
 def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
-    """What to move so that every element of `target` is written once.
+    """Plan the moves and copies that write every element of `target` once.
 
     An element that a rank has is copied there; any other is sent by one rank that has it, so no
     plan moves less. (A target that holds an element in two places on one rank gets it twice.)
@@ -44,14 +44,14 @@ def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
 
 
 class _Alike(NamedTuple):
-    """Ranks, ascending, that need the same."""
+    """Ranks, in ascending order, that need the same pieces."""
 
     ranks: tuple[int, ...]
     pieces: OfRank
 
 
 class _Need(NamedTuple):
-    """Ranks that need a cell at the same place.
+    """Ranks that need a cell at the same offset.
 
     Attributes:
         alike, piece: The class of the first of them, and which of its pieces has the place.
@@ -67,7 +67,7 @@ class _Need(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """A cell, and who has to do with it.
+    """A cell with its senders and the ranks that need it.
 
     Attributes:
         sources: By holder, in the order in which they are dealt: which of its pieces has the cell,
@@ -85,7 +85,8 @@ class _Job(NamedTuple):
 
 @dataclass
 class _Dealt:
-    """Of all cells of the same peers: their elements, and those that were dealt before."""
+    """A count of elements over all cells with the same senders and receivers: in total, and
+    assigned so far."""
 
     total: int = 0
     before: int = 0
@@ -105,7 +106,7 @@ class _Planner:
         self._jobs: list[tuple[str, list[_Job]]] = []
 
     def look_at(self, name: str) -> None:
-        """Notes the cells of a tensor."""
+        """Add the cells of a tensor to the plan."""
         tensors: dict[str, int] = {}  # by number: layers are alike but for their names
         wanted = tuple(
             tuple(
@@ -124,7 +125,7 @@ class _Planner:
         self._jobs.append((name, jobs))
 
     def plan(self) -> Plan:
-        """The plan for the tensors looked at."""
+        """Return the plan for all tensors added so far."""
         moves: list[Move] = []
         copies: list[Move] = []
         for name, jobs in self._jobs:
@@ -191,7 +192,7 @@ class _Planner:
     def _receivers_of(
         self, numbers: tuple[int, ...], cell: Cell
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ranks of classes without those that hold the cell, and these."""
+        """Return the ranks of these classes that do not hold the cell, and those that do."""
         key = (numbers, cell.holders)
         if key not in self._receivers:
             ranks = [rank for number in numbers for rank in self._classes[number].ranks]
@@ -202,7 +203,7 @@ class _Planner:
         return self._receivers[key]
 
     def _shares(self, job: _Job) -> Iterator[tuple[int, int, int]]:
-        """Which of those who want a cell each holder serves: `[low, high)` of them.
+        """Yield for each sender the range `[low, high)` of receivers that it serves for a cell.
 
         All cells of the same peers are laid in one line, receiver by receiver, which is cut into as
         many equal parts as there are holders; a cell goes to the part in which its middle lies.
@@ -226,7 +227,7 @@ class _Planner:
             low = high
 
     def _between(self, job: _Job, low: int, high: int) -> Iterator[tuple[_Need, tuple[int, ...]]]:
-        """The receivers `[low, high)` of a cell, by what they need."""
+        """Yield the receivers `[low, high)` of a cell, grouped by need."""
         first = 0
         for need in job.needs:
             start, stop = max(low - first, 0), min(high - first, len(need.receivers))
@@ -270,7 +271,8 @@ class _Planner:
 
 
 def _classes(target: Layout) -> list[_Alike]:
-    """The ranks of a layout by what they need, in the order of the first of each."""
+    """Group the ranks of a layout by the pieces that they need, in the order of their first
+    rank."""
     seen: dict[int, tuple[OfRank, list[int]]] = {}  # by object: many ranks share one
     ranks: dict[Hashable, list[int]] = {}
     pieces: list[OfRank] = []

@@ -1,4 +1,4 @@
-"""Building and loading transformers models, and their forward over packed samples."""
+"""The loading of transformers models, and their forward over packed samples."""
 
 from hybridrl.models.folder_checks import check_complete, check_files
 from hybridrl.models.log_probs import token_log_probs

@@ -1,4 +1,5 @@
-"""What a layer keeps of its forward for its backward: `actor.gradient_checkpointing`."""
+"""Activation checkpointing: what a layer keeps of its forward (`actor.gradient_checkpointing`).
+`actor.gradient_checkpointing`."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _EXPENSIVE = (
 
 
 def set_checkpointing(model: PreTrainedModel, kept: str) -> None:
-    """Has every layer keep so much.
+    """Set the part of its forward that every layer keeps for the backward.
 
     Args:
         kept: `none`: nothing is computed twice, so all is kept. `selective`: results of matrix

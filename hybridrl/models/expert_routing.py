@@ -1,5 +1,4 @@
-"""Routers of mixture-of-experts models: counted, kept in balance, and made to choose again what was
-chosen before.
+"""The routers of mixture-of-experts models: counted, balanced, and made to repeat choices.
 
 A router gives a token its logits over a layer's experts, the experts that it chose, and their
 weights. Hooks on transformers' routers see these and, where that is asked for, change them.
@@ -22,7 +21,7 @@ from hybridrl.models.packing import Packing
 
 @dataclass(frozen=True)
 class Balance:
-    """What the auxiliary loss of a mini-batch needs beforehand.
+    """The numbers that the balancing loss of a mini-batch needs beforehand.
 
     Attributes:
         load: `[layers, experts]`: of all choices of the mini-batch's tokens in a layer, the share
@@ -35,7 +34,7 @@ class Balance:
 
 
 class Routing:
-    """The routers of a model, in the order of its layers.
+    """The routers of a model in the order of its layers, with hooks that count, balance and replay.
 
     The balancing loss is that of Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961, eq. 4 to
     6), averaged over layers: with f_i the share of choices that fall on expert i, P_i the mean of
@@ -70,7 +69,8 @@ class Routing:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Routing | None:
-        """Of a model; None if it has no routers whose arithmetic is known here."""
+        """Return the routers of a model; None if it has none whose arithmetic is known here. None
+        if it has no routers whose arithmetic is known here."""
         routers = find_routers(model)
         config = model.config.get_text_config()
         if not routers or normalises(next(iter(routers.values())), config) is None:
@@ -78,21 +78,20 @@ class Routing:
         return cls(model, routers)
 
     def count(self, device: torch.device) -> None:
-        """Begins to count from nothing."""
+        """Start to count from zero."""
         self._counted = torch.zeros(
             2, self.layers, self.experts, dtype=torch.float64, device=device
         )
 
     def counted(self) -> Tensor:
-        """`[2, layers, experts]`: how often each expert of each layer was chosen since `count`, and
-        the sum of its probabilities, over this rank's tokens and in the layers that it has."""
+        """Return how often each expert was chosen since `start_counting`, and the sum of its
+        probabilities, over this rank's tokens and in its layers, `[2, layers, experts]`."""
         assert self._counted is not None
         found, self._counted = self._counted, None
         return found
 
     def keep_balance(self, balance: Balance | None) -> None:
-        """From now on the forward adds the auxiliary loss to whatever loss is taken of its outputs;
-        None: no more."""
+        """Add the balancing loss in every forward from now on; None stops it. None: no more."""
         self._balance = balance
 
     def _remember(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -141,7 +140,7 @@ class Routing:
 
 
 def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The routers that transformers knows of in a model, by name."""
+    """Return the routers that transformers knows of in a model, by name."""
     recorded = getattr(decoder_of(model), "_can_record_outputs", None) or {}
     kind = getattr(recorded.get("router_logits"), "target_class", None)
     if kind is None:
@@ -150,8 +149,8 @@ def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def normalises(router: nn.Module, config: PretrainedConfig) -> bool | None:
-    """Whether the weights of the chosen experts are made to add up to 1, by trial of a router like
-    this one; None if they are no softmax over the experts in either way."""
+    """Return whether the chosen experts' weights add up to 1, by trial; None if no softmax. None if
+    they are no softmax over the experts in either way."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(0)
         try:
@@ -167,7 +166,7 @@ def normalises(router: nn.Module, config: PretrainedConfig) -> bool | None:
 
 
 def check_routing(config: PretrainedConfig, setting: str, path: str) -> None:
-    """Refuses a setting that needs routers, for a model without any that are known here.
+    """Refuse a setting that needs routers, for a model without any that are known here.
 
     Raises:
         ConfigError: names the setting.
@@ -182,7 +181,7 @@ def check_routing(config: PretrainedConfig, setting: str, path: str) -> None:
 
 
 def figures(counted: Tensor, chosen: int) -> dict[str, float]:
-    """What is shown of an update's routing.
+    """Compute the metrics of an update's routing.
 
     Args:
         counted: As `Routing.counted`, of all tokens of the mini-batch.
@@ -206,7 +205,7 @@ def figures(counted: Tensor, chosen: int) -> dict[str, float]:
 
 
 def balance_of(counted: Tensor, chosen: int, weight: float) -> Balance:
-    """What the auxiliary loss needs, of all tokens of a mini-batch; see `figures`."""
+    """Compute what the balancing loss needs from the counts of a mini-batch."""
     counts = counted[0]
     choices = counts.sum(1, keepdim=True).clamp(min=1.0)
     tokens = float(choices.max()) / chosen
@@ -215,7 +214,7 @@ def balance_of(counted: Tensor, chosen: int, weight: float) -> Balance:
 
 
 def _layer_of(model: PreTrainedModel, name: str, kinds: set[str]) -> nn.Module:
-    """The decoder layer that a router is in."""
+    """Return the decoder layer that a router is in."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         layer = model.get_submodule(".".join(parts[:end]))
@@ -230,12 +229,12 @@ def _scores(logits: Tensor, chosen: Tensor, normalise: bool) -> Tensor:
 
 
 def _is_backward() -> bool:
-    """Whether a backward is under way: then a forward is one of gradient checkpointing's."""
+    """Return whether a backward is under way; a forward is then one of gradient checkpointing."""
     return torch._C._current_graph_task_id() != -1
 
 
 class _WithLoss(torch.autograd.Function):
-    """Adds a loss to the one that will be taken of `values`, wherever that is done."""
+    """An autograd function that adds a loss to whatever loss is taken of `values`."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:

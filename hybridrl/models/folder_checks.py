@@ -1,4 +1,4 @@
-"""Whether a folder holds the model that its config.json describes, found without reading a weight.
+"""Checks that a folder holds the model that its config.json describes, without reading a weight.
 
 transformers makes up what a folder lacks, with a table in the log; a model that is trained, or that
 scores, must not go on with random numbers.
@@ -29,7 +29,7 @@ _PATTERNS = ("*.safetensors", "*.bin")
 
 
 def check_files(path: str, setting: str) -> None:
-    """Looks at the beginnings and lengths of the files of weights.
+    """Check the beginnings and lengths of the files of weights.
 
     Args:
         setting: Names the folder, for messages.
@@ -58,7 +58,7 @@ def check_files(path: str, setting: str) -> None:
 def check_complete(
     path: str, setting: str, config: PretrainedConfig, *, scalar: bool, needs_head: bool
 ) -> None:
-    """Compares names and shapes in the headers of a folder's files with its config.json.
+    """Compare names and shapes in the headers of a folder's files with its config.json.
 
     Args:
         setting: Names the folder, for messages.
@@ -106,7 +106,7 @@ def check_complete(
 
 
 def refuse_made_up(report: Mapping[str, Any], who: str, *, needs_head: bool) -> None:
-    """Refuses a model of which parameters were not in its files.
+    """Refuse a model that has parameters which were not in its files.
 
     Args:
         report: What transformers says of loading it.
@@ -149,7 +149,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' table of what it made up: what is wrong is said by errors."""
+    """Silence transformers' table of missing weights inside the block: errors tell instead."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of chosen tokens, without ever holding `[tokens, vocabulary]`."""
+"""Log-probabilities and entropy of given tokens, without ever holding `[tokens, vocabulary]`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hybridrl.system.device_traits import logits_at_a_time, multiplies_into_floa
 
 
 class Vocabulary(NamedTuple):
-    """The part of the vocabulary that this rank has: from `start` on; the ranks of `group` have the
-    rest."""
+    """The part of the vocabulary on this rank, from `start`; ranks of `group` have the rest."""
 
     start: int
     group: dist.ProcessGroup
@@ -58,7 +57,7 @@ def token_log_probs(
     vocabulary: Vocabulary | None = None,
     soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of each distribution, in float32.
+    """Compute the log-probability of each target and the entropy of each distribution, in float32.
 
     Args:
         hidden: `[tokens, hidden]`, the model's last hidden states.
@@ -75,11 +74,13 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Computes logits chunk by chunk, twice: once forward, once backward. The second product costs
-    a tenth of a layer; the logits it avoids keeping are the largest tensor of the whole step.
+    """An autograd function that computes logits in chunks, once forward and once backward. The
+    second product costs a tenth of a layer; the logits it avoids keeping are the largest tensor of
+    the whole step.
 
     Logits are never rounded to half precision: in the log-probability of a likely token that would
-    be the largest error of all (a logit of 20 is rounded by up to 0.06 in bfloat16)."""
+    be the largest error of all (a logit of 20 is rounded by up to 0.06 in bfloat16).
+    """
 
     @staticmethod
     def forward(
@@ -158,7 +159,7 @@ def head_gradients(
     *,
     with_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of hidden states and output embedding, whose logits are computed once more.
+    """Compute the gradients of hidden states and output embedding, from logits computed once more.
 
     Args:
         largest, log_sum: `[tokens]`, the largest logit of all, and the logarithm of the sum of
@@ -197,32 +198,33 @@ def head_gradients(
 def local_rows(
     targets: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each id's row in `weight`, 0 where it is another rank's, and whether it is this one's."""
+    """Return each id's row in `weight`, 0 if another rank has it, and whether this rank has it."""
     local = targets if vocabulary is None else targets - vocabulary.start
     mine = (local >= 0) & (local < len(weight))
     return torch.where(mine, local, 0), mine
 
 
 def chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    """Tokens whose logits fit into memory at once."""
+    """Split tokens into chunks whose logits fit into memory at once."""
     size = max(1, logits_at_a_time(weight.device.type) // len(weight))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
 def operand(matrix: torch.Tensor) -> torch.Tensor:
-    """As `_product` takes it. Where the device cannot sum half-precision products in float32, this
-    is a float32 copy, made once for all chunks: as large as the gradient that the backward sums."""
+    """Return `matrix` in the form that `_product` takes. Where the device cannot sum half-precision
+    products in float32, this is a float32 copy, made once for all chunks: as large as the gradient
+    that the backward sums."""
     is_half = matrix.dtype in (torch.bfloat16, torch.float16)
     return matrix if is_half and multiplies_into_float32(matrix.device.type) else matrix.float()
 
 
 def logits_of(states: torch.Tensor, table: torch.Tensor, scale: LogitScale) -> torch.Tensor:
-    """Float32 `[tokens, vocabulary]`, of what `operand` gave."""
+    """Compute float32 logits `[tokens, vocabulary]` from operands of `prepare_operand`."""
     return scale.apply(_product(states, table.T))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b`, summed and given in float32."""
+    """Return `a @ b`, summed and given in float32."""
     if a.dtype is torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32)

@@ -31,8 +31,8 @@ HEAD = "score"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) -> None:
-    """Freezes `model` and puts an adapter beside its linear layers, in place. Parameters on the
-    meta device stay there; those of the adapter are where new tensors are.
+    """Freeze `model` and put an adapter beside its linear layers, in place. Parameters on the meta
+    device stay there; those of the adapter are where new tensors are.
 
     Args:
         seed: Of the values that adapters begin with.
@@ -136,8 +136,7 @@ def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
 
 
 def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
-    """Refuses a name in the list of targets that is none of the model's: peft overlooks it if
-    another is there."""
+    """Refuse a target that names no module; peft overlooks it if another target matches."""
     if isinstance(settings.targets, str):
         return
     names = [f".{name}" for name, _ in model.named_modules()]
@@ -186,8 +185,7 @@ def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | list[str]:
 
 
 def _draw(model: PreTrainedModel, seed: int) -> None:
-    """Draws what adapters begin with, as peft does, but of each layer by the seed and its name: so
-    it depends neither on what was drawn before nor on which process draws."""
+    """Initialize adapters as peft does, but by the seed and the layer's name, alike everywhere."""
     with torch.random.fork_rng(devices=[]):
         for name, module in model.named_modules():
             if hasattr(module, "reset_lora_parameters"):
@@ -197,8 +195,7 @@ def _draw(model: PreTrainedModel, seed: int) -> None:
 
 @contextmanager
 def _off_meta(model: nn.Module) -> Iterator[None]:
-    """Inside, what is on the meta device is on the CPU, where it takes no memory either: peft makes
-    an adapter, which is to have values, on the device of the layer beside it."""
+    """Put meta parameters on the CPU, without memory, inside the block; adapters are then real."""
     empty = [parameter for parameter in model.parameters() if parameter.is_meta]
 
     def replace_all(make: Callable[[nn.Parameter], Tensor]) -> None:
@@ -213,12 +210,12 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Whether `add_adapters` was called."""
+    """Return whether `add_adapters` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def adapter_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, str]:
-    """What peft calls the parameters of the adapter in its files, by their names in the model."""
+    """Return peft's file names of the adapter's parameters, by their names in the model."""
     marks = {name: torch.empty(0, device="meta") for name in parameters}
     stored = model.get_adapter_state_dict(ADAPTER, state_dict=marks)
     found = {id(mark): name for name, mark in stored.items()}
@@ -232,7 +229,8 @@ def adapter_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str
 def merged(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their checkpoint names, each with its adapter multiplied in: W + s B A.
+    """Yield weights under their checkpoint names, each with its adapter multiplied in: W + s B A. W
+    + s B A.
 
     Args:
         parameters: The model's parameters whole, in the order of `named_parameters`.

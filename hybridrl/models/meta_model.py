@@ -1,4 +1,4 @@
-"""Models without weights, to be cut over ranks before anything is read.
+"""Models without weights, on the meta device, which are cut over ranks before anything is read.
 
 Parameters are on torch's meta device: they have shapes and take no memory. What is not in files is
 real: buffers, and the scalar head of a model that had none.
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Unread(NamedTuple):
-    """A model whose parameters are still to be read.
+    """A model with the files in which its parameters are still to be read.
 
     Attributes:
         model: float32, with packed attention.
@@ -41,7 +41,9 @@ class Unread(NamedTuple):
 
 
 def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread | None:
-    """The model at `path` without its weights; None, with the reason in the log, if only
+    """Build the model at `path` without its weights; return None, with the reason in the log, if
+    only transformers can read them: from a hub, from other than safetensors files, quantised, or as
+    tensors that are no parts of the parameters. None, with the reason in the log, if only
     transformers can read them: from a hub, from other than safetensors files, quantised, or as
     tensors that are no parts of the parameters.
 
@@ -107,8 +109,7 @@ def _left_to_transformers(path: str, why: str) -> None:
 
 
 def _compute_buffers(model: PreTrainedModel, kept: Container[str]) -> str | None:
-    """Computes what constructors could not on the meta device, such as rotary frequencies; in the
-    way in which `from_pretrained`, which builds models there, too, does it.
+    """Compute the buffers that constructors cannot on the meta device, as `from_pretrained` does.
 
     Args:
         kept: Names of those that are in files.
@@ -135,7 +136,7 @@ def _compute_buffers(model: PreTrainedModel, kept: Container[str]) -> str | None
 
 
 def _mark(dtype: torch.dtype) -> float | int | bool:
-    """What no class computes."""
+    """Return a value that no class computes."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return True if dtype is torch.bool else torch.iinfo(dtype).min

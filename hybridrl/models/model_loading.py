@@ -1,4 +1,4 @@
-"""Models and tokenizers: from a Hugging Face folder or hub name, or tiny ones made from a seed."""
+"""The loading of models and tokenizers from a Hugging Face folder or hub name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logging.disable_progress_bar()
 
 
 def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
-    """The architecture of the model at `path`, which `setting` names."""
+    """Load the architecture of the model at `path`, which `setting` names in errors."""
     try:
         return AutoConfig.from_pretrained(path)
     except Exception as error:  # of many kinds: a config.json may hold anything
@@ -41,14 +41,14 @@ def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
 
 
 def stored_dtype(path: str) -> str:
-    """The precision in which the model at `path` is stored, of those that models are saved in."""
+    """Return the name of the dtype in which the model at `path` is stored; else `float32`."""
     names, config = {dtype: name for name, dtype in DTYPES.items()}, load_config(path)
     said = [getattr(one, "dtype", None) for one in (config, config.get_text_config())]
     return next((names[dtype] for dtype in said if dtype in names), "float32")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside the model."""
+    """Load the tokenizer at `path`."""
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # libraries raise many kinds
@@ -59,7 +59,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(path: str, dtype: str) -> PreTrainedModel:
-    """The causal language model at `path`, on the CPU, with packed attention."""
+    """Load the causal language model at `path`, on the CPU, with packed attention."""
     try:
         with quiet():
             model, found = read_language_model(
@@ -83,7 +83,7 @@ def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
 
 
 def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> PreTrainedModel:
-    """The model at `path` with a scalar head, on the CPU, with packed attention.
+    """Load the model at `path` with a scalar head, on the CPU, with packed attention.
 
     A sequence-classification folder with one label keeps its head. A causal language model gets a
     new one of zeros, which says 0 of everything until it has learned, or is refused.
@@ -112,7 +112,7 @@ def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> Pre
 def unread_scalar_model(
     path: str, *, needs_head: bool = False
 ) -> tuple[PreTrainedModel, TensorFiles | None]:
-    """As `load_scalar_model`, and `unread_model`."""
+    """Open the model at `path` with a scalar head, as `open_model` and `load_scalar_model` do."""
     config = load_config(path)
     check_labels(config, path)
     config.num_labels = 1
@@ -147,7 +147,7 @@ def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> Te
 
 
 def check_labels(config: PretrainedConfig, who: str) -> None:
-    """Refuses a classifier of more than one label.
+    """Refuse a classifier of more than one label.
 
     Raises:
         ConfigError: begins with `who`.
@@ -168,8 +168,9 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
 def tiny_config(
     *, hidden_size: int, layers: int, heads: int, context: int, experts: int = 0
 ) -> PretrainedConfig:
-    """The architecture of `make_tiny_model`, but for its vocabulary: Qwen2's, or with experts
-    Qwen3's, where a token meets as many parameters."""
+    """Return the architecture of `make_tiny_model`, but for its vocabulary: Qwen2's, or with
+    experts Qwen3-MoE's, with as many parameters for a token. Qwen2's, or with experts Qwen3's,
+    where a token meets as many parameters."""
     shape = {
         "hidden_size": hidden_size,
         "intermediate_size": 4 * hidden_size,
@@ -196,7 +197,7 @@ def tiny_config(
 def make_tiny_model(
     folder: Path, tokenizer: PreTrainedTokenizerBase, *, seed: int, **shape: int
 ) -> Path:
-    """Writes a model of random weights and its tokenizer to `folder`.
+    """Write a model of random weights and its tokenizer to `folder`.
 
     Args:
         shape: See `tiny_config`.

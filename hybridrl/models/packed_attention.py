@@ -40,7 +40,7 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention inside each packed sample.
+    """Compute causal attention inside each packed sample, on all rows of a forward.
 
     Args:
         query: `[rows, heads, tokens, head_dim]`, of one packed row, or of a sample in each; key and
@@ -77,7 +77,7 @@ def causal_attention(
     window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention inside each packed sample, all on this rank.
+    """Compute causal attention inside each packed sample whose tokens are all on this rank.
 
     Args:
         q: `[tokens, heads, head_dim]`; k and v have the key-value heads, and those of v may be
@@ -145,8 +145,9 @@ def _rectangle(
     window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one bucket: `[real tokens, heads, head_dim]` in and out. Right padding needs no
-    mask, because a causal query never looks to its right."""
+    """Compute the attention of one bucket, `[real tokens, heads, head_dim]` in and out. `[real
+    tokens, heads, head_dim]` in and out. Right padding needs no mask, because a causal query never
+    looks to its right."""
     full = bucket.rows * bucket.longest == len(q)
     dense = [
         (x if full else _Scatter.apply(x, bucket.target, bucket.rows * bucket.longest))
@@ -175,9 +176,9 @@ def _rectangle(
 def _with_sink_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: torch.Tensor
 ) -> list[torch.Tensor]:
-    """A first key whose product with every query of a head is the head's of `products`, and whose
-    value is nothing. All are `[rows, heads, tokens, head_dim]`; the result has keys for each head,
-    and `SINK_DIMS` more dims: a 1 in the first of a query meets the product there in that key."""
+    """Prepend a key whose product with every query of a head is given, and whose value is zero. All
+    are `[rows, heads, tokens, head_dim]`; the result has keys for each head, and `SINK_DIMS` more
+    dims: a 1 in the first of a query meets the product there in that key."""
     heads = q.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     ones = q.new_ones(*q.shape[:-1], 1)
@@ -190,8 +191,8 @@ def _with_sink_key(
 
 
 class _Scatter(torch.autograd.Function):
-    """Puts rows at distinct places of a larger zero tensor. Its gradient is a plain gather, which
-    autograd's own index operations do not know (they accumulate)."""
+    """An autograd function that puts rows at distinct places of a larger zero tensor. Its gradient
+    is a plain gather, which autograd's own index operations do not know (they accumulate)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
@@ -204,7 +205,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Takes rows from distinct places; the reverse of `_Scatter`."""
+    """An autograd function that takes rows from distinct places: the reverse of `_Scatter`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Models over packed samples: what the engine trains. Each wraps a transformers model and answers
-with a number, or a few, for every response token."""
+"""Models over packed samples: transformers models that return numbers for every response token.
+Each wraps a transformers model and answers with a number, or a few, for every response token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
 
 
 class PackedModel(nn.Module):
-    """Wraps `inner`, whose attention is ours.
+    """A transformers model with packed attention whose head returns numbers for response tokens.
 
     The head is applied inside this module's forward, and by a method of its own (`log_probs`, or
     its forward), so that a sharded model has gathered it.
@@ -47,11 +47,11 @@ class PackedModel(nn.Module):
         raise NotImplementedError
 
     def shapes(self, **options: Any) -> dict[str, tuple[int, ...]]:
-        """Names of what `forward` gives with these options, with the shape for a response token."""
+        """Return the names of `forward`'s outputs for these options, with shapes for a token."""
         return dict.fromkeys(self.OUTPUTS, ())
 
     def hidden(self, samples: PackedSamples) -> torch.Tensor:
-        """The last hidden states, `[tokens, hidden]` of all rows."""
+        """Return the last hidden states, `[tokens, hidden]` of all rows."""
         ids = samples.input_ids
         return decoder_of(self.inner)(
             input_ids=ids,
@@ -62,8 +62,8 @@ class PackedModel(nn.Module):
 
 
 class CausalPolicy(PackedModel):
-    """A causal language model that answers with log-probabilities. The output embedding is applied
-    in chunks: `[tokens, vocabulary]` logits never exist."""
+    """A causal language model that returns log-probabilities. The output embedding is applied in
+    chunks: `[tokens, vocabulary]` logits never exist."""
 
     OUTPUTS = ("log_probs", "entropy")
     vocabulary: Vocabulary | None = None
@@ -93,7 +93,7 @@ class CausalPolicy(PackedModel):
         top_k: int = 0,
         kind: str = "reverse",
     ) -> dict[str, torch.Tensor]:
-        """`log_probs` of the response tokens and `entropy`, of the distribution sampled from.
+        """Return `log_probs` of response tokens and `entropy` of the distribution sampled from.
 
         Args:
             top_k: With a number, so many `top_ids` and `top_log_probs` besides, of the likeliest
@@ -110,7 +110,7 @@ class CausalPolicy(PackedModel):
 
 
 class ScalarModel(PackedModel):
-    """A model with a scalar head, as transformers' sequence classification with one label has it.
+    """A model with a scalar head, as transformers' sequence classification with one label.
 
     Args:
         reads: `before`: a token's value is read where it is about to be chosen, which is what a
@@ -134,7 +134,7 @@ class ScalarModel(PackedModel):
         return self.inner.score
 
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
-        """`values` of the response tokens."""
+        """Return the `values` of the response tokens."""
         hidden = self.hidden(samples).index_select(0, samples.predictors + self.shift)
         return {"values": self.head(hidden).sum(1).float()}  # one column; FSDP wants no view
 
@@ -148,7 +148,7 @@ def _log_probs(
     top_k: int,
     kind: str,
 ) -> dict[str, torch.Tensor]:
-    """An output embedding's answer in place of logits; see `CausalPolicy.forward`."""
+    """Compute the outputs of `CausalPolicy.forward` in the output embedding, in place of logits."""
     weight, cut = head.weight, (temperature, vocabulary, head.soft_cap)
     log_probs, entropy = token_log_probs(hidden, weight, samples.targets, *cut)
     found = {"log_probs": log_probs, "entropy": entropy}

@@ -1,4 +1,4 @@
-"""Packing: several samples in one row of tokens, with nothing between them and nothing padded."""
+"""Packed samples: several in one row of tokens, with nothing between them and nothing padded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rows(enum.Enum):
 
 
 class Bucket(NamedTuple):
-    """Samples of similar length, padded to the longest for attention kernels that need a rectangle.
+    """Samples of similar length, padded to the longest for kernels that need a rectangle.
 
     `source` `[real tokens]` are their places in the packed row, `target` their places in the
     flattened `[rows, longest]` rectangle.
@@ -39,11 +39,11 @@ class Bucket(NamedTuple):
 
 
 class SplitRow(Protocol):
-    """This rank's part of a packed row whose tokens several ranks hold together."""
+    """A rank's part of a packed row whose tokens several ranks hold together."""
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """Positions in their samples of this rank's tokens, `[tokens]`."""
+        """The positions of this rank's tokens in their samples, `[tokens]`."""
 
     def attend(
         self,
@@ -58,7 +58,7 @@ class SplitRow(Protocol):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the samples of a packed row begin and end.
+    """The bounds of the samples of a packed row, and what attention and routers need of them.
 
     Attributes:
         cu_seqlens: int32 `[samples + 1]`: sample i is `row[cu_seqlens[i]:cu_seqlens[i + 1]]`.
@@ -85,7 +85,7 @@ class Packing:
         real: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
     ) -> Packing:
-        """Prepares the packing of samples whose bounds are `cu_seqlens` `[samples + 1]`."""
+        """Build the metadata of samples with the bounds `cu_seqlens` `[samples + 1]`."""
         lengths = cu_seqlens.diff().tolist()
         buckets = tuple(_buckets(lengths, cu_seqlens.tolist())) if device.type == "cpu" else ()
         return cls(
@@ -97,8 +97,9 @@ class Packing:
         )
 
     def position_ids(self, tokens: int) -> torch.Tensor:
-        """Positions that start at 0 in each sample, `[tokens]`. So many there are, which the host
-        would have to ask an accelerator for."""
+        """Return positions that start at 0 in each sample, `[tokens]`; with `tokens` given, the
+        host need not wait for an accelerator. So many there are, which the host would have to ask
+        an accelerator for."""
         if self.split is not None:
             return self.split.position_ids
         lengths = self.cu_seqlens.diff()
@@ -108,7 +109,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """Prompts and responses of a micro-batch.
+    """The prompts and responses of a micro-batch as a model reads them.
 
     Attributes:
         input_ids: `[rows, tokens]`: one row with prompt and response of each sample in turn, or a
@@ -130,8 +131,8 @@ class PackedSamples:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, rows: Rows = Rows.PACKED) -> PackedSamples:
-        """Lays out all rows of `batch` (columns `prompt_ids`, `response_ids`, and
-        `routed_experts`, `teacher_ids` and `teacher_log_probs` if it has them).
+        """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
+        `teacher_ids` and `teacher_log_probs` if it has them).
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -161,7 +162,7 @@ class PackedSamples:
 
 
 def _candidates(batch: Batch, device: torch.device) -> Candidates:
-    """What the columns of a teacher have for each response token: as many numbers for every one."""
+    """Read the teacher's columns, which must have equally many numbers for each response token."""
     tokens, found = batch.lengths("response_ids"), []
     for name in (TEACHER_IDS, TEACHER_LOG_PROBS):
         column = batch.ragged(name)
@@ -176,7 +177,7 @@ def _candidates(batch: Batch, device: torch.device) -> Candidates:
 
 
 def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """The column `routed_experts`, which lacks each sample's last token, by places in the row."""
+    """Place the column `routed_experts`, which lacks each sample's last token, into the row."""
     column = batch.ragged(ROUTES)
     lengths = torch.from_numpy(batch.lengths("prompt_ids") + batch.lengths("response_ids")) - 1
     if not (count := int(lengths.sum())):
@@ -194,7 +195,7 @@ def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | N
 
 
 def _places(column: Ragged, starts: torch.Tensor) -> torch.Tensor:
-    """Where each value of a ragged column lands when its rows begin at `starts`."""
+    """Return the place of each value of a ragged column whose rows begin at `starts`."""
     shift = (starts - column.cu_seqlens[:-1]).repeat_interleave(column.lengths)
     return torch.arange(len(column.values)) + shift
 

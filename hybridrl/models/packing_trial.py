@@ -1,4 +1,4 @@
-"""Whether a model may be trained on packed samples: by trial, of a small copy, not by its name.
+"""A proof by trial that packed samples give a model's own log-probabilities, on a small copy of it.
 
 The copy has the model's class and settings and random weights. It scores samples as training does,
 and transformers scores each alone. Where these differ, the model would be trained on wrong
@@ -32,7 +32,7 @@ _admitted: dict[str, Rows] = {}
 
 
 def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
-    """How samples are to be laid out for the model, which is tried the first time it is asked for.
+    """Return the layout of samples for the model, tried when it is first asked for.
 
     Args:
         scalar: The model has a scalar head instead of logits.
@@ -61,7 +61,7 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
 
 
 def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | None, float]:
-    """How samples can be laid out (None: in no way), and how far the last way was off."""
+    """Return the layout that works (None: no layout does) and the error of the last one tried."""
     with trial_seed(), torch.no_grad():
         try:
             trial = ModelTrial(config, LENGTHS, scalar=scalar)
@@ -92,7 +92,7 @@ def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | Non
 
 
 def _cause(config: PretrainedConfig, who: str, scalar: bool) -> str:
-    """Why the forwards differ, proven where it is a setting: without it they do not."""
+    """Return why the two forwards differ; a setting is blamed only if they agree without it."""
     for words, settings in _suspects(config).items():
         without = copy.deepcopy(config)
         for name, value in settings.items():
@@ -109,7 +109,7 @@ def _cause(config: PretrainedConfig, who: str, scalar: bool) -> str:
 
 
 def _suspects(config: PretrainedConfig) -> dict[str, dict[str, float | None]]:
-    """Settings that change a forward, and without what value they would not."""
+    """Return settings that change a forward, with values that would not."""
     set_so = config.get_text_config().to_dict()
     drops = [n for n, v in set_so.items() if "drop" in n and isinstance(v, float) and v > 0]
     return {

@@ -1,4 +1,4 @@
-"""A model's architecture, so small that a proof about it takes a moment."""
+"""A configuration shrunk so far that a trial of the architecture takes a moment."""
 
 from __future__ import annotations
 
@@ -84,19 +84,19 @@ def _multiple(least: int, of: int) -> int:
 
 
 def _divisor(of: int, most: int) -> int:
-    """The largest one up to `most`."""
+    """Return the largest divisor that is at most `most`."""
     return next(n for n in range(max(1, most), 0, -1) if of % n == 0)
 
 
 def _some_of_each(kinds: Any, layers: int) -> list[str]:
-    """A few layers in their order, with one of each kind."""
+    """Return a few layers in their order, with one of each kind."""
     first = {kind: at for at, kind in reversed(list(enumerate(kinds)))}
     others = [at for at in range(len(kinds)) if at not in first.values()]
     return [kinds[at] for at in sorted([*first.values(), *others[: max(0, layers - len(first))]])]
 
 
 def _narrow_states(small: PretrainedConfig) -> None:
-    """State space layers: heads whose width is that of the layer's inside."""
+    """Shrink state space layers: heads whose width follows from the layer's inner width."""
     for heads, width in (("mamba_n_heads", "mamba_d_head"), ("num_heads", "head_dim")):
         expand = _get(small, "mamba_expand") or _get(small, "expand")
         if _get(small, heads) and expand:
@@ -107,8 +107,7 @@ def _narrow_states(small: PretrainedConfig) -> None:
 
 
 def _shorten_positions(small: PretrainedConfig) -> None:
-    """Where positions are treated otherwise past the length of the first training, they are so
-    here, too."""
+    """Shorten the trained length, so that positions beyond it are treated as in the large model."""
     name = "original_max_position_embeddings"
     if _get(small, name):
         _set(small, name, TRAINED_LENGTH)
@@ -130,13 +129,13 @@ def _is_above(value: Any, most: int) -> bool:
 
 
 def _get(config: PretrainedConfig, name: str) -> Any:
-    """None also where layers differ in it, which some configurations answer with an error."""
+    """Return a setting; None also if layers differ in it, which may raise an error."""
     with contextlib.suppress(Exception):
         return getattr(config, name, None)
     return None
 
 
 def _set(config: Any, name: str, value: Any) -> None:
-    """Some configurations compute it from others, or do not let it be changed: then it stays."""
+    """Set a setting, unless it is computed from others or cannot be changed."""
     with contextlib.suppress(AttributeError, ValueError, TypeError, NotImplementedError):
         setattr(config, name, value)

@@ -1,4 +1,4 @@
-"""Under which names, and in which form, transformers keeps a model's parameters in files.
+"""The names and the form in which transformers keeps a model's parameters in files.
 
 Most stand in them as they are. Of experts, which a model has together in one parameter, files have
 each matrix alone. Instead of a table, transformers' own conversion to files is run on tensors
@@ -66,16 +66,16 @@ class StoredPart(NamedTuple):
 
     @property
     def lacking(self) -> int:
-        """Dims of the parameter that the tensor has not."""
+        """The number of the parameter's dims that the tensor does not have."""
         return len(self.box) - len(self.shape)
 
     def inside(self, box: Box) -> Box:
-        """Where in the tensor a smaller box of the parameter is."""
+        """Return where in the tensor a smaller box of the parameter is."""
         return relative(box, self.box)[self.lacking :]
 
 
 class StoredForm(NamedTuple):
-    """How a model's weights stand in files.
+    """A description of how a model's weights are kept in files.
 
     Attributes:
         stem: What the names of the files begin with.
@@ -91,15 +91,15 @@ class StoredForm(NamedTuple):
     carried: tuple[str, ...] = ()
 
     def by_parameter(self) -> dict[str, list[StoredPart]]:
-        """The tensors that each parameter is in."""
+        """Group the tensors by the parameter that they are parts of."""
         found: dict[str, list[StoredPart]] = {}
         for part in self.parts:
             found.setdefault(part.parameter, []).append(part)
         return found
 
     def layout(self, layout: Layout) -> Layout:
-        """Which part of each tensor the ranks hold that hold these parts of the parameters. What a
-        rank holds of the index i of a parameter that is divided is called `<parameter>/<i>`,
+        """Return the layout of the files' tensors on ranks that hold these parts of the parameters.
+        What a rank holds of the index i of a parameter that is divided is called `<parameter>/<i>`,
         counted from the first that it holds; see `index_of`."""
         return layout.parts(
             {
@@ -147,13 +147,13 @@ def _piece(part: StoredPart, piece: Piece) -> Piece | None:
 
 
 def index_of(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A local tensor of `StoredForm.layout`, of what a rank holds of the parameters."""
+    """Return a local tensor of `StorageFormat.layout_of_files`, of what this rank holds."""
     parameter, *indices = name.split("/")
     return parts[parameter][tuple(map(int, indices))]
 
 
 def most_bytes(stem: str, file_bytes: int) -> int:
-    """Of one file: peft opens a single one only, so an adapter's is never split."""
+    """Return the most bytes of one file; peft opens a single one, so adapters are never split."""
     return sys.maxsize if stem == ADAPTER_STEM else file_bytes
 
 
@@ -223,14 +223,14 @@ def is_replaced(model: PreTrainedModel, stored: str) -> bool:
 
 
 def as_named(stem: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
-    """Every parameter as it is."""
+    """Return the form of files that hold every parameter as it is."""
     return StoredForm(stem, tuple(_whole_part(name, name, of) for name, of in shapes.items()))
 
 
 def parts_in_files(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], stored: Iterable[str]
 ) -> dict[str, tuple[StoredPart, ...]]:
-    """Of each parameter that is in files, as it is or in parts, the tensors that it is in.
+    """Return for each parameter that is in files the tensors that it is in, whole or in parts.
 
     Args:
         shapes: Of the parameters, by name.
@@ -290,12 +290,12 @@ def _renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
 
 
 def stored_name(name: str) -> str:
-    """What a parameter beside which there is an adapter is called in the model's own files."""
+    """Return the name in the model's own files of a parameter that has an adapter beside it."""
     return name.replace(".base_layer.", ".")
 
 
 def is_converted(model: PreTrainedModel) -> bool:
-    """Whether files have other tensors than the parameters: of some models each expert alone."""
+    """Return whether files have other tensors than the parameters, such as each expert alone."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return any(isinstance(one, WeightConverter) for one in conversions)
 
@@ -307,8 +307,9 @@ def _whole_part(name: str, parameter: str, shape: tuple[int, ...]) -> StoredPart
 def _converted(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[StoredPart, ...] | None:
-    """The tensors that transformers makes of parameters of these names and shapes; None if they do
-    not only divide and rename them, or leave some out."""
+    """Return the tensors that transformers makes of these parameters; None if it does not only
+    divide and rename them, or leaves some out. None if they do not only divide and rename them, or
+    leave some out."""
     mine = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {storage(tensor): name for name, tensor in mine.items()}
     with _CopiesAreViews():
@@ -330,7 +331,7 @@ def _converted(
 
 
 class _CopiesAreViews(TorchDispatchMode):
-    """Inside, a copy of a tensor is the tensor: its elements are the same ones."""
+    """A dispatch mode in which a copy of a tensor is a view, so that elements can be traced."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

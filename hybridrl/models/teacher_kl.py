@@ -1,5 +1,4 @@
-"""How far a model's distributions are from a teacher's, of which the likeliest tokens are known;
-like log-probabilities (`log_probs.py`) without ever holding `[tokens, vocabulary]`.
+"""The KL between a model and a teacher's likeliest tokens, without `[tokens, vocabulary]`.
 
 The tokens that the teacher's list leaves out count as one event, so that nothing is renormalised:
 what is left out can only make the divergence smaller (the data processing inequality), and a list
@@ -33,7 +32,7 @@ LEAST_REST = 1e-7
 
 
 class Candidates(NamedTuple):
-    """A teacher's likeliest tokens.
+    """A teacher's likeliest tokens, with their log-probabilities.
 
     Attributes:
         ids: `[tokens, k]`, no token twice.
@@ -53,7 +52,7 @@ def likeliest(
     vocabulary: Vocabulary | None = None,
     soft_cap: float | None = None,
 ) -> Candidates:
-    """The k likeliest tokens of each distribution; fewer if there are fewer.
+    """Return the k likeliest tokens of each distribution; fewer if there are fewer.
 
     Args:
         hidden, weight, temperature, vocabulary, soft_cap: As of `token_log_probs`.
@@ -85,7 +84,7 @@ def divergence(
     vocabulary: Vocabulary | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """KL of each distribution and the teacher's, `[tokens]`, float32; gradients flow through it.
+    """Compute the KL of each distribution and the teacher's, `[tokens]`, float32; differentiable.
 
     Args:
         candidates: What is known of the teacher's. Ids that the model does not have count as tokens
@@ -98,9 +97,7 @@ def divergence(
 
 
 class _Divergence(torch.autograd.Function):
-    """With p the model's probabilities, q the teacher's, a = log p - log q, and all events of which
-    q is not known as one event: the gradient of the logits is p (a - KL) for KL(p, q), and p - q
-    for KL(q, p), where the tokens of that one event share its q by their p."""
+    """An autograd function of the KL, over the listed tokens and one event for all others."""
 
     @staticmethod
     def forward(
@@ -178,12 +175,12 @@ class _Divergence(torch.autograd.Function):
 
 
 def _beyond(logits: Tensor, rows: Tensor, mine: Tensor) -> Tensor:
-    """These logits, in place, with minus infinity for the listed tokens that are this rank's."""
+    """Set the logits of the listed tokens that are this rank's to minus infinity, in place."""
     return logits.scatter_add_(1, rows, torch.where(mine, -torch.inf, 0.0))
 
 
 def _of_all(values: Tensor, ids: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Side by side what all ranks found, of whom one may have fewer rows than the others."""
+    """Gather the top tokens of all ranks side by side, padded where a rank has fewer rows."""
     most = torch.tensor([values.shape[1]], device=values.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     room = (0, int(most) - values.shape[1])
@@ -192,7 +189,7 @@ def _of_all(values: Tensor, ids: Tensor, group: dist.ProcessGroup) -> tuple[Tens
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`[tokens, columns]` of all ranks, side by side."""
+    """Gather `[tokens, columns]` of all ranks side by side."""
     parts = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(parts, mine.contiguous(), group=group)
     return torch.cat(parts, 1)

@@ -23,7 +23,8 @@ from hybridrl.system.device_traits import fits_flash
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Which tokens of a row of queries see which tokens of a row of keys.
+    """A block of attention: the tokens of a row of queries and the tokens of a row of keys that
+    they see.
 
     Attributes:
         queries: Indices of the block's queries in their row, sample after sample; None for all.
@@ -46,7 +47,8 @@ class Block:
     def between(
         cls, reader: RingRow, source: RingRow, distance: int, device: torch.device
     ) -> Block | None:
-        """The queries of a ring rank and the keys of another one that they see; None if none do.
+        """Build the block of the reader's queries and the source's keys that they see; None if no
+        query sees any.
 
         Of an earlier rank only the early chunks lie before anything here, and they lie before
         everything. Both chunks of a later rank lie before the late chunks here, and after the
@@ -74,7 +76,7 @@ class Block:
 
     @cached_property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """Bounds of the samples' queries and of their keys, int32 `[samples + 1]`."""
+        """The bounds of the samples' queries and of their keys, int32 `[samples + 1]`."""
         queries, keys = (
             F.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
             for lengths in (self.query_lengths, self.key_lengths)
@@ -83,19 +85,19 @@ class Block:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """Most queries and most keys of one sample."""
+        """The largest number of queries and of keys in one sample."""
         return int(self.query_lengths.max()), int(self.key_lengths.max())
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
-        """The samples as the portable kernel wants them."""
+        """The samples as padded rectangles, for the portable kernel."""
         return rectangles(self.query_lengths, self.key_lengths, self.causal, self.device)
 
 
 def block_forward(
     q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a block.
+    """Compute the attention of a block.
 
     Args:
         q: `[queries, heads, head_dim]`, those of the block only.
@@ -125,7 +127,7 @@ def block_backward(
     block: Block,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a block's queries, keys and values, float32.
+    """Compute the float32 gradients of a block's queries, keys and values.
 
     Args:
         grad: Gradient of the merged output, `[queries, heads, head_dim]`.
@@ -144,8 +146,8 @@ def block_backward(
 def correction(
     out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What must be added to the output and `lse` of some keys so that they are those of these keys
-    and a block's together."""
+    """Return the terms to add to the output and `lse` over some keys to include the keys of a block
+    as well."""
     share = torch.sigmoid(block_lse - lse)
     return share[..., None] * (block_out - out), -F.logsigmoid(lse - block_lse)
 

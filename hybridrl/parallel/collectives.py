@@ -1,4 +1,5 @@
-"""Collectives that autograd knows, in pairs: what one does forward, the other does backward."""
+"""Collectives that torch.distributed does not have: a differentiable copy and sum, and a gather
+that sends equal objects once."""
 
 from __future__ import annotations
 
@@ -36,12 +37,14 @@ class _Sum(torch.autograd.Function):
 
 
 def copy_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`x`, alike on every rank, which each goes on to use in its own way: gradients are summed."""
+    """Return `x`, which is equal on every rank and used differently by each; its gradients are
+    summed in the backward."""
     return _Copy.apply(x, group)
 
 
 def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of every rank's `x`, which all go on to use alike: its gradient is each one's."""
+    """Return the sum of every rank's `x`, which all ranks use alike; the gradient passes through
+    unchanged."""
     return _Sum.apply(x, group)
 
 
@@ -49,8 +52,8 @@ DIGEST_BYTES = 32
 
 
 def all_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value, in the order of ranks; equal ones travel once and are one object.
-    Collective.
+    """Return every rank's value, in the order of ranks; equal values are sent once and are one
+    object. Collective.
 
     Of a thousand ranks few differ in what they generate with, and none in the names of a stage's
     parameters; a thousand copies would take seconds to read, and gigabytes.

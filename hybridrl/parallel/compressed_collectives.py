@@ -1,4 +1,5 @@
-"""FSDP2's reduce-scatter with fewer bytes: encoded parts, summed in float32 where they arrive."""
+"""Compressed collectives for FSDP2: encoded gradients summed in float32 where they arrive, and
+weights gathered as differences."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ INT4 = GroupedIntegers(4, 128, hadamard=True)
 
 @dataclass(frozen=True)
 class Hop:
-    """An exchange over some ranks after which each has the sum of its part.
+    """An exchange over some ranks after which each has the sum of its own part.
 
     Args:
         group: These ranks.
@@ -30,7 +31,7 @@ class Hop:
     codec: Codec | None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of the part that is this rank's.
+        """Return the sum over the ranks of the part that belongs to this rank.
 
         Args:
             values: Float32, flat: as many equal parts as there are ranks, in their order.
@@ -59,7 +60,7 @@ class Hop:
 
 
 def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """In their order, one at a time in memory."""
+    """Sum parts in their order with one of them in memory at a time."""
     coming = iter(parts)
     total = next(coming).clone()
     for part in coming:
@@ -68,9 +69,9 @@ def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class CompressedReduceScatter:
-    """Sums gradients over ranks in one or two hops; what FSDP2's `set_custom_reduce_scatter` takes.
-    Source: SDP4Bit, arXiv 2410.15526, section 3.2. Unlike there, the Hadamard transform is the
-    second hop's alone, since integers of 8 bits gain little by it.
+    """A reduce-scatter of gradients in one or two hops, for FSDP2's `set_custom_reduce_scatter`.
+    Source: SDP4Bit, arXiv 2410.15526, section 3.2. Unlike there, only the second hop has the
+    Hadamard transform, since integers of 8 bits gain little by it.
 
     What is lost is lost: there is no feedback of errors, which would take a float32 copy of all
     gradients on each rank. A gradient that is not finite arrives as one.
@@ -89,7 +90,7 @@ class CompressedReduceScatter:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for gradients before and after."""
+        """Allocate memory for gradients before and after the sum."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -100,8 +101,8 @@ class CompressedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """As `torch.distributed.reduce_scatter_tensor`; done when it returns, on the current
-        stream."""
+        """Reduce and scatter as `torch.distributed.reduce_scatter_tensor` does; done on the current
+        stream when it returns."""
         assert op == dist.ReduceOp.SUM, "`fsdp.shard` has gradients summed"
         values = input_tensor
         if self._order is not None:

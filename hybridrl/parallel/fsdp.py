@@ -26,7 +26,7 @@ from hybridrl.system.device_traits import SMALL_MODEL_BYTES
 
 
 def is_small(model: nn.Module) -> bool:
-    """Whether the float32 model is small enough to be gathered whole."""
+    """Return whether the float32 model is small enough to be gathered as one unit."""
     return sum(p.numel() for p in model.parameters()) * 4 < SMALL_MODEL_BYTES
 
 
@@ -38,8 +38,8 @@ def shard(
     offload: bool,
     reduce_scatter: GradientSums | None = None,
 ) -> PackedModel:
-    """Shards the float32 parameters over `mesh`, in place. Gradients are summed over it: the
-    weights of the global loss already divide by the tokens of all ranks.
+    """Shard the float32 parameters over `mesh`, in place. Gradients are summed over it and not
+    averaged: the weights of the global loss already divide by the tokens of all ranks.
 
     Each transformer layer is a unit that is gathered for its own computation and freed after it,
     and so are embedding and head, unless they are tied: then they stay gathered from the first use
@@ -78,12 +78,12 @@ def shard(
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters are gathered together."""
+    """Return the FSDP units of a model: the modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gather_differences(model: nn.Module) -> list[DifferenceAllGather]:
-    """Has the weights of each unit travel as differences from now on; gives what does it."""
+    """Make each FSDP unit gather its weights as differences, and return the gathers."""
     gathers = []
     for unit in units(model):
         gathers.append(DifferenceAllGather())
@@ -92,7 +92,7 @@ def gather_differences(model: nn.Module) -> list[DifferenceAllGather]:
 
 
 def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The trained parameters of each unit, those of inner ones first."""
+    """Return the trained parameters of each FSDP unit, inner units first."""
     seen: set[nn.Parameter] = set()
     found = []
     for unit in reversed(units(model)):
@@ -103,7 +103,7 @@ def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _install(sums: MeasuredSums, model: nn.Module) -> None:
-    """Each unit with trained parameters gets a way of its own."""
+    """Give every unit with trained parameters its own reduce-scatter."""
     trained = {
         unit: sum(parameter.numel() for parameter in own)
         for unit, own in zip(reversed(units(model)), unit_parameters(model), strict=True)
@@ -113,7 +113,7 @@ def _install(sums: MeasuredSums, model: nn.Module) -> None:
 
 
 def _shard_ends(model: PackedModel, settings: dict[str, Any]) -> None:
-    """Embedding and head, as far as this rank has them."""
+    """Shard embedding and head, as far as this rank has them."""
     embedding, head = model.inner.get_input_embeddings(), model.head
     ends = [end for end in (embedding, head) if any(True for _ in end.parameters())]
     if len(ends) == 2 and embedding.weight is next(head.parameters()):
@@ -126,9 +126,9 @@ def _shard_ends(model: PackedModel, settings: dict[str, Any]) -> None:
 
 
 def _dim_to_cut(parameter: nn.Parameter, shards: int) -> Shard:
-    """The first dim that gives every rank a part; of a layer's experts dim 0 is their number, which
-    may be less. Other dims FSDP cuts in equal parts only: if none can be, dim 0, and some ranks
-    have nothing."""
+    """Return the shard placement of a parameter: the first dim that gives every rank a part. Dim 0
+    of a layer's experts is their number, which may be smaller than the number of ranks; FSDP cuts
+    other dims only into equal parts. If none divides, return dim 0, and some ranks hold nothing."""
     sizes = enumerate(parameter.shape)
     if not parameter.ndim or parameter.shape[0] >= shards:
         return Shard(0)

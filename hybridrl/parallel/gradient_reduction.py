@@ -1,4 +1,4 @@
-"""From `parallel.gradients` to the way that gradients are summed."""
+"""The reduce-scatter of gradients that `parallel.gradients` selects."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GradientSums = CompressedReduceScatter | MeasuredSums
 def make_reduce_scatter(
     kind: str, rows: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> GradientSums | None:
-    """What sums the gradients of the row of ranks that this one is in. Collective over the default
-    process group.
+    """Build the reduce-scatter that sums gradients over this rank's row of ranks. Collective over
+    the default process group.
 
     Args:
         kind: See `ParallelConfig.gradients`.
@@ -57,7 +57,8 @@ def make_reduce_scatter(
 
 
 class _Levels:
-    """The groups of two hops: within each node, then between nodes. Collective."""
+    """The process groups of a two-level reduction: within each node, then between nodes. Building
+    them is collective."""
 
     def __init__(self, rows: Sequence[Sequence[int]], nodes: Sequence[str]) -> None:
         tables = [ranks_by_node(row, nodes) for row in rows]
@@ -72,7 +73,7 @@ class _Levels:
                 self.order = [row.index(there) for place in places for there in place]
 
     def hops(self, inside: Codec | None, across: Codec | None) -> list[Hop]:
-        """Those that have more than one rank."""
+        """Return the hops that have more than one rank."""
         both = ((self.inside, inside), (self.across, across))
         return [Hop(group, codec) for group, codec in both if group is not None]
 
@@ -80,7 +81,7 @@ class _Levels:
 def _measured(
     rows: Sequence[Sequence[int]], nodes: Sequence[str], device: torch.device
 ) -> MeasuredSums | None:
-    """All that `auto` may choose from, what loses nothing first."""
+    """Build the reduce-scatter of `auto` with all its candidates, lossless ones first."""
     group = _own_group(rows)
     try:
         tables = [ranks_by_node(row, nodes) for row in rows]
@@ -103,13 +104,15 @@ def _measured(
 
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """None for a rank that is in none of them, or alone."""
+    """Make the process groups and return this rank's; None for a rank that is in none of them, or
+    alone."""
     mine, _ = dist.new_subgroups_by_enumeration(groups)
     return mine if mine is not None and mine.size() > 1 else None
 
 
 def _nodes() -> list[str]:
-    """For each rank, the address from which it reaches the first: one for all ranks of a node."""
+    """Return for each rank the address from which it reaches the first rank, which is equal for all
+    ranks of a node."""
     found: list[str] = [""] * dist.get_world_size()
     first = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)
     family, kind, _, _, address = first[0]
@@ -121,7 +124,7 @@ def _nodes() -> list[str]:
 
 
 def ranks_by_node(ranks: Sequence[int], nodes: Sequence[str]) -> list[list[int]]:
-    """The ranks of each node, as many on each.
+    """Return the ranks of each node, equally many on each.
 
     Args:
         ranks: Some ranks of a world, rising.

@@ -1,5 +1,5 @@
-"""`parallel.gradients=auto`: each unit's gradients are summed in the way that was measured to be
-quickest.
+"""`parallel.gradients=auto`: each unit's gradients are reduced by the method that was measured to
+be fastest.
 
 Before a job's first update the ranks time every way at several sizes on their own links, and choose
 for each of FSDP's units (`hybridrl.parallel.reduction_choice`). After each update they compare what
@@ -47,7 +47,8 @@ be seen only once sums are short."""
 
 @dataclass(frozen=True)
 class _Sum:
-    """One that was made: of which unit, when its gradients were ready, when it began and ended."""
+    """One reduction of a unit's gradients: when they were ready, when it began and when it
+    ended."""
 
     unit: int
     ready: Moment
@@ -56,7 +57,7 @@ class _Sum:
 
 
 class MeasuredSums:
-    """The sums of one model's gradients, on one rank.
+    """The measured reduce-scatters of one model's gradients, on one rank.
 
     Args:
         ways: That may be chosen beside `full`, what loses nothing first.
@@ -85,7 +86,7 @@ class MeasuredSums:
         self._last = 0.0  # when the last update was over
 
     def install(self, units: Sequence[FSDPModule], values: Sequence[int]) -> None:
-        """Gives each unit its way, after measuring. Collective over the group.
+        """Measure all methods and give each unit one. Collective over the group.
 
         Args:
             values: How many gradients each unit has.
@@ -102,11 +103,12 @@ class MeasuredSums:
         self._last = time.monotonic()
 
     def note(self, unit: int, ready: Moment, begin: Moment, end: Moment) -> None:
-        """Keeps the times of a sum until the update is over."""
+        """Record the times of a reduction until the update is over."""
         self._sums.append(_Sum(unit, ready, begin, end))
 
     def after_update(self) -> None:
-        """Looks at what the sums of an update took. Collective over the group.
+        """Compare the time of an update's reductions with the measurement. Collective over the
+        group.
 
         They are measured again if they drifted. A rank that comes first to a sum waits in it for
         the others; so what counts is the least that any rank was in its sums.
@@ -159,8 +161,8 @@ class MeasuredSums:
         self.said.append(f"parallel.gradients=auto: {why}{self.choice.sentence()}.")
 
     def _see_gaps(self, done: Sequence[_Sum]) -> None:
-        """Seconds of computation between neighbouring units, where no sum hid them: the same on
-        all ranks."""
+        """Measure the seconds of computation between neighbouring units where no reduction hid
+        them; the result is the same on all ranks."""
         seen: list[int] = []
         for one, following in pairwise(done):
             if one.unit not in seen:
@@ -181,7 +183,7 @@ class MeasuredSums:
 
 
 class UnitSum:
-    """What one unit's `set_custom_reduce_scatter` takes.
+    """The custom reduce-scatter of one FSDP unit.
 
     Attributes:
         sums: How; None: torch's own.
@@ -195,7 +197,7 @@ class UnitSum:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for gradients, which are ready when this is first called for a sum."""
+        """Allocate memory for gradients, which are ready at the first call of a reduction."""
         self._ready = self._ready or Moment(device)
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -207,7 +209,6 @@ class UnitSum:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """See `CompressedReduceScatter`."""
         begin = Moment(input_tensor.device)
         if self.sums is None:
             reduce_scatter(output_tensor, input_tensor, op, group)

@@ -1,6 +1,6 @@
-"""Attention of a block without a variable-length kernel: samples of similar length are laid out as
-padded rectangles, and these are worked through in slices of queries, so that scores never take
-more than a bounded size. The arithmetic is float32."""
+"""Block attention without a variable-length kernel: samples of similar length are padded to
+rectangles and processed in slices of queries, so that scores take bounded memory. Computes in
+float32."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Rectangle:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor, lse: Tensor
     ) -> None:
-        """Writes these samples' part of `out` and `lse`; see `block_forward`."""
+        """Write the part of `out` and `lse` of these samples; see `block_attention_forward`."""
         groups = q.shape[1] // k.shape[1]
         queries, keys, values = self._queries(q, groups), self._keys(k), self._keys(v)
         dense_out, dense_lse = torch.empty_like(queries), torch.empty_like(queries[..., :1])
@@ -73,7 +73,7 @@ class Rectangle:
         scale: float,
         into: tuple[Tensor, Tensor, Tensor],
     ) -> None:
-        """Writes these samples' part of the gradients of q, k and v into `into`.
+        """Write the part of the gradients of q, k and v of these samples to `into`.
 
         Args:
             delta: For each query and head the product of output and its gradient,
@@ -100,12 +100,12 @@ class Rectangle:
         self._put_keys(found_v, into[2])
 
     def _queries(self, x: Tensor, groups: int) -> Tensor:
-        """`[queries, heads, n]` as `[rows, key-value heads, groups, longest_query, n]`."""
+        """Reshape `[queries, heads, n]` to `[rows, key-value heads, groups, longest_query, n]`."""
         dense = _dense(x, self.query_source, self.query_target, self.rows, self.longest_query)
         return dense.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).contiguous()
 
     def _keys(self, x: Tensor) -> Tensor:
-        """`[keys, key-value heads, n]` as `[rows, key-value heads, longest_key, n]`."""
+        """Reshape `[keys, key-value heads, n]` to `[rows, key-value heads, longest_key, n]`."""
         dense = _dense(x, self.key_source, self.key_target, self.rows, self.longest_key)
         return dense.transpose(1, 2).contiguous()
 
@@ -118,7 +118,8 @@ class Rectangle:
         x[self.key_source] = flat.index_select(0, self.key_target)
 
     def _slices(self, heads: int) -> Iterator[tuple[slice, slice]]:
-        """Slices of queries whose scores are few enough, each with the keys it may see."""
+        """Yield slices of queries whose scores fit the limit, each with the keys that it may
+        see."""
         step = max(1, SLICE_ELEMENTS // (self.rows * heads * self.longest_key))
         for start in range(0, self.longest_query, step):
             stop = min(start + step, self.longest_query)
@@ -127,7 +128,7 @@ class Rectangle:
     def _scores(
         self, queries: Tensor, keys: Tensor, part: slice, seen: slice, scale: float
     ) -> Tensor:
-        """`[rows, key-value heads, groups, queries of the part, keys seen]`."""
+        """Compute the scores `[rows, key-value heads, groups, queries of the part, keys seen]`."""
         scores = _times(queries[:, :, :, part], keys[:, :, seen].transpose(2, 3)).mul_(scale)
         if self.causal:
             shape = scores.shape[-2:]
@@ -141,7 +142,7 @@ class Rectangle:
 def rectangles(
     query_lengths: Tensor, key_lengths: Tensor, causal: bool, device: torch.device
 ) -> list[Rectangle]:
-    """Divides samples into few rectangles with little padding.
+    """Divide samples into few rectangles with little padding.
 
     Args:
         query_lengths: int64 `[samples]`, at least 1 each; the queries stand sample after sample.
@@ -188,7 +189,7 @@ def rectangles(
 
 
 def _dense(x: Tensor, source: Tensor, target: Tensor, rows: int, longest: int) -> Tensor:
-    """`[tokens, heads, n]` as a padded `[rows, longest, heads, n]` in float32."""
+    """Copy `[tokens, heads, n]` into a padded `[rows, longest, heads, n]` of float32."""
     dense = torch.zeros(rows * longest, *x.shape[1:], dtype=torch.float32, device=x.device)
     return dense.index_copy_(0, target, x.index_select(0, source).float()).unflatten(
         0, (rows, longest)
@@ -196,13 +197,13 @@ def _dense(x: Tensor, source: Tensor, target: Tensor, rows: int, longest: int) -
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:
-    """`[rows, heads, groups, m, n]` @ `[rows, heads, n, o]`: one product for all groups, because
-    broadcasting would copy the right side for each."""
+    """Multiply `[rows, heads, groups, m, n]` by `[rows, heads, n, o]` in one product for all
+    groups; broadcasting would copy the right side for each."""
     product = left.flatten(2, 3) @ right
     return product.unflatten(2, left.shape[2:4])
 
 
 def _across(left: Tensor, right: Tensor) -> Tensor:
-    """`[rows, heads, groups, m, n]` and `[rows, heads, groups, m, o]` to `[rows, heads, n, o]`,
-    summed over groups and m."""
+    """Multiply `[rows, heads, groups, m, n]` with `[rows, heads, groups, m, o]`, summed over groups
+    and m, to `[rows, heads, n, o]`."""
     return left.flatten(2, 3).transpose(2, 3) @ right.flatten(2, 3)

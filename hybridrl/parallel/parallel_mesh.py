@@ -1,4 +1,4 @@
-"""ParallelMesh: the process groups of one rank on the mesh that a model is trained on."""
+"""The process groups of one rank on the mesh on which a model is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = itertools.count()
 
 
 class ParallelMesh:
-    """What this rank needs of the mesh: a group for each axis, and FSDP's own mesh.
+    """The process groups of one rank: one for each axis of the mesh, and FSDP's own mesh.
 
     Building it is collective over the default process group, which is the worker group's own (see
     `process_group`): all its ranks take part, in the same order.
@@ -62,36 +62,36 @@ class ParallelMesh:
 
     @classmethod
     def data_parallel(cls, device: torch.device, ranks: int) -> ParallelMesh:
-        """The mesh of one axis, `dp`, over the first `ranks` processes."""
+        """Build the mesh of one axis, `dp`, over the first `ranks` processes."""
         return cls(Mesh({"dp": ranks}), device)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one on `axes` only (none named: all ranks of the mesh);
-        None if it is alone."""
+        """Return the process group of the ranks that differ from this one on `axes` only (no axes:
+        all ranks of the mesh); None if this rank is alone."""
         return self._groups[axes or tuple(self.mesh.axes)]
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of the mesh: the one that writes files."""
+        """Whether this rank is the first of the mesh, which writes shared files."""
         return self.rank == self.mesh.grid[0]
 
     @property
     def place(self) -> int:
-        """This rank's number in layouts of the mesh: its rank in `group()`."""
+        """The number of this rank in layouts of the mesh: its rank in `group()`."""
         group = self.group()
         return 0 if group is None else dist.get_rank(group)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks in `group(*axes)`."""
+        """Return the number of ranks in `group(*axes)`."""
         group = self.group(*axes)
         return 1 if group is None else dist.get_world_size(group)
 
     def index(self, axis: str) -> int:
-        """This rank's place on an axis."""
+        """Return this rank's coordinate on an axis."""
         return self.coordinates[axis].index if axis in self.coordinates else 0
 
     def _fsdp_mesh(self, data: torch.Tensor) -> DeviceMesh:
-        """`data` is `[places on the other axes, ranks]`."""
+        """Build the device mesh of FSDP from `data`, `[positions on the other axes, ranks]`."""
         # torch takes meshes of equal ranks and names for the same, and remembers by mesh what an
         # operation needs: another worker group's process groups, if the names did not differ.
         number = next(_NUMBERS)

@@ -1,4 +1,5 @@
-"""The layout of a model that is cut over a mesh: which part of every parameter each rank holds."""
+"""The tensor layout of a model that is cut over a mesh: which part of every parameter each rank
+holds."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _Held = tuple[Piece, ...]
 def training_layout(
     parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], mesh: ParallelMesh
 ) -> Layout:
-    """The layout over all ranks of `mesh`. Collective.
+    """Build the layout of a model over all ranks of `mesh`. Collective.
 
     Args:
         parameters: This rank's, under the names of a checkpoint, sharded by FSDP or not.
@@ -43,7 +44,8 @@ def training_layout(
 
 
 class Said(NamedTuple):
-    """What a rank says of its parameters, in few bytes: layers lie alike.
+    """The pieces of one rank's parameters with equal ones stored once, since layers are sharded
+    alike.
 
     Attributes:
         kinds: Different pieces, whatever the name of the parameter.
@@ -55,14 +57,14 @@ class Said(NamedTuple):
 
     @classmethod
     def of_pieces(cls, pieces: Mapping[str, _Held]) -> Said:
-        """Of pieces in local tensors without a name."""
+        """Build from pieces whose local tensors have no name."""
         kinds: dict[_Held, int] = {}
         of = [kinds.setdefault(held, len(kinds)) for held in pieces.values()]
         return cls(tuple(kinds), np.array(of, np.int32))
 
 
 def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[Said]) -> Layout:
-    """The layout of all ranks.
+    """Build the layout of all ranks from the pieces of each.
 
     Args:
         shapes: Of each rank's parameters; one object where they are the same, as they are but for
@@ -92,7 +94,8 @@ def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[S
 
 
 def pieces_of(name: str, parameter: nn.Parameter, cut: Cut | None, index: int) -> tuple[Piece, ...]:
-    """What this rank holds of a parameter: tensor parallelism cuts first, FSDP what is left."""
+    """Return the pieces of a parameter that this rank holds: tensor parallelism cuts first, then
+    FSDP cuts the rest."""
     held = list(whole(parameter.shape))  # of what tensor parallelism has left
     if isinstance(parameter, DTensor):
         places = parameter.device_mesh.get_coordinate()
@@ -117,5 +120,5 @@ def pieces_of(name: str, parameter: nn.Parameter, cut: Cut | None, index: int) -
 
 
 def whole_shape(parameter: nn.Parameter, cut: Cut | None) -> tuple[int, ...]:
-    """Of a parameter, however it is cut."""
+    """Return the shape of the full parameter, however it is cut."""
     return tuple(parameter.shape) if cut is None else cut.shape

@@ -1,4 +1,4 @@
-"""The order in which the ranks of a pipeline compute and talk: 1F1B and interleaved 1F1B.
+"""The order in which the ranks of a pipeline compute and communicate: 1F1B and interleaved 1F1B.
 
 Pure: lists of actions, made from a few numbers. Stages are numbered as in `parallel.stages`.
 
@@ -19,7 +19,7 @@ from hybridrl.errors import ConfigError
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Consecutive layers for each stage, as even as possible.
+    """Return consecutive layers for each stage, as evenly as possible.
 
     What does not divide goes to earlier stages: the last one also has the output head.
     """
@@ -28,7 +28,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 
 def check_stages(layers: int, ranks: int, chunks: int = 1, setting: str = "parallel.pp") -> None:
-    """Refuses a pipeline that the model is too short for, before anything starts.
+    """Check before anything starts that a model has enough layers for a pipeline.
 
     Args:
         layers: Decoder layers of the model.
@@ -54,7 +54,7 @@ def check_stages(layers: int, ranks: int, chunks: int = 1, setting: str = "paral
 
 
 class Kind(Enum):
-    """What an action does. States flow from stage s to s + 1, their gradients back."""
+    """The kind of a pipeline action. States flow from stage s to s + 1, their gradients back."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -65,7 +65,7 @@ class Kind(Enum):
 
 
 class Action(NamedTuple):
-    """One thing that a rank does. `stage` is the rank's own; a message goes to its neighbour."""
+    """One action of a rank. `stage` is the rank's own; a message goes to its neighbour."""
 
     kind: Kind
     stage: int
@@ -80,7 +80,7 @@ TICKS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
 def schedule(
     ranks: int, chunks: int, micro_batches: int, *, training: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each rank does, in order.
+    """Build the sequence of actions of every rank.
 
     Messages stand where they are due if computations take `TICKS` and messages no time. That puts
     all actions of all ranks into one order in time, which every rank keeps to: even if each send
@@ -122,7 +122,7 @@ def schedule(
 def computations(
     rank: int, ranks: int, chunks: int, micro_batches: int, training: bool
 ) -> list[Action]:
-    """Forwards and backwards of one rank, in order."""
+    """List the forwards and backwards of one rank, in order."""
     groups = _groups(ranks, micro_batches) if chunks > 1 else [range(micro_batches)]
     forwards = [
         Action(Kind.FORWARD, chunk * ranks + rank, micro_batch)
@@ -148,7 +148,7 @@ def computations(
 
 
 def timeline(computed: list[list[Action]]) -> dict[Action, int]:
-    """When each computation ends, in ticks, if each starts as soon as it can.
+    """Compute the tick at which each computation ends if each starts as soon as it can.
 
     Raises:
         ValueError: if the orders wait for each other in a circle.
@@ -176,7 +176,7 @@ def timeline(computed: list[list[Action]]) -> dict[Action, int]:
 
 
 def _needs(action: Action, last: int) -> list[Action]:
-    """The computations whose results `action` takes."""
+    """Return the computations whose results `action` needs."""
     kind, stage, micro_batch = action
     if kind is Kind.FORWARD:
         return [Action(kind, stage - 1, micro_batch)] if stage else []
@@ -185,9 +185,10 @@ def _needs(action: Action, last: int) -> list[Action]:
 
 
 def _groups(ranks: int, micro_batches: int) -> list[range]:
-    """Micro-batches that pass all chunks of a rank before the next ones enter: at least as many
-    as ranks, or the pipeline would run dry between chunks; larger groups first, because the first
-    one sets the length of the warm-up."""
+    """Split micro-batches into groups that pass all chunks of a rank before the next group
+    enters. A group has at least as many micro-batches as there are ranks, or the pipeline would
+    run dry between chunks; larger groups come first, because the first one sets the length of
+    the warm-up."""
     count = max(1, micro_batches // ranks)
     least, more = divmod(micro_batches, count)
     edges = [group * least + min(group, more) for group in range(count + 1)]

@@ -1,4 +1,4 @@
-"""A worker group's own torch.distributed world.
+"""The torch.distributed world of each worker group.
 
 The hosts of a job hold many groups, on all devices or on some. Each group is a world of its own:
 its ranks count from 0, what is inside it - meshes, FSDP, vLLM - need not know that there are
@@ -31,8 +31,8 @@ _current = ""
 
 
 def join(context: Context) -> torch.device:
-    """Makes this host a member of the world of `context.role`, once, and enters it. Collective over
-    the group. Returns the host's device.
+    """Join the world of `context.role`, once, make it the current one and return this host's
+    device. Collective over the group.
 
     The ranks meet at the first one. In a job of this machine alone every socket is bound to
     loopback. The environment variables that launchers set, and vLLM reads, are set as well.
@@ -47,7 +47,7 @@ def join(context: Context) -> torch.device:
 def join_world(
     name: str, rank: int, world_size: int, rendezvous: Rendezvous | None, device_kind: str
 ) -> dist.ProcessGroup:
-    """As `join`, for a world of any name.
+    """Join a world of any name; see `join_group_world`.
 
     Args:
         rendezvous: Where the ranks meet; None: there is one only.
@@ -77,8 +77,8 @@ def join_world(
 
 
 def enter(name: str) -> None:
-    """Makes a world that this host is in the one that torch.distributed speaks of. Nothing happens
-    for a name that is no world's: not every role has models."""
+    """Make a world of this host the current one of torch.distributed. Does nothing for a name that
+    is no world's, since not every role has models."""
     global _current
     if name == _current or name not in _worlds:
         return
@@ -88,8 +88,8 @@ def enter(name: str) -> None:
 
 
 def peers(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """That of these groups of ranks which has this rank; None if it is alone. Collective over the
-    world that this host is in."""
+    """Make a process group for each of these groups of ranks and return this rank's; None if it is
+    alone. Collective over the current world."""
     if all(len(ranks) == 1 for ranks in groups):
         return None
     mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
@@ -97,7 +97,7 @@ def peers(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store that the ranks of a world share."""
+    """Return the key-value store of a world."""
     return distributed_c10d._world.pg_map[group][1]
 
 

@@ -1,4 +1,4 @@
-"""Which way the gradients of each unit are summed: chosen by what each way costs.
+"""The choice of a reduction method for the gradients of each unit, by predicted cost.
 
 A model's backward gives the gradients of one unit (what FSDP gathers together) after the other, and
 each unit's are summed over the ranks as soon as they are there. A way to sum them has up to two
@@ -35,8 +35,8 @@ MARGIN = 0.02
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by the number of values: straight between points, and beyond them as between the last
-    two.
+    """A piecewise linear cost in seconds by number of values, extrapolated beyond the last two
+    points.
 
     Args:
         points: (values, seconds), rising in values; at least two.
@@ -46,11 +46,11 @@ class Curve:
 
     @classmethod
     def of(cls, alpha: float, rate: float) -> Curve:
-        """`alpha` seconds and one more for each `rate` values."""
+        """Build the curve of `alpha` seconds plus one second for each `rate` values."""
         return cls(((0.0, alpha), (1.0, alpha + 1 / rate)))
 
     def __call__(self, values: float) -> float:
-        """Of so many values; never below zero."""
+        """Return the seconds for this many values, at least 0."""
         last = len(self.points) - 2
         segments = enumerate(pairwise(self.points))
         (x, y), (further, later) = next(
@@ -65,7 +65,7 @@ NOTHING = Curve(((0.0, 0.0), (1.0, 0.0)))
 
 @dataclass(frozen=True)
 class Part:
-    """A hop of a way.
+    """The cost of one hop of a reduction method.
 
     Attributes:
         share: Of a unit's values, those that enter this hop on a rank.
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients may be summed, and what it costs.
+    """The predicted cost of a reduction method.
 
     Attributes:
         name: `full`, or the codecs of its hops.
@@ -91,17 +91,17 @@ class Way:
     parts: tuple[Part, ...]
 
     def codec(self, values: float) -> float:
-        """Seconds of encoding and decoding a unit of so many values."""
+        """Return the seconds of encoding and decoding a unit of this many values."""
         return sum(part.codec(part.share * values) for part in self.parts)
 
     def link(self, values: float) -> float:
-        """Seconds of sending them."""
+        """Return the seconds of sending them."""
         return sum(part.link(part.share * values) for part in self.parts)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The gradients of a unit.
+    """A unit's gradients: their number, and when the backward has computed them.
 
     Attributes:
         values: How many, whole.
@@ -114,7 +114,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What goes on at the same time on a kind of device.
+    """A model of what overlaps on a kind of device while gradients are reduced.
 
     Attributes:
         beside: Sums go on beside the backward, on a stream of their own. Encoding, sending and
@@ -137,7 +137,7 @@ limited by memory, as much of a backward is, and have not been measured beside o
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """The chosen reduction methods and their predicted seconds.
 
     Attributes:
         ways: The name of each bucket's way.
@@ -153,12 +153,12 @@ class Choice:
 
     @property
     def of_full(self) -> float:
-        """The expected share of what `full` takes."""
+        """The predicted share of the time of `full`."""
         return self.seconds / self.full_seconds if self.full_seconds else 1.0
 
     def sentence(self) -> str:
-        """`int8 for 7 of 10 units, full for 3: sums are expected to take 0.31 of the time of
-        full`."""
+        """Format the choice for users: `int8 for 7 of 10 units, full for 3: sums are expected to
+        take 0.31 of the time of full`."""
         counts, total = Counter(self.ways), len(self.ways)
         (first, number), *others = counts.most_common()
         said = [f"{first} for {number} of {total} unit{'s' if total > 1 else ''}"]
@@ -172,7 +172,7 @@ class Choice:
 
 
 def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> float:
-    """The timeline: seconds from a backward's begin until all its gradients are summed.
+    """Predict the seconds from the start of a backward until all its gradients are reduced.
 
     Args:
         buckets: In the order in which they are ready.
@@ -197,7 +197,8 @@ def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap)
 
 
 def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> Choice:
-    """The way of each bucket that makes the whole shortest, within `MARGIN`.
+    """Choose the method of each bucket that makes the backward shortest; a method replaces an
+    earlier one only if it saves at least the share `_MIN_SAVING`.
 
     Args:
         buckets: In the order in which they are ready.
@@ -225,7 +226,8 @@ def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> 
 
 
 def _seconds_alone(bucket: Bucket, way: Way, gap: float, is_last: bool, overlap: Overlap) -> float:
-    """What passes from the begin of a bucket's sum to that of the next, or to the end."""
+    """Return the seconds from the start of a bucket's reduction to the start of the next, or to the
+    end."""
     codec, link = way.codec(bucket.values), way.link(bucket.values)
     if is_last or not overlap.beside:
         return codec + link

@@ -1,4 +1,4 @@
-"""What each way of summing gradients takes on these ranks: measured together, in a few seconds.
+"""Measurement of each gradient reduction method on these ranks, in a few seconds.
 
 All ways take turns at each size, so that what else the machine and the link do falls on all. Every
 rank is told the time of the slowest one.
@@ -30,7 +30,7 @@ Work = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class HopWay:
-    """One way: its name, its hops, and the order of parts before them (see
+    """A reduction method: its name, its hops and the order of the parts before the first hop (see
     `CompressedReduceScatter`)."""
 
     name: str
@@ -39,14 +39,15 @@ class HopWay:
 
     @property
     def sums(self) -> CompressedReduceScatter:
-        """What does it."""
+        """The reduce-scatter of this method."""
         return CompressedReduceScatter(self.hops, self.order)
 
 
 def measured_ways(
     ways: Sequence[HopWay], largest: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[Way]:
-    """`full` and these ways, with what their hops take. Collective over the group.
+    """Measure `full` and these methods, and return the cost of each one's hops. Collective over the
+    group.
 
     Args:
         largest: Values of the largest unit.
@@ -72,20 +73,21 @@ def measured_ways(
 def reduce_scatter(
     out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
 ) -> None:
-    """torch's own, by the name that it has in this version."""
+    """Call torch's own reduce-scatter under the name that it has in this version."""
     named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     named(out, values, op=op, group=group)
 
 
 def agreed(figures: Sequence[float], operation: Any, group: dist.ProcessGroup) -> list[float]:
-    """The same on all ranks."""
+    """All-reduce figures so that they are the same on all ranks."""
     together = torch.tensor(figures, dtype=torch.float64)
     dist.all_reduce(together, operation, group=group)
     return [float(figure) for figure in together]
 
 
 def _part(hop: Hop, share: float, curves: dict[Hop, Curve]) -> Part:
-    """Of what a hop takes, the link has what as many bytes of float32 take; the codec the rest."""
+    """Split the time of a hop into the link's share, which is what as many bytes of float32 take,
+    and the codec's, which is the rest."""
     whole, exact = curves[hop], curves.get(Hop(hop.group, None))
     if hop.codec is None or exact is None:
         return Part(share, NOTHING, whole)
@@ -118,7 +120,7 @@ def _one_hop(hop: Hop, order: Sequence[int] | None) -> Work:
 def _curves(
     works: Sequence[Work], largest: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[Curve]:
-    """Of each work at two sizes or more: more values until it is enough."""
+    """Measure each call at two sizes or more, growing the size until it takes long enough."""
     found: list[list[tuple[float, float]]] = [[] for _ in works]
     ranks = group.size()  # of any hop a multiple
     largest = ranks * -(-largest // ranks)

@@ -1,4 +1,4 @@
-"""Ring attention: each rank keeps its queries, and keys and values go around.
+"""Ring attention: each rank keeps its queries while keys and values travel around the ring.
 
 Every rank starts with its own keys and values and passes on what it has; the transfer runs while
 the block at hand is computed. Outputs of blocks are merged by their `lse`. Only visible blocks are
@@ -32,7 +32,8 @@ from hybridrl.parallel.zigzag import RingRow
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """What a rank of the ring has to compute and to pass on, for one packed row.
+    """The blocks that a rank of the ring computes and the transfers that it makes, for one packed
+    row.
 
     Attributes:
         group: The ring.
@@ -48,7 +49,7 @@ class RingPlan:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rows: list[RingRow], device: torch.device) -> RingPlan:
-        """The plan of this rank, for the ring's `rows`."""
+        """Build the plan of this rank for the `rows` of the ring."""
         rank = dist.get_rank(group)
         blocks = [
             Block.between(rows[rank], row, rank - source, device) for source, row in enumerate(rows)
@@ -56,12 +57,12 @@ class RingPlan:
         return cls(group, rank, [len(row.places) for row in rows], blocks)
 
     def source(self, step: int) -> int:
-        """Whose keys this rank has after so many transfers."""
+        """Return the ring rank whose keys this rank has after `step` transfers."""
         return (self.rank - step) % len(self.sizes)
 
     def pass_on(self, tensor: Tensor, tokens: int) -> _Transfer:
-        """Begins to send `tensor` to the next rank, and to receive so many tokens of its kind from
-        the previous one."""
+        """Start sending `tensor` to the next rank, and receiving one of `tokens` rows from the
+        previous rank."""
         ring = len(self.sizes)
         received = tensor.new_empty(tokens, *tensor.shape[1:])
         following, previous = (self.rank + 1) % ring, (self.rank - 1) % ring
@@ -78,7 +79,7 @@ class RingPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Transfer:
-    """A transfer under way; what is sent must live until it is done."""
+    """A transfer in flight; the sent tensor must live until it is done."""
 
     sent: Tensor
     received: Tensor
@@ -91,8 +92,8 @@ class _Transfer:
 
 
 def ring_attention(qkv: Tensor, heads: int, plan: RingPlan, scale: float) -> Tensor:
-    """Causal attention inside each sample of a packed row that the ranks of a ring hold together.
-    Collective, forward and backward.
+    """Compute causal attention inside each sample of a packed row that the ranks of a ring hold
+    together. Collective, forward and backward.
 
     Args:
         qkv: `[tokens, heads + 2 * key-value heads, head_dim]`: this rank's queries, keys, values.

@@ -1,5 +1,5 @@
-"""Sequence parallelism: the tokens of a packed micro-batch are divided over ranks, by Ulysses and
-a ring together.
+"""Sequence parallelism: the tokens of a packed micro-batch are split over ranks by Ulysses and a
+ring together.
 
 All ranks of a sequence-parallel group get the same samples. Each runs the model on its own tokens
 (`parallel.zigzag` says which); only attention needs those of others. Between the ranks of a Ulysses
@@ -36,8 +36,7 @@ from hybridrl.parallel.zigzag import even_bounds, rank_places, ring_rows
 
 
 class SequenceParallel:
-    """The ranks that hold the tokens of a micro-batch together, and how they divide them.
-    Collective.
+    """A group of ranks that share the tokens of each micro-batch. Building it is collective.
 
     Args:
         mesh: Its `ring` and `ulysses` axes are neighbours, `ulysses` the inner one.
@@ -56,16 +55,16 @@ class SequenceParallel:
 
     @classmethod
     def of(cls, mesh: ParallelMesh) -> SequenceParallel | None:
-        """That of a mesh, or None if it does not divide sequences."""
+        """Build the sequence parallelism of a mesh; None if the mesh does not split sequences."""
         return None if mesh.group("ring", "ulysses") is None else cls(mesh)
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks of the group."""
         return self.ring * self.ulysses
 
     def split(self, samples: PackedSamples, shift: int = 0) -> PackedSamples:
-        """This rank's part of a packed micro-batch, which every rank of the group has.
+        """Return this rank's part of a packed micro-batch that every rank of the group has.
 
         Args:
             shift: So many places after a token's predictor the model says something of the token
@@ -114,8 +113,8 @@ class SequenceParallel:
         )
 
     def gather(self, outputs: dict[str, Tensor], samples: PackedSamples) -> dict[str, Tensor]:
-        """What the model says of all response tokens of the micro-batch, in their usual order.
-        Collective; in backward each rank takes the gradient of its own part.
+        """Gather the model's outputs for all response tokens of the micro-batch, in their original
+        order. Collective; in the backward each rank takes the gradient of its own part.
 
         Args:
             outputs: Of the model for `samples`, `[this rank's response tokens]` or `[this rank's
@@ -133,7 +132,8 @@ class SequenceParallel:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldTokens:
-    """The tokens of a packed row that this rank holds: a `hybridrl.models.packing.SplitRow`.
+    """The tokens of a packed row that this rank holds; implements
+    `hybridrl.models.packing.SplitRow`.
 
     Attributes:
         tokens: How many.
@@ -154,8 +154,8 @@ class HeldTokens:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, window: int | None
     ) -> Tensor:
-        """Causal attention inside the samples, `[this rank's tokens, heads, head_dim]` in and out;
-        k and v have the key-value heads. Collective, forward and backward."""
+        """Compute causal attention inside the samples, `[this rank's tokens, heads, head_dim]` in
+        and out; k and v have the key-value heads. Collective, forward and backward."""
         real = [x[: self.tokens] for x in (q, k, v)]
         heads = q.shape[1]
         if self.exchange:
@@ -175,7 +175,7 @@ class HeldTokens:
 
 
 def check_window(window: int | None) -> None:
-    """Raises `ConfigError` for windows in which a ring of several ranks cannot attend.
+    """Raise `ConfigError` for attention windows, which a ring of several ranks does not support.
 
     Args:
         window: Tokens that a query sees, if fewer than the longest sample has.
@@ -189,7 +189,7 @@ def check_window(window: int | None) -> None:
 
 
 def check_rows(rows: Rows, ranks: int) -> None:
-    """Raises `ConfigError` for a model whose samples cannot be divided over so many ranks."""
+    """Raise `ConfigError` for a model whose samples cannot be split over several ranks."""
     if ranks > 1 and rows is Rows.PADDED:
         raise ConfigError(
             "The model hands on states from token to token besides attention, by convolutions or "
@@ -199,7 +199,8 @@ def check_rows(rows: Rows, ranks: int) -> None:
 
 
 def _part(of_tokens: Tensor | None, mine: Tensor, of_none: int) -> Tensor | None:
-    """What is known of this rank's tokens, and `of_none` of the one that stands for none."""
+    """Return the rows of this rank's tokens, or one row of `of_none` for the placeholder of a rank
+    without tokens."""
     if of_tokens is None:
         return None
     return of_tokens[mine] if len(mine) else of_tokens.new_full((1, *of_tokens.shape[1:]), of_none)
@@ -211,7 +212,7 @@ def _not_empty(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """On which rank the model says something of which response token.
+    """A map from response tokens to the rank whose outputs contain them.
 
     Attributes:
         mine: int64, the response tokens of this rank, ascending.
@@ -228,8 +229,8 @@ class Reading:
 
     @classmethod
     def of(cls, read_at: Tensor, places: list[Tensor], rank: int, device: torch.device) -> Reading:
-        """For response tokens that are read at `read_at` in the packed row, of which each rank has
-        `places`; both on the CPU."""
+        """Build the map for response tokens read at `read_at` in the packed row, whose positions on
+        each rank are `places`; both on the CPU."""
         counts = torch.tensor([len(held) for held in places])
         order = torch.cat(places)
         owners, locals_ = torch.empty_like(order), torch.empty_like(order)
@@ -247,9 +248,9 @@ class Reading:
 
 
 def gather_tokens(values: Tensor, reading: Reading, group: dist.ProcessGroup) -> Tensor:
-    """`[this rank's response tokens, numbers]` of every rank as `[response tokens, numbers]` in
-    their usual order. Collective; backward is not: each rank takes the gradient of its own part,
-    because all work out the same loss."""
+    """Gather `[this rank's response tokens, numbers]` of every rank into `[response tokens,
+    numbers]` in their original order. Collective; the backward is not: each rank takes the gradient
+    of its own part, because all compute the same loss."""
     return _GatherTokens.apply(values, reading, group)
 
 

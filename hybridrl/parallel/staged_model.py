@@ -1,4 +1,5 @@
-"""One rank's stages of a model: transformers' own modules, without the parts of other ranks.
+"""The pipeline stages of a model on one rank: transformers' own modules without those of other
+ranks.
 
 Names of parameters stay those of the checkpoint. What lies elsewhere is a module without
 parameters, so that transformers' forward, with its rotary embedding and masks, runs unchanged.
@@ -22,14 +23,14 @@ PARTS = ("embed_tokens", "layers", "norm")
 
 
 class Elsewhere(nn.Module):
-    """In the place of a layer or norm of another stage: hands its input on."""
+    """A placeholder for a layer or norm of another stage; returns its input."""
 
     def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
         return states
 
 
 class Received(nn.Module):
-    """In the place of the embedding: answers with the states that the stage before has sent."""
+    """A placeholder for the embedding; returns the states that the previous stage sent."""
 
     states: Tensor | None = None
 
@@ -39,8 +40,8 @@ class Received(nn.Module):
 
 
 class StagedModel(nn.Module):
-    """The stages of `model` that lie on one rank of a pipeline. `model` is cut in place: the
-    parameters of other ranks are let go.
+    """The stages of `model` that one rank of a pipeline runs. `model` is split in place: the
+    parameters of other ranks are released.
 
     With tied embeddings both the first rank, for the embedding, and the last one, for the head,
     hold the parameter under its one name.
@@ -116,18 +117,18 @@ class StagedModel(nn.Module):
 
     @property
     def inner(self) -> nn.Module:
-        """The transformers model, as far as it lies here."""
+        """The transformers model with this rank's stages only."""
         return self.model.inner
 
     @property
     def head(self) -> nn.Module:
-        """That of the model, or what stands in its place on other ranks."""
+        """The output head of the model, or its placeholder on ranks that do not have it."""
         return self.model.head
 
     def forward(
         self, samples: PackedSamples, *, stage: int, states: Tensor | None = None, **options: float
     ) -> Tensor | dict[str, Tensor]:
-        """Runs one stage.
+        """Run one stage.
 
         Args:
             samples: The micro-batch, the same on all stages.

@@ -40,7 +40,7 @@ KEY_VALUE = ("k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Cut:
-    """How a parameter lies over the ranks of a tensor-parallel group.
+    """The split of a parameter over the ranks of a tensor-parallel group.
 
     Attributes:
         shape: Of the whole parameter.
@@ -55,18 +55,19 @@ class Cut:
     bounds: tuple[tuple[tuple[int, int], ...], ...]
 
     def copies(self) -> int:
-        """Number of ranks that hold the same elements."""
+        """Return the number of ranks that hold the same elements."""
         return len(self.bounds) // len(set(self.bounds))
 
     def of(self, whole: Tensor, index: int) -> Tensor:
-        """The part of rank `index`."""
+        """Return the part of `whole` that rank `index` holds."""
         parts = [whole.narrow(self.dim, at, stop - at) for at, stop in self.bounds[index]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 @dataclass
 class TensorCuts:
-    """What `cut` did to a model.
+    """The result of `apply_tensor_parallel`: the cut of each parameter, and those with partial
+    gradients.
 
     Attributes:
         cuts: By name of parameter; those not named are whole on every rank.
@@ -79,7 +80,7 @@ class TensorCuts:
 
 
 def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
-    """Refuses a model that cannot be cut in `size` parts."""
+    """Check that the heads and experts of a model can be split into `size` parts."""
     if size == 1:
         return
     config = config.get_text_config()
@@ -112,8 +113,8 @@ def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
 
 
 def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
-    """Keeps of every parameter the part of this rank, in place, and makes the model's forward sum
-    over the group where it must."""
+    """Keep this rank's part of every parameter, in place, and add the sums over the group that the
+    model's forward needs."""
     group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
     done = TensorCuts({}, [])
     if group is None:
@@ -164,8 +165,8 @@ def _column_paths(base: PreTrainedModel) -> list[str]:
 
 
 def _even(shape: tuple[int, ...], dim: int, size: int, parts: int, matrices: int = 1) -> Cut:
-    """Each of the matrices that stand one after the other cut in `parts`, of which neighbouring
-    ranks share one where there are more ranks."""
+    """Return the cut of matrices that lie one after the other, each into `parts`; neighbouring
+    ranks share a part where there are more ranks than parts."""
     length = shape[dim] // matrices
     step = -(-length // parts)
     edges = [min(step * part, length) for part in range(parts + 1)]
@@ -184,9 +185,9 @@ def _cut_experts(
     mesh: ParallelMesh,
     done: TensorCuts,
 ) -> None:
-    """Every expert of a layer, cut as an MLP is. Their outputs are weighted and summed on each rank
-    before the one sum over ranks, so that the router, which all ranks have, gets the gradient of
-    its weights as a sum, too."""
+    """Split every expert of a layer as an MLP is split. Their outputs are weighted and summed on
+    each rank before the one sum over ranks, so that the gradient of the router's weights, which all
+    ranks have, is a sum as well."""
     group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
     for leaf, parameter in list(experts.named_parameters(recurse=False)):
         style, shape = _style(plan, f"{path}.{leaf}"), tuple(parameter.shape)
@@ -216,8 +217,8 @@ def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:
 
 
 def _copy_input(group: dist.ProcessGroup) -> Any:
-    """Attention and MLP take activations that are alike on all ranks, and each rank's own heads or
-    columns contribute to their gradient."""
+    """Return a hook that copies the input of attention or MLP to the region: activations are equal
+    on all ranks, and each rank's heads or columns contribute to their gradient."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
@@ -243,7 +244,7 @@ def _cut_vocabulary(
     names: dict[nn.Module, str],
     done: TensorCuts,
 ) -> None:
-    """The embedding, and the output embedding of a language model."""
+    """Split the embedding and the output embedding of a language model along the vocabulary."""
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
     found = _even(tuple(embedding.weight.shape), 0, size, size)
     ((start, stop),) = found.bounds[rank]

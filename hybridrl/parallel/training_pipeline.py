@@ -23,7 +23,7 @@ from hybridrl.parallel.staged_model import StagedModel
 
 
 class Pipeline:
-    """This rank's place in a pipeline, and what its ranks do together.
+    """A training pipeline as one of its ranks sees it.
 
     Every method but `cut` is collective over the pipeline.
 
@@ -40,7 +40,7 @@ class Pipeline:
         self.is_last = self.rank == self.ranks - 1
 
     def cut(self, model: PackedModel, dtype: torch.dtype) -> StagedModel:
-        """Keeps this rank's stages of `model`, which is cut in place and will compute in `dtype`;
+        """Keep this rank's stages of `model`, which is split in place and will compute in `dtype`;
         see `StagedModel`."""
         return StagedModel(model, dtype, self.rank, self.ranks, self.chunks)
 
@@ -52,7 +52,7 @@ class Pipeline:
         take: Callable[[int, Mapping[str, Tensor]], None],
         **options: float,
     ) -> None:
-        """Forwards only.
+        """Run the forwards of all micro-batches.
 
         Args:
             micro_batches: The same on all ranks.
@@ -74,7 +74,7 @@ class Pipeline:
         reduce_once: bool,
         **options: float,
     ) -> None:
-        """Forwards and backwards; gradients are added to those of the parameters.
+        """Run forwards and backwards of all micro-batches and accumulate gradients.
 
         Args:
             model: Sharded by FSDP2.
@@ -96,7 +96,7 @@ class Pipeline:
         self._sum_tied(model)
 
     def from_last(self, value: Any) -> Any:
-        """The last rank's `value`, a small object, on every rank."""
+        """Broadcast a small object from the last rank to every rank and return it."""
         box = [value]
         dist.broadcast_object_list(
             box, group=self.group, group_src=self.ranks - 1, device=torch.device("cpu")
@@ -104,8 +104,8 @@ class Pipeline:
         return box[0]
 
     def _sum_tied(self, model: StagedModel) -> None:
-        """A tied embedding is the first rank's input and the last one's output: its gradient is
-        the sum of both, and the same on both, bit for bit."""
+        """Sum the gradients of a tied embedding, which is the first rank's input and the last one's
+        output, so that both have the same bits."""
         if model.tied is None or not (self.rank == 0 or self.is_last):
             return
         gradient = model.inner.get_parameter(model.tied).grad
@@ -127,14 +127,14 @@ class Pipeline:
 
 
 class _Kept(NamedTuple):
-    """What the backward of a forward needs: the states it began with, and its result."""
+    """The input states and the result of a forward, kept for its backward."""
 
     states: Tensor | None
     result: Tensor
 
 
 class PipelineRun:
-    """Does the actions of a schedule, and keeps what lies between them.
+    """A pass that runs the actions of a schedule and keeps the tensors between them.
 
     Args:
         group: The ranks of the pipeline.
@@ -164,7 +164,8 @@ class PipelineRun:
         self._sending: dict[tuple[Kind, int], tuple[dist.Work, Tensor]] = {}
 
     def do(self, action: Action) -> None:
-        """Does one action. Messages are only started; what takes one waits for it."""
+        """Run one action. Sends and receives are only started; the action that needs a message
+        waits for it."""
         kind, stage, micro_batch = action
         match kind:
             case Kind.FORWARD:
@@ -181,7 +182,7 @@ class PipelineRun:
                 self._receive(action, stage + 1)
 
     def finish(self) -> None:
-        """Waits for the last messages."""
+        """Wait for the sends that are still under way."""
         for work, _ in self._sending.values():
             work.wait()
         self._sending.clear()

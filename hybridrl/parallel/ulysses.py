@@ -1,4 +1,4 @@
-"""Ulysses: tokens are exchanged for heads around attention.
+"""Ulysses: an exchange of tokens for heads before attention, and back after it.
 
 Outside attention each of N ranks has a part of the tokens with all heads; for attention each gets
 all tokens with a part of the heads.
@@ -28,7 +28,7 @@ from hybridrl.errors import ConfigError
 
 
 def check_heads(heads: int, key_value_heads: int, ulysses: int) -> None:
-    """Raises `ConfigError` for heads that cannot be divided over `ulysses` ranks.
+    """Raise `ConfigError` for heads that cannot be divided over `ulysses` ranks.
 
     Args:
         heads: Query heads on a rank; with tensor parallelism, those of one of its shards.
@@ -49,7 +49,7 @@ def check_heads(heads: int, key_value_heads: int, ulysses: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """Exchanges tokens for heads inside a group.
+    """An exchange of tokens for heads inside a Ulysses group.
 
     Attributes:
         group: The Ulysses ranks.
@@ -60,7 +60,7 @@ class HeadExchange:
     counts: list[int]
 
     def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """This rank's tokens, all heads, to all tokens, this rank's heads. Collective.
+        """Exchange this rank's tokens of all heads for all tokens of this rank's heads. Collective.
 
         Args:
             q: `[this rank's tokens, heads, head_dim]`; k and v have the key-value heads. If there
@@ -77,8 +77,8 @@ class HeadExchange:
         return _ToHeads.apply(torch.cat(by_rank, dim=2), self)
 
     def to_tokens(self, x: Tensor) -> Tensor:
-        """All tokens, this rank's heads `[all tokens, heads / ranks, head_dim]`, to this rank's
-        tokens, all heads `[this rank's tokens, heads, head_dim]`. Collective."""
+        """Exchange all tokens of this rank's heads, `[all tokens, heads / ranks, head_dim]`, for
+        this rank's tokens of all heads, `[this rank's tokens, heads, head_dim]`. Collective."""
         return _ToTokens.apply(x, self).flatten(1, 2)
 
 
@@ -105,8 +105,8 @@ class _ToTokens(torch.autograd.Function):
 
 
 def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """`[this rank's tokens, ranks, heads of a rank, head_dim]` to `[all tokens, heads of this
-    rank, head_dim]`."""
+    """Exchange `[this rank's tokens, ranks, heads of a rank, head_dim]` for `[all tokens, heads of
+    this rank, head_dim]`."""
     sent = x.transpose(0, 1).flatten(0, 1).contiguous()
     received = x.new_empty(sum(exchange.counts), *x.shape[2:])
     mine = [len(x)] * len(exchange.counts)
@@ -115,7 +115,7 @@ def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
 
 
 def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """The reverse of `_to_heads`."""
+    """Undo `_to_heads`."""
     counts = exchange.counts
     mine = counts[dist.get_rank(exchange.group)]
     received = x.new_empty(len(counts) * mine, *x.shape[1:])

@@ -1,5 +1,4 @@
-"""FSDP2's all-gather of weights with fewer bytes: what has changed, in 4 bits, is added to a copy
-that every rank keeps."""
+"""FSDP2's all-gather of weights as differences of 4 bits to a copy that every rank keeps."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ DIFFERENCES = GroupedIntegers(4, 512)
 
 
 def add_difference(held: torch.Tensor, encoded: torch.Tensor) -> None:
-    """What a receiver does with encoded `wanted - held`.
+    """Add the decoded difference `wanted - held` to `held`, in place.
 
     Args:
         held: What it has: flat, of any precision. It is added to in float32 and rounded once, so
@@ -25,8 +24,8 @@ def add_difference(held: torch.Tensor, encoded: torch.Tensor) -> None:
 
 
 class DifferenceAllGather:
-    """Gathers the weights of one FSDP unit; what FSDP2's `set_custom_all_gather` takes. Source:
-    SDP4Bit, arXiv 2410.15526, section 3.1 (qWD).
+    """An all-gather of one FSDP unit's weights as differences, for FSDP2's `set_custom_all_gather`.
+    Source: SDP4Bit, arXiv 2410.15526, section 3.1 (qWD).
 
     The first gather is in full, and all ranks keep what came, in the precision of computation: a
     unit's memory for good, where FSDP frees it (ZeRO-2's). After an optimizer step each rank sends
@@ -42,18 +41,19 @@ class DifferenceAllGather:
         self._is_behind = False
 
     def weights_stepped(self) -> None:
-        """The optimizer changed the weights: the next gather sends by how much. On every rank."""
+        """Mark the weights as changed by the optimizer, so that the next gather sends differences.
+        Call it on every rank."""
         self._is_behind = True
 
     def begin_anew(self) -> None:
-        """The weights are others, such as a checkpoint's: the next gather is in full. On every
-        rank."""
+        """Drop the copy, so that the next gather is in full, after weights were loaded. Call it on
+        every rank."""
         self._held = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Memory for the unit's weights."""
+        """Allocate memory for the unit's weights."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -63,8 +63,8 @@ class DifferenceAllGather:
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """As `torch.distributed.all_gather_into_tensor`; done when it returns, on the current
-        stream."""
+        """Gather as `torch.distributed.all_gather_into_tensor` does; done on the current stream
+        when it returns."""
         if self._held is None:
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
             self._held = output_tensor.clone()
@@ -77,7 +77,8 @@ class DifferenceAllGather:
     def _send_differences(
         self, held: torch.Tensor, wanted: torch.Tensor, group: dist.ProcessGroup
     ) -> None:
-        """Also what is this rank's own becomes what the others have of it."""
+        """Exchange encoded differences and apply them to the copy, this rank's own part included,
+        so that all ranks have the same bits."""
         parts = held.view(group.size(), -1)
         encoded = DIFFERENCES.encode(wanted.float() - parts[group.rank()])
         received = encoded.new_empty(group.size() * len(encoded))

@@ -1,4 +1,5 @@
-"""Zigzag: cutting packed samples over a ring of ranks so that causal attention is even work.
+"""Zigzag: a split of packed samples over a ring of ranks that balances the work of causal
+attention.
 
 A token sees all tokens before it, so the last part of a sample costs several times the first. Each
 sample is cut in 2N chunks, chunk k from floor(L k / 2N) to floor(L (k + 1) / 2N), and ring rank r
@@ -21,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RingRow:
-    """The tokens of one ring rank: of each sample in turn an early and a late chunk.
+    """The tokens of one ring rank: for each sample an early and a late chunk.
 
     Attributes:
         places: int64 `[tokens]`, their places in the packed row, ascending.
@@ -35,13 +36,13 @@ class RingRow:
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sample on this ring rank, int64 `[samples]`."""
+        """The number of tokens of each sample on this ring rank, int64 `[samples]`."""
         return self.early + self.late
 
 
 def ring_rows(cu_seqlens: Tensor, ring: int) -> list[RingRow]:
-    """The row of each of `ring` ranks, for samples with bounds `cu_seqlens`, int64
-    `[samples + 1]`. Together they hold every place once."""
+    """Return the row of each of `ring` ranks, for samples with bounds `cu_seqlens`, int64 `[samples
+    + 1]`. Together the rows hold every position once."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
     chunks = 2 * ring
     bounds = lengths[:, None] * torch.arange(chunks + 1) // chunks
@@ -55,13 +56,13 @@ def ring_rows(cu_seqlens: Tensor, ring: int) -> list[RingRow]:
 
 
 def even_bounds(tokens: int, parts: int) -> list[int]:
-    """Bounds of `parts` consecutive, nearly equal parts of `tokens`: parts + 1 numbers."""
+    """Return the `parts + 1` bounds of consecutive, nearly equal parts of `tokens`."""
     return [tokens * part // parts for part in range(parts + 1)]
 
 
 def rank_places(rows: list[RingRow], ulysses: int) -> list[Tensor]:
-    """Places in the packed row of each rank's tokens, when each ring rank's row is cut in
-    consecutive parts over `ulysses` ranks. Those of one ring rank follow each other."""
+    """Return the positions in the packed row of each rank's tokens when each ring rank's row is
+    split into consecutive parts over `ulysses` ranks. Ranks of one ring rank follow each other."""
     found = []
     for row in rows:
         bounds = even_bounds(len(row.places), ulysses)
@@ -70,6 +71,6 @@ def rank_places(rows: list[RingRow], ulysses: int) -> list[Tensor]:
 
 
 def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The numbers start, ..., start + length - 1 of every pair, one after the other."""
+    """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
     shift = starts - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)

@@ -50,7 +50,7 @@ def place(
     settings: PlacementConfig,
     chosen: Placement | None = None,
 ) -> Placement:
-    """The placement that the settings ask for, or one that was chosen, checked.
+    """Return the placement that the settings ask for, or the chosen one, after checking it.
 
     Raises:
         ConfigError: for an unknown strategy, or a placement that does not fit roles and devices.
@@ -71,7 +71,7 @@ def place(
 def _by_users(
     strategy: Strategy, roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig
 ) -> Placement:
-    """What a function of the user's makes of it."""
+    """Call a strategy of the user's, and check what it returns."""
     setting = f"placement.strategy={settings.strategy}"
     try:
         found = strategy(roles, cluster, settings)

@@ -10,11 +10,13 @@ from hybridrl.config.schema import LOSSY_SYNC
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 
 PARTS = 4
-"""Bits in which samples leave the generator, to be scored while others are still generated."""
+"""The number of parts in which samples leave the generator, so that some are scored while others
+are still generated."""
 
 
 class SeparatedActor:
-    """Speaks as the actor's worker group does; `generate_sequences` is the generator's.
+    """An actor with the interface of a worker group. `generate_sequences` runs on the generator,
+    all else on the trainer.
 
     With `staleness` 0 a generation waits for the weights of all updates called before it. With n it
     uses those that there were n generations earlier, so that it need not wait for the updates
@@ -79,11 +81,11 @@ class SeparatedActor:
 
     @property
     def devices(self) -> list[int]:
-        """Of the ranks that train."""
+        """The devices of the ranks that train."""
         return self._trainer.devices
 
     def generate_sequences(self, batch: BatchRef, sampling: Any) -> BatchRef:
-        """See `ActorWorker.generate_sequences`."""
+        """Generate on the generator's devices; see `ActorWorker.generate_sequences`."""
         if self._store:
             self._give_parcels()
         elif self._in_flight:
@@ -99,20 +101,20 @@ class SeparatedActor:
         return BatchRef.of_stream(parts)
 
     def save_state(self, folder: str) -> Handle:
-        """Has both groups write what they go on from to one folder."""
+        """Save the state of both groups in one folder."""
         self._generator.save_state(folder).get()
         self._begin_anew()
         return self._trainer.save_state(folder)
 
     def start_saving(self, folder: str, copy: str | None = None) -> Handle:
-        """As `save_state`; see `TrainedModelWorker.start_saving`."""
+        """Start saving the state of both groups; see `TrainedModelWorker.start_saving`."""
         self._generator.save_state(folder).get()
         self._begin_anew()
         return self._trainer.start_saving(folder, copy)
 
     def load_state(self, folder: str) -> Handle:
-        """Has both groups go on where those stopped that were saved; `publish` gives the
-        generator the weights."""
+        """Load the saved state of both groups; `publish_weights` gives the generator the
+        weights."""
         self._trainer.load_state(folder).get()
         # Updates are counted as the trainer counts versions, which samples carry.
         self._updates = self._trainer.policy_version().get()[0]
@@ -122,16 +124,15 @@ class SeparatedActor:
         return self._generator.load_state(folder)
 
     def _begin_anew(self) -> None:
-        """Where the generator's weights come of all that it got before, it gets others from a
-        checkpoint on: those that a run has which goes on from there, and knows nothing of before.
-        """
+        """Restart a lossy weight sync at a checkpoint. Its weights depend on all messages before,
+        which a run that resumes from the checkpoint does not have."""
         if self._is_rough and self._updates:
             self._trainer.forget_sent_weights()
             self._on_their_way = 0
             self._parcels.clear()
 
     def publish(self) -> None:
-        """Has the next generation use the weights of all updates called so far."""
+        """Make the next generation use the weights of all updates called so far."""
         if self._store:
             if not self._parcels or self._parcels[-1].updates != self._updates:
                 self._parcels.append(self._pack())
@@ -148,7 +149,7 @@ class SeparatedActor:
             self._sent += 1
 
     def _give_parcels(self) -> None:
-        """Weights of now join the line, and the generator gets those at its head."""
+        """Append the current weights to the queue, and give the generator those at its head."""
         if not self._parcels or self._parcels[-1].updates != self._updates:
             self._parcels.append(self._pack())
         else:
@@ -177,7 +178,7 @@ class SeparatedActor:
 
 
 class _Parcels(NamedTuple):
-    """Weights that wait.
+    """Packed weights in the queue.
 
     Attributes:
         updates: In these weights.

@@ -12,8 +12,8 @@ from hybridrl.system.cluster_spec import Cluster
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
-    """Roles on the devices of `placement.roles.<role>.devices`. A `generator` among them separates
-    generation from the actor.
+    """Place roles on the devices of `placement.roles.<role>.devices`. A `generator` among them
+    separates generation from the actor.
 
     Raises:
         ConfigError: if a role has no devices there.
@@ -39,7 +39,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
 def place_from_file(
     roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig
 ) -> Placement:
-    """What the JSON file at `placement.path` says.
+    """Load the placement of the JSON file at `placement.path`.
 
     Raises:
         ConfigError: if there is none.

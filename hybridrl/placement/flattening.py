@@ -11,7 +11,8 @@ from hybridrl.system.cluster_spec import Cluster
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
-    """Each role on all devices, in their order."""
+    """Place each role on all devices, in their order: roles take turns, nothing overlaps, and every
+    model is sharded over all devices."""
     everywhere = tuple(range(len(cluster.devices)))
     return Placement(
         "flattening", {role.name: RolePlace(everywhere, role.parallel) for role in roles}

@@ -17,8 +17,10 @@ from hybridrl.system.cluster_spec import Cluster
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
-    """Parts follow each other around the devices; they overlap only where shares sum to more than
-    everything."""
+    """Place roles that train on all devices, and roles that only score on complementary parts of
+    them, so that reference and reward work at the same time, each gathered from fewer devices.
+    Parts overlap only where shares sum to more than 1. Called Interleaving in "Adaptive Placement
+    and Parallelism Framework for Accelerating RLHF Training" (arXiv:2312.11819)."""
     total = len(cluster.devices)
     scoring = [role for role in roles if not role.trains]
     found, start = {}, 0

@@ -17,7 +17,7 @@ ACTOR, GENERATOR = "actor", "generator"
 
 @dataclass(frozen=True)
 class Role:
-    """What a strategy has to know of a role.
+    """The requirements of a role that a strategy has to know.
 
     Attributes:
         trains: Whether it learns; others only score.
@@ -33,7 +33,7 @@ class Role:
 
 @dataclass(frozen=True)
 class RolePlace:
-    """Where a role lives.
+    """The devices of a role, and how its model is cut over them.
 
     Attributes:
         devices: Numbers of devices of the cluster, in rank order.
@@ -46,7 +46,7 @@ class RolePlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every role's place.
+    """The place of every role.
 
     Attributes:
         strategy: The name of what made it.
@@ -58,11 +58,11 @@ class Placement:
 
     @property
     def is_separated(self) -> bool:
-        """Whether generation has its own devices and weights."""
+        """True if generation has its own devices and weights."""
         return GENERATOR in self.roles
 
     def co_residents(self, role: str) -> list[str]:
-        """The roles that share a device with this one."""
+        """Return the roles that share a device with this one."""
         mine = set(self.roles[role].devices)
         return [
             name
@@ -71,7 +71,7 @@ class Placement:
         ]
 
     def to_json(self) -> str:
-        """As text, co-residents written out for the reader."""
+        """Return the placement as JSON text, with colocated roles written out for the reader."""
         roles = {
             name: {
                 "devices": list(place.devices),
@@ -84,7 +84,7 @@ class Placement:
 
     @classmethod
     def from_json(cls, text: str) -> Placement:
-        """What `to_json` wrote, or a person after it; `parallel` may be left out.
+        """Read what `to_json` wrote, or a person edited; `parallel` may be left out.
 
         Raises:
             ConfigError: if it is no placement.
@@ -102,7 +102,7 @@ class Placement:
 
     @classmethod
     def load(cls, path: str) -> Placement:
-        """The placement in a file.
+        """Load the placement of a file.
 
         Raises:
             ConfigError: if there is no such file, or it holds no placement.
@@ -120,6 +120,6 @@ def _place(read: Mapping[str, Any]) -> RolePlace:
 
 
 def _changed(parallel: ParallelConfig) -> dict[str, int]:
-    """What differs from the defaults, which is what one wants to read."""
+    """Return the sizes that differ from the defaults, for the reader."""
     default = asdict(ParallelConfig())
     return {name: size for name, size in asdict(parallel).items() if size != default[name]}

@@ -12,17 +12,14 @@ from hybridrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """Attributes:
-    devices: Numbers of devices in rank order; None: as the strategy says.
-    share: Part of all devices, in (0, 1]; None: as the strategy says.
-    """
+    """The settings of a role's place, `placement.roles.<role>`."""
 
     devices: tuple[int, ...] | None = None
     share: float | None = None
 
 
 def settings_of(settings: PlacementConfig, role: str) -> RoleSettings:
-    """What is said of a role.
+    """Parse the settings `placement.roles.<role>` of a role.
 
     Raises:
         ConfigError: for a name or a value that is none.

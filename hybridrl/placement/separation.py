@@ -13,8 +13,9 @@ from hybridrl.system.cluster_spec import Cluster, Device
 
 
 def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
-    """The first devices train, the last `generation_devices` generate; roles that only score live
-    on the side that `scoring` names.
+    """Place roles that train on the first devices and generation, with weights of its own, on the
+    last `generation_devices`, so that the next samples can be generated while the last ones are
+    learned. Roles that only score are placed on the side that `scoring` names.
 
     Raises:
         ConfigError: if one side would have no device, or nothing is generated.
@@ -56,7 +57,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
 
 
 def way_of_weights(config: Config, devices: Iterable[Device]) -> tuple[bool, str]:
-    """How the generator's weights come to it.
+    """Choose how weights travel to the generator.
 
     Args:
         devices: Of trainer and generator.
@@ -74,7 +75,7 @@ def way_of_weights(config: Config, devices: Iterable[Device]) -> tuple[bool, str
 
 
 def _half(total: int, roles: Sequence[Role]) -> int:
-    """About half of the devices, a number that the model can be cut over on both sides."""
+    """Return about half of the devices, a number that the model can be cut over on both sides."""
     train = next((devices_of(role.parallel) for role in roles if role.name == ACTOR), 1)
     share = next((devices_of(r.generation) for r in roles if r.name == ACTOR and r.generation), 1)
     fitting = [n for n in range(share, total, share) if (total - n) % train == 0]

@@ -15,8 +15,8 @@ from hybridrl.system.dtypes import AUTO
 
 
 def with_dtype(config: Config, kind: str) -> Config:
-    """The settings with the name of a precision in place of `auto`: bfloat16 on accelerators; on
-    CPUs too, where they multiply it and the model is large enough, else float32.
+    """Return the configuration with a dtype in place of `auto`: bfloat16 on accelerators, and on
+    CPUs that multiply it if the model is large enough; else float32.
 
     Args:
         config: With the model's folder.
@@ -32,7 +32,7 @@ def with_dtype(config: Config, kind: str) -> Config:
 
 
 def notice(asked: Config, config: Config, kind: str) -> str:
-    """A sentence for people whose results change with the processor; empty if theirs do not.
+    """Return a sentence for users whose results change with the processor; empty if theirs do not.
 
     Args:
         asked: As the settings were.
@@ -47,7 +47,8 @@ def notice(asked: Config, config: Config, kind: str) -> str:
 
 
 def kind_here(devices: str) -> str:
-    """The kind of devices that a job is likely to get: what `devices` says, or what is here."""
+    """Return the kind of devices that a job is likely to get: what `devices` says, or what this
+    machine has."""
     if devices != AUTO:
         return devices
     return "cuda" if torch.accelerator.is_available() else "cpu"

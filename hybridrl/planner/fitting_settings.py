@@ -45,7 +45,7 @@ def choose_settings(
     *,
     is_elsewhere: bool = False,
 ) -> list[Setting]:
-    """Of `actor.tokens_per_microbatch` and `reward.processes` those that are null.
+    """Choose `actor.tokens_per_microbatch` and `reward.processes` where they are null.
 
     Micro-batches get the most tokens with which the job has room, of powers of two; a search for a
     placement begins with the most of all, and lowers it where that lacks memory.
@@ -117,8 +117,8 @@ def _longest(config: Config) -> int:
 
 
 def cures(plan: Plan) -> list[list[Setting]]:
-    """Every single setting with which the job fits, cheapest first; if none does, the shortest
-    run of them that does together, less what it can spare."""
+    """Find every single setting with which the job fits, cheapest first; if there is none, a
+    shortest combination that fits."""
     alone: dict[str, list[Setting]] = {}
     for cure in _candidates(plan):
         if cure[0] not in alone and _fits(plan, [cure]):
@@ -142,7 +142,7 @@ def cures(plan: Plan) -> list[list[Setting]]:
 
 
 def refuse(plan: Plan, tolerance: float = 1.0) -> None:
-    """Says no to a plan that does not fit.
+    """Raise if a plan does not fit, and name the settings with which it would.
 
     Raises:
         ConfigError: a sentence with what is missing where, and with what it would fit.
@@ -169,7 +169,7 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
 
 
 def _candidates(plan: Plan) -> Iterator[Setting]:
-    """From what costs nothing to what costs most time."""
+    """Yield candidate settings, from those that cost nothing to those that cost most time."""
     config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
     for tokens in _halved(actor.tokens_per_microbatch, _longest(config)):
@@ -222,7 +222,7 @@ def _planned(
 
 
 def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
-    """The same roles with these settings; None: there is no such job."""
+    """Plan the same roles with these settings; None if there is no such job."""
     sizes = plan.sizes
     lengths = Lengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)
     try:

@@ -23,7 +23,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job will do and take.
+    """The plan of a job: its placement, memory and time.
 
     Attributes:
         config: Of the job, with the precision that `model.dtype=auto` means on the cluster.
@@ -60,15 +60,15 @@ class Plan:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The devices that are filled most, for what they have."""
+        """Return the devices with the largest share of their memory in use."""
         return max(self.memory, key=self.filled)
 
     def filled(self, device: DeviceMemory) -> float:
-        """The share of the memory of some like devices that is taken at their fullest moment."""
+        """Return the share of memory that a group of equal devices uses at its peak."""
         return device.fullest.bytes / self.cluster.memory_of(device.devices[0])
 
     def fits(self, tolerance: float = 1.0) -> bool:
-        """Whether every device has room for `1 / tolerance` of what is expected."""
+        """Return whether every device has room for `1 / tolerance` of the predicted memory."""
         return not self.lacking and self.filled(self.fullest) <= tolerance
 
 
@@ -80,7 +80,7 @@ def make_plan(
     rates: Rates | Sequence[Rates] | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
 ) -> Plan:
-    """The plan of a job whose model paths are folders.
+    """Build the plan of a job whose model paths are folders.
 
     Args:
         placement: None: as the settings say.
@@ -120,7 +120,7 @@ def make_plan(
 
 
 def _host_bytes(planner: Planner) -> float:
-    """Of the node that has most."""
+    """Return the checkpoint memory of the node that has most."""
     taken: defaultdict[str, float] = defaultdict(float)
     for role, place in planner.placement.roles.items():
         for device in place.devices:
@@ -130,7 +130,7 @@ def _host_bytes(planner: Planner) -> float:
 
 
 def to_json(plan: Plan, settings: Sequence[tuple[str, Any]] = ()) -> str:
-    """The plan as text; `placement=file placement.path=<it>` runs it, after a person's edits.
+    """Return the plan as JSON; `placement=file placement.path=<file>` runs it, also after edits.
 
     Args:
         settings: That were left to the planner, as it chose them.

@@ -27,7 +27,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 
 
 class Planner:
-    """The roles of one job.
+    """The roles of one job, with their calls, models and micro-batches.
 
     Attributes:
         calls: Of a step, in order.
@@ -64,7 +64,7 @@ class Planner:
         self._parts: dict[tuple[str, int], ModelPart] = {}
 
     def of_role(self, role: str, place: RolePlace, config: Config) -> Planner:
-        """What has to be known of one role alone, if it lived there.
+        """Return a copy with one role alone, on this place.
 
         Args:
             config: Settings that do not change the calls of a step.
@@ -77,17 +77,18 @@ class Planner:
         return alone
 
     def has_model(self, role: str) -> bool:
-        """Whether a role holds a model that is cut over its devices."""
+        """Return whether a role holds a model that is cut over its devices."""
         return role == GENERATOR or self.roles[role].has_model(role, self.config)
 
     def rollout_tp(self, role: str) -> int:
-        """Devices of a role that share a copy while generating."""
+        """Return the number of a role's devices that share one copy of the model while
+        generating."""
         if role == GENERATOR:
             return devices_of(self.placement.roles[GENERATOR].parallel)
         return self.config.rollout.parallel.ranks
 
     def stages(self, role: str) -> list[int]:
-        """The pipeline stage of each of a role's devices, in rank order."""
+        """Return the pipeline stage of each of a role's devices, in rank order."""
         if role not in self._stages:
             self._stages[role] = self._stages_of(role)
         return self._stages[role]
@@ -101,7 +102,7 @@ class Planner:
         return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
 
     def part(self, role: str, stage: int) -> ModelPart:
-        """What one device of a pipeline stage holds of a role's model."""
+        """Return the part of a role's model that one device of a pipeline stage holds."""
         if (role, stage) not in self._parts:
             self._parts[role, stage] = self._part_of(role, stage)
         return self._parts[role, stage]
@@ -129,17 +130,16 @@ class Planner:
         )
 
     def trains(self, role: str) -> bool:
-        """Whether a role learns."""
         return role != GENERATOR and bool(self.roles[role].trains)
 
     def path(self, role: str) -> str:
-        """Where a role's model comes from."""
+        """Return the path that a role's model is read from."""
         own = None if role == GENERATOR else self.roles[role].path(role, self.config)
         return own or self.config.model.path
 
     def generation_shape(self, role: str) -> ModelShape:
-        """Of one rank's part of the copy that a role generates with: with `rollout=pipeline` of a
-        stage that has as many layers as the others, and both ends."""
+        """Return the shape of one rank's part of a role's generation copy; with `rollout=pipeline`,
+        of a stage with an equal share of the layers and both ends."""
         parallel: Any = self.config.rollout.parallel
         if role == GENERATOR:
             parallel = self.placement.roles[GENERATOR].parallel
@@ -147,7 +147,7 @@ class Planner:
         return replace(shape, layers=-(-shape.layers // parallel.pp))
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
-        """Of one rank's part of a role's model, or of all of it."""
+        """Return the shape of one rank's part of a role's model, or of the whole model."""
         return shape_at(
             self.path(role),
             self.config,
@@ -157,9 +157,9 @@ class Planner:
         )
 
     def checkpoint_bytes(self, role: str) -> float:
-        """Host memory that a device's share of a role's checkpoints takes while training goes on:
-        the copy that is written; and those that `checkpoint.memory_copies` asks for, twice, because
-        the one before stays until a new one is whole."""
+        """Return the host memory that a device's share of a role's checkpoints takes during
+        training: the copy that is written, and twice the memory copies, because an old one stays
+        until the new one is complete."""
         settings = self.config.checkpoint
         if not (settings.wanted and settings.asynchronous):
             return 0.0
@@ -171,13 +171,13 @@ class Planner:
 
     @property
     def nodes_of_a_copy(self) -> int:
-        """On how many nodes a checkpoint is in memory; 0: on none."""
+        """Return the number of nodes that hold a checkpoint in memory; 0 if none does."""
         others = self.config.checkpoint.memory_copies
         return min(others + 1, len(self.cluster.nodes)) if others else 0
 
     def sync_bytes(self, role: str) -> float:
-        """What the busiest device of a role that generates receives: what its part of the
-        generation copy lacks of its part of the training weights."""
+        """Return the bytes that the busiest device of a generating role receives: what its part of
+        the generation copy lacks of its training weights."""
         shape = self.generation_shape(role)
         if role == GENERATOR:
             return generation_copy(shape)
@@ -194,8 +194,8 @@ class Planner:
         return max(0.0, generation_copy(shape) - shape.item * whole / parts)
 
     def record_bytes(self, role: str) -> float:
-        """Host memory for a device's record of the weights that the generator has, of those who
-        send and of those who receive differences."""
+        """Return the host memory of a device's record of the generator's weights, for senders and
+        receivers of differences."""
         places = self.placement.roles
         if role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
             return 0.0
@@ -218,7 +218,8 @@ _SHAPES: dict[tuple[object, ...], ModelShape] = {}
 def shape_at(
     path: str, config: Config, *, tp: int = 1, scalar: bool = False, trains: bool = False
 ) -> ModelShape:
-    """One of `tp` ranks' part of the model in a folder, as a job computes with it."""
+    """Load the shape of one of `tp` ranks' part of the model in a folder, as a job computes with
+    it; cached."""
     lora, checkpointing = config.actor.lora, config.actor.gradient_checkpointing
     adapters = repr(lora) if trains and lora.rank else ""
     of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters)

@@ -33,8 +33,8 @@ UNPLANNED = "{error} The job starts without a plan, and its memory is not checke
 
 
 def count_models(config: Config, roles: Mapping[str, RoleSpec]) -> None:
-    """Counts what the plan of a job with these roles will ask: a second or so, which can pass while
-    other things start.
+    """Count parameters and activation bytes of the job's models ahead of time, so that the plan
+    finds them cached; takes about a second.
 
     Raises:
         NotPlannedError: if a model cannot be counted.
@@ -53,7 +53,7 @@ def plan_job(
     lengths: Lengths,
     roles: Mapping[str, RoleSpec],
 ) -> Plan:
-    """What the job will take.
+    """Predict the memory of a starting job and refuse it if it needs far more than there is.
 
     Args:
         config: With the model's folder.

@@ -25,7 +25,8 @@ NAMES = (*_LLAMA, *(f"llama-{size}" for size in _LLAMA))
 
 @contextmanager
 def with_described_models(config: Config, tiny: PretrainedConfig | None = None) -> Iterator[Config]:
-    """The configuration with a folder in place of every name of `NAMES`, and of the tiny model.
+    """Yield the configuration with a temporary model folder in place of each name in
+    `NAMED_MODELS`, and of the tiny model.
 
     Args:
         tiny: What `model.path=null` stands for.

@@ -21,13 +21,13 @@ SHORT = {
 
 
 def tables(plan: Plan) -> list[Table]:
-    """All that a plan says in tables."""
+    """Build all tables of a plan."""
     found = [roles_table(plan), memory_table(plan)]
     return found if plan.times is None else [*found, time_table(plan, plan.times)]
 
 
 def time_table(plan: Plan, times: Times) -> Table:
-    """Seconds of each role's phases, and of the step."""
+    """Build the table of the seconds of each role's phases, and of the step."""
     table = _table(f"time of a step, by {times.source}", ["call", "devices"], ["seconds"])
     for (role, phase), seconds in times.phases.items():
         where = ranges(plan.placement.roles[role].devices)
@@ -38,7 +38,8 @@ def time_table(plan: Plan, times: Times) -> Table:
 
 
 def roles_table(plan: Plan) -> Table:
-    """Role by device: where it lives, how it is cut, with whom it shares."""
+    """Build the table of roles: their devices, their cut, and the roles that they share devices
+    with."""
     table = _table("where roles live", ["role"], ["parameters"], ["devices", "cut", "beside"])
     for role, place in plan.placement.roles.items():
         table.add_row(
@@ -52,7 +53,7 @@ def roles_table(plan: Plan) -> Table:
 
 
 def _parameters(plan: Plan, role: str) -> str:
-    """How many a role's model has: `30.5B, 3.35B active`."""
+    """Format the number of parameters of a role's model: `30.5B, 3.35B active`."""
     if role not in plan.parameters:
         return ""
     size, active = plan.parameters[role], plan.active[role]
@@ -60,7 +61,8 @@ def _parameters(plan: Plan, role: str) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Each phase of each group of like devices, in GiB, against capacity."""
+    """Build the table of the memory of each phase, in GiB, on each group of equal devices, against
+    its capacity."""
     phases = [phase for device in plan.memory for phase in device.phases]
     names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
     table = _table(
@@ -83,7 +85,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def _memories(plan: Plan) -> str:
-    """What devices have, of each model."""
+    """Format the memory of each device model."""
     cluster = plan.cluster
     found = {model: gib(cluster.models[model].memory) for model in cluster.model_names}
     if len(found) == 1:
@@ -94,7 +96,7 @@ def _memories(plan: Plan) -> str:
 def _table(
     title: str, left: Iterable[str], right: Iterable[str], more: Iterable[str] = ()
 ) -> Table:
-    """Without rows: columns of words, of numbers, and of words again."""
+    """Build a table without rows: columns of words, of numbers, and of words again."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for names, side in ((left, "left"), (right, "right"), (more, "left")):
         for name in names:
@@ -103,7 +105,7 @@ def _table(
 
 
 def sizes_lines(plan: Plan) -> list[str]:
-    """The derived sizes."""
+    """Format the sizes of a step, a line each."""
     sizes, longest = plan.sizes, ""
     if sizes.longest_response > sizes.response_tokens:
         longest = f" (the longest {sizes.longest_response:,.0f})"
@@ -133,7 +135,7 @@ def sizes_lines(plan: Plan) -> list[str]:
 
 
 def short(plan: Plan) -> list[str]:
-    """Roles on devices and what they take, a line each, for the start of a run."""
+    """Format roles on devices and what they take, a line each, for the start of a run."""
     width = max(len(role) for role in plan.placement.roles)
     total = len(plan.cluster.devices)
     lines = []
@@ -156,7 +158,7 @@ def short(plan: Plan) -> list[str]:
 
 
 def _kept(plan: Plan) -> str:
-    """Where the memory of nodes has a copy."""
+    """Format on how many nodes a checkpoint is in memory."""
     if not (nodes := plan.nodes_of_a_copy):
         return ""
     if nodes == 1:
@@ -165,7 +167,7 @@ def _kept(plan: Plan) -> str:
 
 
 def cut(plan: Plan, role: str) -> str:
-    """How a role's model is cut: `dp=4 tp=2`."""
+    """Format how a role's model is cut: `dp=4 tp=2`."""
     if role not in plan.parameters and role != "generator":
         return "whole"
     place = plan.placement.roles[role]
@@ -177,7 +179,7 @@ def cut(plan: Plan, role: str) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-3, 6` for 0, 1, 2, 3, 6."""
+    """Format numbers as ranges: `0-3, 6` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -188,7 +190,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def count(number: int) -> str:
-    """6,738,415,616 as `6.7B`."""
+    """Format a number with three digits and a unit: 6,738,415,616 as `6.74B`."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"

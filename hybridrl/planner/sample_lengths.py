@@ -15,7 +15,7 @@ _WRITTEN = re.compile(rf"{_NUMBER}\+{_NUMBER}(?:\.\.{_NUMBER})?")
 
 
 def read_lengths(said: str, name: str) -> Lengths:
-    """What somebody says of them: `300+800`, `300+800..4096`, or the folder of a run.
+    """Parse sample lengths: `300+800`, `300+800..4096`, or the folder of a run.
 
     Args:
         name: Of what says it, for messages.

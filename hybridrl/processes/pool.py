@@ -355,7 +355,7 @@ class ProcessPool:
 
 
 def _close_all(processes: list[SupervisedProcess], pipe: tuple[int, int], owner: int) -> None:
-    """Ends the processes, unless this is a fork of the process that owns them."""
+    """End the processes, unless this process is a fork of their owner."""
     if os.getpid() == owner:
         for process in processes:
             process.close()

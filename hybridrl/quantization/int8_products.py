@@ -24,7 +24,7 @@ PARTS = 2
 
 
 class Int8Weight:
-    """A matrix ``[outputs, inputs]`` that activations are multiplied with.
+    """A matrix ``[outputs, inputs]`` in int8 that activations are multiplied with.
 
     Args:
         rows: The matrix in int8.
@@ -43,17 +43,17 @@ class Int8Weight:
 
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:
-        """Rounds a matrix of any precision to nearest."""
+        """Round a matrix of any dtype to nearest."""
         return cls(quantise(weight, INT8))
 
     @torch.no_grad()
     def multiply(self, x: Tensor) -> Tensor:
-        """``x @ weight.T`` for ``x`` ``[..., inputs]``, in its precision ``[..., outputs]``."""
+        """Return ``x @ weight.T`` for ``x`` ``[..., inputs]``, in its dtype, ``[..., outputs]``."""
         rows = round_rows(x.flatten(0, -2))
         return self._product(rows, x.dtype).unflatten(0, x.shape[:-1])
 
     def whole(self) -> Tensor:
-        """What the rounded weights mean, float32 ``[outputs, inputs]``."""
+        """Return the rounded weights in float32, ``[outputs, inputs]``."""
         if not self._packs:
             return self._values.float() * self._scales[:, None]
         # oneDNN's order is its own: each column is what comes of a one in its place.
@@ -72,8 +72,7 @@ class Int8Weight:
 
 @torch.no_grad()
 def int8_product(left: Rows, right: Rows, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` of matrices that are used once, which is why oneDNN need not put them in
-    order, a part of the rows at a time, so that sums stay in the caches.
+    """Return ``left @ right`` of matrices that are used once, in parts that fit the caches.
 
     Args:
         left: ``[m, k]`` with scales ``[m, 1]``.

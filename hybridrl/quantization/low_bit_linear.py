@@ -29,7 +29,7 @@ LARGEST_HALF = 7
 
 
 class LowBitLinear(nn.Module):
-    """Computes what a linear layer does, in fewer bits, and learns nothing.
+    """A layer that computes what a linear layer does, in fewer bits, and learns nothing.
 
     Args:
         linear: What it stands for; its weight is rounded and not kept, its bias is kept.
@@ -49,8 +49,7 @@ class LowBitLinear(nn.Module):
 
     @torch.no_grad()
     def set_weight(self, weight: Tensor) -> None:
-        """Rounds a whole weight ``[outputs, inputs]`` of any precision, on the device to compute
-        on, and takes it."""
+        """Round a whole weight ``[outputs, inputs]`` of any dtype, and keep it."""
         if weight.shape != (self.out_features, self.in_features):
             raise ValueError(
                 f"A weight of {list(weight.shape)} came for a layer of "
@@ -59,7 +58,7 @@ class LowBitLinear(nn.Module):
         self._take(weight.detach())
 
     def dequantised(self) -> Tensor:
-        """What the rounded weight means, float32 ``[outputs, inputs]``."""
+        """Return the rounded weight in float32, ``[outputs, inputs]``."""
         raise NotImplementedError
 
     def _take(self, weight: Tensor) -> None:
@@ -70,7 +69,7 @@ class LowBitLinear(nn.Module):
 
 
 class Linear8(LowBitLinear):
-    """int8 times int8."""
+    """A linear layer that multiplies int8 by int8."""
 
     bits = 8
 
@@ -87,8 +86,7 @@ class Linear8(LowBitLinear):
 
 
 class Linear4(LowBitLinear):
-    """Weights of 4 bits; two of them share a byte: of each group the first half lies in the lower
-    four bits."""
+    """A linear layer with weights of 4 bits, two of which share a byte."""
 
     bits = 4
 
@@ -113,7 +111,7 @@ class Linear4(LowBitLinear):
 
 
 class Linear16(LowBitLinear):
-    """bfloat16 times bfloat16, for a model in float32."""
+    """A linear layer that multiplies bfloat16 by bfloat16, for a model in float32."""
 
     bits = 16
 
@@ -132,7 +130,7 @@ KINDS: dict[int, type[LowBitLinear]] = {16: Linear16, 8: Linear8, 4: Linear4}
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The layers of a transformers model, which plans count from 0.
+    """Return the decoder layers of a transformers model, which plans count from 0.
 
     Raises:
         ConfigError: if it has none under the usual name.
@@ -148,12 +146,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def linears(layer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers inside a decoder layer, by their names in it."""
+    """Return the linear layers inside a decoder layer, by their names in it."""
     return {name: m for name, m in layer.named_modules() if type(m) is nn.Linear}
 
 
 def check_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> None:
-    """Refuses bits that no kernel is for, and layers that a model does not have.
+    """Refuse bits without a kernel, and layers that the model does not have.
 
     Raises:
         ConfigError: begins with `who`.
@@ -172,7 +170,7 @@ def check_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> N
 
 
 def apply_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> None:
-    """Puts `LowBitLinear`s in the place of the linear layers inside decoder layers, for good.
+    """Replace the linear layers inside decoder layers by `LowBitLinear`s, for good.
 
     Args:
         model: A transformers model with its weights, on the device to compute on.
@@ -193,7 +191,7 @@ def apply_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> No
 
 @contextmanager
 def low_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> Iterator[None]:
-    """As `apply_bits`, and afterwards the model is as it was, bit for bit."""
+    """Apply bits as `apply_layer_bits` inside the block, and restore the model bit for bit."""
     layers = decoder_layers(model)
     before = {number: linears(layers[number]) for number in bits if 0 <= number < len(layers)}
     apply_bits(model, bits, whole)
@@ -216,7 +214,7 @@ def check_linear(
     path: str,
     cure: str = "Set rollout.quantization=none.",
 ) -> None:
-    """Refuses a setting that needs plain linear layers, for a model that has others.
+    """Refuse a setting that needs plain linear layers, for a model that has other weights.
 
     Args:
         cure: What to do then.

@@ -86,8 +86,8 @@ def indicator(
 def token_kl(
     model: PreTrainedModel, samples: Sequence[Tensor], bits: Mapping[int, int], whole: int = 16
 ) -> float:
-    """KL(with these bits || whole), the mean over the samples' tokens, nats: measured, by which
-    indicators can be checked. The model is afterwards as it was. `whole` is that of `apply_bits`.
+    """Measure KL(with these bits || whole), the mean over the samples' tokens, in nats. The model
+    is afterwards as it was. `whole` is that of `apply_bits`.
 
     Raises:
         DataError: if there is no token.
@@ -114,7 +114,7 @@ def _tokens(samples: Sequence[Tensor]) -> int:
 
 
 def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The last hidden states of a sample, ``[tokens, hidden]``."""
+    """Return the last hidden states of a sample, ``[tokens, hidden]``."""
     device = model.get_input_embeddings().weight.device
     further: dict[str, Any] = {}
     if model.config._attn_implementation == NAME:
@@ -130,7 +130,7 @@ def _log_probs(model: PreTrainedModel, states: Tensor) -> Tensor:
 
 
 def _drawn_log_prob(model: PreTrainedModel, ids: Tensor, generator: torch.Generator) -> Tensor:
-    """log p of tokens that the model draws after each of a sample's."""
+    """Return log p of tokens that the model draws after each token of a sample."""
     log_probs = _log_probs(model, _hidden(model, ids))
     chances = log_probs.detach().exp().cpu()
     drawn = torch.multinomial(chances, 1, generator=generator).to(log_probs.device)
@@ -139,8 +139,8 @@ def _drawn_log_prob(model: PreTrainedModel, ids: Tensor, generator: torch.Genera
 
 @contextmanager
 def _watched(linear: nn.Linear, found: dict[int, float]) -> Iterator[None]:
-    """Inside, each backward adds to `found` what this layer's bits would cost. No gradient is
-    kept."""
+    """Add this layer's cost of fewer bits to `found` in every backward inside the block. No
+    gradient is kept."""
     weight, learned = linear.weight, linear.weight.requires_grad
     is_half = weight.dtype is not torch.float32
 
@@ -188,7 +188,7 @@ NEAREST = 1 / 12
 
 
 def weight_kl(weight: Tensor, gradient: Tensor, largest: int, group: int | None = None) -> float:
-    """Nats that rounding a weight adds to the KL of one sample.
+    """Return the nats that rounding a weight adds to the KL of one sample.
 
     Args:
         weight: ``[outputs, inputs]``.
@@ -204,7 +204,8 @@ def weight_kl(weight: Tensor, gradient: Tensor, largest: int, group: int | None 
 
 
 def activation_kl(inputs: Tensor, gradient: Tensor, largest: int) -> float:
-    """Nats that rounding a product's inputs, token by token, adds to the KL of one sample.
+    """Return the nats that rounding a product's inputs, token by token, adds to the KL of one
+    sample.
 
     Args:
         inputs: ``[tokens, inputs]``.
@@ -216,11 +217,11 @@ def activation_kl(inputs: Tensor, gradient: Tensor, largest: int) -> float:
 
 
 def bfloat16_kl(values: Tensor, gradient: Tensor) -> float:
-    """Nats that rounding a product's weights or inputs to bfloat16 adds to the KL of one sample.
-    The grid's step is a 128th to a 256th of a value."""
+    """Return the nats that rounding a product's weights or inputs to bfloat16 adds to the KL of one
+    sample. The step of the grid is a 128th to a 256th of a value."""
     return float(0.5 * NEAREST * 2.0**-15 * (values.float() * gradient.float()).square().sum())
 
 
 def token_kls(log_probs: Tensor, others: Tensor) -> Tensor:
-    """KL(p || q) of each token, ``[tokens]``, of log-probabilities ``[tokens, vocabulary]``."""
+    """Return KL(p || q) of each token, `[tokens]`, for log-probabilities `[tokens, vocabulary]`."""
     return (log_probs.exp() * (log_probs - others)).sum(1).clamp_min(0)

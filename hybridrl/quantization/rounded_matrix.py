@@ -26,7 +26,7 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 class Rows(NamedTuple):
-    """A matrix in 8 bits: ``values * scales`` is what is meant.
+    """A matrix in 8 bits that stands for ``values * scales``. ``values * scales`` is what is meant.
 
     Attributes:
         values: ``[outputs, inputs]``, int8 or float8_e4m3fn.
@@ -38,9 +38,9 @@ class Rows(NamedTuple):
 
 
 def quantise(weight: Tensor, kind: str) -> Rows:
-    """Rounds a matrix ``[outputs, inputs]`` of any precision to the nearest values of `kind`,
-    `int8` or `fp8`. The largest of a row is exact but for rounding of the scale; a row with a
-    number that is not finite has such a scale, so it stays as wrong as it was."""
+    """Round ``[outputs, inputs]`` of any dtype to the nearest values of `kind`, `int8` or `fp8`.
+    The largest of a row is exact but for rounding of the scale; a row with a number that is not
+    finite has such a scale, so it stays as wrong as it was."""
     largest = LARGEST[kind]
     # amax and abs are exact in any precision.
     scales = (weight.abs().amax(1, keepdim=True).float() / largest).clamp_min(SMALLEST_SCALE)
@@ -57,7 +57,7 @@ def quantise(weight: Tensor, kind: str) -> Rows:
 
 
 def dequantise(rows: Rows) -> Tensor:
-    """What the numbers mean, in float32."""
+    """Return ``values * scales`` in float32."""
     return rows.values.float() * rows.scales
 
 
@@ -68,8 +68,8 @@ _generators: dict[torch.device, torch.Generator] = {}
 
 @torch.no_grad()
 def round_rows(x: Tensor, *, stochastic: bool = False) -> Rows:
-    """Rounds ``[rows, columns]`` with a scale for each row, ``[rows, 1]`` float32. A row with a
-    number that is not finite has such a scale, so that what comes of it is seen.
+    """Round ``[rows, columns]`` to int8 with a scale for each row, ``[rows, 1]`` float32. A row
+    with a number that is not finite has such a scale, so that what comes of it is seen.
 
     Args:
         stochastic: Up with the probability that makes the mean right, else to nearest. All values
@@ -92,7 +92,7 @@ def round_rows(x: Tensor, *, stochastic: bool = False) -> Rows:
 
 @torch.no_grad()
 def round_columns(x: Tensor, weights: Tensor | None = None) -> Rows:
-    """Rounds ``[rows, columns]`` to nearest with a scale for each column, ``[1, columns]``.
+    """Round ``[rows, columns]`` to nearest int8 with a scale for each column, ``[1, columns]``.
 
     Args:
         weights: ``[rows, 1]`` float32, which rows are multiplied with before.
@@ -133,6 +133,7 @@ def _round(
 
 
 def _memory(x: Tensor) -> tuple[int, Tensor]:
-    """How many rows to round at a time, and float32 memory for them."""
+    """Return how many rows to round at a time, so few that they stay in the caches, and float32
+    memory for them."""
     some = max(1, values_at_a_time(x.device.type) // PASSES // max(1, x.shape[1]))
     return some, torch.empty(min(some, len(x)), x.shape[1], device=x.device)

@@ -16,8 +16,8 @@ from hybridrl.ray_backend.ray_import import ray
 
 
 class Head(NamedTuple):
-    """What is for one rank, before the body that is for all: a `RankPart` or a `Context`, the
-    call's name, and whether it returns a batch."""
+    """The header of a message, for one rank, before the body for all: a `RankAssignment` or a
+    `WorkerContext`, the call's name, and whether it returns a batch."""
 
     part: Any
     role: str
@@ -26,7 +26,7 @@ class Head(NamedTuple):
 
 
 class _Packer(ray.cloudpickle.Pickler):
-    """Writes a number in the place of each result."""
+    """A pickler that writes a number in place of each result."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -49,8 +49,8 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(request: Request) -> tuple[bytes, list[Result]]:
-    """A request as bytes, classes and functions of the driver's script by value; and the results
-    of other calls in it."""
+    """Serialize a request, with classes and functions of the driver's script by value, and return
+    it with the results of other calls in it."""
     if isinstance(request, Invoke) and is_plain((request.arguments, request.keywords)):
         return pickle.dumps(request, pickle.HIGHEST_PROTOCOL), []  # a tenth of the time
     file = io.BytesIO()
@@ -60,36 +60,36 @@ def pack(request: Request) -> tuple[bytes, list[Result]]:
 
 
 def addressed(head: Any, body: bytes) -> bytes:
-    """A message of two parts: what is for one receiver, before what is for all."""
+    """Return a message of two parts: the header for one receiver, then the body for all."""
     return pickle.dumps(head, pickle.HIGHEST_PROTOCOL) + body
 
 
 def open_head(message: bytes) -> tuple[Any, bytes]:
-    """The head, and the body as it is."""
+    """Split a message into its header, and its body as it is."""
     file = io.BytesIO(message)
     head = pickle.load(file)
     return head, message[file.tell() :]
 
 
 def unpack(body: bytes, result: Callable[..., Shards]) -> Request:
-    """The request; `result` makes what stands for another call's result, from its number in the
-    request, its columns and its rows."""
+    """Deserialize a request; `result` builds the stand-in for another call's result from its number
+    in the request, its columns and its rows."""
     return _Unpacker(io.BytesIO(body), result).load()
 
 
 def seal(content: Any, values: Sequence[Any]) -> Any:
-    """Replies as bytes, if their values are plain: neither references, which Ray has to count, nor
-    objects of classes that the other side might not be able to import."""
+    """Serialize replies if their values are plain: neither references, which Ray has to count, nor
+    objects of classes that the receiver might not be able to import."""
     return pickle.dumps(content, pickle.HIGHEST_PROTOCOL) if is_plain(values) else content
 
 
 def unseal(message: Any) -> Any:
-    """What was sealed; anything else as it is."""
+    """Deserialize what `serialize_reply` has serialized; return anything else as it is."""
     return pickle.loads(message) if type(message) is bytes else message
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is built of Python's own values only."""
+    """Return whether a value consists of Python's own types only."""
     kind = type(value)
     if kind is dict:
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))

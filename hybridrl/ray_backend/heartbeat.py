@@ -13,14 +13,14 @@ from hybridrl.ray_backend.ray_host import PRELOAD
 from hybridrl.ray_backend.ray_import import ray
 
 ANSWER_SECONDS = 1.0
-"""How long a look waits for answers. Those that take longer are taken at the next look."""
+"""The time that a poll waits for answers; later ones are collected at the next poll."""
 CLOCK_QUESTIONS = 5
-"""The quickest answer tells best what time it is there."""
+"""The number of questions about a host's clock; the quickest answer is the most accurate."""
 SNAPSHOT_SECONDS = 5.0
 
 
 class Watch:
-    """Asks every host, on a thread that does no work, what it is doing.
+    """A monitor that asks every host, on a thread that does no work, what it is doing.
 
     Args:
         hosts: The actors.
@@ -38,8 +38,7 @@ class Watch:
         self.statuses: list[Status | None] = [None] * len(hosts)
 
     def look(self) -> list[int]:
-        """Asks all hosts, but for those that are still to answer; gives the hosts that are silent
-        now."""
+        """Poll all hosts that owe no answer, and return the hosts that are silent now."""
         self._take(0.0)
         now = time.monotonic()
         for host, actor in enumerate(self._hosts):
@@ -49,7 +48,7 @@ class Watch:
         return list(self._questions)
 
     def fallen_silent(self, seconds: float) -> list[int]:
-        """Hosts that have been asked so long ago and have not answered; each is given once."""
+        """Return the hosts that have not answered for this many seconds, each once."""
         now = time.monotonic()
         found = {host for host in self._questions if now - self._asked[host] > seconds}
         new = found - self._given
@@ -57,8 +56,8 @@ class Watch:
         return sorted(new)
 
     def seconds_on(self, host: int, call: Call) -> float:
-        """How long a host has worked on what is its first pending call, without the time that it
-        waited for inputs. A silent one does what it did when it was last heard of."""
+        """Return how long a host has worked on its first pending call, without the time that it
+        waited for inputs. A silent host is assumed to be doing what it last reported."""
         status = self.statuses[host]
         worked = 0.0
         if status is not None and status.is_working and status.method != PRELOAD:
@@ -70,14 +69,14 @@ class Watch:
         return time.monotonic() - max(call.since, begin)
 
     def snapshots(self) -> list[Snapshot | None]:
-        """Of every host; None for those that do not answer."""
+        """Return a snapshot of every host; None for hosts that do not answer."""
         asked = [host.snapshot.remote() for host in self._hosts]
         found = _answers(asked, SNAPSHOT_SECONDS)
         return [found.get(reference) for reference in asked]
 
     def clocks_ahead(self, hosts: Iterable[int]) -> dict[int, float]:
-        """By host: how many seconds its node's clock is ahead of this one's, as the quickest of a
-        few answers has it. Those that do not answer are left out."""
+        """Return by host how many seconds its node's clock is ahead of this one's, as the quickest
+        of a few answers says. Hosts that do not answer are left out."""
         found = {}
         for host in hosts:
             answers = []
@@ -101,7 +100,7 @@ class Watch:
 
 
 def _answers(references: list[Any], seconds: float) -> dict[Any, Any]:
-    """What comes within so many seconds."""
+    """Return the answers that come within this many seconds."""
     if not references:
         return {}
     ready, _ = ray.wait(references, num_returns=len(references), timeout=seconds)

@@ -17,11 +17,11 @@ from hybridrl.ray_backend.connection import Connection, is_reachable
 from hybridrl.ray_backend.heartbeat import Watch
 
 LOOK_SECONDS = 1.0
-"""Between two looks at the cluster's own processes, which take no time."""
+"""The interval between checks of the cluster's own processes, which take no time."""
 
 
 class Supervision:
-    """Of the hosts of one job.
+    """A supervisor of the hosts of one job.
 
     Args:
         actors: The hosts.
@@ -60,11 +60,12 @@ class Supervision:
         self._told_of_fault = self._told_of_stop = False
 
     def work_begins(self) -> None:
-        """There was nothing to do before, so that nobody could be seen to work."""
+        """Reset the stall timer, because nothing was pending before, so no host could be
+        working."""
         self._stalled = time.monotonic()
 
     def check(self) -> None:
-        """Looks at the cluster and at the hosts, if it is time to.
+        """Check the cluster and the hosts if their intervals have passed.
 
         Raises:
             LostError: if a part of Ray has ended, once, for hosts may still work and save what they
@@ -81,8 +82,8 @@ class Supervision:
             self._asked = time.monotonic()
 
     def lost(self, hosts: Iterable[int] | None = None) -> list[Death]:
-        """Of these hosts, or of all, those whose nodes cannot be reached, and which have something
-        to do."""
+        """Return the deaths of those of these hosts, or of all, whose nodes cannot be reached and
+        which have a pending call."""
         if len(self._nodes) < 2:
             return []
         looked = list(self._numbers if hosts is None else hosts)
@@ -94,8 +95,8 @@ class Supervision:
         return [Death(*oldest, "", with_node=True) for h in gone if (oldest := self._oldest(h))]
 
     def by_one_clock(self, found: Sequence[Failure | Death]) -> list[Failure | Death]:
-        """The same, with the times of failures by this process's clock, as far as hosts answer: the
-        first is taken for the cause, and nodes need not agree on the time."""
+        """Return the failures with their times by this process's clock, as far as hosts answer. The
+        first failure is taken for the cause, and the clocks of nodes may differ."""
         failures = [item for item in found if isinstance(item, Failure)]
         if len(failures) < 2 or len(self._nodes) < 2:
             return list(found)
@@ -114,8 +115,8 @@ class Supervision:
         ]
 
     def clocks_ahead(self) -> dict[int, float]:
-        """Of every host, as the first of each node that answers has it; none on one node, where all
-        have the driver's clock."""
+        """Return the clock offset of every host, as measured by the first host of its node that
+        answers; empty on one node, where all have the driver's clock."""
         if len(self._nodes) < 2:
             return {}
         by_node: dict[str, float] = {}
@@ -164,7 +165,7 @@ class Supervision:
             raise Hang(pending, late, self._timeout, watch.snapshots(), self._hosts, why).error()
 
     def _tell_of_silence(self, pending: Pending) -> None:
-        """Names a host that does not answer, once, long before the deadline."""
+        """Notify the user, once, of a host that does not answer, long before the deadline."""
         for host in self._watch.fallen_silent(self._heartbeat):
             if host in pending:
                 call, rank = pending[host]

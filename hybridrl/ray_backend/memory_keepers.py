@@ -17,12 +17,12 @@ from hybridrl.checkpoint.copies.memory_files import SCHEME, Keeper, KeptFiles
 from hybridrl.ray_backend.ray_import import ray
 
 SILENCE_SECONDS = 30.0
-"""How long a keeper, whose calls take milliseconds, may take for an answer."""
+"""The time limit for an answer of a keeper, whose calls take milliseconds."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class RayKeeper(Keeper):
-    """A `Keeper` in a process of its own."""
+    """A `MemoryKeeper` in a process of its own."""
 
     def __init__(self) -> None:
         # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
@@ -32,7 +32,7 @@ class RayKeeper(Keeper):
 
 
 class Keepers:
-    """Those of one job.
+    """The memory keepers of one job, one on each node.
 
     Args:
         others: On so many nodes besides its own is what a process writes.
@@ -47,7 +47,8 @@ class Keepers:
         self.url = f"{SCHEME}://{self._job}"
 
     def start(self, nodes: Iterable[str]) -> None:
-        """Has one on each of these nodes, anew where one was lost. Does not wait for them."""
+        """Start a keeper on each of these nodes, again where one was lost, without waiting for
+        them."""
         there = ray.util.list_named_actors()
         for node in sorted(set(nodes)):
             if not any(name.startswith(f"{self._job}/{node}/") for name in there):
@@ -57,14 +58,14 @@ class Keepers:
                 self._actors[name] = made.remote()  # which ends with its handle
 
     def close(self) -> None:
-        """Ends all of them."""
+        """End all keepers."""
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
 
 
 class RayKeptFiles(KeptFiles):
-    """The files of `Keepers`, which are found by their names."""
+    """The file system of a job's memory keepers, which are found by their actor names."""
 
     def keepers(self, job: str) -> list[Any]:
         names = sorted(n for n in ray.util.list_named_actors() if n.startswith(f"{job}/"))

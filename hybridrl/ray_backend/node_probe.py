@@ -16,12 +16,12 @@ from pathlib import Path
 def report(
     packages: Mapping[str, Sequence[str]], paths: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Versions, and which of the paths are not here."""
+    """Return the versions of packages, and the settings whose paths do not exist here."""
     return versions(packages), unseen(paths)
 
 
 def versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The version of Python and of each package; "" for a package that is not there.
+    """Return the version of Python and of each package; "" for a package that is not installed.
 
     Args:
         packages: By the name that is imported, the names under which it may be installed.
@@ -32,7 +32,7 @@ def versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def unseen(paths: Mapping[str, str]) -> list[str]:
-    """The settings whose paths do not exist here."""
+    """Return the settings whose paths do not exist here."""
     return [setting for setting, path in paths.items() if not Path(path).exists()]
 
 
@@ -50,7 +50,7 @@ def _version(package: str, names: Sequence[str]) -> str:
 
 
 def _digest(found: importlib.machinery.ModuleSpec) -> str:
-    """Of the sources, because two copies of a package under work have the same version."""
+    """Hash the sources of a package, because two copies under development have the same version."""
     digest = hashlib.sha256()
     for folder in found.submodule_search_locations or []:
         for file in sorted(Path(folder).rglob("*.py")):

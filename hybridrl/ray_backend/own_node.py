@@ -24,9 +24,10 @@ ROLES = {
     RAYLET: "the process that starts workers and keeps what they return",
 }
 MARK = "HYBRIDRL_NODE"
-"""A variable in the environment of all processes that come of a driver; others have another."""
+"""The environment variable that marks all processes started by one driver."""
 _AGENT = "gent"
-"""What is in the command of an agent, whose first letter may be a capital, and of no worker."""
+"""The text that the command line of every agent contains, whose first letter may be a capital, and
+that of no worker."""
 _WATCH = (
     "trap '' INT TERM HUP; while read -r key line; do export \"$key=$line\"; done; "
     'if [ "$words" ] && '
@@ -37,9 +38,9 @@ _WATCH = (
     'process=${process%/environ}; kill -9 "${process#/proc/}"; done; '
     'case "$session" in */session_*) rm -rf "$session";; esac'
 )
-"""Waits for the end of the driver; then it ends the agents, and removes the folder of Ray's session
-if it was told one. A driver that misses its raylet in the middle of a call is ended by Ray at once
-and can say nothing: then this says its words."""
+"""The script of the cleanup process, which waits for the end of the driver, then kills the agents
+and removes the folder of Ray's session if it was given one. Ray ends a driver that loses its raylet
+in the middle of a call before the driver can print anything; the script then prints its message."""
 
 CURES = {
     "AF_UNIX path": "Give Ray a folder with a short path: RAY_TMPDIR=/tmp.",
@@ -71,15 +72,15 @@ def cure_of(error: Exception, folder: str) -> str:
 
 
 class OwnNode:
-    """The processes that Ray starts with this one.
+    """The processes of Ray that this process starts.
 
     Attributes:
         logs: Ray's own.
     """
 
     def __init__(self) -> None:
-        """To be made before Ray starts, so that what it has started by then ends with a driver that
-        is killed meanwhile."""
+        """Start the cleanup process. It has to exist before Ray starts, so that a driver that is
+        killed during the start leaves nothing behind."""
         self.logs = ""
         self._parts: dict[str, psutil.Process] = {}
         mark = os.environ[MARK] = secrets.token_hex(8)
@@ -94,7 +95,7 @@ class OwnNode:
         )
 
     def started(self, session: str) -> None:
-        """Ray has started, and has its files there, which go when it ends."""
+        """Record that Ray has started, with the session folder that is removed when it ends."""
         self.logs = f"{session}/logs"
         self._tell("session", session)
         for child in psutil.Process().children():
@@ -109,7 +110,7 @@ class OwnNode:
             )
 
     def fault(self) -> str:
-        """What of Ray has ended, as a sentence; empty if nothing has."""
+        """Return a sentence on a process of Ray that has ended; empty if none has."""
         for name, process in self._parts.items():
             if not _is(process, alive=True):
                 self.keep_logs()
@@ -117,11 +118,11 @@ class OwnNode:
         return ""
 
     def keep_logs(self) -> None:
-        """Ray's files stay, for people to look at."""
+        """Keep Ray's log files after its end."""
         self._tell("session", "")
 
     def stopped(self) -> str:
-        """Which of Ray's processes is stopped, for the middle of a sentence; empty if none is."""
+        """Return a clause that names the process of Ray that is stopped; empty if none is."""
         for name, process in self._parts.items():
             if _is(process, psutil.STATUS_STOPPED):
                 return f"Ray's {name} ({ROLES[name]}; process {process.pid}) is stopped"
@@ -129,7 +130,7 @@ class OwnNode:
 
     @contextlib.contextmanager
     def ending(self, seconds: float) -> Iterator[None]:
-        """While Ray ends itself: what of it is there after so many seconds is killed."""
+        """Kill what is left of Ray after this many seconds, while Ray ends itself in the block."""
         timer = threading.Timer(seconds, self.kill)
         timer.daemon = True
         timer.start()
@@ -140,7 +141,7 @@ class OwnNode:
             self.kill()
 
     def kill(self) -> None:
-        """Ends all of it; the workers see that their node has gone, and end."""
+        """Kill all processes of the node; the workers notice that it is gone, and end."""
         self._tell("words", "")
         for process in self._parts.values():
             with contextlib.suppress(psutil.Error):
@@ -157,7 +158,7 @@ class OwnNode:
         )
 
     def _tell(self, key: str, line: str) -> None:
-        """Gives the one that watches a variable."""
+        """Send a variable to the cleanup process."""
         assert self._watching.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended
             self._watching.stdin.write(f"{key} {line}\n".encode())

@@ -32,14 +32,14 @@ from hybridrl.system import user_code
 from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel, choose_devices
 
 CLOSE_SECONDS = 4.0
-"""How long hosts may take to close their workers before they are ended."""
+"""The time limit for hosts to close their workers before they are killed."""
 LOOK_SECONDS = 1.0
-"""How soon a failure of another call than those waited for is seen."""
+"""The interval at which failures of calls other than the awaited ones are noticed."""
 ROOT_CAUSE_SECONDS = 1.0
 """After a failure, how long to listen for an earlier one or a death that may be its cause."""
 DIRECT_HOSTS = 8
-"""Up to so many hosts are called one by one, which is quickest; more, through a relay, so that the
-driver's cost hardly grows with their number."""
+"""The number of hosts up to which each is called directly, which is quickest; more are called
+through a relay, so that the driver's cost hardly grows with their number."""
 
 
 class HostFiles(NamedTuple):
@@ -59,7 +59,8 @@ class HostFiles(NamedTuple):
 
 
 class RayExecutor(Executor):
-    """Hosts on a Ray cluster: the one at `address`, or one that is started here and ended again.
+    """An executor with one actor per device of a Ray cluster: the one at `address`, or one that is
+    started here and ended again.
 
     Args:
         devices: `cpu`, `cuda` or `auto`.
@@ -248,7 +249,8 @@ class RayExecutor(Executor):
         return self._supervision.clocks_ahead()
 
     def _check(self) -> None:
-        """To be called while something is waited for; see `Supervision.check`."""
+        """Check the cluster and the hosts while something is awaited; see
+        `HostSupervisor.check`."""
         try:
             self._supervision.check()
         except LostError as error:
@@ -273,7 +275,7 @@ class RayExecutor(Executor):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Gives the devices back to the cluster, and leaves it."""
+        """Release the devices, and leave the cluster."""
         if self._bundles is not None and self._connection.is_whole:
             ray.util.remove_placement_group(self._bundles)
         self._bundles = None
@@ -281,7 +283,7 @@ class RayExecutor(Executor):
             self._connection.close()
 
     def _look(self, numbers: Sequence[int], seconds: float) -> None:
-        """Takes note of what has come of calls, waiting so long for these; raises if one failed."""
+        """Record what calls have returned, waiting this long for these, and raise if one failed."""
         try:
             found = self._note(self._transport.poll(numbers, seconds))
         except WorkerError as error:  # of the relay
@@ -291,7 +293,7 @@ class RayExecutor(Executor):
             self._fail(found)
 
     def _note(self, events: deque[Event]) -> list[Failure | Death]:
-        """Enters replies into the table of calls; what went wrong among them."""
+        """Enter replies into the pending calls, and return the failures among them."""
         found: list[Failure | Death] = []
         while events:
             number, rank, reply = events[0]
@@ -307,9 +309,9 @@ class RayExecutor(Executor):
         return found
 
     def _fail(self, found: list[Failure | Death]) -> NoReturn:
-        """Raises the error behind failures. A rank that dies makes its peers fail in their
-        collectives: listens a moment for all of them. Of a node that is lost the peers know first,
-        and Ray last: so it is asked for."""
+        """Raise the error behind failures. A rank that dies makes its peers fail in their
+        collectives, so listen a moment for all of them. Peers notice a lost node before Ray does,
+        so check the nodes too."""
         self.takes_calls = False  # whatever else happens
         until = time.monotonic() + ROOT_CAUSE_SECONDS
         while self._pending and (left := until - time.monotonic()) > 0:
@@ -321,12 +323,13 @@ class RayExecutor(Executor):
         raise self._ended(explain(self._supervision.by_one_clock(found), self._known))
 
     def _ended(self, error: WorkerError) -> WorkerError:
-        """The error, after which no call can be made."""
+        """Return the error after marking the executor as failed, so that no further call is
+        made."""
         self.takes_calls, self.failure = False, str(error).partition("\n")[0]
         return error
 
     def _oldest(self, host: int) -> tuple[Call, int] | None:
-        """The first call on a host that is not done there, and which rank it is."""
+        """Return the first pending call on a host, and the host's rank in it."""
         for call in list(self._pending.values()):
             for rank, at in enumerate(call.hosts):
                 if at == host and call.replies[rank] is None:

@@ -37,7 +37,7 @@ PRELOAD = "preload"
     concurrency_groups={"work": 1, "health": 3, "data": 4}, max_restarts=0, max_task_retries=0
 )
 class RayHost:
-    """A `Host` in a process of its own.
+    """A `WorkerHost` in a process of its own.
 
     A call comes as a message of a `Head` for this rank and a request for all, and the references
     that belong into it.
@@ -90,7 +90,7 @@ class RayHost:
         references: Sequence[Refs] = (),
         rendezvous: Rendezvous | None = None,
     ) -> Any:
-        """Does this rank's part of a group call. Returns the reply, after the batch if the call
+        """Run this rank's part of a group call, and return the reply, after the batch if the call
         returns one."""
         head, body = open_head(message)
         part, role, method, returns_batch = head
@@ -111,18 +111,19 @@ class RayHost:
 
     @ray.method(concurrency_group="data")
     def gather(self, replies: Sequence[Any]) -> Any:
-        """The replies of a call's ranks as one object, for those who read its result."""
+        """Return the replies of a call's ranks as one object, for the readers of its result."""
         found = [unseal(reply) for reply in ray.get(list(replies))]
         return seal(found, [reply.value for reply in found])
 
     @ray.method(concurrency_group="data")
     def rows(self, shard: Sequence[Any], rows: Rows, names: Sequence[str]) -> Batch:
-        """What a host on another node wants of a shard that lies here."""
+        """Return the rows and columns of a shard on this node that a host on another node
+        requests."""
         return ray.get(shard[0]).select(names).take(rows)
 
     @ray.method(concurrency_group="health")
     def introduce(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
-        """Tells the hosts of a job that has several nodes, and where each lives."""
+        """Set the hosts of a job with several nodes, and the node of each."""
         here = ray.get_runtime_context().get_node_id()
         self._around = Neighbourhood(actors, nodes, here)
 
@@ -158,9 +159,9 @@ def _unreadable(role: str, part: Any, method: str, error: Exception) -> Reply:
 
 
 def _use_network_of(address: str) -> None:
-    """Lets gloo and vLLM use the network on which Ray's nodes meet. By themselves they take the
-    address that the machine's name stands for, often 127.0.0.1 or 127.0.1.1. NCCL looks for itself,
-    and for InfiniBand."""
+    """Make gloo and vLLM use the network on which Ray's nodes meet. By default they use the address
+    of the machine's name, often 127.0.0.1 or 127.0.1.1. NCCL finds its interface, and InfiniBand,
+    itself."""
     os.environ.setdefault("VLLM_HOST_IP", address)
     if ipaddress.ip_address(address).is_loopback:
         address = "127.0.0.1"  # its interface answers at all others, and lists this one

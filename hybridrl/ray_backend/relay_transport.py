@@ -17,15 +17,16 @@ from hybridrl.ray_backend.ray_import import ray
 from hybridrl.ray_backend.remote_result import Refs
 
 SILENCE_SECONDS = 60.0
-"""How long the relay, which has nothing else to do, may take for an answer at most."""
+"""The longest time that the relay, which has no other work, may take to answer."""
 
 
 @ray.remote(
     num_cpus=0, concurrency_groups={"calls": 1, "answers": 4}, max_restarts=0, max_task_retries=0
 )
 class Relay:
-    """Makes calls in the order in which they come, on one thread, and keeps the references to their
-    results; on others it waits for replies. It opens no request, and no batch passes through it."""
+    """An actor that makes calls in the order in which they arrive, on one thread, and keeps the
+    references to their results; on other threads it waits for replies. It decodes no request, and
+    no batch passes through it."""
 
     def __init__(self) -> None:
         # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
@@ -45,9 +46,9 @@ class Relay:
 
     @ray.method(concurrency_group="calls", num_returns=0)
     def send(self, message: bytes, stored: Sequence[Refs] = ()) -> None:
-        """Makes a call. The head says which results are in its request: those of a call by its
-        number, those of what the driver has stored as None, in their order; and which results
-        nobody will ask for any more."""
+        """Make a call. The header names the results in its request (those of a call by its number,
+        those that the driver has stored as None, in their order) and the results that nobody needs
+        any more."""
         (order, wanted, unused), body = open_head(message)
         order, of_driver = Order(*order), iter(stored)
         try:
@@ -64,8 +65,8 @@ class Relay:
 
     @ray.method(concurrency_group="answers")
     def poll(self, question: bytes) -> Any:
-        """See `Transport.poll`; the question also says how many events the driver has got, for an
-        answer is lost if the driver is interrupted."""
+        """Return events as `CallTransport.poll_events` does. The message says how many events the
+        driver has received, because an answer is lost if the driver is interrupted."""
         (numbers, seconds, got), _ = open_head(question)
         with self._news:
             made = self._news.wait_for(lambda: self._last >= max(numbers, default=0), seconds)
@@ -84,12 +85,13 @@ class Relay:
 
     @ray.method(concurrency_group="answers")
     def shards(self, number: int) -> Sequence[Any]:
-        """The references to the batches that a call returned, which has been waited for."""
+        """Return the references to the batches that a finished call returned."""
         return self._made[number].shards
 
 
 class Relayed:
-    """Stands for the result of a call that the relay made, for as long as anybody may ask for it.
+    """A stand-in for the result of a call made by the relay; when it is deleted, the relay drops
+    the result.
 
     Attributes:
         shards: References to the batches, when the driver has asked for them.
@@ -105,8 +107,8 @@ class Relayed:
 
 
 class RelayTransport(Transport):
-    """One call of Ray's for each group call. The references to results stay with the relay, which
-    puts them into later calls.
+    """A transport that makes one Ray call per group call. The references to results stay with the
+    relay, which puts them into later calls.
 
     Args:
         actors: The hosts.
@@ -149,7 +151,7 @@ class RelayTransport(Transport):
         return [self._relay]
 
     def _ask(self, answer: Any, seconds: float = 0.0) -> Any:
-        """What the relay answers, which may take it so long."""
+        """Wait for an answer of the relay, this many seconds more than its time limit."""
         try:
             return ray.get(answer, timeout=seconds + self._silence_s)
         except ray.exceptions.GetTimeoutError:

@@ -28,7 +28,7 @@ class Refs(NamedTuple):
 
 @dataclass
 class Neighbourhood:
-    """Which hosts live on which node: what is on another one has to travel.
+    """The node of each host, to decide what has to travel between nodes.
 
     Attributes:
         actors, nodes: Of each host; empty if there is one node only.
@@ -44,15 +44,17 @@ class Neighbourhood:
         self._beside = max(1, sum(node == self.here for node in self.nodes))
 
     def asks(self, host: int, wanted: float, whole: float) -> bool:
-        """Whether a host is to be asked for some bytes of a shard: it is on another node, and less
-        would travel than if this node got the shard once for all its hosts."""
+        """Return whether to request only the needed bytes of a shard from its host: it is on
+        another node, and less would travel than if this node fetched the whole shard once for all
+        its hosts."""
         if not self.nodes or self.nodes[host] == self.here:
             return False
         return wanted * self._beside < whole
 
 
 class RemoteResult(Shards):
-    """The result of another call. Its infos are fetched once; of its rows only what is asked for.
+    """The result of another call. The descriptions of its shards are fetched once; of its rows only
+    those that are read.
 
     Args:
         refs: Where it is.

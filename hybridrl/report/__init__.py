@@ -1,2 +1,2 @@
-"""What a run shows of itself: advice, timeline, the report page and the live page. Reads run
-folders, never a running object."""
+"""Reports of runs: advice, timeline, report page and live page, made from run folders, never from a
+running object."""

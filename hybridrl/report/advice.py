@@ -1,4 +1,4 @@
-"""What a run could do better, ranked, each with the numbers behind it and the setting to change."""
+"""A piece of advice with its numbers, its severity, and the setting to change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TIP_SHARE = 0.5
 
 
 class Advice(NamedTuple):
-    """One piece.
+    """A piece of advice on a run.
 
     Attributes:
         title: What was seen, a sentence with its numbers.
@@ -29,11 +29,11 @@ class Advice(NamedTuple):
 
 
 def warning(title: str, numbers: Mapping[str, float], action: str, severity: float) -> Advice:
-    """Something is wrong, so much of 1."""
+    """Build a warning: something is wrong. Its weight is above that of every tip."""
     weight = _TIP_SHARE + (1 - _TIP_SHARE) * min(1.0, max(0.0, severity))
     return Advice(title, numbers, action, weight, WARNING)
 
 
 def tip(title: str, numbers: Mapping[str, float], action: str, gain: float) -> Advice:
-    """Something could be better, by so much of 1."""
+    """Build a tip: something could be faster or better. Its weight grows with the gain."""
     return Advice(title, numbers, action, _TIP_SHARE * min(1.0, max(0.0, gain)), TIP)

@@ -1,4 +1,5 @@
-"""Advice on devices that wait: for another role, for slower ranks, for the driver."""
+"""Advice on devices that are idle: waiting for another role, for slower ranks, or for the
+driver."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ MUCH_DATA, MUCH_DRIVER = 0.1, 0.3
 
 
 def idle_devices(seen: Evidence) -> Iterator[Advice]:
-    """Devices that wait for what others do, most of all for one role."""
+    """Yield advice on devices that wait for other roles, grouped by the role that they wait for
+    most."""
     if len(seen.devices) < 2:
         return
     waits = {device: _for_others(causes) for device, causes in seen.idle.items()}
@@ -46,7 +48,8 @@ def idle_devices(seen: Evidence) -> Iterator[Advice]:
 
 
 def _cure(seen: Evidence, numbers: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """What would keep both sides at work."""
+    """Return the setting that would keep both sides busy, and the numbers with the change predicted
+    for it."""
     placement = None if seen.config is None else seen.config.placement
     if placement is None or placement.strategy != "separation":
         together = "placement=flattening has every role on every device"
@@ -66,7 +69,7 @@ def _cure(seen: Evidence, numbers: dict[str, float]) -> tuple[str, dict[str, flo
 
 
 def slow_ranks(seen: Evidence) -> Iterator[Advice]:
-    """Ranks that others wait for."""
+    """Yield advice on slow ranks for which the others wait in collectives."""
     share = seen.waits.get(PEERS, 0.0)
     if share < MUCH_PEERS or seen.replayed is None:
         return
@@ -82,7 +85,7 @@ def slow_ranks(seen: Evidence) -> Iterator[Advice]:
 
 
 def slow_driver(seen: Evidence) -> Iterator[Advice]:
-    """Devices that wait for the program itself, or for its data."""
+    """Yield advice on time that devices wait for the driver program or for its data."""
     if (share := seen.waits.get(DATA, 0.0)) >= MUCH_DATA:
         title = f"devices wait for data {share:.0%} of the time"
         action = "Look at data.sampler and at what reads the rows: a step asks it once."
@@ -97,7 +100,7 @@ DEVICES = idle_devices, slow_ranks, slow_driver
 
 
 def _for_others(causes: Mapping[str, float]) -> dict[str, float]:
-    """Of the idle time of a device, that in which other roles worked."""
+    """Return the part of a device's idle time in which other roles worked, by cause."""
     return {cause: share for cause, share in causes.items() if "." in cause or cause == OVER}
 
 

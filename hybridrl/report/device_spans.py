@@ -1,4 +1,4 @@
-"""What each device of a run did at every moment, and what it waited for while it did nothing.
+"""Device spans of a run: what each device did at every moment, or waited for.
 
 A device is busy in the pieces of its calls, but for what it waited in them for slower ranks. What
 is left is cut where the reason for waiting changes: a call whose result is needed, an evaluation,
@@ -49,7 +49,7 @@ _SAVING = ("save_state", "start_saving", "finish_saving", "save_model")
 
 
 class DeviceSpan(NamedTuple):
-    """A time in which a device did one thing, or waited for one.
+    """A span of time in which a device worked in one phase, or was idle for one cause.
 
     Attributes:
         device: Its number.
@@ -76,12 +76,11 @@ class DeviceSpan(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
         return self.end - self.start
 
 
 def device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
-    """The spans of a run, by device and in the order of time.
+    """Read the spans of a run's devices, each in the order of time.
 
     Args:
         last: Of so many of the newest steps; None: of all that are recorded since the run was last
@@ -96,7 +95,7 @@ def device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
 def spans_of(
     steps: Sequence[RecordedStep], devices: Iterable[int] = (), last: int | None = None
 ) -> list[DeviceSpan]:
-    """The spans of recorded steps.
+    """Build the device spans of recorded steps, without gaps from the first to the last step.
 
     Args:
         devices: Those that are to have spans even if no call ran on them.
@@ -125,7 +124,7 @@ def spans_of(
 
 
 def idle_by_cause(spans: Iterable[DeviceSpan]) -> dict[int, dict[str, float]]:
-    """By device, the share of its time that it was idle, by cause, the largest first."""
+    """Return each device's idle share by cause, largest first."""
     whole: dict[int, float] = defaultdict(float)
     idle: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
@@ -142,14 +141,14 @@ def idle_by_cause(spans: Iterable[DeviceSpan]) -> dict[int, dict[str, float]]:
 
 
 def in_words(cause: str) -> str:
-    """A cause of idleness, for people."""
+    """Format a cause of idleness for people."""
     return WORDS.get(cause, f"waiting for {cause}")
 
 
 def _busy(
     steps: Sequence[RecordedStep], origin: float
 ) -> dict[int, list[tuple[DeviceSpan, Record]]]:
-    """By device, what it did in its calls, and waited in them, in the order of time."""
+    """Build the busy spans of each device with their call records, in the order of time."""
     found: dict[int, list[tuple[DeviceSpan, Record]]] = defaultdict(list)
     for step in steps:
         for records, about in ((step.between, _about(step)), (step.records, {})):
@@ -166,7 +165,8 @@ def _busy(
 
 
 def _about(step: RecordedStep) -> dict[int, str]:
-    """What each call between two steps was for."""
+    """Find what each call between two steps was made for, such as an evaluation or a checkpoint;
+    empty if unknown."""
     found = {}
     for record in step.between:
         start = record.start - step.ahead.get(record.host, 0.0)
@@ -195,7 +195,7 @@ def _of_call(
 
 
 def _phase(record: Record, phase: str) -> str:
-    """A phase of a call, as it is shown."""
+    """Map a recorded phase to one of the displayed phases."""
     if record.role == DRIVER:
         return ADVANTAGE
     if record.method in _SAVING:
@@ -206,7 +206,7 @@ def _phase(record: Record, phase: str) -> str:
 
 
 class _Call(NamedTuple):
-    """All ranks of a call."""
+    """A call of all its ranks, as one span."""
 
     number: int
     start: float
@@ -216,7 +216,7 @@ class _Call(NamedTuple):
 
 
 class _Reasons:
-    """Why devices were idle.
+    """The causes of idle time, found from what the driver and other calls did meanwhile.
 
     Args:
         steps: That were recorded.
@@ -237,7 +237,7 @@ class _Reasons:
     def idle(
         self, device: int, start: float, end: float, until: Record | None
     ) -> Iterator[DeviceSpan]:
-        """Spans of a time without a call.
+        """Split a time without calls into idle spans, one for each cause.
 
         Args:
             until: The call that ended it; None: none came.

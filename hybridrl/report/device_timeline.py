@@ -1,4 +1,4 @@
-"""The timeline of a report: what each device did in the newest steps, role by role."""
+"""The timeline part of a report: what each device did in the newest steps, by role."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MICROSECONDS = 6
 
 
 def timeline(run: RunReader) -> dict[str, Any]:
-    """The newest steps of a run, as many as there is room for.
+    """Build the timeline of the newest steps, as many as fit the span limit.
 
     Returns:
         `steps`: number, start and end of each; `devices`: number, `roles`, and `idle`, its share of

@@ -1,4 +1,4 @@
-"""One file of HTML: a report that opens from a disk, without a network."""
+"""A report as one HTML file that opens without a network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STYLE = "page.css"
 
 
 def page(title: str, data: Mapping[str, Any], live: bool = False) -> str:
-    """The report as a page.
+    """Render the report of a run as HTML.
 
     Args:
         data: By part, as `Content` makes it. All of it comes from runs, so nothing of it is markup.
@@ -33,12 +33,13 @@ def page(title: str, data: Mapping[str, Any], live: bool = False) -> str:
 
 
 def page_of_runs(title: str) -> str:
-    """A table of runs, each with a link; always live."""
+    """Render the table of runs as a live HTML page."""
     return _html(title, {}, OF_RUNS, live=True)
 
 
 def policy(scripts: tuple[str, ...] = SCRIPTS, live: bool = True) -> str:
-    """What the browser lets the page do: nothing but its own scripts and styles."""
+    """Build the content security policy, which allows only the page's own script and style by their
+    hashes."""
     connect = "'self'" if live else "'none'"
     return "; ".join(
         (
@@ -54,7 +55,7 @@ def policy(scripts: tuple[str, ...] = SCRIPTS, live: bool = True) -> str:
 
 
 def in_script(data: Any) -> str:
-    """JSON that no text in it can end the element that it stands in."""
+    """Serialize JSON so that no text in it can close the surrounding script element."""
     return to_json(data).replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 

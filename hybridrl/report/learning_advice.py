@@ -1,4 +1,5 @@
-"""Advice on what is learned: rewards, updates, samples."""
+"""Advice on rewards and evaluations: whether the run learns, and whether what it learns is
+meant."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ IMPATIENT = 10
 
 
 def dead_groups(seen: Evidence) -> Iterator[Advice]:
-    """Prompts whose samples all score alike teach nothing to what compares them."""
+    """Yield advice on prompts whose samples all score alike, which give no gradient to losses that
+    compare them."""
     groups = seen.groups if _compares(seen) else []
     dead = [group for group in groups if max(group.scores) == min(group.scores)]
     share = len(dead) / len(groups) if groups else 0.0
@@ -85,7 +87,7 @@ def dead_groups(seen: Evidence) -> Iterator[Advice]:
 
 
 def collapse(seen: Evidence) -> Iterator[Advice]:
-    """A reward that had been higher by more than chance."""
+    """Yield a warning if the reward is significantly below its earlier level."""
     fall = _fall(seen)
     if fall is None:
         return
@@ -100,7 +102,7 @@ def collapse(seen: Evidence) -> Iterator[Advice]:
 
 
 def clipped(seen: Evidence) -> Iterator[Advice]:
-    """Updates that move the policy beyond what the loss takes."""
+    """Yield a warning if too many tokens of an update reach the clip range of the loss."""
     share = seen.recent("policy/clip_fraction")
     if share is None or share < CLIPPED:
         return
@@ -110,7 +112,7 @@ def clipped(seen: Evidence) -> Iterator[Advice]:
 
 
 def gradients(seen: Evidence) -> Iterator[Advice]:
-    """Updates that were left out, and norms that stand out."""
+    """Yield advice on skipped updates and on gradient norms far above the median."""
     roles = ("policy", "critic", "cost_critic")
     of_all = sum(seen.values("guard/skipped"))
     skipped = of_all or sum(sum(seen.values(f"{role}/skipped_updates")) for role in roles)
@@ -139,7 +141,7 @@ def gradients(seen: Evidence) -> Iterator[Advice]:
 
 
 def mismatch(seen: Evidence) -> Iterator[Advice]:
-    """How far the generator is from the model that is trained."""
+    """Yield advice on the KL between generator and trainer, if rounding does not explain it."""
     change = seen.change("mismatch/k3")
     dtype = "" if seen.config is None else seen.config.model.dtype
     stale = max(seen.values("staleness/max"), default=0.0)
@@ -167,7 +169,7 @@ def mismatch(seen: Evidence) -> Iterator[Advice]:
 
 
 def cut(seen: Evidence) -> Iterator[Advice]:
-    """Answers that end because they must."""
+    """Yield advice on responses that are truncated at `rollout.max_tokens`."""
     share = seen.recent("response/truncated")
     if share is None or share < CUT_SHOWN:
         return
@@ -183,8 +185,8 @@ def cut(seen: Evidence) -> Iterator[Advice]:
 
 
 def length_hacking(seen: Evidence) -> Iterator[Advice]:
-    """Scores that follow the length of answers. In episodes that says nothing: who asks a tool, or
-    plays on, has more tokens, and that may be what the task is."""
+    """Yield a warning if scores follow the length of responses. Episodes are left out: a tool call
+    or a further turn has more tokens, and may be what the task asks for."""
     groups = [] if _is_played(seen) else seen.groups
     related = [r for group in groups if (r := _correlation(group)) is not None]
     together = statistics.fmean(related) if len(related) >= GROUPS_TO_TELL else 0.0
@@ -217,7 +219,7 @@ def length_hacking(seen: Evidence) -> Iterator[Advice]:
 
 
 def entropy(seen: Evidence) -> Iterator[Advice]:
-    """A policy that tries nothing any more, and does not get better."""
+    """Yield a warning if the policy's entropy has collapsed while rewards are no higher."""
     change, rewards = seen.change("policy/entropy"), seen.change("reward/mean")
     if change is None or rewards is None or seen.steps < IMPATIENT:
         return
@@ -233,7 +235,7 @@ def entropy(seen: Evidence) -> Iterator[Advice]:
 
 
 def standstill(seen: Evidence) -> Iterator[Advice]:
-    """A reward that chance explains."""
+    """Yield advice if the change of the reward since the first steps is not significant."""
     rewards, spread = seen.change("reward/mean"), seen.recent("reward/std")
     if rewards is None or not spread or seen.steps < IMPATIENT:
         return
@@ -251,7 +253,7 @@ def standstill(seen: Evidence) -> Iterator[Advice]:
 
 
 def rewards_fail(seen: Evidence) -> Iterator[Advice]:
-    """Samples without a score."""
+    """Yield warnings on samples that could not be scored, timed out, or were dropped."""
     for name, said in {
         "reward/failures": "could not be scored",
         "reward/timeouts": "took longer to be scored than reward.timeout_s",
@@ -267,7 +269,7 @@ def rewards_fail(seen: Evidence) -> Iterator[Advice]:
 
 
 def evaluations_fall(seen: Evidence) -> Iterator[Advice]:
-    """What was held out is answered worse than at first."""
+    """Yield a warning for each evaluation whose interval now lies below that of the first one."""
     for name, first, last in seen.evaluated:
         if last["high"] < first["low"]:
             title = (
@@ -283,7 +285,7 @@ def evaluations_fall(seen: Evidence) -> Iterator[Advice]:
 
 
 def critic(seen: Evidence) -> Iterator[Advice]:
-    """Values that explain nothing."""
+    """Yield advice if the critic's values explain less of the returns than their mean does."""
     explained = seen.recent("critic/explained_variance")
     if explained is not None and seen.steps >= IMPATIENT and explained < 0:
         title = f"the critic explains nothing of the returns (explained variance {explained:.2g})"
@@ -298,7 +300,7 @@ LEARNING = (
 
 
 def _is_played(seen: Evidence) -> bool:
-    """Whether samples are episodes."""
+    """Return whether the run's samples are episodes with several turns."""
     config = seen.config
     if config is None:
         return False
@@ -306,8 +308,8 @@ def _is_played(seen: Evidence) -> bool:
 
 
 def _compares(seen: Evidence) -> bool:
-    """Whether samples of a prompt are compared with each other; a program of the user's is not
-    known."""
+    """Return whether the algorithm compares the samples of a prompt with each other; True where the
+    settings are unknown."""
     config = seen.config
     if config is None:
         return True
@@ -315,7 +317,8 @@ def _compares(seen: Evidence) -> bool:
 
 
 def _has_right_answers(seen: Evidence) -> bool:
-    """Whether warm-up has something to imitate: built-in tasks have, environments have not."""
+    """Return whether a warm-up would have reference answers to learn from: built-in tasks have
+    them, environments do not."""
     if seen.config is None:
         return False
     data = seen.config.data
@@ -325,8 +328,8 @@ def _has_right_answers(seen: Evidence) -> bool:
 
 
 def _fall(seen: Evidence) -> Change | None:
-    """The reward at its best and at last, if it fell by more than chance: from its best window on,
-    or right after the first steps, which updates that are too large may end at once."""
+    """Return the reward at its best and at the end, if it fell significantly: from its best window,
+    or directly after the first steps, as one far too large update makes it fall."""
     rewards, spreads = seen.values("reward/mean"), seen.values("reward/std")
     change = seen.change("reward/mean")
     if change is None or seen.config is None or len(rewards) < 3 or len(spreads) != len(rewards):
@@ -372,7 +375,7 @@ def _rose(seen: Evidence, rewards: Change) -> bool:
 
 
 def _is_better(seen: Evidence) -> bool:
-    """Whether what is meant got better, too, where anything says so."""
+    """Return whether any evaluation rose beyond the interval of its first result."""
     return any(last["value"] > first["high"] for _, first, last in seen.evaluated)
 
 
@@ -395,6 +398,6 @@ def _is_constant(values: Sequence[float]) -> bool:
 
 
 def _samples(seen: Evidence) -> float:
-    """Of all steps."""
+    """Estimate the number of samples of all steps from tokens and mean lengths."""
     found = zip(seen.values("response/tokens"), seen.values("response/length_mean"), strict=False)
     return sum(tokens / length for tokens, length in found if length)

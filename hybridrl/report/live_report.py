@@ -1,5 +1,5 @@
-"""A run that somebody looks at: the parts of its report, made again when its files have changed,
-and no more often than costs little."""
+"""A live report whose parts are rebuilt when their files change, each using at most 5 % of a
+core."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READ = {
 
 
 class Part:
-    """What is made of files, for many who ask at once.
+    """A part of a report that is built from files and cached for all clients.
 
     Args:
         make: Makes it.
@@ -47,12 +47,12 @@ class Part:
         self._made, self._text, self._due = "", "", 0.0
 
     def version(self) -> str:
-        """Changes when `text` would."""
+        """Return a value that changes whenever `read_json` would return something else."""
         stamp = _short(self._stamp())
         return stamp if self._is_due(stamp) else self._made
 
     def text(self) -> str:
-        """It, as JSON."""
+        """Return the part as JSON, rebuilt if its files changed."""
         with self._lock:
             stamp = _short(self._stamp())  # before it is read: what changes meanwhile counts later
             if self._is_due(stamp):
@@ -67,7 +67,7 @@ class Part:
 
 
 class Watched:
-    """The report of a run, by parts.
+    """A run's report as cached parts.
 
     Args:
         content: What makes them.
@@ -82,13 +82,13 @@ class Watched:
         }
 
     def versions(self) -> Mapping[str, str]:
-        """Of all parts."""
+        """Return the version of each part, by name."""
         return {name: part.version() for name, part in self.parts.items()}
 
 
 def stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[Any]:
-    """When these files were changed and how large they are; the state of each run, too, which
-    changes without a file when a job is killed."""
+    """Yield the modification time and size of each file, and the run's state, which changes without
+    a file when a job is killed."""
     for folder in folders:
         for name in names:
             for file in sorted(folder.glob(name)) if "*" in name else [folder / name]:

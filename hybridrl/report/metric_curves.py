@@ -1,4 +1,4 @@
-"""The metrics of a run as series for curves: few enough points, the extremes among them."""
+"""Metric curves of a run, thinned to a bounded number of points that keeps the extremes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ FIRST = {name for _, _, shown in PANELS for name, _ in shown}
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All metrics of a run by name, each `{"x": steps, "y": values}`, and how much was left out."""
+    """Build the curve of each metric, `{"x": steps, "y": values}`, and a note on points left
+    out."""
     names = sorted({name for row in rows for name in row if name != "step"})
     found, thinned = {}, 0
     for name in names:
@@ -60,7 +61,7 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def thin(steps: Sequence[int], values: Sequence[float], most: int) -> tuple[list[int], list[float]]:
-    """At most `most` points, in their order: of each of equal stretches the least and greatest."""
+    """Thin a series to at most `most` points: the minimum and the maximum of each equal stretch."""
     if len(steps) <= most:
         return list(steps), list(values)
     stretches = most // 2

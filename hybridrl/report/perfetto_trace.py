@@ -1,4 +1,4 @@
-"""The spans of a run as a trace for ui.perfetto.dev: devices, roles, and why they waited."""
+"""A trace of a run's device spans for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WAITS = "waiting"
 
 
 def write_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
-    """Writes a trace; its first span begins at 0.
+    """Write the trace; its first span starts at 0.
 
     Raises:
         StorageError: if it cannot be written.
@@ -38,7 +38,7 @@ def _slice(span: DeviceSpan, begin: float) -> Slice:
 
 
 def _steps(spans: Sequence[DeviceSpan], begin: float, run: int) -> list[Slice]:
-    """A row with the steps; one may begin on a device before all have ended the one before."""
+    """Build a row of steps, each starting where the one before ended."""
     ends: dict[int, float] = {}
     for span in spans:
         ends[span.step] = max(span.end - begin, ends.get(span.step, 0.0))
@@ -53,7 +53,7 @@ Event = dict[str, object]
 
 
 class Slice(NamedTuple):
-    """Something that took a time.
+    """An interval in a trace.
 
     Attributes:
         device, thread: Its row: a process of the trace for each device, a thread in it.
@@ -72,7 +72,7 @@ class Slice(NamedTuple):
 
 
 def events_of(slices: Iterable[Slice], names: Mapping[int, str] | None = None) -> list[Event]:
-    """The events of a trace, times in microseconds.
+    """Return the events of a trace, with times in microseconds.
 
     Args:
         names: Of processes that are not devices, by their numbers.

@@ -1,4 +1,4 @@
-"""The newest figures of runs as Prometheus reads them (text format 0.0.4)."""
+"""Prometheus metrics of runs (text format 0.0.4)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ STEP, AGE, STATE = (f"{PREFIX}{name}" for name in ("step", "step_age_seconds", "
 
 
 def gauge(metric: str) -> str:
-    """`reward/mean` -> `hybridrl_reward_mean`."""
+    """Return the gauge name of a metric: `reward/mean` becomes `hybridrl_reward_mean`."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 
 def exposition(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
-    """All figures of some runs.
+    """Render the newest metrics of several runs in Prometheus' text format.
 
     Args:
         runs: The rows of each run, by its folder, as `read_metrics` gives them.

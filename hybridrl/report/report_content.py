@@ -1,4 +1,4 @@
-"""What stands in the report of a run, part by part, as plain data."""
+"""The parts of a run's report as plain data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TROUBLES = {
 
 
 class Content:
-    """The report of a run, beside others.
+    """The data of a run's report, with other runs for comparison.
 
     Args:
         against: Runs that are compared with it.
@@ -56,11 +56,11 @@ class Content:
         }
 
     def data(self) -> dict[str, Any]:
-        """All parts."""
+        """Build all parts of the report, by name."""
         return {name: make() for name, make in self.parts.items()}
 
     def head(self) -> dict[str, Any]:
-        """What run this is, and what has become of it."""
+        """Build the header: which run this is, its state, its progress and its origin."""
         rows = self.run.rows()
         settings, summary = self.run.settings(), self.run.summary()
         trained = [row["step"] for row in rows if "time/step" in row]
@@ -84,7 +84,7 @@ class Content:
         }
 
     def curves(self) -> dict[str, Any]:
-        """Of the run and of the others: their series and evaluations."""
+        """Build the metric curves and evaluations of the run and of those beside it."""
         return {
             "panels": PANELS,
             "phases": [[phase, PHASE_COLOURS[phase]] for phase in PHASES],
@@ -99,7 +99,7 @@ class Content:
         }
 
     def settings(self) -> dict[str, Any]:
-        """What is set, and how that differs from the defaults or from the other runs."""
+        """Build the settings part: differences from the defaults and from the other runs."""
         others = [one.settings() for one in self.against]
         return {
             "runs": [self.run.name, *(one.name for one in self.against)],
@@ -109,7 +109,7 @@ class Content:
         }
 
     def state(self) -> dict[str, Any]:
-        """Memory, evaluations, and what went wrong."""
+        """Build the state part: memory, evaluations, checkpoints, and what went wrong."""
         rows = self.run.rows()
         checkpoints, checkpoints_at = list_checkpoints(self.run)
         return {
@@ -152,7 +152,8 @@ def write_report(
 
 
 def _evaluated(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A series for each metric of each set: `[step, value, low, high]`."""
+    """Build a curve for each metric of each evaluation set, of points `[step, value, low,
+    high]`."""
     found: dict[tuple[str, str], list[list[Any]]] = {}
     for entry in entries:
         for name, one in entry["sets"].items():
@@ -164,7 +165,7 @@ def _evaluated(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _wrong_figures(rows: Rows) -> list[dict[str, Any]]:
-    """Counts of things that should not happen, over the whole run."""
+    """Sum the metrics that are 0 in a healthy run, over all steps."""
     found = []
     for name, what in TROUBLES.items():
         steps = [row for row in rows if row.get(name)]

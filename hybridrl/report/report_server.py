@@ -1,4 +1,4 @@
-"""The live page: reports of runs, served on this machine only, to whoever has the token.
+"""The live report server: bound to this machine, protected by a token.
 
     http://127.0.0.1:<port>/<token>/                    a run, or a table of the runs of a folder
                                    /runs/<a>,<b>/       run a, with b beside it
@@ -44,7 +44,7 @@ _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 
 
 class Site:
-    """What is served: a run, or the runs of a folder.
+    """The runs that a server shows: one run, or the runs of a folder.
 
     Args:
         path: The folder.
@@ -62,21 +62,23 @@ class Site:
         self._lock = threading.Lock()
 
     def page(self, names: str) -> str | None:
-        """That of some runs; of none: of the run, or the table. None: there are no such runs."""
+        """Render the page of the named runs; with no names that of the site's run or the run table.
+        None if a run does not exist."""
         if not names and self.run is None:
             return page_of_runs(f"{self.runs.folder.name}: runs")
         watched = self.watched(names)
         return None if watched is None else page(watched.name, {}, live=True)
 
     def parts(self, names: str) -> Mapping[str, Part] | None:
-        """Of the same page, by name."""
+        """Return the live parts of the same page, by name; None if a run does not exist."""
         if not names and self.run is None:
             return {"runs": self.runs.part}
         watched = self.watched(names)
         return None if watched is None else watched.parts
 
     def watched(self, names: str) -> Watched | None:
-        """The first of these runs, names with commas between, with the others beside it."""
+        """Return the live report of the first named run with the others beside it. Names are
+        separated by commas."""
         with self._lock:
             if names not in self._watched:
                 whole = self.runs.named(names) if names else self.run  # a name may have commas
@@ -88,7 +90,7 @@ class Site:
             return self._watched[names]
 
     def metrics(self) -> str:
-        """For Prometheus: the newest figures of the run, or of all that are running."""
+        """Render Prometheus metrics of the run, or of all running runs of the folder."""
         if self.run is not None:
             folders = [self.run.path]
         else:
@@ -100,7 +102,7 @@ class Site:
 
 
 class Server(ThreadingHTTPServer):
-    """Listens from the beginning; `serve_forever` answers.
+    """A threaded HTTP server of reports that listens as soon as it is constructed.
 
     Args:
         port: 0: any that is free.
@@ -129,7 +131,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page, with its token."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -161,7 +163,7 @@ class Server(ThreadingHTTPServer):
                 request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that went away is no error of ours, and any other is answered by a 500."""
+        """Ignore connection errors of browsers; other errors were answered with status 500."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -171,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE_S
 
     def do_GET(self) -> None:
-        """Answers a page, its parts, or the metrics."""
+        """Answer a request for a page, one of its parts, or the metrics."""
         # A page of another site that a name leads here (DNS rebinding) brings the other's name. The
         # port may be another one: that of a tunnel.
         if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
@@ -243,4 +245,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: addresses have the token in them."""
+        """Log nothing, because addresses contain the token."""

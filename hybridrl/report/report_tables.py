@@ -1,4 +1,4 @@
-"""How full devices were in a run, beside what its plan had said."""
+"""A table of peak device memory, measured against the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _NAME, _PEAK = "memory/", "_peak_gib"
 
 
 class Planned(NamedTuple):
-    """GiB by role and phase, what a device has, and why nothing is known."""
+    """Planned memory in GiB by role and phase, the device's memory, and a note if there is no
+    plan."""
 
     phases: Mapping[tuple[str, str], float] = {}
     device: float | None = None
@@ -31,9 +32,7 @@ class Planned(NamedTuple):
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[str, Any]:
-    """`rows`: role, phase, GiB `seen` at the fullest moment of any rank and step, and `planned`;
-    `device`: GiB that one has; `note`: why there is no plan.
-    """
+    """Build the memory table."""
     seen: dict[tuple[str, str], float] = {}
     for row in rows:
         for name, value in row.items():
@@ -51,7 +50,7 @@ def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[st
 
 
 def planned_memory(run: RunReader) -> Planned:
-    """What the plan of a run says, made again from its settings and its devices."""
+    """Plan the run's memory again from its stored settings and devices."""
     try:
         config = read_settings(run.path / SETTINGS)
         cluster = Cluster.from_json(read_text(run.path / CLUSTER))
@@ -91,7 +90,8 @@ _ABSENT = object()
 def differences(
     settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """A row for each setting that is not what it is by default, in one of these runs.
+    """Build a row for each setting that differs from its default, or between the runs if others are
+    given.
 
     Args:
         settings: Of the run, nested; empty: nothing is known of them.
@@ -126,7 +126,7 @@ def differences(
 
 @cache
 def defaults() -> Mapping[str, Any]:
-    """All settings of a job of which nothing is said, by their dotted names."""
+    """Load the default value of every setting, by dotted name."""
     return dict(leaves(to_plain(compose_config()[0])))
 
 

@@ -1,4 +1,5 @@
-"""What the folder of a run says, read once for all that judge it. Whatever is missing is empty."""
+"""A run's folder as evidence for advice and summaries, each file read once. Missing files count as
+empty."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ BESIDE = CHECKPOINT, EVALUATION, KEEPING
 
 
 class Change(NamedTuple):
-    """Means of a metric over the first and the last steps."""
+    """The means of a metric over the first and the last steps."""
 
     first: float
     last: float
 
 
 class Group(NamedTuple):
-    """Samples of a prompt: their scores, and their tokens where these are known."""
+    """The scores of a prompt's samples, and their token counts where known."""
 
     scores: Sequence[float]
     lengths: Sequence[float]
@@ -52,7 +53,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """That of a run.
+    """The evidence that a run's folder holds.
 
     Attributes:
         run: Its files.
@@ -64,7 +65,7 @@ class Evidence:
 
     @cached_property
     def config(self) -> Config | None:
-        """Its settings, if they can be read."""
+        """The run's settings; None if they cannot be read."""
         try:
             return read_settings(self.run.path / SETTINGS)
         except (HybridRLError, OSError):
@@ -72,30 +73,32 @@ class Evidence:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The metrics of its training steps."""
+        """The metric rows of training steps."""
         return [row for row in self.all_rows if "time/step" in row]
 
     @cached_property
     def all_rows(self) -> list[dict[str, Any]]:
-        """Those of evaluations, too."""
+        """The metric rows of training steps and of evaluations."""
         return self.run.rows()
 
     @cached_property
     def steps(self) -> int:
-        """How many it has done."""
+        """The number of the last training step; 0 before the first."""
         return int(self.rows[-1]["step"]) if self.rows else 0
 
     def values(self, name: str) -> list[float]:
-        """Those of a metric that are finite."""
+        """Return the finite values of a metric, in the order of steps."""
         return [value for value in series(self.rows, name)[1] if math.isfinite(value)]
 
     def recent(self, name: str) -> float | None:
-        """The mean of a metric over the last steps."""
+        """Return the mean of a metric over the last window of steps; None if it was never
+        measured."""
         values = self.values(name)
         return statistics.fmean(values[-_window(values) :]) if values else None
 
     def change(self, name: str) -> Change | None:
-        """None where there are less than two steps."""
+        """Return a metric's means over the first and last windows; None with fewer than two
+        steps."""
         values = self.values(name)
         if len(values) < 2:
             return None
@@ -103,8 +106,8 @@ class Evidence:
         return Change(statistics.fmean(values[:window]), statistics.fmean(values[-window:]))
 
     def reward_doubt(self) -> float:
-        """The standard error of a mean reward over a window: prompts are drawn anew in each step,
-        samples of one prompt are alike."""
+        """Return the standard error of the mean reward over a window, which counts prompts: samples
+        of one prompt are not independent."""
         if self.config is None or not (spread := self.values("reward/std")):
             return 0.0
         prompts = self.config.data.prompts_per_step
@@ -120,7 +123,7 @@ class Evidence:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """Those of the newest tables of samples, of two samples and more."""
+        """The groups with at least two samples in the newest sample files."""
         found: list[Group] = []
         for file in self.run.files(SAMPLES, "step-*.parquet")[-NEWEST_SAMPLES:]:
             try:
@@ -138,8 +141,8 @@ class Evidence:
 
     @cached_property
     def evaluated(self) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-        """Of each figure that was evaluated more than once and of which it is known how sure it is,
-        its name, what it was at first and at last: `value`, `low`, `high`."""
+        """The metrics with intervals that were evaluated more than once: name, first and last
+        result, each with `value`, `low`, `high`."""
         found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
         for entry in self.evaluations:
             for name, one in entry["sets"].items():
@@ -158,7 +161,7 @@ class Evidence:
 
     @cached_property
     def recorded(self) -> list[RecordedStep]:
-        """See `read_steps`."""
+        """The recorded steps that `read_steps` finds; empty if there are none."""
         try:
             return self.run.steps()
         except (HybridRLError, OSError):
@@ -166,8 +169,8 @@ class Evidence:
 
     @cached_property
     def spans(self) -> list[DeviceSpan]:
-        """Those of its newest steps but the first, in which everything is done for the first
-        time."""
+        """The device spans of the newest steps, without the first step, which includes one-time
+        work."""
         if not self.recorded:
             return []
         spans = spans_of(self.recorded, self.run.devices(), self.last)
@@ -176,12 +179,14 @@ class Evidence:
 
     @cached_property
     def in_steps(self) -> list[DeviceSpan]:
-        """Without what is between steps."""
+        """The device spans inside steps, without evaluations, checkpoints and sample writing
+        between them."""
         return [span for span in self.spans if span.cause not in BESIDE]
 
     @cached_property
     def beside(self) -> Mapping[str, float]:
-        """The shares of the time that evaluations, checkpoints and keeping samples took."""
+        """The shares of total time that evaluations, checkpoints and writing samples took, by
+        cause."""
         whole = sum(span.seconds for span in self.spans) or 1.0
         found: dict[str, float] = defaultdict(float)
         for span in self.spans:
@@ -191,12 +196,12 @@ class Evidence:
 
     @cached_property
     def devices(self) -> list[int]:
-        """Their numbers."""
+        """The device numbers that have spans."""
         return sorted({span.device for span in self.spans})
 
     @cached_property
     def seconds(self) -> dict[int, float]:
-        """By device, those that it had in steps."""
+        """The seconds of each device inside steps."""
         found: dict[int, float] = defaultdict(float)
         for span in self.in_steps:
             found[span.device] += span.seconds
@@ -204,7 +209,7 @@ class Evidence:
 
     @cached_property
     def work(self) -> Mapping[tuple[str, str], float]:
-        """By role and phase, the share of devices' time in steps."""
+        """The share of device time inside steps, by role and phase."""
         found: dict[tuple[str, str], float] = defaultdict(float)
         for span in self.in_steps:
             if span.phase != IDLE:
@@ -214,7 +219,7 @@ class Evidence:
 
     @cached_property
     def waits(self) -> Mapping[str, float]:
-        """By cause, the share of devices' time in steps that they were idle."""
+        """The share of device time inside steps spent idle, by cause, averaged over devices."""
         found: dict[str, float] = defaultdict(float)
         for causes in self.idle.values():
             for cause, share in causes.items():
@@ -223,7 +228,7 @@ class Evidence:
 
     @cached_property
     def idle(self) -> Mapping[int, Mapping[str, float]]:
-        """By device, the share of its time in steps that it was idle, by cause."""
+        """The share of its time inside steps that each device was idle, by cause."""
         return idle_by_cause(self.in_steps)
 
 

@@ -40,7 +40,7 @@ def learned(seen: Evidence) -> list[str]:
 
 
 def _end(seen: Evidence) -> list[str]:
-    """How a run ended that did not do all of its steps."""
+    """Return a sentence on a run that ended early: its state, its last step and the cause."""
     state, why = state_of(seen.run.path)
     if state == FINISHED and not seen.rows:
         return ["The run is over, and no step of training was done."]
@@ -68,7 +68,8 @@ def _rewards(seen: Evidence) -> list[str]:
 
 
 def _evaluations(seen: Evidence) -> list[str]:
-    """From each set's first evaluation to its last, with 95% intervals."""
+    """Return a sentence for each evaluation set, comparing first and last results with 95 %
+    intervals."""
     said = []
     for name, first, last in seen.evaluated:
         if last["low"] > first["high"]:
@@ -88,7 +89,7 @@ def _evaluations(seen: Evidence) -> list[str]:
 
 
 def _paired(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
-    """How likely chance alone makes the difference; None if it was not compared with the first."""
+    """Return the p-value against the first evaluation; None if the baseline was another one."""
     difference = last.get("difference") or {}
     return difference.get("p") if difference.get("baseline") == first["value"] else None
 

@@ -1,4 +1,4 @@
-"""The runs in a folder, a line for each, to be compared."""
+"""The table of the runs in a folder, one row a run, for comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIGURES = {
 
 
 class Runs:
-    """Those in a folder.
+    """A table of the runs in a folder that may gain and lose runs.
 
     Args:
         folder: Runs may come and go in it.
@@ -42,7 +42,7 @@ class Runs:
         self.part = Part(self._table, self._stamp)
 
     def named(self, name: str) -> RunReader | None:
-        """The run of this name; None: there is none."""
+        """Return the run with this name, or None."""
         found = next((one for one in runs_in(self.folder) if one.name == name), None)
         return None if found is None else RunReader(found)
 
@@ -59,7 +59,7 @@ class Runs:
         return {"folder": str(self.folder), "runs": lines, "note": note}
 
     def _line(self, path: Path) -> dict[str, Any]:
-        """That of a run; only what has changed is read again."""
+        """Return the row of a run; only files that changed are read again."""
         stamp = list(stamps([path], _FILES))
         known = self._lines.get(path)
         if known is None or known[0] != stamp:
@@ -89,12 +89,12 @@ def _line(run: RunReader) -> dict[str, Any]:
 
 
 def newest(rows: list[dict[str, Any]], metric: str) -> float | None:
-    """The value of the last step that has one."""
+    """Return the value of the last row that has the metric."""
     return next((row[metric] for row in reversed(rows) if metric in row), None)
 
 
 def _values(sets: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the newest evaluation of each set: `<set>/<metric>`."""
+    """Return the values of the newest evaluation of each set, by `<set>/<metric>`."""
     return {
         f"{name}/{metric}": figure.get("value")
         for name, one in sets.items()

@@ -1,4 +1,5 @@
-"""Samples of a run for its report: of some steps whole groups, as many as there is room for."""
+"""The samples of a run for the report's sample browser: whole groups of some steps, within a byte
+limit."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ _OF_TOKENS = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "
 
 
 class Source(NamedTuple):
-    """A file of samples: of a step, or of the evaluation of a set at a step."""
+    """A file of samples, of a training step or of an evaluation set at a step."""
 
     file: Path
     step: int
@@ -48,7 +49,8 @@ class Source(NamedTuple):
 
 
 def samples(run: RunReader, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """What the samples browser shows: `sources`, `samples`, and a `note` of what was left out."""
+    """Build the data of the sample browser: `sources`, `samples`, and a `note` on what was left
+    out."""
     everything = sources_of(run)
     chosen = _chosen(everything)
     tokenizer = tokenizer_of(run.path, run.settings()) if chosen else None
@@ -76,7 +78,7 @@ def samples(run: RunReader, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
 
 
 def sources_of(run: RunReader) -> list[Source]:
-    """All files of samples that a run has, in the order of their steps."""
+    """List a run's sample files in the order of steps."""
     found = []
     for file in run.files(SAMPLES, "*.parquet"):
         if named := _FILE.fullmatch(file.name):
@@ -85,7 +87,8 @@ def sources_of(run: RunReader) -> list[Source]:
 
 
 def _chosen(everything: Sequence[Source]) -> list[Source]:
-    """Of training some steps, the first and the last among them; of each set its last."""
+    """Choose training files evenly, with the first and the last, and the last file of each
+    evaluation set."""
     training = [one for one in everything if not one.set]
     if len(training) > MOST_FILES:
         last = len(training) - 1
@@ -98,7 +101,8 @@ def _chosen(everything: Sequence[Source]) -> list[Source]:
 def _rows(
     source: Source, tokenizer: Tokenizer | None, room: int
 ) -> tuple[list[tuple[int, dict[str, Any]]], int]:
-    """Whole groups with their sizes in the page, as long as there is room; and all that there are.
+    """Read whole groups with their sizes in bytes until the room is used up; return them and the
+    total number of samples.
 
     Of the first group, if it has none, as many samples as fit without their tokens, and one at
     least.
@@ -140,7 +144,7 @@ def _token_table(source: Source) -> Table | None:
 
 
 def _groups(table: Table) -> Iterator[tuple[int, int]]:
-    """The first row of each group of neighbours, and the one after its last."""
+    """Yield the first row of each group of neighbouring rows, and the row after its last."""
     name = next((one for one in ("group_id", "row") if one in table.column_names), None)
     numbers = table.column(name).to_pylist() if name else list(range(table.num_rows))
     first = 0
@@ -220,7 +224,7 @@ _LONGEST_CHARACTER = 4
 
 
 def tokenizer_of(run: Path, settings: dict[str, Any]) -> Tokenizer | None:
-    """That of a run's model, from a file on this machine; None: there is none."""
+    """Load the run's tokenizer from a local file; None if there is none."""
     from tokenizers import Tokenizer
 
     model = settings.get("model") or {}
@@ -237,9 +241,8 @@ def tokenizer_of(run: Path, settings: dict[str, Any]) -> Tokenizer | None:
 
 
 def texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text; a character that is spread over several is added by its
-    last. Without a tokenizer the numbers of the tokens.
-    """
+    """Decode each token to the text that it adds; bytes of a split character count for its last
+    token. Without a tokenizer return token numbers."""
     if tokenizer is None:
         return [f"{token} " for token in ids]
     found: list[str] = []

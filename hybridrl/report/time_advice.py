@@ -1,4 +1,5 @@
-"""Advice on what devices work at: generation, rewards, updates, evaluations, checkpoints."""
+"""Advice on where the time of a step goes: generation, rewards, updates, evaluations,
+checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ FASTER = 0.25
 
 
 def slow_reward(seen: Evidence) -> Iterator[Advice]:
-    """Reward functions that the rest waits for."""
+    """Yield advice on reward functions that take much of the step, with the time that more
+    processes would save."""
     share = seen.work.get((REWARD, SCORE), 0.0) + seen.waits.get(f"{REWARD}.{SCORE}", 0.0)
     if share < MUCH_REWARD or (seen.config is not None and seen.config.reward.model):
         return
@@ -53,7 +55,7 @@ def slow_reward(seen: Evidence) -> Iterator[Advice]:
 
 
 def generation(seen: Evidence) -> Iterator[Advice]:
-    """A step that is mostly generation."""
+    """Yield advice if most of the step is generation."""
     shares = {role: s for (role, phase), s in seen.work.items() if phase == GENERATE and role}
     role = max(shares, key=shares.__getitem__, default="")
     if not role or shares[role] < MUCH_GENERATION:
@@ -76,7 +78,7 @@ def generation(seen: Evidence) -> Iterator[Advice]:
 
 
 def small_microbatches(seen: Evidence) -> Iterator[Advice]:
-    """Updates in many small pieces."""
+    """Yield a warning if an update runs in many very small micro-batches."""
     share = sum(s for (role, phase), s in seen.work.items() if phase == UPDATE and role)
     if seen.config is None or share < LITTLE_UPDATE:
         return
@@ -102,7 +104,7 @@ def small_microbatches(seen: Evidence) -> Iterator[Advice]:
 
 
 def evaluations(seen: Evidence) -> Iterator[Advice]:
-    """Evaluations that take much of the time."""
+    """Yield advice if evaluations take much of the time between steps."""
     share = seen.beside.get(EVALUATION, 0.0)
     if share >= MUCH_EVALUATION:
         every = 0 if seen.config is None else seen.config.eval.every
@@ -113,7 +115,7 @@ def evaluations(seen: Evidence) -> Iterator[Advice]:
 
 
 def checkpoints(seen: Evidence) -> Iterator[Advice]:
-    """Checkpoints that training waits for."""
+    """Yield advice if training waits long for checkpoints."""
     share = seen.beside.get(CHECKPOINT, 0.0)
     if share < MUCH_SAVING:
         return
@@ -128,7 +130,8 @@ TIME = slow_reward, generation, small_microbatches, evaluations, checkpoints
 
 
 def change_of(seen: Evidence, question: Question) -> float | None:
-    """-0.3: a step would take 30% less; None where the run cannot be replayed."""
+    """Predict the relative change of step time: -0.3 means 30 % less. None if the run cannot be
+    replayed."""
     if seen.replayed is None:
         return None
     try:
@@ -138,7 +141,7 @@ def change_of(seen: Evidence, question: Question) -> float | None:
 
 
 def _tokens_of_update(seen: Evidence) -> float:
-    """Of a device in a step, in the mean."""
+    """Return the mean number of tokens that a device learns from in a step."""
     steps = {span.step for span in seen.spans}
     updates = [span for span in seen.spans if span.phase == UPDATE and not span.cause]
     devices = {span.device for span in updates}

@@ -1,4 +1,4 @@
-"""The screen of `hybridrl top`: a run from another terminal, from its files alone."""
+"""The terminal screen of `hybridrl top`, drawn from a run's files alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STEPS_LOOKED_AT = 5
 
 
 def screen(run: RunReader, width: int, now: float | None = None) -> RenderableType:
-    """What a run shows at a moment.
+    """Render a run's screen at a moment.
 
     Args:
         width: Cells.
@@ -77,7 +77,8 @@ def _readings(seen: Evidence) -> Readings:
 
 
 def _devices(seen: Evidence, now: float) -> Table:
-    """A row for each device: its roles, what it is at, its idle share and why."""
+    """Render a row for each device: roles, current activity, busy and idle shares, main cause of
+    idleness."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     running = state_of(seen.run.path)[0] == RUNNING
     in_hand = "in hand, by the last step" if running else "at the end"
@@ -103,8 +104,8 @@ def _devices(seen: Evidence, now: float) -> Table:
 
 
 def _at(spans: list[DeviceSpan], seen: Evidence, now: float) -> str:
-    """What a device was at in its last step, when that was as old as the one under way is now:
-    files know of a step when it has ended."""
+    """Describe what a device did in its last step at the same age as the current step, because
+    files show a step only after its end."""
     last = seen.recorded[-1]
     begin, seconds = last.begin - seen.recorded[0].begin, last.end - last.begin
     moment = begin + max(0.0, now - last.end) % max(seconds, 1e-6)
@@ -118,7 +119,7 @@ def _named(span: DeviceSpan) -> str:
 
 
 def _sample(run: RunReader) -> str:
-    """The last one that was kept: prompt, response and score."""
+    """Return prompt, response and score of the newest stored sample, as one line."""
     files = run.files(SAMPLES, "step-*.parquet")
     if not files:
         return ""

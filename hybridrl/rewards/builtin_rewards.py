@@ -35,19 +35,19 @@ _NUMBER = re.compile(
 
 
 def exact(prompt: str, response: str, answer: str, **row: Any) -> float:
-    """The response is the answer, spaces around it aside."""
+    """Return 1.0 if the response equals the reference answer, ignoring white space at both ends."""
     return float(response.strip() == answer.strip())
 
 
 def contains(prompt: str, response: str, answer: str, **row: Any) -> float:
-    """The answer occurs somewhere in the response."""
+    """Return 1.0 if the reference answer occurs in the response."""
     if not answer.strip():
         raise ValueError("The answer is empty; `contains` would call every response right.")
     return float(answer.strip() in response)
 
 
 def numeric(prompt: str, response: str, answer: str, **row: Any) -> float:
-    """The last number of the response equals the last number of the answer.
+    """Return 1.0 if the last number of the response equals the last number of the reference answer.
 
     `1,234`, `$5` and `7.50` are read as numbers; of a text with `####`, as GSM8K writes its
     answers, the first number after the last `####` counts.
@@ -86,14 +86,15 @@ def boxed_text(text: str) -> str | None:
 
 
 def _plain(text: str) -> str | Decimal:
-    """The number that `text` is, or the text without spaces."""
+    """Return the text as a number if it is one, else without white space."""
     text = "".join(text.split())
     number = final_number(text) if _NUMBER.fullmatch(text) else None
     return text if number is None else number
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that `text` ends on; see `numeric`. None if there is none."""
+    """Return the number that `text` ends on (see `numeric`); None if there is none. None if there
+    is none."""
     _, mark, tail = text.rpartition("####")
     found = _NUMBER.findall(tail)
     if not found:

@@ -1,4 +1,5 @@
-"""`passes_tests`: the share of a problem's tests that the program in a response passes.
+"""The reward function `passes_tests`: the share of a problem's tests that a response's program
+passes.
 
 Set `reward.function` to `hybridrl.rewards.code:passes_tests`. The program runs in the sandbox, so
 it does no harm, and its tests in another process, so it changes none of them: see docs/sandbox.md.
@@ -39,7 +40,8 @@ def passes_tests(
     total_s: float = _TOTAL_S,
     **row: Any,
 ) -> dict[str, float]:
-    """The share of the tests that the response's program passes, from 0.0 to 1.0, as `score`.
+    """Return the share of the tests that the response's program passes, from 0.0 to 1.0, as
+    `score`.
 
     The program is the last block fenced as Python, else the last fenced block without a language,
     else the whole response. A test that does not end within the limits is not passed.
@@ -79,7 +81,7 @@ def passes_tests(
 def check_reward(
     options: Mapping[str, Any], timeout_s: float, group: Setting = Setting("reward")
 ) -> str:
-    """Whether programs can be run here, and how they are confined; see `hybridrl.rewards`.
+    """Check that this machine can confine programs, and return how; see `hybridrl.rewards`.
 
     Raises:
         ConfigError: if a limit among the options is no limit.
@@ -109,7 +111,8 @@ def _limits(cpu_s: int, memory_mib: int, total_s: float) -> Limits:
 
 
 def extract_program(response: str) -> str:
-    """The program in a response; see `passes_tests`. A fence that is not closed ends with it."""
+    """Return the program in a response (see `passes_tests`); a fence that is not closed ends with
+    the response. A fence that is not closed ends with it."""
     for pattern in (_MARKED, _UNMARKED):
         if blocks := pattern.findall(response):
             return str(blocks[-1])

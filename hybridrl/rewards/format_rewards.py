@@ -1,5 +1,5 @@
-"""The reward functions `format`, `length` and `target_length`: how a response is written, not what
-it says."""
+"""The reward functions `format`, `length` and `target_length`, which judge the form of a response,
+not its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
 
 
 def check_pattern(pattern: object, setting: Setting) -> None:
-    """Raises a `ConfigError` if `format` cannot use the pattern."""
+    """Raise a `ConfigError` if `format` cannot use the pattern."""
     try:
         re.compile(pattern)  # type: ignore[call-overload]
     except (re.error, TypeError, RecursionError, OverflowError) as error:
@@ -32,7 +32,7 @@ def check_pattern(pattern: object, setting: Setting) -> None:
 
 
 def length(prompt: str, response: str, *, limit: int, ramp: int = 0, **row: Any) -> float:
-    """0.0 for a response of at most `limit` characters, -1.0 for one that is too long.
+    """Return 0.0 for a response of at most `limit` characters, down to -1.0 for longer ones.
 
     Args:
         limit: Characters that cost nothing.
@@ -52,9 +52,9 @@ def target_length(
     factor: float = 0.0003,
     **row: Any,
 ) -> float:
-    """Minus `factor` times the tokens by which a response misses the number that the data asks for;
-    beside a function that says whether it is right. L1-Exact, Aggarwal and Welleck 2025,
-    arXiv:2503.04697, equation 1. The prompt should tell the number, too.
+    """Return minus `factor` times the difference in tokens between the response and the length that
+    the row asks for. L1-Exact, Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1. L1-Exact,
+    Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1. The prompt should tell the number, too.
 
     Args:
         column: Of the data, with the number of tokens.

@@ -1,4 +1,5 @@
-"""Finding reward functions: `path/to/file.py:score`, `package.module:score`, or a built-in name."""
+"""Resolving reward functions: `path/to/file.py:score`, `package.module:score`, or a built-in name.
+`path/to/file.py:score`, `package.module:score`, or a built-in name."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ RewardFunction = Callable[..., Any]
 
 
 class ByValue(NamedTuple):
-    """A reward function that travels as a pickle, because it has no name by which a reward process
-    could import it."""
+    """A reward function that travels as a pickle, because a reward process cannot import it by
+    name."""
 
     name: str
     pickle: bytes
 
     @classmethod
     def of(cls, function: RewardFunction) -> ByValue:
-        """Pickles a function with what it refers to.
+        """Pickle a function with everything it refers to.
 
         Raises:
             RewardError: if that cannot be pickled.
@@ -65,13 +66,12 @@ class ByValue(NamedTuple):
 
 
 def name_of(function: RewardFunction) -> str:
-    """The name of a function, or of the class of an object that is called like one."""
+    """Return the name of a function, or of the class of a callable object."""
     inner = getattr(function, "func", function)  # of a functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
 def builtin_names() -> list[str]:
-    """The names of the built-in reward functions, sorted."""
     from hybridrl.rewards import builtin_rewards as builtin
 
     return sorted(
@@ -82,7 +82,7 @@ def builtin_names() -> list[str]:
 
 
 def load_function(spec: str | ByValue, setting: Setting = REWARD.function) -> RewardFunction:
-    """Imports and returns the reward function that `spec` names, or is.
+    """Import and return the reward function that `spec` names, or unpickle it.
 
     Raises:
         ConfigError: if the file, the module or the function does not exist, importing it raises,
@@ -105,7 +105,7 @@ def load_function(spec: str | ByValue, setting: Setting = REWARD.function) -> Re
 
 
 def check_function(spec: str, setting: Setting = REWARD.function) -> None:
-    """Finds what can be found wrong with `spec` without importing it, which takes no time.
+    """Report what is wrong with `spec` as far as that shows without importing it.
 
     Raises:
         ConfigError: if the file or module does not exist or does not parse, or does not define the
@@ -128,15 +128,14 @@ def check_function(spec: str, setting: Setting = REWARD.function) -> None:
 def known_parameters(
     function: str | RewardFunction, setting: Setting = REWARD.function
 ) -> list[inspect.Parameter] | None:
-    """The parameters of a function, found without importing anything of the user's; None where
-    only importing it would tell."""
+    """Return the parameters of a function without importing user code; None if only importing it
+    would show them. None where only importing it would tell."""
     if isinstance(function, str) and not is_builtin(function):
         return user_code.parameters(setting, function)
     return parameters_of(load_function(function) if isinstance(function, str) else function)
 
 
 def is_builtin(function: str | RewardFunction) -> bool:
-    """Whether it is the name of a built-in function."""
     return isinstance(function, str) and not _parse(function)[0]
 
 
@@ -147,7 +146,7 @@ def check_functions(
     watched: int = 0,
     settings: FunctionSettings = REWARD,
 ) -> None:
-    """Finds what is wrong with these settings without importing anything of the user's.
+    """Report what is wrong with these settings as far as that shows without importing user code.
 
     Args:
         watched: So many of the functions, the last ones, are only looked at.
@@ -200,7 +199,7 @@ def check_fit(
     columns: Iterable[str],
     settings: FunctionSettings = REWARD,
 ) -> None:
-    """Holds the parameters of these functions against what they will be given.
+    """Check that the data has the columns that the functions' parameters need.
 
     Args:
         columns: Names of a row's entries, but for the response.
@@ -224,7 +223,7 @@ def _check_call(
     options: Mapping[str, Any],
     settings: FunctionSettings,
 ) -> None:
-    """Whether a function can be called with these options, whatever the data has."""
+    """Check that a function can be called with these options, whatever columns the data has."""
     check_options(name, parameters, options, settings, complete=is_builtin(function))
     check_signature(name, parameters)
 
@@ -232,8 +231,9 @@ def _check_call(
 def short_names(
     specs: Sequence[str | RewardFunction | ByValue], setting: Setting = REWARD.function
 ) -> list[str]:
-    """A name for each reward function, for columns and messages: `score`, or `file.score` where
-    two functions have the same name; a third of the same name gets a number."""
+    """Return a short name for each reward function, used in columns and messages: `score`,
+    `file.score` if two functions share a name, and a number after a third. `score`, or `file.score`
+    where two functions have the same name; a third of the same name gets a number."""
     parsed = [
         _parse(spec, setting) if isinstance(spec, str) else ("", _given_name(spec))
         for spec in specs
@@ -250,7 +250,7 @@ def short_names(
 
 
 def _parse(spec: str, setting: Setting = REWARD.function) -> tuple[str, str]:
-    """Splits `place:function`; the place of a built-in function is empty."""
+    """Split `place:function`; the place of a built-in function is empty."""
     if found := user_code.split(spec):
         return found
     known = builtin_names()
@@ -272,8 +272,8 @@ def _given_name(function: RewardFunction | ByValue) -> str:
 
 
 def functions_of(settings: Any) -> tuple[list[str | RewardFunction], list[float]]:
-    """The functions of a group of settings and their weights: those that are rewarded, and those
-    that are only looked at (`check`), which weigh 0.
+    """Return the functions of a settings group and their weights: rewarded ones, then those that
+    are only recorded (`check`), with weight 0.
 
     Args:
         settings: `RewardConfig`.
@@ -284,8 +284,8 @@ def functions_of(settings: Any) -> tuple[list[str | RewardFunction], list[float]
 
 
 def looks_at_groups(settings: Any) -> bool:
-    """Whether a function may be one that is called for the samples of a prompt, as far as can be
-    told without importing anything of the user's."""
+    """Return whether a function may need all samples of a prompt together, as far as that shows
+    without importing user code."""
     return any(map(_looks_at_groups, functions_of(settings)[0]))
 
 

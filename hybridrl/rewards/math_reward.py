@@ -1,4 +1,4 @@
-"""The reward function `math`: equal as mathematics, however it is written."""
+"""The reward function `math`, which compares expressions by their mathematical value."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def math(prompt: str, response: str, answer: str, *, timeout_s: int = 5, **row: 
 
 
 def check_installed() -> None:
-    """Raises a `MissingPackageError` if math-verify is not installed. Imports nothing."""
+    """Raise a `MissingPackageError` if math-verify is not installed; nothing is imported. Imports
+    nothing."""
     if importlib.util.find_spec("math_verify") is None:
         raise MissingPackageError(
             "The reward function `math` needs the package math-verify: "

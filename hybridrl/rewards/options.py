@@ -1,4 +1,5 @@
-"""Options of reward functions: `reward.options.<function>.<option>`, a keyword argument each."""
+"""Options of reward functions: `reward.options.<function>.<option>` is a keyword argument.
+`reward.options.<function>.<option>`, a keyword argument each."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def options_of(
     options: Mapping[str, Mapping[str, Any]] | None,
     settings: FunctionSettings = REWARD,
 ) -> list[dict[str, Any]]:
-    """The options of each function, in the order of `names` (see `short_names`).
+    """Return the options of each function, in the order of `names` (see `make_short_names`).
 
     Raises:
         ConfigError: if there are options for a name that is not there, or that are no mapping.
@@ -70,7 +71,7 @@ def check_options(
     *,
     complete: bool = False,
 ) -> None:
-    """Refuses options that a function has no parameter for.
+    """Refuse options that the function has no parameter for.
 
     A `**row` takes none: it would swallow a misspelt one without a word.
 
@@ -100,7 +101,8 @@ def check_options(
 
 
 def parameters_of(function: Any) -> list[inspect.Parameter]:
-    """The parameters; of a function written in C, which tells none, a catch-all."""
+    """Return the parameters of a function; a catch-all `**row` for functions in C that do not tell
+    theirs."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:

@@ -1,4 +1,4 @@
-"""The reward function `reasoning_gym`: what the task that made a problem says of a response."""
+"""The reward function `reasoning_gym`: the verifier of the task that generated the problem."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_TUPLES = ("arc_agi", "rearc")
 def reasoning_gym(
     prompt: str, response: str, answer: str, entry: str, *, strict: bool = False, **row: Any
 ) -> float:
-    """The score of the task's own verifier, from 0.0 to 1.0.
+    """Return the score of the task's own verifier, from 0.0 to 1.0.
 
     Most tasks give 1.0 to the answer alone and, to a response that holds it among other text, the
     share of its characters that are the answer; many give something for the right form.
@@ -38,7 +38,7 @@ def reasoning_gym(
 
 
 def check_reward(options: Mapping[str, Any], timeout_s: float) -> None:
-    """Imports reasoning-gym before there is a response to wait for: it takes seconds.
+    """Import reasoning-gym, which takes seconds, before a response waits for it.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -48,7 +48,8 @@ def check_reward(options: Mapping[str, Any], timeout_s: float) -> None:
 
 
 def check_installed() -> None:
-    """Raises a `MissingPackageError` if reasoning-gym is not installed. Imports nothing."""
+    """Raise a `MissingPackageError` if reasoning-gym is not installed; nothing is imported. Imports
+    nothing."""
     if importlib.util.find_spec("reasoning_gym") is None:
         raise MissingPackageError(
             "data.task=reasoning_gym and the reward function `reasoning_gym` need the package "
@@ -58,7 +59,7 @@ def check_installed() -> None:
 
 @lru_cache(maxsize=256)
 def dataset(task: str, options: str) -> Any:
-    """reasoning-gym's data set of a task.
+    """Build reasoning-gym's data set of a task, cached by its parameters.
 
     Args:
         options: Parameters of the task, as JSON.

@@ -1,4 +1,4 @@
-"""Steps of a response: where they end in its text, and in its tokens."""
+"""Steps of a response: where they end in its text and in its tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 
 def step_ends(text: str, separator: str = "\n\n") -> list[int]:
-    """The characters behind the ends of a text's steps, which `separator` parts: that of each, with
-    the separators behind it, and the end of the text. What is blank belongs to the step before.
+    """Return the character after the end of each step, separators included; `separator` parts the
+    steps, blank ones belong to the step before. What is blank belongs to the step before.
 
     A reward function may give its step scores by it:
     `{"steps": list(zip(step_ends(response), scores))}`.
@@ -32,7 +32,7 @@ def step_ends(text: str, separator: str = "\n\n") -> list[int]:
 def tokens_up_to(
     ends: Sequence[int], ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
-    """How many of a response's tokens there are up to these characters of its text, 1 or more.
+    """Return the number of tokens up to each of these characters of the response, at least 1.
 
     Each is found by halving: texts of the first so many tokens grow with their number. A token that
     reaches over an end counts to the step that it begins in.

@@ -1,4 +1,4 @@
-"""What a reward function may return, read into `Answer`s."""
+"""Parsing the return values of reward functions into `RowScore`s."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Steps = list[tuple[int, float]]
 
 
 class Answer(NamedTuple):
-    """What a function says of one row.
+    """The scores that a function returned for one row.
 
     Attributes:
         score: The whole of it, its steps included; None: it has nothing to say of this row.
@@ -32,8 +32,9 @@ class Answer(NamedTuple):
 
 
 def read_answer(returned: Any, response: str) -> Answer | str:
-    """What a function returned for one row: a number, or a dictionary with one under `score`,
-    further numbers, and `steps`. Or, as the end of a sentence, why it is neither."""
+    """Parse what a function returned for one row: a number, or a dictionary with `score`, `steps`
+    and further numbers. Return the end of an error sentence if it is neither. Or, as the end of a
+    sentence, why it is neither."""
     if not isinstance(returned, Mapping):
         score = _number(returned)
         if score is None:
@@ -69,8 +70,8 @@ def read_answer(returned: Any, response: str) -> Answer | str:
 
 
 def read_answers(returned: Any, responses: list[str]) -> list[Answer] | str:
-    """What a function that is called for several rows returned: for each what `read_answer` knows,
-    or None, where it has nothing to say of a row."""
+    """Parse what a function that is called for several rows returned: a list with a number, a
+    dictionary or None for each row."""
     if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):

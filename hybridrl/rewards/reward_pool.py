@@ -105,13 +105,13 @@ class RewardPool:
     check = staticmethod(check_functions)
 
     def asks_for(self, entry: str) -> bool:
-        """Whether a function asks for a further entry of rows (see `signature.asked_of`). Known
-        after `start`."""
+        """Return whether a function needs this optional entry of rows (see `list_needed_entries`);
+        known after `start`. Known after `start`."""
         return entry in self._asked
 
     def start(self, within_s: float = _IMPORT_S) -> None:
-        """Waits until every process has imported the functions and checked that they can work here.
-        `score` does this too.
+        """Wait until every process has imported the functions and checked that they can work on
+        this machine; `score_rows` does this, too. `score` does this too.
 
         Args:
             within_s: Seconds that it may take; `timeout_s` if that is longer.
@@ -131,7 +131,7 @@ class RewardPool:
         within_s: float = math.inf,
         groups: Sequence[int] | None = None,
     ) -> RewardResult:
-        """Calls every function on every row, with the row's entries as keyword arguments.
+        """Call every function on every row, with the row's entries as keyword arguments.
 
         Args:
             rows: Hold `prompt`, `response`, `answer` and anything else that pickles.
@@ -159,7 +159,8 @@ class RewardPool:
             return work.result(self._weights)
 
     def close(self) -> None:
-        """Kills all processes. A closed pool cannot be used again."""
+        """Kill all processes; a closed pool cannot be used again. A closed pool cannot be used
+        again."""
         self._pool.close()
 
     def __enter__(self) -> RewardPool:

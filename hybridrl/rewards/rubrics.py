@@ -1,4 +1,4 @@
-"""Rubrics: criteria that a judge grades one by one, from a file or from a row of the data."""
+"""Rubrics: criteria that a judge grades one by one, from a file or from a column of the data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from hybridrl.errors import ConfigError, DataError
 
 
 class Criterion(NamedTuple):
-    """What an answer should be like, and how much that counts; a negative weight: should not."""
+    """A property that a response should have, and its weight; a negative weight: should not
+    have."""
 
     text: str
     weight: float
 
 
 def load_rubric(path: str, setting: Setting = Setting("reward.judge.rubric")) -> list[Criterion]:
-    """The criteria of a file.
+    """Read the criteria of a file.
 
     Raises:
         ConfigError: if it cannot be read, or holds none.
@@ -40,7 +41,7 @@ def load_rubric(path: str, setting: Setting = Setting("reward.judge.rubric")) ->
 def rubric_of(
     row: Mapping[str, Any], column: str, setting: Setting = Setting("reward.judge.rubric_column")
 ) -> list[Criterion]:
-    """The criteria of a row, a list or one as JSON.
+    """Return the criteria of a row, given as a list or as JSON.
 
     Raises:
         DataError: if there are none.
@@ -56,8 +57,8 @@ def rubric_of(
 
 
 def read_rubric(given: Any) -> list[Criterion]:
-    """Criteria as they stand in data: texts, or objects with `criterion` and `weight` (or `points`,
-    as HealthBench calls it).
+    """Parse criteria: texts, or objects with `criterion` and `weight` (or `points`, as HealthBench
+    calls it).
 
     Raises:
         ValueError: if it is no such list, or nothing in it counts for an answer.
@@ -81,8 +82,9 @@ def read_rubric(given: Any) -> list[Criterion]:
 
 
 def share_met(rubric: Sequence[Criterion], grades: Sequence[float]) -> float:
-    """The weighted share of what an answer should be like that it is, from 0 to 1; what it should
-    not be takes away from it. NaN if a criterion has no grade (NaN).
+    """Return the weighted share of the desired criteria that a response meets, from 0 to 1, less
+    what undesired ones cost. NaN if a criterion has no grade (NaN). NaN if a criterion has no grade
+    (NaN).
 
     Arora et al. 2025 (HealthBench), arXiv:2505.08775, section 3.
     """

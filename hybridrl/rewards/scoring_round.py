@@ -1,4 +1,4 @@
-"""One round of scoring: the tasks that wait, what came of each, and the result."""
+"""One round of scoring: which function calls are pending, their results, and the sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridrl.rewards.signature import rows_of_all, rows_of_group
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The scores of a round.
+    """The scores of all rows of a round.
 
     Attributes:
         scores: the weighted sum of the functions' scores, one per row; NaN for a dropped row, and
@@ -44,9 +44,10 @@ class RewardResult:
 
 
 class Round:
-    """A task is one function on one row; its number is `row * functions + function`. Of a function
-    that is called once for all rows, or for the samples of a prompt, there is the task on the first
-    of them only."""
+    """The function calls of one round. A call's number is `row * functions + function`; functions
+    called once for several rows have a call for the first of them only. Of a function that is
+    called once for all rows, or for the samples of a prompt, there is the task on the first of them
+    only."""
 
     def __init__(
         self,
@@ -91,7 +92,6 @@ class Round:
 
     @property
     def is_done(self) -> bool:
-        """Whether every task has an outcome."""
         return self._unanswered == 0
 
     def items(self, limit_s: float) -> list[WorkItem]:
@@ -114,7 +114,6 @@ class Round:
         return rows_of_all(together) if kind == "rows" else rows_of_group(together)
 
     def score(self, task: int, answers: Sequence[Answer]) -> None:
-        """Records what the function says of each row of the task."""
         first, function = divmod(task, len(self._names))
         self._unanswered -= 1
         rows = self._together[self._called_for[function]][first]
@@ -128,7 +127,7 @@ class Round:
                 self._further[column][row] = value
 
     def fail(self, task: int, reason: str, is_timeout: bool = False) -> None:
-        """Records a failed call.
+        """Record a failed call.
 
         Raises:
             RewardError: if `on_error` is `fail`.
@@ -149,7 +148,7 @@ class Round:
             )
 
     def result(self, weights: Sequence[float]) -> RewardResult:
-        """The sums and columns, once every task has an outcome."""
+        """Return the weighted sums and the columns, once every call has a result."""
         columns = {
             f"{self._prefixes[name]}/{name}": [
                 math.nan if a.score is None else a.score for a in answers
@@ -196,7 +195,7 @@ def _sum(weights: Sequence[float], scores: Sequence[float | None], unasked: floa
 
 
 def neighbours(groups: Iterable[int]) -> list[list[int]]:
-    """Rows next to each other that are of one group."""
+    """Return the rows of each run of adjacent rows of one group."""
     return [
         [row for row, _ in members] for _, members in groupby(enumerate(groups), lambda at: at[1])
     ]

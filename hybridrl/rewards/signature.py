@@ -1,5 +1,5 @@
-"""How a reward function is called: for each row, once for all samples of a prompt, or once for a
-rank's whole batch, as TRL does."""
+"""The call signature of a reward function: per row, per prompt with all its samples, or per batch
+of a rank, as TRL does."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ _CURE = (
 
 
 def called_for(parameters: Sequence[inspect.Parameter]) -> Literal["row", "group", "rows"]:
-    """What a function is called for: `rows`, all of a rank, if it is of TRL's shape and names
-    `completions` or their tokens; `group`, the samples of a prompt, if it names `responses`; else
-    each row."""
+    """Return the scope of a call: `rows` (all of a rank) if it takes `completions` or their tokens
+    as TRL's do, `group` (samples of a prompt) if it takes `responses`, else `row`. `rows`, all of a
+    rank, if it is of TRL's shape and names `completions` or their tokens; `group`, the samples of a
+    prompt, if it names `responses`; else each row."""
     names = {parameter.name for parameter in parameters}
     if names & {"completions", *_OF_TOKENS}:
         return "rows"
@@ -59,21 +60,21 @@ def called_for(parameters: Sequence[inspect.Parameter]) -> Literal["row", "group
 
 
 def is_verls(parameters: Sequence[inspect.Parameter]) -> bool:
-    """Whether a function is of verl's shape, `score(data_source, solution_str, ground_truth, ...)`,
-    which is called for each row with the response and the answer under those names."""
+    """Return whether a function has verl's signature, `score(data_source, solution_str,
+    ground_truth, ...)`; it is called per row with these names."""
     return tuple(parameter.name for parameter in parameters[:3]) == VERL
 
 
 def asked_of(parameters: Sequence[inspect.Parameter]) -> set[str]:
-    """The entries of rows that a function asks for and most have no use for."""
+    """Return the optional entries of rows that a function's parameters name."""
     names = {parameter.name for parameter in parameters}
     tokens = {TOKENS} if names & _OF_TOKENS else set()
     return tokens | ({UPDATES} if "trainer_state" in names else set()) | (names & {TOKENS, UPDATES})
 
 
 def arguments_of(parameters: Sequence[inspect.Parameter], row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function is given of a row, or of what `rows_of_all` and `rows_of_group` make of
-    several: what it names, or all of it if it has a `**row`."""
+    """Return the entries that a function takes from a row (or from merged rows): those it names, or
+    all if it has a `**row`."""
     kind, names = called_for(parameters), {parameter.name for parameter in parameters}
     given = dict(row)
     if kind == "rows":
@@ -87,22 +88,22 @@ def arguments_of(parameters: Sequence[inspect.Parameter], row: Mapping[str, Any]
 
 
 def rows_of_all(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a function of TRL's shape is called with: a list of each column."""
+    """Merge the rows into one call of TRL's signature, with a list for each column."""
     names = dict.fromkeys(name for row in rows for name in row)
     renamed = {"prompt": "prompts", "response": "responses"}
     return {renamed.get(name, name): [row.get(name) for row in rows] for name in names}
 
 
 def rows_of_group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a function is called with that is called for the samples of a prompt: their `responses`,
-    and once what belongs to the prompt."""
+    """Merge the samples of a prompt into one call: their `responses`, and the prompt's entries
+    once."""
     first = {name: value for name, value in rows[0].items() if name != "response"}
     return {**first, "responses": [row["response"] for row in rows]}
 
 
 def _as_trls(columns: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Under the names that TRL has: chats as lists of messages, if the prompts are chats, and what
-    its trainer tells a function besides."""
+    """Return the entries under TRL's names: chats as message lists, token ids, `trainer_state` and
+    loggers."""
     responses, chats = columns["responses"], columns.get(MESSAGES)
     found: dict[str, Any] = {"completions": responses}
     if chats is not None and any(chat is not None for chat in chats):
@@ -119,16 +120,16 @@ def _as_trls(columns: Mapping[str, Any], names: Collection[str]) -> dict[str, An
 
 
 def _log_nothing(*arguments: Any, **keywords: Any) -> None:
-    """Stands for TRL's `log_metric` and `log_extra`."""
+    """Ignore what a function logs through TRL's `log_metric` and `log_extra`."""
 
 
 def as_verls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row, with the names that a function of verl's shape knows besides."""
+    """Return the row with verl's names added."""
     return {**row, **{theirs: row[ours] for theirs, ours in _CALLED.items() if ours in row}}
 
 
 def check_signature(name: str, parameters: Sequence[inspect.Parameter]) -> None:
-    """Refuses a function that cannot be called, or that would see nothing of a response.
+    """Refuse a function that cannot be called by keyword, or that takes nothing of a response.
 
     Raises:
         ConfigError: names the function and its parameters.
@@ -156,7 +157,7 @@ def check_columns(
     options: Collection[str] = (),
     settings: FunctionSettings = REWARD,
 ) -> None:
-    """Refuses a function that needs what rows of the data do not have.
+    """Refuse a function that needs a column that the data lacks.
 
     Args:
         columns: Names of the row's entries, but for the response.
@@ -193,7 +194,7 @@ def check_columns(
 
 
 def _meant(parameters: Sequence[inspect.Parameter], there: Collection[str]) -> str:
-    """What the first of the parameters that other libraries have is called here."""
+    """Return a hint with our name for the first parameter that is named as in another library."""
     for parameter in parameters:
         if (ours := _MEANT.get(parameter.name)) in there:
             return f" (`{parameter.name}` is called `{ours}` here)"

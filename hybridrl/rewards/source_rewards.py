@@ -1,5 +1,5 @@
-"""Reward functions by the source of a row: `data.sources.<name>.reward` in place of
-`reward.function`."""
+"""Reward functions by source: `data.sources.<name>.reward` replaces `reward.function` for its rows.
+`data.sources.<name>.reward` in place of `reward.function`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def settings_by_source(
     sources: Sequence[str],
     group: Setting = REWARD.group,
 ) -> Settings:
-    """The settings of the rewards of each source that has functions of its own, and, under None, of
-    all others, if there are any. Functions of sources all weigh 1.
+    """Return the reward settings of each source with functions of its own, and those of all other
+    rows under None; functions of sources all have weight 1. Functions of sources all weigh 1.
 
     Args:
         own: The functions of sources that have their own.
@@ -63,9 +63,9 @@ def settings_by_source(
 
 
 class SourcePools:
-    """A `RewardPool` for each source with functions of its own, and one for all other rows. One
-    whose settings name no function has no pool: its rows score 0, for a model or a judge to add to.
-    """
+    """A `RewardPool` for each source with functions of its own, and one for all other rows. Rows
+    whose settings name no function score 0, for a model or a judge to add to. One whose settings
+    name no function has no pool: its rows score 0, for a model or a judge to add to."""
 
     def __init__(self, settings: Settings, group: Setting = REWARD.group) -> None:
         self._pools: dict[str | None, RewardPool | None] = {}
@@ -82,11 +82,9 @@ class SourcePools:
         return any(self._pools.values())
 
     def asks_for(self, entry: str) -> bool:
-        """See `RewardPool.asks_for`."""
         return any(pool.asks_for(entry) for pool in filter(None, self._pools.values()))
 
     def start(self) -> None:
-        """See `RewardPool.start`."""
         for pool in filter(None, self._pools.values()):
             pool.start()
 
@@ -96,7 +94,8 @@ class SourcePools:
         progress: Callable[[], None] = lambda: None,
         groups: Sequence[int] | None = None,
     ) -> RewardResult:
-        """See `RewardPool.score`; a column of a function that did not score a row is NaN there.
+        """Score rows with the pool of their source; a function's column is NaN for rows that it did
+        not score.
 
         Raises:
             RewardError: also for a row of a source that has no functions.

@@ -1,5 +1,4 @@
-"""Generation: one interface, vLLM or transformers behind it; episodes of several turns around
-either."""
+"""Generation of samples: one protocol for single turns, episodes and agents, over any engine."""
 
 from hybridrl.rollout.engine_requests import Sampling
 from hybridrl.rollout.rollout_engine import RolloutEngine

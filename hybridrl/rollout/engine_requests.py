@@ -18,7 +18,7 @@ from hybridrl.batch.batch import ROUTES, Batch, Ragged
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens.
+    """The options by which an engine samples the tokens of a response.
 
     Attributes:
         max_tokens: Longest response.
@@ -46,7 +46,7 @@ class Sampling:
 
 
 class Request(NamedTuple):
-    """A turn of the model to generate.
+    """A request for one turn of the model, or for several samples of it.
 
     Attributes:
         key: Of the caller's choice; no two samples under way may share one.
@@ -64,8 +64,8 @@ class Request(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A generated turn: the `key` of its request, the tokens that the engine continued, and what
-    `RolloutEngine.generate` gives for a row; `routes` if they are wanted."""
+    """The output for one sample of a request: its tokens, log-probabilities and finish reason.
+    `routes` if they are wanted."""
 
     key: int
     prompt_ids: list[int]

@@ -1,4 +1,4 @@
-"""From episodes to rows: the columns of what was played."""
+"""The columns of a batch of finished episodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridrl.rollout.transcript import Transcript
 
 
 class EpisodeSample(NamedTuple):
-    """An episode that is over.
+    """A finished episode: its transcripts, rewards and finish reason.
 
     Attributes:
         branches: What the model saw and sampled: one transcript, or several where the conversation
@@ -49,7 +49,7 @@ OF_TOKENS: Mapping[str, tuple[Callable[[Transcript], Sequence[float]], torch.dty
 def episode_batch(
     samples: Sequence[EpisodeSample], prompts: Ragged | Sequence[Sequence[int]], *, branching: bool
 ) -> Batch:
-    """A row for each episode.
+    """Build a batch with a row for each episode.
 
     Args:
         prompts: The prompt ids of the rows, which one without any branch keeps.
@@ -88,7 +88,7 @@ def _branches(
     own: Sequence[Transcript],
     prompts: Ragged | Sequence[Sequence[int]],
 ) -> dict[str, Ragged | torch.Tensor]:
-    """The columns of branches; see `episode_batch`."""
+    """Build the columns of branches; see `build_episode_batch`."""
     given = [row.tolist() for row in prompts.rows()] if isinstance(prompts, Ragged) else prompts
     further = [sample.branches[:-1] for sample in samples]
     own_prompts = [

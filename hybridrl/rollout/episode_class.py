@@ -1,4 +1,4 @@
-"""From the setting `rollout.episode` to the user's class."""
+"""The class of the user's that the setting `rollout.episode` names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTING = "rollout.episode"
 
 
 def check_episode(spec: str) -> None:
-    """Refuses a file, module or class that does not exist, without importing it.
+    """Refuse a file, module or class that does not exist, without importing it.
 
     Raises:
         ConfigError: names the nearest that exists.
@@ -22,7 +22,7 @@ def check_episode(spec: str) -> None:
 
 
 def load_episode(spec: str) -> Callable[[], Episode]:
-    """Imports the class, which is built without arguments for each sample.
+    """Import the class, which is built without arguments for each sample.
 
     Raises:
         ConfigError: if it cannot be imported, or lacks `async def reset` or `async def step`.

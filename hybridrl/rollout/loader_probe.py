@@ -1,4 +1,4 @@
-"""Which elements of a checkpoint each of vLLM's parameters holds, found by running its loaders.
+"""A probe that runs a model's weight loaders and finds which elements of a checkpoint go where.
 
 vLLM fuses (qkv, gate and up), slices, repeats and pads parameters, each in the loader of its layer.
 Instead of a table for every architecture, the parameters are replaced for a moment by tensors
@@ -29,12 +29,11 @@ aten = torch.ops.aten
 
 
 class NotProbedError(Exception):
-    """Says what in a model cannot be written box by box."""
+    """A model has weights that cannot be written box by box; the message says which."""
 
 
 def remember_parameters(model: nn.Module) -> None:
-    """Notes shape, precision and loader of every parameter, before anything repacks them, in
-    `model.raw_parameters`: name to a tensor without memory."""
+    """Record shape, dtype and loader of every parameter in `model.raw_parameters`, while raw."""
     model.raw_parameters = {
         name: zero_twin(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -42,7 +41,7 @@ def remember_parameters(model: nn.Module) -> None:
 
 
 def zero_twin(parameter: Tensor, device: str | torch.device = "meta") -> Tensor:
-    """Zeros of the shape, precision, class and attributes of `parameter`."""
+    """Return zeros with the shape, dtype, class and attributes of `parameter`."""
     twin = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     twin.__class__ = parameter.__class__
     twin.__dict__.update(parameter.__dict__)
@@ -51,7 +50,7 @@ def zero_twin(parameter: Tensor, device: str | torch.device = "meta") -> Tensor:
 
 @torch.no_grad()
 def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Piece, ...]]:
-    """Where the elements of a checkpoint lie in `model`, which is the same afterwards.
+    """Find where the elements of a checkpoint lie in `model`, which is left as it was.
 
     Args:
         model: Has `load_weights`, and went through `remember_parameters`.
@@ -85,7 +84,7 @@ def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation on tensors, and keeps the copies from checkpoint to parameters."""
+    """A dispatch mode that records the copies from checkpoint to parameters."""
 
     def __init__(self, checkpoint: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class _Watch(TorchDispatchMode):
             pieces[-2:] = [one]
 
     def filled(self, name: str) -> list[Box]:
-        """The boxes of a parameter that have been given values."""
+        """Return the boxes of a parameter that were given values."""
         pieces = (piece for held in self.pieces.values() for piece in held if piece.tensor == name)
         return [*self._zeros[name], *map(place_of, pieces)]
 
@@ -152,8 +151,8 @@ class _Watch(TorchDispatchMode):
 
 
 def _joined(first: Piece, second: Piece) -> Piece | None:
-    """Two pieces as one, if the second goes on where the first ends in both tensors. Loaders of
-    experts copy one after the other."""
+    """Join two pieces if the second continues the first in both tensors; return None otherwise.
+    Loaders of experts copy one after the other."""
     moved = [
         dim
         for dim, (one, other) in enumerate(zip(first.box, second.box, strict=True))
@@ -171,7 +170,7 @@ def _joined(first: Piece, second: Piece) -> Piece | None:
 
 
 def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
-    """Refuses a parameter that is not covered by `boxes`, each element once."""
+    """Refuse a parameter of which `boxes` do not cover every element once."""
     for one, other in combinations(boxes, 2):
         if intersection(one, other) is not None:
             raise NotProbedError(f"elements of {name} are written twice")
@@ -182,7 +181,7 @@ def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
 
 @contextmanager
 def _replaced_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside, the model has its raw parameters, without memory; gives them by name."""
+    """Replace parameters by raw ones without memory inside the block; yield these by name."""
     raw: Mapping[str, Tensor] = model.raw_parameters
     live = dict(model.named_parameters(remove_duplicate=False))
     if live.keys() != raw.keys():

@@ -1,4 +1,4 @@
-"""Lockstep: episodes on ranks that share an engine.
+"""Episodes on ranks that share one engine and have to call it in the same order.
 
 Such ranks must make the same requests and the same polls in the same order, but tools and
 environments answer each of them at another moment. So one rank, the leader, plays the episodes, and

@@ -61,7 +61,7 @@ class EngineSetup:
 
 
 class RolloutEngine(RequestQueue):
-    """Generates with its own copy of the weights.
+    """An engine that generates tokens with its own copy of the weights.
 
     The order of calls is `wake` (memory for weights), `load`, `generate`, `sleep`; an engine that
     cannot give memory back ignores `wake` and `sleep`. In place of one `generate` there may be any
@@ -141,12 +141,11 @@ class RolloutEngine(RequestQueue):
         return {}
 
     awaits_weights = False
-    """Whether it was built without weights of its own: they are to come before it generates."""
+    """True for an engine that was built without weights and needs some before it generates."""
     keeps_weights = True
-    """Whether weights outlive `sleep`; if not, `load` must bring them again, changed or not."""
+    """True if the weights survive `sleep`; otherwise they are loaded again, changed or not."""
     takes_adapters = False
-    """Whether `load` is to be given the adapters of a model that has any, by peft's names, and not
-    its weights with the adapters multiplied in."""
+    """True if `load_weights` expects adapters under peft's names, not merged weights."""
 
     def close(self) -> None:
         """End the engine."""

@@ -1,5 +1,4 @@
-"""Tokens from logits: drawn with a sample's own noise, with the log-probability of what they were
-drawn from; and whether a sample ends with them."""
+"""A sampler of tokens from logits, with noise that depends on each sample's own seed."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 
 
 class Chooser:
-    """Chooses tokens as `sampling` says.
+    """A sampler that draws the next tokens of a batch as `SamplingParams` say.
 
     Args:
         eos_token_ids: That end a sample, besides those of `sampling`.
@@ -44,7 +43,7 @@ class Chooser:
         self._warpers = _warpers(sampling)
 
     def choose(self, logits: Tensor, seeds: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """The next token of each sample, and its log-probability.
+        """Sample the next token of each sample and return it with its log-probability.
 
         Args:
             logits: ``[samples, vocabulary]``.
@@ -67,11 +66,11 @@ class Chooser:
         return tokens.flatten(), log_probs.gather(1, tokens).flatten()
 
     def ends(self, tokens: Tensor) -> list[bool]:
-        """Whether each of these tokens ends a sample by itself."""
+        """Return for each token whether it ends its sample by itself."""
         return torch.isin(tokens, self._eos).tolist()
 
     def stops(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of a sample's tokens complete a text that ends it."""
+        """Return whether the last tokens of a sample complete a stop text."""
         if not self._sampling.stop:
             return False
         text = self._tokenizer.decode(token_ids[-STOP_TOKENS:], skip_special_tokens=True)
@@ -117,12 +116,12 @@ def uniform(bits: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scrambles 64 bits: multiplications and shifts as in SplitMix64 (Steele et al. 2014)."""
+    """Scramble 64 bits with multiplications and shifts as in SplitMix64 (Steele et al. 2014)."""
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted right as an unsigned number."""
+    """Shift right as an unsigned number."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

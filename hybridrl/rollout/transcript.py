@@ -1,4 +1,4 @@
-"""Transcript: a sample of several turns, token by token as it came to be."""
+"""The exact tokens of a sample of several turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridrl.errors import RolloutError
 
 
 class Transcript:
-    """Token ids in, token ids out: it only ever grows at its end.
+    """A sample token by token, with mask, log-probability, turn and version; it only grows.
 
     Text of earlier turns is never tokenized again. What the model samples need not be what a
     tokenizer makes of the same text, and a policy trained on other tokens than it sampled learns
@@ -36,17 +36,17 @@ class Transcript:
         self._turn = -1
 
     def __len__(self) -> int:
-        """Tokens of the response so far."""
+        """Return the number of response tokens so far."""
         return len(self.response_ids)
 
     @property
     def token_ids(self) -> list[int]:
-        """Prompt and response so far: exactly what the next request consists of."""
+        """The prompt and response so far, exactly as the next request contains them."""
         return self.prompt_ids + self.response_ids
 
     @property
     def sampled(self) -> int:
-        """How many tokens of the response were sampled."""
+        """The number of response tokens that the model sampled."""
         return sum(self.mask)
 
     def add_sampled(
@@ -57,7 +57,7 @@ class Transcript:
         versions: Sequence[int] | None = None,
         turn: int | None = None,
     ) -> None:
-        """Appends a turn of the model.
+        """Append a turn of the model.
 
         Args:
             continued_ids: The tokens that the engine says it continued.
@@ -84,15 +84,15 @@ class Transcript:
         self._append(token_ids, 1, log_probs, versions or [0] * len(token_ids))
 
     def add_given(self, token_ids: Sequence[int]) -> None:
-        """Appends a turn of the environment or tool."""
+        """Append a turn of the environment or tool."""
         self._append(token_ids, 0, [0.0] * len(token_ids), [0] * len(token_ids))
 
     def mark(self) -> Mapping[str, Any]:
-        """How far it is, for `return_to`."""
+        """Return the current length of every list, for `rollback`."""
         return {n: len(v) if isinstance(v, list) else v for n, v in vars(self).items()}
 
     def return_to(self, mark: Mapping[str, Any]) -> None:
-        """Takes back all that was appended since."""
+        """Remove all that was appended since the snapshot."""
         for name, value in mark.items():
             if isinstance(kept := getattr(self, name), list):
                 del kept[value:]

@@ -1,4 +1,5 @@
-"""TransformersRollout: sampling with a transformers model and its KV cache. Needs no vLLM."""
+"""An engine that samples with a transformers model and its KV cache, without vLLM. Needs no
+vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from hybridrl.system.dtypes import DTYPES
 
 
 class TransformersRollout(BatchedEngine):
-    """One replica, with a copy of the weights of its own.
+    """A transformers model that generates for one replica, with its own copy of the weights.
 
     Prompts of similar length run together, `max_sequences` at a time; a finished sample leaves its
     place when half of the others have finished too, so a long tail runs in a small batch.
@@ -69,7 +70,7 @@ class TransformersRollout(BatchedEngine):
             parameters[name].copy_(tensor)
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
-        """Every parameter is one piece: this engine's tensors are those of the checkpoint."""
+        """Return one piece for each parameter: this engine has the checkpoint's own tensors."""
         return {
             name: (Piece(whole(shape), name, (0,) * len(shape)),) for name, shape in shapes.items()
         }

@@ -1,4 +1,4 @@
-"""ToolLoop: runs coroutines of the user's in a thread of its own, whatever they do there."""
+"""An asyncio loop in its own thread for the user's coroutines, safe against what they do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call: a value, an error, or neither of them because it took too long."""
+    """The result of a coroutine: a value, an error, or neither because it timed out."""
 
     value: Any = None
     error: BaseException | None = None
@@ -39,8 +39,7 @@ class _Call:
 
 
 class ToolLoop:
-    """Coroutines side by side in one asyncio loop; their outcomes are delivered to the caller's
-    own thread.
+    """An asyncio loop for user code, whose results are delivered in the caller's own thread.
 
     Nothing that a coroutine does stops the others for longer than the time limit. One that waits
     is cancelled; one that will not be cancelled is forgotten; one that blocks the loop is left
@@ -60,20 +59,21 @@ class ToolLoop:
 
     @property
     def pending(self) -> int:
-        """Calls whose outcome has not been delivered."""
+        """The number of calls whose result has not been delivered."""
         return len(self._calls)
 
     def submit(
         self, function: Callable[[], Coroutine[Any, Any, Any]], then: Callable[[Outcome], None]
     ) -> None:
-        """Starts a coroutine; `deliver` will hand its outcome to `then`."""
+        """Start a coroutine; `run_callbacks` passes its result to `then`. `deliver` will hand its
+        outcome to `then`."""
         number = next(self._numbers)
         self._calls[number] = call = _Call(then)
         thread = self._thread
         asyncio.run_coroutine_threadsafe(self._run(thread, number, call, function), thread.loop)
 
     def deliver(self, wait: bool) -> None:
-        """Hands out the outcomes that are there.
+        """Pass results that have arrived to their callbacks.
 
         Args:
             wait: Whether to wait for the first, if any call is pending.
@@ -93,11 +93,11 @@ class ToolLoop:
                 delivered, wait = True, False
 
     def forget(self) -> None:
-        """Drops all pending calls: nobody waits for them any more."""
+        """Drop all pending calls; nobody waits for them any more."""
         self._calls.clear()
 
     def close(self) -> None:
-        """Cancels what still runs and ends the thread."""
+        """Cancel the running coroutines and stop the thread."""
         self.forget()
         self._thread.stop()
         self._thread.join(timeout=1.0)
@@ -123,7 +123,7 @@ class ToolLoop:
         self._outcomes.put((number, outcome))
 
     def _give_up_overdue(self) -> bool:
-        """Times out the calls that did not end by themselves; whether there were any."""
+        """Time out the overdue calls and return whether there were any."""
         latest = time.monotonic() - self._timeout_s - GRACE_S
         blocked = self._calls and self._thread.alive_at < latest
         if blocked:
@@ -163,11 +163,11 @@ class _LoopThread(threading.Thread):
             runner.run(self._beat())
 
     def stop(self) -> None:
-        """Has the loop end as soon as it can."""
+        """Ask the loop to end as soon as it can."""
         self._stopping.set()
 
     def stack(self) -> str:
-        """Where the thread stands."""
+        """Return the end of the thread's stack as text."""
         frame = sys._current_frames().get(self.ident or 0)
         return "".join(traceback.format_stack(frame)[-4:]) if frame else "it has ended"
 
@@ -181,8 +181,9 @@ class _LoopThread(threading.Thread):
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses: a thread for each call. The threads of an ordinary pool are
-    waited for when the process ends, and a tool that hangs in one would keep it from ending."""
+    """An executor for `asyncio.to_thread` with one daemon thread for each call. The threads of an
+    ordinary pool are waited for when the process ends, and a tool that hangs in one would keep it
+    from ending."""
 
     def submit(self, function: Any, /, *args: Any, **keywords: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -42,7 +42,8 @@ _log = logging.getLogger(__name__)
 
 
 class VLLMRollout(RolloutEngine):
-    """One rank of a vLLM engine. Requests of several turns need `rollout.parallel.tp=1`.
+    """One rank of a vLLM engine; ranks that share one must make the same calls. Requests of several
+    turns need `rollout.parallel.tp=1`.
 
     Args:
         config: Memory and parallelism.
@@ -90,7 +91,7 @@ class VLLMRollout(RolloutEngine):
         self._running[key] = request.samples
 
     def poll(self) -> list[Finished]:
-        """One step of the engine: one more token for each sample that runs."""
+        """Run one step of the engine: one more token for each running sample."""
         self._groups.enter()
         found = []
         with self._first_time():
@@ -129,7 +130,7 @@ class VLLMRollout(RolloutEngine):
         return {key: list(request.output_token_ids) for key, request in self._under_way()}
 
     def _under_way(self) -> Iterator[tuple[int, Any]]:
-        """What vLLM's scheduler has, by the key of the sample."""
+        """Yield the requests in vLLM's scheduler by the key of their sample."""
         engine = self._llm.llm_engine
         states = engine.output_processor.request_states
         for name, request in engine.engine_core.engine_core.scheduler.requests.items():
@@ -172,7 +173,7 @@ class VLLMRollout(RolloutEngine):
 
     @contextmanager
     def _first_time(self) -> Iterator[None]:
-        """Inside, an error is explained, unless the engine has generated before."""
+        """Explain an error inside the block, unless the engine has generated before."""
         try:
             yield
         except Exception as error:  # of many kinds: models and devices have their own
@@ -271,8 +272,7 @@ class VLLMRollout(RolloutEngine):
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
-        """Other weights come. vLLM keeps what it has cached while requests are under way, so what
-        begins after is told apart from it by a salt."""
+        """Give new requests another cache salt, so that no prefix of old weights is reused."""
         self._weights += 1
         self._llm.reset_prefix_cache()
 

@@ -1,4 +1,4 @@
-"""Which experts took each token while vLLM generated.
+"""The experts that took each token while vLLM generated.
 
 On GPUs vLLM says so itself (`enable_return_routed_experts`). Its runner for CPUs does not; there
 the routers are watched, and what they chose in a step is put down to the requests of the step.
@@ -22,25 +22,25 @@ Routes = npt.NDArray[np.integer[Any]]
 
 
 def expert_layers(model: nn.Module) -> list[MoERunner]:
-    """The layers of experts, in the order of the model."""
+    """Return the layers of experts in the order of the model."""
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
 def routes_dtype(model: nn.Module) -> npt.DTypeLike:
-    """The smallest precision that holds the number of every expert."""
+    """Return the smallest dtype that holds the number of every expert."""
     most = max(layer.routed_experts.global_num_experts for layer in expert_layers(model))
     return np.uint8 if most <= 256 else np.int16
 
 
 def of_engine(model: nn.Module, routes: Routes | None) -> Routes:
-    """What vLLM says of a sample, for the layers that have experts."""
+    """Return the layers with experts of the routes that vLLM reports for a sample."""
     assert routes is not None
     found = routes[:, [layer.layer_id for layer in expert_layers(model)]]
     return found.astype(routes_dtype(model))
 
 
 class RouteRecorder:
-    """Watches the routers of an engine that computes all tokens, and takes none from a cache.
+    """A recorder of the routers' choices, for an engine that takes no tokens from a cache.
 
     Args:
         engine: vLLM's, in this process.
@@ -61,7 +61,7 @@ class RouteRecorder:
         self._runner.execute_model = self._watched
 
     def take(self, request: str, number: int, tokens: int) -> Routes:
-        """Of a sample that has finished; it is forgotten here.
+        """Return the routes of a finished sample and drop them here.
 
         Args:
             request: The name under which its prompt was given to the engine.
@@ -71,7 +71,7 @@ class RouteRecorder:
         return np.concatenate(self._of_samples.pop((request, number)))[:tokens]
 
     def forget(self, requests: Collection[str]) -> None:
-        """Of all samples of these requests, by the names of their prompts: they are dropped."""
+        """Drop all samples of these requests, by the names of their prompts."""
         for request, number in list(self._of_samples):
             if request in requests:
                 del self._of_samples[request, number]
@@ -86,7 +86,7 @@ class RouteRecorder:
         return outcome
 
     def _note(self, tokens: dict[str, int]) -> None:
-        """Gives each request its tokens of the step, which lie in the order of the runner's."""
+        """Assign a step's tokens, which lie in the runner's order, to their requests."""
         batch, at = self._runner.input_batch, 0
         chosen = np.stack([self._step[n].numpy() for n in range(len(self._layers))], axis=1)
         for place, name in enumerate(batch.req_ids):
@@ -107,7 +107,7 @@ class RouteRecorder:
             at += count
 
     def _key(self, name: str) -> tuple[str, int]:
-        """The request and the number of a sample, of the name that the engine gives it."""
+        """Return request and number of a sample from the engine's name for it."""
         if name not in self._keys:
             state = self._engine.output_processor.request_states[name]
             if (parent := state.parent_req) is None:

@@ -1,4 +1,4 @@
-"""Adapters beside the weights of vLLM's model: its own LoRA, of which there is one, the policy's.
+"""The policy's LoRA adapter in vLLM, beside the weights, loaded from memory instead of a folder.
 
 vLLM reads adapters from folders. Here their tensors are given to what it has read them into, so
 that nothing is written: the adapter is always there under its number when a request asks for it.
@@ -22,7 +22,7 @@ NUMBER = 1
 
 
 class Adapters:
-    """What vLLM has of the policy's adapters.
+    """The policy's adapter inside vLLM.
 
     Args:
         settings: With which they were made.
@@ -53,7 +53,7 @@ class Adapters:
         self._settings = settings
 
     def load(self, worker: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes new values in the place of the old ones.
+        """Replace the values of the adapter.
 
         Args:
             worker: vLLM's, of this rank.

@@ -62,7 +62,7 @@ PLAIN = {
 def check_engine_options(
     options: Mapping[str, Any], temperature: float, in_flight: bool = False
 ) -> None:
-    """Refuses what vLLM does not know, and what is not the user's to set.
+    """Refuse options that vLLM does not know, and those that users must not set.
 
     Args:
         options: By vLLM's names.
@@ -102,7 +102,7 @@ def check_engine_options(
 
 
 def _check_type(name: str, value: Any, annotation: str) -> None:
-    """Refuses a value of another type, where that is a plain one; of others vLLM has to say."""
+    """Refuse a value of another plain type; vLLM judges all other types."""
     kinds = annotation.split(" | ")
     if value is None or not all(kind in PLAIN for kind in kinds):
         return
@@ -195,8 +195,7 @@ def cpu_head_sizes(backend: str) -> frozenset[int]:
 
 @functools.cache
 def engine_options() -> Mapping[str, str]:
-    """The options of the installed vLLM's engine with their types as they are written there; none
-    if there is no vLLM."""
+    """Return the options of the installed vLLM with their annotations; none without vLLM."""
     classes = (node for node in _body("engine/arg_utils.py") if isinstance(node, ast.ClassDef))
     fields = next((node.body for node in classes if node.name == "EngineArgs"), [])
     return {

@@ -1,4 +1,4 @@
-"""Linear layers of vLLM's that compute in 8 bits with weights that come whole.
+"""Linear layers for vLLM that round to 8 bits when their weights have arrived whole.
 
 vLLM 0.32 quantises the weights of linear layers to fp8 when it reads a folder, to int8 not at all,
 and neither can be written box by box. Its kernels can all the same: a layer here has raw weights,
@@ -50,7 +50,7 @@ AT_A_TIME = 1024  # rows of an identity matrix
 
 
 class Quantisation(QuantizationConfig):
-    """All linear layers; embeddings and the head stay as they are."""
+    """A quantization of all linear layers; embeddings and the head stay as they are."""
 
     kind: str
 
@@ -86,21 +86,21 @@ class Quantisation(QuantizationConfig):
 
 @register_quantization_config(PREFIX + INT8)
 class Int8(Quantisation):
-    """int8 times int8."""
+    """A quantization that multiplies int8 by int8."""
 
     kind = INT8
 
 
 @register_quantization_config(PREFIX + FP8)
 class Fp8(Quantisation):
-    """e4m3 times e4m3."""
+    """A quantization that multiplies e4m3 by e4m3."""
 
     kind = FP8
 
 
 @register_weight_loader_v2_supported_method
 class QuantisedLinearMethod(UnquantizedLinearMethod):
-    """Of one layer.
+    """The 8-bit method of one linear layer.
 
     Args:
         kind: `int8` or `fp8`.
@@ -155,8 +155,8 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         return self._kernel.apply_weights(self._taken, x, bias)
 
     def _prepared(self, rows: Rows, bias: Tensor | None) -> nn.Module:
-        """What the kernel computes with, as parameters under the kernel's names. They are no part
-        of the model's, for loaders know nothing of them."""
+        """Return what the kernel computes with, as parameters that loaders do not see. They are no
+        part of the model's, for loaders know nothing of them."""
         taken = nn.Module()
         outputs, inputs = rows.values.shape
         taken.logical_widths = [outputs]
@@ -184,8 +184,7 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         return taken
 
     def rows(self, outputs: int, inputs: int) -> Rows:
-        """What the kernel has taken of the weight ``[outputs, inputs]``, read by multiplying with
-        the identity matrix, for a kernel keeps it in an order of its own."""
+        """Read the kernel's weight ``[outputs, inputs]`` back by a product with identity rows."""
         device = current_platform.device_type
         found = []
         for start in range(0, inputs, AT_A_TIME):
@@ -199,7 +198,7 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
 
 
 class _ExactProducts:
-    """In place of vLLM's kernel on CPUs where oneDNN's sums of products overflow."""
+    """A kernel for CPUs on which oneDNN's sums of products overflow."""
 
     def process_weights_after_loading(self, taken: nn.Module) -> None:
         taken.products = Int8Weight(Rows(taken.weight.data, taken.weight_scale.data))
@@ -210,7 +209,7 @@ class _ExactProducts:
 
 
 def lacking(kind: str) -> str:
-    """Why this process's device cannot multiply in 8 bits, and the cure; empty if it can."""
+    """Return why this device cannot multiply in 8 bits, with the cure; empty if it can."""
     if current_platform.is_cpu():
         return "" if kind == INT8 else "it needs a GPU. Set rollout.quantization=int8, or none."
     capability = current_platform.get_device_capability()
@@ -227,8 +226,7 @@ def lacking(kind: str) -> str:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Refuses models in which others than linear layers' own kernels read linear layers' weights:
-    latent attention multiplies them with each other, recurrent layers convolve with them.
+    """Refuse models whose linear weights others read, as latent attention and recurrent layers do.
 
     Raises:
         ValueError: names the layer.
@@ -240,20 +238,19 @@ def check_layers(model: nn.Module) -> None:
 
 
 def kind_of(model: nn.Module) -> str:
-    """`int8` or `fp8`; empty if its layers are as usual."""
+    """Return `int8` or `fp8`, or an empty text if no layer is quantized."""
     return next((method.kind for _, method in quantised_layers(model)), "")
 
 
 def quantised_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantisedLinearMethod]]:
-    """Those that compute in 8 bits, with how."""
+    """Yield the quantized layers with their methods."""
     for module in model.modules():
         if isinstance(method := getattr(module, "quant_method", None), QuantisedLinearMethod):
             yield module, method
 
 
 def stream_from_folder(model: nn.Module) -> None:
-    """To be called before a folder is read: each layer is rounded when its own weights have been
-    read, so that there never is a whole model that is not."""
+    """Round each layer as soon as its weights are read; call this before a folder is read."""
     for layer, _ in quantised_layers(model):
         initialize_online_processing(layer)
 

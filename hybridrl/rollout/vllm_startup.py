@@ -78,7 +78,7 @@ class EngineGroups:
         self._kept: dict[str, Any] = dict.fromkeys(_GROUPS)
 
     def enter(self) -> None:
-        """Makes these the groups that vLLM speaks of."""
+        """Make these the process groups that vLLM uses."""
         if (left := EngineGroups._current) is self:
             return
         if left is not None:
@@ -135,7 +135,7 @@ def start_engine(setup: EngineSetup, config: RolloutConfig, further: Mapping[str
 
 
 def _by_device(config: RolloutConfig, device: torch.device, sleeps: bool) -> dict[str, Any]:
-    """What differs between a GPU and CPUs."""
+    """Return the options that differ between GPUs and CPUs."""
     if device.type != "cpu":
         return {
             "gpu_memory_utilization": config.memory_share,
@@ -155,8 +155,7 @@ def _by_device(config: RolloutConfig, device: torch.device, sleeps: bool) -> dic
 
 
 def _name_shared_memory(job: str) -> None:
-    """Gives vLLM's shared-memory segments the job's own name, so that they can be told from others'
-    and removed when their processes were killed.
+    """Name vLLM's shared-memory segments after the job, so that leftovers can be found and removed.
 
     The segments of its CPU collectives are named by what follows the last colon of the address to
     meet at, which with an external launcher is the same in every job: the leftovers of a killed one

@@ -1,4 +1,4 @@
-"""Writing boxes of weights into vLLM's parameters.
+"""The weights of a vLLM model: written box by box, packed by their layers, and read back.
 
 Where a parameter is used as its loader fills it, which is everywhere on CUDA but in some kernels
 for experts, it is written in place: its address, which CUDA graphs hold, stays. The CPU back end
@@ -59,8 +59,7 @@ _log = logging.getLogger(__name__)
 
 @register_model_loader(LOAD_FORMAT)
 class RememberingLoader(DefaultModelLoader):
-    """vLLM's default loader, which notes the parameters while they are raw, and leaves a folder
-    unread whose weights would all be written over."""
+    """A vLLM loader that records raw parameters and skips a folder that would be overwritten."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra = dict(load_config.model_loader_extra_config)
@@ -81,7 +80,7 @@ class RememberingLoader(DefaultModelLoader):
 def probe_vllm(
     model: nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[Piece, ...]]:
-    """As `vllm_layout.probe`, for a model of vLLM's.
+    """Probe a model of vLLM's; see `loader_probe.probe_loader`.
 
     Raises:
         NotProbedError: also for layers whose weights are stored in another precision or order.
@@ -102,7 +101,7 @@ def probe_vllm(
 
 
 def _fills(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether boxes of weights of these shapes are all that a raw model needs."""
+    """Return whether boxes of weights of these shapes fill a raw model completely."""
     try:
         probe_vllm(model, get_current_vllm_config(), shapes)
     except NotProbedError as reason:
@@ -112,7 +111,7 @@ def _fills(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 class VLLMWeightWriter(WeightWriter):
-    """Writes what `probe_vllm` found.
+    """A weight writer for the pieces that `probe_vllm_model` found.
 
     Args:
         model: The rank's model.
@@ -180,8 +179,7 @@ class VLLMWeightWriter(WeightWriter):
 
 
 def forms(model: nn.Module, tensor: str) -> Iterator[Form]:
-    """The values of a parameter in every form that its layers compute with: the parameter itself,
-    and packed or rounded copies, which are read by multiplying with the identity matrix."""
+    """Yield a parameter in every form that its layers use, packed and rounded copies too."""
     live, raw = model.get_parameter(tensor), model.raw_parameters[tensor]
     owners = _owners(model)[tensor]
     if live.shape == raw.shape and not any(packs_experts(module) for module, _ in owners):
@@ -210,12 +208,12 @@ def forms(model: nn.Module, tensor: str) -> Iterator[Form]:
 
 
 def _rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """What becomes of weights that come in the precision `dtype` to a layer in 8 bits."""
+    """Return what an 8-bit layer makes of weights that arrive in precision `dtype`."""
     return dequantise(quantise(weight.to(dtype), kind))
 
 
 def packs_experts(module: nn.Module) -> bool:
-    """Whether a layer of experts keeps them in the order of a CPU's kernels."""
+    """Return whether a layer of experts keeps them in the order of a CPU's kernels."""
     if not isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
         return False
     kernel = _kernel(module)
@@ -223,8 +221,7 @@ def packs_experts(module: nn.Module) -> bool:
 
 
 def forget_kernels(model: nn.Module) -> None:
-    """To be called before vLLM loads whole weights again: it packs experts for a CPU's kernels only
-    when it makes these."""
+    """Drop the CPU kernels of experts, so that vLLM packs weights again at the next whole load."""
     for module in model.modules():
         if packs_experts(module):
             module.quant_method.moe_kernel = None
@@ -238,9 +235,8 @@ def _kernel(experts: nn.Module) -> Any:
 def _unpacked(
     experts: nn.Module, tensors: Mapping[str, str], tensor: str, model: nn.Module
 ) -> Tensor:
-    """What a layer of experts has packed, in the order in which it is loaded: the numbers of the
-    elements, packed in the same way, say where each one went. A number goes digit by digit, which
-    any precision can hold."""
+    """Return a layer's packed experts in loading order, found by packing the elements' numbers. A
+    number goes digit by digit, which any precision can hold."""
     (attribute,) = (name for name, of in tensors.items() if of == tensor)
     packed = getattr(experts, attribute)
     count = model.raw_parameters[tensor].numel()
@@ -264,8 +260,7 @@ def _is_raw(live: Tensor, raw: Tensor) -> bool:
 
 
 def _owners(model: nn.Module) -> dict[str, list[tuple[nn.Module, dict[str, str]]]]:
-    """For every parameter the modules that use it, with the names of all parameters of each, by
-    attribute; tied ones go by their first name."""
+    """Return the modules that use each parameter, with the names of all their parameters."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[str, list[tuple[nn.Module, dict[str, str]]]] = {n: [] for n in names.values()}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Weights on their way into a rollout engine: written box by box, and compared afterwards."""
+"""A writer that puts weights into an engine box by box, and a comparison of what arrived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pieces = Mapping[str, tuple[Piece, ...]]
 
 
 class Form(NamedTuple):
-    """One of an engine's tensors as the engine keeps it.
+    """A tensor of the engine in one of the forms in which the engine keeps it.
 
     Attributes:
         called: In words: its name, or that it is a packed copy.
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
 
 class WeightWriter:
-    """Takes every element of `pieces` once, in boxes of any size and order, then `finish`.
+    """A writer that takes each element of `pieces` once, in boxes of any size, then `finish`.
 
     Boxes that are neighbours in a tensor, and tensors that are neighbours in the model, should
     come together: an engine that repacks weights holds those of an unfinished layer twice.
@@ -48,7 +48,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def write(self, tensor: str, start: tuple[int, ...], values: Tensor) -> None:
-        """Copies `values`, of any precision and device, to `start` of the tensor `tensor`."""
+        """Copy `values`, of any dtype and device, to `start` of the engine's tensor `tensor`."""
         if not values.numel():
             return
         place = tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))
@@ -61,7 +61,7 @@ class WeightWriter:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """To be called after the last `write`.
+        """Check that every element was written; call it after the last `write`.
 
         Raises:
             RuntimeError: elements are missing.
@@ -74,7 +74,7 @@ class WeightWriter:
         return self._parameters[tensor]
 
     def _complete(self, tensor: str) -> None:
-        """Called when a tensor has all its elements."""
+        """Handle a tensor that has all its elements; a hook for subclasses."""
 
 
 def differences(
@@ -82,8 +82,8 @@ def differences(
     pieces: Pieces,
     forms: Callable[[str], Iterator[Form]],
 ) -> list[str]:
-    """A sentence for every box in which an engine's weights are not `weights`, bit for bit after
-    rounding to the engine's precision, and for every tensor that is not zero where no box is.
+    """Return a sentence for every box in which an engine's weights are not `weights`, bit for bit
+    after rounding to the engine's precision, and for every tensor that is not zero where no box is.
 
     Args:
         weights: Every tensor whole, under its checkpoint name.
@@ -119,7 +119,7 @@ def differences(
 
 
 def by_tensor(pieces: Pieces) -> dict[str, list[Piece]]:
-    """The pieces that lie in each of the engine's tensors."""
+    """Group pieces by the engine's tensor that they lie in."""
     found: dict[str, list[Piece]] = {}
     for held in pieces.values():
         for piece in held:
@@ -128,7 +128,7 @@ def by_tensor(pieces: Pieces) -> dict[str, list[Piece]]:
 
 
 def inside(box: Box) -> tuple[slice, ...]:
-    """The index that selects the box."""
+    """Return the index that selects a box."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
@@ -137,5 +137,5 @@ def _filled(held: Iterable[Piece]) -> int:
 
 
 def place_of(piece: Piece) -> Box:
-    """The box that a piece fills in the engine's tensor."""
+    """Return the box that a piece fills in the engine's tensor."""
     return tuple((at, at + n) for at, n in zip(piece.start, extent(piece.box), strict=True))

@@ -1,4 +1,5 @@
-"""The evaluations of a run: which sets are due, what is measured of them, what is left of it."""
+"""Running the evaluations of a run: which sets are scheduled, their metrics, and what is recorded
+of them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Evaluations:
-    """Those of a job.
+    """Runs the evaluations of a job and records them.
 
     Args:
         job: The job, its groups built.
@@ -54,7 +55,7 @@ class Evaluations:
         self._remarked: set[tuple[str, str]] = set()
 
     def due(self, step: int, last: bool = False, but: Sequence[str] = ()) -> list[str]:
-        """The names of the sets to be evaluated after this step, 0 being before the first.
+        """Return the names of the sets to evaluate after this step; step 0 is before the first.
 
         Args:
             last: It is the last step.
@@ -69,12 +70,12 @@ class Evaluations:
         return [name for name in names if name not in but]
 
     def owner(self, figure: str) -> str:
-        """The set that a figure is of."""
+        """Return the set that a metric belongs to."""
         found = re.match(r"(?:[^/]+/)?eval/([^/]+)/", figure)
         return found[1] if found and found[1] in self.job.eval_sets else HELD_OUT
 
     def is_part(self, figure: str) -> bool:
-        """Whether a figure is of a part of a set's prompts, as `by_column` tells them apart."""
+        """Return whether a metric covers a part of a set's prompts, as `by_column` splits them."""
         name = self.owner(figure)
         return name != HELD_OUT and "/" in figure.partition(f"eval/{name}/")[2]
 
@@ -103,7 +104,7 @@ class Evaluations:
         return figures, calls
 
     def show(self) -> None:
-        """Shows the newest evaluation of each set as a table, where there is more to see than one
+        """Show the newest evaluation of each set as a table, if there is more to see than one
         accuracy."""
         config = self.job.config
         if self._trains and not self.job.eval_sets and self._named is None:
@@ -119,7 +120,7 @@ class Evaluations:
         return [said for each in newest for said in each.get("doubts", ())]
 
     def compared(self) -> dict[str, Any]:
-        """For the summary: of each metric of the newest evaluations how it differs from the
+        """Return, for the summary, how each metric of the newest evaluations differs from the
         baseline."""
         return {
             f"{name}/{metric}": one["difference"]
@@ -129,7 +130,7 @@ class Evaluations:
         }
 
     def _held_out(self, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """What the trainer says of the held-out data, and what is kept of it, by role."""
+        """Return the trainer's metrics of the held-out data, and the entries to record, by role."""
         job, config = self.job, self.job.config
         who = f"`{type(self.trainer).__qualname__}.evaluate`"
         self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT, step))
@@ -178,7 +179,7 @@ class Evaluations:
         return limit
 
     def _set(self, one: EvalSet, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-        """The figures of a set by every role that samples, and what is kept of it."""
+        """Return the metrics of a set for every role that generates, and the entries to record."""
         figures: dict[str, float] = {}
         entries: dict[str, dict[str, Any]] = {}
         roles = checked_roles(self.trainer.roles(self.job.config), type(self.trainer).__qualname__)
@@ -207,7 +208,7 @@ class Evaluations:
         return self._kept(step, name, table, settings.metrics, by, said) | self._how(one, role)
 
     def _of_function(self, one: EvalSet, role: str, step: int) -> dict[str, Any] | None:
-        """What a function of the user's says; None if the set has none."""
+        """Return the entry made by the user's evaluation function; None if the set has none."""
         settings, job = one.settings, self.job
         if settings.own.function is None:
             return None
@@ -231,7 +232,7 @@ class Evaluations:
         return {"metrics": metrics, "function": settings.own.function} | self._how(one, role)
 
     def _how(self, one: EvalSet, role: str) -> dict[str, Any]:
-        """How a set was evaluated."""
+        """Return the conditions of an evaluation: data, sampling, reward, threshold."""
         settings, plain = one.settings, to_plain(self.job.config)
         own_data = (plain["eval"]["sets"][one.name] or {}).get("data")
         how: dict[str, Any] = {"data": own_data or _said(plain["data"])}
@@ -291,7 +292,8 @@ class Evaluations:
         return found if model_step is None else found | {"model_step": model_step}
 
     def _baseline(self, step: int, name: str) -> Baseline | None:
-        """What a set is compared with: what the settings name, else its first evaluation."""
+        """Return the baseline of a set: the one that the settings name, else its first
+        evaluation."""
         if self._named is not None:
             return self._named if self._named.has(name) else None
         if not self._trains:
@@ -304,7 +306,7 @@ class Evaluations:
 
 
 def step_of_model(path: str) -> int | None:
-    """The step of a run that a model folder is of; None: it is of none."""
+    """Return the step of the checkpoint that a model folder lies in; None if it lies in none."""
     folder = Path(path).absolute().parent
     found = re.fullmatch(r"step-(\d+)", folder.name)
     return int(found[1]) if found and (folder / "complete.json").is_file() else None
@@ -324,11 +326,11 @@ def _series(name: str, step: int) -> str:
 
 
 def _name_of(role: str, name: str) -> str:
-    """What a set is called in files: for other roles than the actor with the role's name."""
+    """Return the name of a set in files, with the role's name for other roles than the actor."""
     return name if role == ACTOR else f"{role}-{name}"
 
 
 def _said(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the job's prompts come from."""
+    """Return the settings that say where the job's prompts come from."""
     places = ("task", "path", "split", "eval_path", "eval_split")
     return {name: data[name] for name in places if data.get(name) is not None}

@@ -55,7 +55,8 @@ class ReturnedDevices(Exception):  # noqa: N818 (it is no error: the run goes on
 
 
 class Loop(RunEnd):
-    """Runs a job's trainer for its steps, and leaves metrics, samples, model and summary.
+    """Runs the driver program of a job for its steps, and leaves metrics, samples, models and a
+    summary.
 
     Args:
         job: The job, its groups built.
@@ -231,15 +232,16 @@ class Loop(RunEnd):
         self.view.message(f"step {step}: the run ends here, for {reason}.")
 
     def preempt(self, signal: str) -> None:
-        """Has the run end after the step in hand with a checkpoint and `Preempted`, or at once as
-        Ctrl-C does if it has no checkpoints. A signal handler may call it."""
+        """Request that the run ends after the current step with a checkpoint and
+        `PreemptionInterrupt`; without checkpoints, at once as after Ctrl-C. May be called from a
+        signal handler."""
         if not self.config.checkpoint.wanted:
             self.interrupt(signal)
         self._preempted = signal
 
     def interrupt(self, signal: str = "Ctrl-C") -> None:
-        """Has the run end at once. A signal handler may call it, also where Python lets go of what
-        that raises, as in a finalizer: then the run ends before its next step."""
+        """End the run at once. May be called from a signal handler; where Python swallows the
+        exception, as in a finalizer, the run ends before its next step."""
         self.interrupted = signal
         raise KeyboardInterrupt(signal)
 
@@ -276,7 +278,7 @@ class Loop(RunEnd):
             return found
 
     def _go_back(self, rewind: Rewind) -> Resumed:
-        """The checkpoint to go back to; the prompts that led here are left out."""
+        """Return the checkpoint to rewind to, and exclude the prompts that led to the rewind."""
         self.job.executor.settle()
         self.note_saved(self.checkpoints.finish())
         found = self.checkpoints.newest()
@@ -290,7 +292,7 @@ class Loop(RunEnd):
         return found
 
     def _resume(self, found: Resumed) -> int:
-        """The number of steps that are done before this run does any."""
+        """Load a resume point and return the number of steps that are done."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
         done = self.saved = self.checkpoints.load(found)
@@ -322,7 +324,7 @@ class Loop(RunEnd):
             self.view.message(choice)
 
     def _is_best(self, figures: Mapping[str, float], sets: Sequence[str]) -> bool:
-        """Whether a step is the best by what was evaluated of these sets."""
+        """Return whether a step is the best one by the evaluation of these sets."""
         best = self.config.checkpoint.best
         is_known = best is not None and self.evaluations.owner(metric_of(best)) in sets
         return is_known and self.checkpoints.is_best(figures)

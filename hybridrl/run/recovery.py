@@ -1,4 +1,4 @@
-"""What a run does that has lost workers: whether it goes on, from which step, and what it cost."""
+"""Recovery from lost workers: whether the run restarts, from which step, and what the loss cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE = "recoveries.jsonl"
 
 @dataclass
 class _Loss:
-    """A loss after which the run has not gone on yet; seconds of `time.perf_counter`."""
+    """A loss that the run has not recovered from yet; times are seconds of `time.perf_counter`."""
 
     what: str
     after_step: int
@@ -30,7 +30,8 @@ class _Loss:
 
 
 class Recoveries:
-    """Those of a run, a line each in `<run>/recoveries.jsonl`, which outlives the driver too.
+    """The recoveries of a run: the limit on restarts, and `recoveries.jsonl` with a line for each,
+    also of earlier processes.
 
     Args:
         run: The run's folder.
@@ -47,7 +48,7 @@ class Recoveries:
     def begin(
         self, lost: LostError, from_step: int, summary: Mapping[str, Any], since: float
     ) -> None:
-        """Takes note of a loss.
+        """Record a loss and decide whether the run restarts.
 
         Args:
             from_step: What the run can go on from.
@@ -66,8 +67,9 @@ class Recoveries:
     def end(
         self, step: int, summary: Mapping[str, Any], devices: int, from_memory: bool = False
     ) -> str:
-        """The run goes on from this step, of which the memory of nodes had a copy or not: a
-        sentence that says so; empty if nothing was lost."""
+        """Record that the run continues from this step, and return a sentence about it; empty if
+        nothing was lost. `from_memory`: whether the checkpoint was read from the memory of
+        nodes."""
         if (loss := self._loss) is None:
             return ""
         again = max(0.0, loss.seconds_train - summary["seconds_train"])
@@ -82,8 +84,8 @@ class Recoveries:
         )
 
     def count(self, summary: dict[str, Any]) -> None:
-        """Puts into the summary how many there were, if any, and the seconds that they cost: while
-        nothing worked, and for steps that are made again."""
+        """Add the number of recoveries to the summary, and the seconds that they cost: without
+        work, and for repeated steps."""
         if rows := self._rows():
             summary["recoveries"] = len(rows)
             summary["seconds_lost"] = round(sum(row["seconds_lost"] for row in rows), 1)
@@ -112,7 +114,7 @@ class Recoveries:
     def _end(
         self, step: int, again: float, devices: int | None, from_memory: bool = False
     ) -> float:
-        """Writes the line of the loss; the time now."""
+        """Write the entry of the loss and return the time now."""
         loss, self._loss, now = self._loss, None, time.perf_counter()
         assert loss is not None
         row = {

@@ -29,7 +29,7 @@ SAVE_SECONDS_AFTER_ERROR = 60.0
 
 
 class _TooBusyError(Exception):
-    """The workers did not come to saving a model in time."""
+    """The workers were too busy to save a model in time."""
 
 
 class RunEnd:

@@ -15,14 +15,15 @@ from hybridrl.errors import Preempted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LONGEST_CLOSING_SECONDS = 60.0
-"""How long closing may take without a signal: a tracker may have something to send."""
+"""The time limit of closing without a signal; a tracker may still have something to send."""
 
 
 class Interrupts:
-    """Sees to them while it is entered, in the main thread. The first signal asks for the end: what
-    it calls decides whether that is at once, by an exception, or after the step in hand. A second
-    one, or the end of the time to save, raises wherever the program is. When the grace is over, or
-    some seconds after a second signal or after `closing`, the process ends, whatever it waits for.
+    """A context manager that handles these signals in the main thread. The first signal calls
+    `on_interrupt` or `on_terminate`, which end the run at once by an exception or after the current
+    step. A second signal, or the end of the time to save, raises wherever the program is. When the
+    grace period is over, or some seconds after a second signal or after `begin_closing`, the
+    process exits whatever it is waiting for.
 
     Args:
         recover: Its grace begins with the first signal, and ends with the process.
@@ -34,7 +35,6 @@ class Interrupts:
     """
 
     INTERRUPTED = 130
-    """Exit code after Ctrl-C."""
 
     def __init__(self, recover: RecoverConfig, terminated: int = INTERRUPTED) -> None:
         self._recover, self._terminated = recover, terminated
@@ -63,8 +63,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def closing(self, code: int) -> None:
-        """The run's work is done or given up, and what it has opened is about to be closed: signals
-        interrupt that no more, and it may not take long.
+        """Mark the run as done or given up before its resources are closed: signals no longer
+        interrupt it, and closing gets a time limit.
 
         Args:
             code: With which the process ends if it does.
@@ -117,8 +117,7 @@ class Interrupts:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the program after a signal: no other signal, and nothing that hangs, keeps it from
-    that."""
+    """Exit after a signal; neither another signal nor anything that hangs prevents it."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     timer = threading.Timer(CLOSING_SECONDS, os._exit, (code,))

@@ -1,4 +1,4 @@
-"""The figures of a step, from what the ranks reported and what the updates measured."""
+"""The metrics of a step, from the records of its calls and the results of its updates."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step_metrics(
     seconds: float,
     drawn: Mapping[int, str] | None = None,
 ) -> dict[str, float]:
-    """All metrics of one step.
+    """Compute all metrics of one step.
 
     Args:
         records: Of every call of the step, by every rank.
@@ -145,7 +145,7 @@ def _of_samples(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _peaks(records: Sequence[Record]) -> dict[str, float]:
-    """Memory at the fullest moment of any rank, by role and phase."""
+    """Return the peak memory of any rank, by role and phase."""
     found: dict[str, float] = defaultdict(float)
     for record in records:
         for phase, size in record.peaks.items():
@@ -155,8 +155,8 @@ def _peaks(records: Sequence[Record]) -> dict[str, float]:
 
 
 def _columns(total: Mapping[str, float]) -> dict[str, float]:
-    """Of the columns `reward/...` and `cost/...`, over the samples that have a number there: means,
-    under the columns' names, and standard deviations, with `/std` behind them."""
+    """Return mean and `/std` of the columns `reward/...` and `cost/...`, over the samples that have
+    a number there."""
     names = [
         name.removesuffix("_count")
         for name in total
@@ -170,7 +170,7 @@ def _columns(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
-    """Of rewards, or costs, if there are any."""
+    """Return the metrics of rewards, or of costs; empty if there are none."""
     if f"{kind}_count" not in total:
         return {}
     figures = {}
@@ -186,14 +186,14 @@ def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean_and_spread(name: str, total: Mapping[str, float]) -> tuple[float, float]:
-    """Mean and standard deviation of what was added up under this name."""
+    """Return mean and standard deviation of the numbers summed under this name."""
     mean = total[f"{name}_sum"] / total[f"{name}_count"]
     variance = total[f"{name}_square_sum"] / total[f"{name}_count"] - mean * mean
     return mean, math.sqrt(max(0.0, variance))
 
 
 def _responses(total: Mapping[str, float]) -> dict[str, float]:
-    """Of what was generated, if anything was."""
+    """Return the metrics of generated responses; empty if nothing was generated."""
     if "samples" not in total:
         return {}
     samples = max(1.0, total["samples"])
@@ -222,7 +222,7 @@ def _responses(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _compression(total: Mapping[str, float]) -> dict[str, float]:
-    """Of weights that were sent to a generator on devices of its own, if any were."""
+    """Return the metrics of weights sent to a disaggregated generator; empty if none were."""
     if "sync_method_max" not in total:
         return {}
     figures = {
@@ -237,7 +237,7 @@ def _compression(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
-    """Share of the variance of the returns that the values explain, 1 at best."""
+    """Return the share of the returns' variance that the values explain; 1 is best."""
     mean, square, error = (
         mean_of_updates(f"critic_{name}", updates)
         for name in ("return", "return_square", "error_square")
@@ -247,7 +247,7 @@ def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
 
 
 def phase_shares(records: Iterable[Record], wall_seconds: float) -> dict[str, float]:
-    """Seconds and shares of a step's wall time by phase, from the records of its calls.
+    """Compute seconds and shares of a step's wall time by phase, from the records of its calls.
 
     Args:
         records: one per call and rank.

@@ -53,7 +53,7 @@ class PendingStep(NamedTuple):
 
 
 class Steps:
-    """Those of a run that goes on without a break.
+    """Runs and records the steps of one attempt of a run.
 
     Args:
         job: The job, its groups built.
@@ -136,7 +136,8 @@ class Steps:
             self.view.message(f"step {step.number}: {notice}")
 
     def _record(self, step: int, records: Sequence[Record]) -> None:
-        """Writes when each part of this step was, by the clocks that were compared last."""
+        """Write the record of a step, with the times of all calls by the clock offsets measured
+        last."""
         if step % CLOCKS_EVERY == 1 or self._ahead is None:
             self._ahead = self.job.executor.clocks_ahead()
         epoch = time.time() - time.perf_counter()
@@ -146,8 +147,8 @@ class Steps:
 
 
 def choices_of(records: Sequence[Record]) -> list[str]:
-    """What roles decided by measuring. Ranks that share parameters decide alike; those of other
-    stages of a pipeline for themselves, and the first that says something is told."""
+    """Return what roles have chosen by measuring. Ranks that share parameters choose alike; those
+    of other pipeline stages choose for themselves, and the first rank with a choice is reported."""
     found: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda record: record.rank):
         if record.choices:
@@ -187,13 +188,15 @@ SAMPLES_WITH_TOKENS = 64
 
 
 class KeptSamples:
-    """Those of a job; see `observe`."""
+    """Records and shows samples of a job, as often as `observe.samples_every` and
+    `observe.show_every` say."""
 
     def __init__(self, job: Job, view: StepView) -> None:
         self._job, self._view = job, view
 
     def keep(self, step: int, batch: BatchRef, metrics: Mapping[str, float]) -> None:
-        """Writes the samples of a step, and shows those of its first prompt, as often as is asked.
+        """Write the samples of a step and show those of its first prompt, if the step is one to
+        record or show.
 
         Args:
             metrics: Of the step: they tell which columns rewards have.

@@ -1,4 +1,5 @@
-"""Supervised steps before reinforcement: a model that is never right gives nothing to reinforce."""
+"""Supervised warm-up before reinforcement: a model that is never right gives nothing to
+reinforce."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ RATE_WARMUP_STEPS = 10
 
 
 def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
-    """Runs `warmup.steps` supervised steps on a built-in task's own answers, with an optimizer of
-    their own; the actor's starts afresh after them, and the models that begin as copies of the
-    actor begin as copies of what it is then.
+    """Run `warmup.steps` supervised steps on a built-in task's reference responses, with an
+    optimizer of their own. Afterwards the actor gets a fresh optimizer, and the models that start
+    as copies of the actor become copies of the warmed-up one.
 
     Args:
         progress: Called after each step with its number (from 1) and metrics; None: it is shown as

@@ -21,7 +21,7 @@ FORMAT = 1
 
 
 class EvaluationsFile:
-    """That of a run.
+    """The log of all evaluations of a run.
 
     Args:
         folder: The run's.
@@ -31,16 +31,16 @@ class EvaluationsFile:
         self.path = folder / NAME
 
     def read(self) -> list[dict[str, Any]]:
-        """All evaluations, in the order of their steps; none if there is no file, or if it is none
-        of ours."""
+        """Return all evaluations in the order of steps; none if there is no file, or no valid
+        one."""
         try:
             return _entries(load_json(self.path))
         except (OSError, ValueError):
             return []
 
     def add(self, evaluation: Mapping[str, Any]) -> None:
-        """Adds one, in place of what there is of the same sets at its step. A reader sees the file
-        as it was or as it is, never half of it.
+        """Add an evaluation, replacing the sets that it shares with one of the same step. Readers
+        see the file before or after, never half of it.
 
         Raises:
             StorageError: if it cannot be written.
@@ -52,7 +52,7 @@ class EvaluationsFile:
         self._write([*others, {**evaluation, "sets": sets}])
 
     def forget_after(self, step: int) -> None:
-        """Removes those of later steps.
+        """Remove the evaluations of later steps.
 
         Raises:
             StorageError: if it cannot be written.
@@ -70,7 +70,7 @@ class EvaluationsFile:
 
 
 def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder and the evaluations of a run, by its folder or by its `evaluations.json`.
+    """Return the folder and the evaluations of a run, given its folder or its `evaluations.json`.
 
     Raises:
         ConfigError: if there are none.
@@ -92,7 +92,7 @@ def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any
 
 
 def newest_of_sets(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What is known of each set by its newest evaluation, with its `step`."""
+    """Return the newest evaluation of each set, with its `step`."""
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
         found |= {name: {**one, "step": entry["step"]} for name, one in entry["sets"].items()}

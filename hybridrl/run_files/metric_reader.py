@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` back, as one row per step."""
+"""Reading `metrics.jsonl`, as one row per step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REMEMBERED = 64
 
 
 class GrowingMetrics:
-    """The rows of a file that may still be written, of which each look reads what is new.
+    """A reader of a file that may still be written: each call reads only what was added.
 
     Args:
         file: `metrics.jsonl`; it need not be there yet.
@@ -30,7 +30,7 @@ class GrowingMetrics:
         self._forget()
 
     def rows(self) -> list[dict[str, Any]]:
-        """As `read_metrics`."""
+        """Return all rows so far, as `read_metrics`."""
         self.fault = ""
         try:
             with open_regular(self._file) as lines:
@@ -68,7 +68,8 @@ class GrowingMetrics:
 
 
 def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
-    """Rows in the order of their steps, each with `step` and the metrics that are numbers.
+    """Return the rows of the file in the order of steps, each with `step` and all metrics that are
+    numbers.
 
     Lines of one step are merged, the later winning. A training step that goes back in the count
     means that the run was resumed, so the steps after it, about to be made again, are dropped.
@@ -78,7 +79,7 @@ def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
 
 
 def length_up_to(metrics_file: Path, step: int) -> int:
-    """Bytes of the file before the first line that is of a later step, or that is no whole line."""
+    """Return the bytes before the first line that belongs to a later step or is incomplete."""
     length = 0
     with open_regular(metrics_file) as lines:
         for line in lines_from(lines):
@@ -90,7 +91,7 @@ def length_up_to(metrics_file: Path, step: int) -> int:
 
 
 def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where it was measured."""
+    """Return the steps and values of one metric, where it was measured."""
     found = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in found], [value for _, value in found]
 
@@ -107,7 +108,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_figure(value: Any) -> bool:
-    """Whether it is a number that a float can be: whole ones of JSON have no bound."""
+    """Return whether a value is a number that fits in a float; integers of JSON have no bound."""
     if isinstance(value, int):
         return abs(value) <= sys.float_info.max
     return isinstance(value, float)

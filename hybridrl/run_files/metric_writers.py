@@ -1,4 +1,4 @@
-"""Where the numbers of each step go: always a JSON Lines file, and trackers if asked for.
+"""Writers of step metrics: always a JSON Lines file, and trackers if the settings name them.
 
 Settings: `metrics`, a list of `tensorboard`, `wandb`, `mlflow` and `trackio`. A tracker is imported
 when it is opened, so a run without it neither needs it nor waits for it.
@@ -22,16 +22,18 @@ TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 class MetricWriter(Protocol):
-    """Takes the metrics of a step. Steps may repeat: an evaluation adds to the step's numbers."""
+    """A destination of step metrics. A step may be written twice: an evaluation adds to its
+    metrics."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self, state: str = FINISHED) -> None:
-        """Ends it; of a run that has ended like this, see `run_state`."""
+        """Close the writer; `state` is how the run ended, see `run_status`."""
 
 
 class JsonLines:
-    """One JSON object per line, `step` first and the other keys sorted; appends to `path`.
+    """A file with one JSON object per line, `step` first and the other keys sorted; appends to
+    `path`.
 
     A line is handed to the system whole and at once, so a killed run loses none. NaN and infinity
     are written as null.
@@ -62,7 +64,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars in TensorBoard's event files under `directory`; look with `tensorboard --logdir`."""
+    """A writer of TensorBoard event files under `directory`; view them with `tensorboard
+    --logdir`."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -128,7 +131,7 @@ class MLflow:
 
 class Trackio:
     """A run in the Trackio project `hybridrl`, on this machine's disk (`TRACKIO_DIR`), without a
-    network unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` says so; `trackio show` shows it."""
+    network unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set; `trackio show` shows it."""
 
     def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
         try:
@@ -153,12 +156,12 @@ class Trackio:
 
 
 def trackers_of(metrics: Any) -> list[str]:
-    """What the setting `metrics` names: none, one or several."""
+    """Return the trackers that the setting `metrics` names, as a list."""
     return [metrics] if isinstance(metrics, str) else list(metrics or [])
 
 
 def check_packages(names: Sequence[str]) -> None:
-    """Whether the trackers of these can be opened here; opens none.
+    """Check that the packages of these trackers are installed; open none.
 
     Raises:
         MissingPackageError: a tracker's package is not installed.
@@ -203,7 +206,8 @@ def open_writers(
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Whether an earlier run was killed, or ran out of disk, in the middle of a line."""
+    """Return whether the last line is incomplete because an earlier run was killed or ran out of
+    disk."""
     if not path.is_file() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a result came from: the command, the versions, the commit."""
+"""The provenance of a result: command, versions, commit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PACKAGES = {
 
 
 def provenance(seed: int, command: Sequence[str]) -> dict[str, Any]:
-    """For `summary.json`: `command`, `seed`, `versions`, and the `git_commit` of the folder that
-    the command was given in, if it is in a repository."""
+    """Collect the entries of `summary.json` on provenance: `command`, `seed`, `versions`, and the
+    `git_commit` of the current folder if it is in a repository."""
     versions = {"python": sys.version.partition(" ")[0]}
     for package, names in PACKAGES.items():
         if version := next(filter(None, map(_version, names)), None):

@@ -1,4 +1,4 @@
-"""`steps.jsonl` of a run: what every rank did in each step, and when, to be replayed.
+"""`steps.jsonl` of a run: what every rank, and the driver, did in each step, and when.
 
 A line of JSON for each step, with the times of calls and their phases by the clocks of their hosts,
 in seconds since the step began. `planner.what_if.recorded_graph` makes a graph of them.
@@ -33,11 +33,7 @@ MICROSECONDS = 6
 
 
 class RecordedStep(NamedTuple):
-    """Attributes:
-    begin, end: Seconds since the epoch, by the driver's clock.
-    records: One for each call and rank.
-    ahead: By device, the seconds that its host's clock was ahead of the driver's; none: 0.
-    """
+    """The record of one step."""
 
     step: int
     begin: float
@@ -49,7 +45,7 @@ class RecordedStep(NamedTuple):
 
 
 class BesideSteps:
-    """That of a run, until a step takes it into its own record."""
+    """The driver's spans and calls outside of steps, collected until the next recorded step."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -57,7 +53,7 @@ class BesideSteps:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """While the driver is at it."""
+        """Record the time that the block takes as a span of the driver."""
         begin = time.time()
         try:
             yield
@@ -65,19 +61,19 @@ class BesideSteps:
             self._spans.append(Span(what, begin, time.time()))
 
     def called(self, records: Sequence[Record]) -> Sequence[Record]:
-        """Notes calls that belong to no step; returns them."""
+        """Add the records of calls that belong to no step; return them."""
         self._records += records
         return records
 
     def take(self) -> tuple[list[Record], list[Span]]:
-        """Everything since this was asked last."""
+        """Return and clear all spans and records since the last call."""
         taken = self._records, self._spans
         self._records, self._spans = [], []
         return taken
 
 
 class RecordedSteps:
-    """The file of a run, for writing.
+    """A writer of the records of a run's steps.
 
     Args:
         folder: Of the run.
@@ -87,7 +83,7 @@ class RecordedSteps:
         self.file = folder / STEPS
 
     def write(self, recorded: RecordedStep) -> None:
-        """Adds a step.
+        """Append the record of a step.
 
         Raises:
             StorageError: if that fails.
@@ -100,7 +96,7 @@ class RecordedSteps:
             self._keep_newest()
 
     def forget_after(self, step: int) -> None:
-        """Removes later steps, which are about to be done again.
+        """Remove the records of later steps, which are about to be repeated.
 
         Raises:
             StorageError: if that fails.
@@ -119,8 +115,8 @@ class RecordedSteps:
 
 
 def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:
-    """What a run has recorded, since it was last started: numbers of calls begin anew then. A last
-    line that was cut short is left out.
+    """Return the recorded steps since the run was last started, when call numbers begin again. An
+    incomplete last line is left out.
 
     Args:
         newest_bytes: Of the file, so much of its end is looked at; None: all of it.

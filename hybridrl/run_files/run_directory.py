@@ -1,4 +1,4 @@
-"""The folder of one run: who makes it, what lies where, and how files get there whole.
+"""The folder of one run and the files that the driver writes there.
 
 runs/2026-03-01_09-30-00-addition/
     config.yaml      the resolved settings
@@ -57,7 +57,8 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class RunDirectory:
-    """Paths of one run and the writing of its small files. Made by `create` or `at`."""
+    """The folder of one run: its paths, and the writing of its small files. `create_run_directory`
+    and `open_run_directory` make one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +76,8 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """Makes `<root>/<date>_<time>-<name>/`. When it is worth looking at: `point_latest`.
+        """Make the folder `<root>/<date>_<time>-<name>/`. Call `link_as_latest` when it is worth
+        looking at.
 
         Raises:
             ConfigError: `root` cannot be written, or is in the folder of another run; the message
@@ -97,7 +99,7 @@ class RunDirectory:
 
     @classmethod
     def at(cls, path: Path, *, resumes: bool = False) -> RunDirectory:
-        """Uses exactly `path`: makes it if missing, and keeps the files that are there.
+        """Use exactly `path` as the folder; make it if it is missing, and keep the files in it.
 
         Args:
             resumes: What a run has made there is that of this one.
@@ -122,13 +124,13 @@ class RunDirectory:
         return directory
 
     def point_latest(self) -> None:
-        """Points `<root>/latest` at this run, if it was made by `create`."""
+        """Point `<root>/latest` at this run, if `create_run_directory` made it."""
         if self._latest is not None:
             _point_latest(self._latest, self.path.name)
 
     @classmethod
     def check(cls, directory: str | None, root: str, resumes: bool) -> None:
-        """Whether `at` or `create` would make a folder; makes none.
+        """Check that the folder could be made or opened; make nothing.
 
         Raises:
             ConfigError: as they do.
@@ -153,7 +155,7 @@ class RunDirectory:
             raise _not_writable(setting, run.path, error) from error
 
     def close_to_others(self) -> None:
-        """Lets only this user into the folder, whatever the files in it allow.
+        """Restrict the folder to this user, whatever the permissions of its files.
 
         Raises:
             ConfigError: the folder is somebody else's.
@@ -167,17 +169,17 @@ class RunDirectory:
             ) from error
 
     def write_config(self, text: str) -> None:
-        """Writes the resolved settings, YAML text as given."""
+        """Write the resolved settings, given as YAML text."""
         with replacing(self.config_file) as part:
             _write_durably(part, text)
 
     def write_placement(self, text: str) -> None:
-        """Writes which role lives where, JSON text as given, for `placement=file`."""
+        """Write the placement, given as JSON text, for `placement=file`."""
         with replacing(self.path / "placement.json") as part:
             _write_durably(part, text + "\n")
 
     def write_cluster(self, text: str) -> None:
-        """Writes the devices of the run, JSON text as given."""
+        """Write the devices of the run, given as JSON text."""
         with replacing(self.path / "cluster.json") as part:
             _write_durably(part, text + "\n")
 
@@ -187,20 +189,20 @@ class RunDirectory:
             _write_durably(part, to_json(figures, indent=2) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes the run's outcome as JSON; NaN and infinity become null."""
+        """Write the summary of the run as JSON; NaN and infinity become null."""
         with replacing(self.summary_file) as part:
             _write_durably(part, to_json(summary, indent=2) + "\n")
 
     def forget_summary(self) -> None:
-        """Removes that of an earlier job of this run, whose end is not the end any more."""
+        """Remove the summary of an earlier job of this run, which goes on."""
         with explain_write_errors(self.summary_file):
             self.summary_file.unlink(missing_ok=True)
 
     def write_samples(
         self, step: int, table: pyarrow.Table, tokens: pyarrow.Table | None = None
     ) -> Path:
-        """Writes the samples of one step to `samples/step-<6 digits>.parquet`; returns it. What is
-        known of their tokens, of the first ones, goes to `tokens/`, under the same name."""
+        """Write the samples of one step to `samples/step-<6 digits>.parquet` and return the file.
+        The token columns of its first samples go to `tokens/` under the same name."""
         if tokens is not None:
             with explain_write_errors(self.tokens):
                 self.tokens.mkdir(exist_ok=True)
@@ -208,13 +210,14 @@ class RunDirectory:
         return _write_table(self.samples / f"step-{step:06d}.parquet", table)
 
     def write_evaluated(self, name: str, step: int, table: pyarrow.Table) -> Path:
-        """Writes the samples of the evaluation of a set to
-        `samples/eval-<name>-step-<6 digits>.parquet`; returns it."""
+        """Write the samples of a set's evaluation to `samples/eval-<name>-step-<6 digits>.parquet`
+        and return the file."""
         return _write_table(self.samples / f"eval-{name}-step-{step:06d}.parquet", table)
 
     def write_bad_step(self, step: int, table: pyarrow.Table, found: Mapping[str, Any]) -> Path:
-        """Writes what a step learned from whose numbers were not finite to
-        `bad-steps/step-<6 digits>.parquet`, and what was found beside it (.json)."""
+        """Write the samples of a step with non-finite numbers to `bad-steps/step-<6
+        digits>.parquet`, and what was found in them to a JSON file beside it; return the Parquet
+        file."""
         path = self.path / "bad-steps" / f"step-{step:06d}.parquet"
         with explain_write_errors(path):
             path.parent.mkdir(exist_ok=True)
@@ -241,7 +244,7 @@ class RunDirectory:
         RecordedSteps(self.path).forget_after(step)
 
     def _refuse_results(self) -> None:
-        """Two runs in one folder would mix their metrics and samples."""
+        """Refuse a folder with results of another run, which would be mixed with this one's."""
         if found := self._results():
             raise ConfigError(
                 f"run.directory={self.path} holds an earlier run (it has {found[0].name}), and "
@@ -252,8 +255,8 @@ class RunDirectory:
             )
 
     def _results(self) -> list[Path]:
-        """What a run has made here. What one leaves that ended before its first step is in nobody's
-        way."""
+        """Return the files that show that a run has made steps here. A run that ended before its
+        first step leaves none."""
         found = [path for path in (self.summary_file, self.model) if path.exists()]
         if self.metrics_file.is_file() and self.metrics_file.stat().st_size:
             found.insert(0, self.metrics_file)
@@ -265,7 +268,7 @@ class RunDirectory:
 
 
 def make_steps_folder(folder: Path) -> None:
-    """Makes a folder of checkpoints that is not in the run's.
+    """Make a folder of checkpoints outside the run's folder.
 
     Raises:
         ConfigError: it cannot be made; the message names `checkpoint.folder`.
@@ -278,8 +281,8 @@ def make_steps_folder(folder: Path) -> None:
 
 
 def _refuse_inside_a_run(setting: str, named: Path, path: Path) -> None:
-    """A run's folder is one thing to name, to copy and to remove, and `checkpoints/` in it is
-    tidied up."""
+    """Refuse a folder inside the folder of another run. A run's folder is named, copied and removed
+    as one, and `checkpoints/` in it is pruned."""
     for folder in path.resolve().parents:
         run = RunDirectory(folder)
         if run.config_file.is_file() and (run._results() or (folder / LOCK).is_file()):
@@ -299,7 +302,8 @@ def _write_table(path: Path, table: pyarrow.Table) -> Path:
 
 
 def _folder_name(name: str) -> str:
-    """Keeps letters, digits, `.`, `_`, `=`, `+` and `-`; at most 80 characters."""
+    """Return the name with letters, digits, `.`, `_`, `=`, `+` and `-` only, at most 80
+    characters."""
     return re.sub(r"[^\w.=+-]+", "-", name).strip(".-")[:80] or "run"
 
 
@@ -322,7 +326,7 @@ def _check_latest(link: Path) -> None:
 
 
 def _point_latest(link: Path, target: str) -> None:
-    """Makes `link` point at `target`; anyone who follows it sees the old run or the new one."""
+    """Point `link` at `target`; whoever follows it sees the old run or the new one."""
     new_link = link.with_name(f".latest-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         new_link.symlink_to(target)

@@ -1,4 +1,4 @@
-"""One job at a time in a run's folder: a job notes that it has it, and a dead one loses it.
+"""A lease on a run's folder: one job at a time, and a dead job loses it.
 
 `<run>/lock.json` says which process has the folder. On that process's own machine others ask
 whether it still lives; elsewhere, whether it has touched the file lately. The clock is the file
@@ -37,7 +37,7 @@ _CLOCK_SECONDS = 2.0
 
 
 class RunLock:
-    """Keeps the folder of a run for this process; use it in a `with`.
+    """A lock that keeps the folder of a run for this process; use it in a `with`.
 
     Args:
         folder: It exists.
@@ -51,7 +51,7 @@ class RunLock:
         self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     def __enter__(self) -> RunLock:
-        """Takes the folder. A job on another machine is given the time to show that it lives.
+        """Acquire the folder. A holder on another machine gets time to show that it is alive.
 
         Raises:
             ConfigError: if another job has it; names the process and its machine.
@@ -66,14 +66,14 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the folder back. What another job has taken since stays that job's."""
+        """Release the folder, unless another job has acquired it since."""
         self._stop.set()
         with contextlib.suppress(OSError), _alone(self.file) as file:
             if _read(file) == self._mine:
                 self.file.unlink()
 
     def _taken(self, seen: float | None) -> bool:
-        """Takes the folder if nobody has it; False if that is not known yet.
+        """Acquire the folder if it is free; return False if the holder may still be alive.
 
         Args:
             seen: When the holder had touched the file as this job came; None: it comes now.
@@ -99,7 +99,7 @@ class RunLock:
 
 
 def this_process() -> dict[str, Any]:
-    """What others need to find out whether this process still lives."""
+    """Return what other processes need to find out whether this one is alive."""
     process = psutil.Process()
     return {
         "host": socket.gethostname(),
@@ -111,7 +111,7 @@ def this_process() -> dict[str, Any]:
 
 
 def read_holder(file: Path) -> dict[str, Any] | None:
-    """Which process has noted itself in a lock; None if none has."""
+    """Return the process noted in a lock file; None if there is none."""
     try:
         with open_regular(file) as opened:
             return _read(opened.fileno())
@@ -120,7 +120,8 @@ def read_holder(file: Path) -> dict[str, Any] | None:
 
 
 def _machine() -> str:
-    """Equal for processes that see each other's numbers: the same boot and the same container."""
+    """Return an identity shared by processes that see each other's process ids: same boot, same
+    container."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -128,7 +129,7 @@ def _machine() -> str:
 
 
 def is_dead(holder: dict[str, Any], silent: float) -> bool:
-    """Whether the job that has noted itself is gone.
+    """Return whether the noted process is gone.
 
     Args:
         silent: Seconds since it touched the file.
@@ -143,7 +144,7 @@ def is_dead(holder: dict[str, Any], silent: float) -> bool:
 
 
 def _now(folder: Path) -> float:
-    """The time by the clock of the folder's file system."""
+    """Return the time by the clock of the folder's file system."""
     probe = folder / f".{LOCK}.{os.getpid()}"
     try:
         probe.touch()
@@ -154,7 +155,7 @@ def _now(folder: Path) -> float:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[int]:
-    """The opened file, with no other process in this block, where the file system can do that."""
+    """Open the file with an exclusive lock for the block, where the file system supports locks."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -175,7 +176,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _read(file: int) -> dict[str, Any] | None:
-    """What is noted; None if nothing is, or nothing that was written to its end."""
+    """Return the noted holder; None if there is no complete note."""
     try:
         found = parse_json(os.pread(file, 1 << 16, 0))
         return found if {"host", "machine", "pid", "started", "since"} <= found.keys() else None

@@ -226,7 +226,7 @@ def open_run(path: Path) -> RunReader:
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is the folder of a run."""
+    """Return whether the folder holds a run's `config.yaml` or `metrics.jsonl`."""
     return any((path / name).is_file() for name in MARKS)
 
 
@@ -255,7 +255,7 @@ def check_runs(path: Path) -> None:
 
 
 def not_a_run(path: Path) -> str:
-    """Why a path is no run's folder, and what to do."""
+    """Return the sentence that says why a path is no run folder, and what to name instead."""
     if not path.exists():
         return f"{path} does not exist. Name the folder of a run, such as runs/latest."
     if not path.is_dir():

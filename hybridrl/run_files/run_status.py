@@ -1,4 +1,4 @@
-"""What has become of a run: `<run>/status.json`, for programs that wait for it or look later.
+"""The status of a run in `<run>/status.json`: running, finished, failed, interrupted, killed.
 
     {"state": "failed", "why": "actor rank 1 died during ...", "began": "...", "ended": "..."}
 
@@ -26,7 +26,7 @@ RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = (
 
 
 class RunState:
-    """That of the job which has the folder.
+    """The status of the job that holds the run's folder.
 
     Args:
         folder: Of the run.
@@ -39,7 +39,7 @@ class RunState:
         self._state = ""
 
     def begin(self) -> None:
-        """The run is running, whatever an earlier job has made of it.
+        """Record that the run is running, whatever an earlier job has recorded.
 
         Raises:
             StorageError: if that cannot be noted.
@@ -72,7 +72,7 @@ class RunState:
 
 
 def outcome_of(error: BaseException | None) -> tuple[str, str]:
-    """The state of a run that this has ended, and why; None: it has done all of its work."""
+    """Return the status that an exception, or None for success, gives a run, and the reason."""
     match error:
         case None:
             return FINISHED, ""

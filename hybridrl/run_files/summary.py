@@ -60,9 +60,9 @@ class RunSummary(dict[str, Any]):
 
 
 def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
-    """What the metric `accuracy` is: the share of right answers where one function of the library
-    checks them. A model that grades may be wrong, and what other functions mean by a score is not
-    known: there it is only the share of greedy responses that score `reward.correct_at` or more."""
+    """Return what the metric `accuracy` stands for: the share of correct responses if one function
+    of the library checks them, else the share of greedy responses that score `reward.correct_at` or
+    more, since a grading model may be wrong and the scale of other functions is unknown."""
     checks = [reward.function] if isinstance(reward.function, str) else reward.function
     is_checked = isinstance(checks, list) and len(checks) == 1 and isinstance(checks[0], str)
     if (
@@ -78,7 +78,8 @@ def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
 def final_sentence(
     summary: Mapping[str, Any], directory: Path, accuracy: str = GAINS["accuracy"]
 ) -> str:
-    """Such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41 s); model, ...
+    """Return a sentence such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41
+    s); model, ...
 
     Args:
         summary: `<name>_first` and `<name>_last` of any of `GAINS`, `steps` and `seconds`; what is

@@ -87,7 +87,7 @@ _probing = threading.Lock()
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """The resources that a program may use.
 
     Attributes:
         wall_s: seconds from its start.
@@ -125,7 +125,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended, and what it wrote.
+    """The end of a program and its output.
 
     Attributes:
         ended: `ok` (exit code 0), `error` (another exit code), `memory` (an uncaught
@@ -166,7 +166,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Confinement:
-    """What confines programs on this machine, beside seccomp and resource limits.
+    """The mechanisms that confine programs on this machine, beside seccomp and resource limits.
 
     Attributes:
         namespaces: `root`, made by right; `user`, made within a user namespace; or `none`.
@@ -181,7 +181,8 @@ class Confinement:
     memory_groups: bool = False
 
     def __str__(self) -> str:
-        """One line for the user: what confines, and what is not limited for want of better."""
+        """Return one line for the user: which mechanisms confine programs, and what they leave
+        unlimited."""
         parts = ["namespaces"] if self.namespaces != "none" else []
         parts += [*(["Landlock"] if self.landlock else []), "seccomp"]
         parts += ["control groups"] if self.memory_groups else []
@@ -190,7 +191,8 @@ class Confinement:
 
 
 def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) -> Outcome:
-    """Runs a Python program, confined; see above. May be called from several threads at once.
+    """Run a Python program in the sandbox; threads may call this concurrently. May be called from
+    several threads at once.
 
     Raises:
         MachineError: if this machine cannot confine programs.
@@ -236,7 +238,7 @@ def judge_program(program: str, tests: Sequence[str], limits: Limits | None = No
 
 
 def confinement() -> Confinement:
-    """What confines programs here: the best of what there is, found by trying each, once.
+    """Find the best confinement that this machine allows, by trying each level once.
 
     Raises:
         MachineError: if nothing does; says what is missing.
@@ -273,7 +275,7 @@ def _probe() -> Confinement:
 
 
 class _RefusedError(Exception):
-    """The program could not be confined as asked, and was not run."""
+    """The kernel refused the requested confinement, so the program was not run."""
 
 
 def _execute(
@@ -333,7 +335,8 @@ def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits, is_full: b
 
 @functools.cache
 def _libraries() -> tuple[list[str], list[str]]:
-    """The folders that a program may read, and those of them that hold installed packages."""
+    """Return the folders that a program may read, and those of them that hold installed
+    packages."""
     packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
     standard = [p for p in sys.path if p not in packages and Path(p, "encodings").is_dir()]
     wanted = [*_SYSTEM_LIBRARIES, *standard, *(f"{p}/lib-dynload" for p in standard), *packages]

@@ -1,4 +1,4 @@
-"""The supervisor of a sandboxed program as the caller sees it: starting it, and reading from it."""
+"""The supervisor process of a sandboxed program as the caller sees it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _PIECE = 1 << 16
 
 
 class Supervisor:
-    """A supervisor, the job on its way to it, and what it and the program have written so far.
+    """A supervisor process, the message on its way to it, and the output of it and of the program
+    so far.
 
     Args:
         job: what the supervisor is told, and what it leaves to the judge.
@@ -80,7 +81,7 @@ class Supervisor:
         os.set_blocking(self._control.fileno(), False)
 
     def finish(self) -> None:
-        """Sends the job and reads until everything at the other end is closed."""
+        """Send the message and read until the other side has closed every pipe."""
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLOUT)
         for descriptor in self._sinks:
@@ -104,7 +105,7 @@ class Supervisor:
                 self._control.close()
 
     def close(self) -> None:
-        """Ends the program if it still runs, and waits for the supervisor."""
+        """End the program if it still runs, and wait for the supervisor."""
         self._control.close()
         try:
             self._process.wait(_SUPERVISOR_S)
@@ -117,7 +118,7 @@ class Supervisor:
         os.close(self._report)
 
     def _send(self) -> bool:
-        """Sends what the pipe takes; whether there is more."""
+        """Send what the pipe takes, and return whether more is left."""
         with contextlib.suppress(BlockingIOError):
             try:
                 self._outgoing = self._outgoing[os.write(self._control.fileno(), self._outgoing) :]
@@ -126,7 +127,7 @@ class Supervisor:
         return bool(self._outgoing)
 
     def _receive(self, descriptor: int) -> bool:
-        """Takes a piece of output; False at its end."""
+        """Read a piece of output; return False at its end. False at its end."""
         piece = os.read(descriptor, _PIECE)
         sink = self._sinks[descriptor]
         sink += piece

@@ -1,5 +1,5 @@
-"""The HTTP endpoint of a rollout replica: programs ask it for the model's turns as they would ask
-OpenAI's, and it keeps exactly the tokens that were sampled.
+"""The HTTP endpoint of a rollout replica: programs call it as OpenAI's API, and it keeps exactly
+the tokens that were sampled.
 
 `endpoint.Endpoint` listens, `exchange.Exchange` brings requests to the thread of the engine and
 answers back, a `session.Session` keeps what an episode sampled, `chat` turns messages into tokens

@@ -124,8 +124,6 @@ class AgentGenerator(SampleGenerator):
 
 
 class _Row(NamedTuple):
-    """An episode under way."""
-
     row: int
     session: Session
     play: Play
@@ -338,8 +336,8 @@ def agent_generator(
 
 
 def _groups(batch: Batch, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
-    """The rows of each prompt that are samples of it: those of one `group_id`, or neighbours with
-    the same prompt."""
+    """Return the rows of each prompt: those with one `group_id`, or adjacent rows with the same
+    prompt."""
     names = batch["group_id"].tolist() if "group_id" in batch else prompts
     for _, group in itertools.groupby(range(len(batch)), names.__getitem__):
         yield list(group)

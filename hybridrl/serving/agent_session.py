@@ -24,7 +24,7 @@ ANY = "any"
 
 
 class Sampled(NamedTuple):
-    """A turn of the model.
+    """A turn that the engine sampled.
 
     Attributes:
         prompt_ids: The tokens that the engine continued.
@@ -41,7 +41,7 @@ class Sampled(NamedTuple):
 
 
 class Known(NamedTuple):
-    """A turn that the session has: the tokens that it continued, and those that it sampled."""
+    """The tokens of a recorded turn: its prompt and what was sampled."""
 
     prompt_ids: list[int]
     token_ids: list[int]
@@ -49,7 +49,7 @@ class Known(NamedTuple):
 
 @dataclass
 class _Branch:
-    """A conversation that was only ever continued."""
+    """A conversation of a session that was only ever extended."""
 
     part: str
     transcript: Transcript
@@ -58,7 +58,7 @@ class _Branch:
 
 @dataclass
 class Recorded:
-    """A turn that was recorded; see `Session.record` and `Session.take_back`."""
+    """A recorded turn, with what is needed to discard it."""
 
     branch: _Branch
     before: Mapping[str, Any] | None  # of the transcript; None: the branch began with this turn
@@ -69,7 +69,7 @@ class Recorded:
 
 @dataclass
 class Session:
-    """An episode's conversations with the model.
+    """The conversations of one episode with the model.
 
     A turn whose prompt begins with all tokens of a branch extends that branch: what is new of the
     prompt was given, then comes what was sampled. Any other turn begins a branch, with all of its
@@ -108,18 +108,18 @@ class Session:
 
     @property
     def sampled(self) -> int:
-        """How many tokens it has sampled."""
+        """Return the number of tokens sampled so far."""
         return self._sampled
 
     def next_seed(self, part: str) -> int:
-        """For the next request of a part: the same in every run in which it asks as often, also in
-        one that goes on from a checkpoint, where sessions have other names."""
+        """Return a seed for the next request of a part, which depends only on the session's seed,
+        the part and its request count, so that resumed runs repeat it."""
         self._asked[part] = number = self._asked.get(part, 0) + 1
         own = part.removeprefix(self.name)
         return hash((self.seed, zlib.crc32(own.encode()), number)) % 2**62
 
     def known(self, key: str) -> Known | None:
-        """The turn that was recorded under this name."""
+        """Return the turn that was recorded under a key."""
         with self._lock:
             if (found := self._known.get(key)) is None:
                 return None
@@ -128,7 +128,7 @@ class Session:
             return Known(ids[:start], ids[start:end])
 
     def record(self, part: str, turn: Sampled, key: str | None = None) -> Recorded | None:
-        """Keeps a turn that is about to be answered.
+        """Record a turn that is about to be sent.
 
         Args:
             part: The session's name as the program gave it.
@@ -164,8 +164,7 @@ class Session:
             return recorded
 
     def take_back(self, recorded: Recorded) -> None:
-        """Forgets a turn whose answer did not reach the program, unless the program went on from
-        it."""
+        """Discard a turn that did not reach the program, unless it has been extended."""
         with self._lock:
             branch = recorded.branch
             if self._is_over or len(branch.transcript) != recorded.length:
@@ -181,7 +180,7 @@ class Session:
             self._sampled += branch.transcript.sampled
 
     def end(self, parts: Collection[str] | None = None) -> list[Transcript]:
-        """The episode is over: nothing is recorded from now on.
+        """Finish the episode; nothing is recorded afterwards.
 
         Args:
             parts: Only what was sampled in these counts; None: all.
@@ -202,7 +201,7 @@ class Session:
             return found
 
     def _extended_by(self, prompt_ids: Sequence[int], part: str) -> _Branch | None:
-        """The longest branch of the part with all of whose tokens a prompt begins."""
+        """Return the longest branch of the part that the prompt begins with."""
         found, longest = None, -1
         for branch in self._branches:
             ids = branch.transcript.token_ids
@@ -213,7 +212,7 @@ class Session:
 
 
 def _belongs(part: str, parts: Collection[str]) -> bool:
-    """Whether a part is one of these, or of one of these."""
+    """Return whether a part is one of `parts`, or a part of one."""
     return any(part == one or part.startswith(f"{one}.") for one in parts)
 
 
@@ -231,7 +230,7 @@ class Permission(NamedTuple):
 
 
 class Sessions:
-    """Of the endpoint's thread and the engine's."""
+    """A registry of open sessions, shared by the endpoint's and the engine's threads."""
 
     def __init__(self, context_length: int) -> None:
         self._free = Sampling(context_length)
@@ -240,19 +239,19 @@ class Sessions:
         self._key = secrets.token_bytes(32)
 
     def open(self, name: str, sampling: Sampling, seed: int) -> Session:
-        """An episode begins. The name has no dot."""
+        """Open a session; the name must not contain a dot. The name has no dot."""
         session = Session(name, sampling, seed)
         with self._lock:
             self._open[name] = session
         return session
 
     def close(self, name: str) -> Session | None:
-        """It is over: its name is unknown from now on."""
         with self._lock:
             return self._open.pop(name, None)
 
     def find(self, part: str) -> Session | None:
-        """The episode of this name, or to which a part of this name belongs."""
+        """Return the open session with this name, or the one that a part of this name belongs
+        to."""
         with self._lock:
             return self._open.get(part.partition(".")[0])
 
@@ -270,6 +269,6 @@ class Sessions:
         return found if is_known else None
 
     def untrained(self, seed: int | None) -> Session:
-        """For a request that names no session: nothing is learned from what is sampled in it."""
+        """Return a session for a request that names none; its samples are not trained on."""
         seed = secrets.randbits(62) if seed is None else seed
         return Session(OWN, self._free, seed, is_trained=False)

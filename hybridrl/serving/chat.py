@@ -1,4 +1,5 @@
-"""Chat: from messages to tokens, and from tokens to messages.
+"""The interface of conversation renderers, which turn messages into tokens and tokens into
+messages.
 
 Tokens of earlier turns are never made again from their text: what a model sampled need not be what
 its tokenizer makes of that, and a policy trained on other tokens than it sampled learns from
@@ -19,11 +20,12 @@ from hybridrl.serving.messages import Said
 
 
 class ChatError(HybridRLError):
-    """The chat template refuses a conversation, or there is none. Says what it said."""
+    """The chat template refuses a conversation, or there is no template; the message quotes it.
+    Says what it said."""
 
 
 class Chat(ABC):
-    """Of one model.
+    """A renderer for the conversations of one model.
 
     Attributes:
         stop_token_ids: Tokens that end a turn, besides the model's own.
@@ -41,7 +43,7 @@ class Chat(ABC):
 
     @abstractmethod
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """A conversation that the model is to go on with.
+        """Return the tokens of a conversation that the model is to continue.
 
         Raises:
             ChatError: if the template refuses it.
@@ -51,7 +53,7 @@ class Chat(ABC):
     def continuation(
         self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
     ) -> list[int] | None:
-        """The same, with the tokens of an earlier turn as they are.
+        """Return the tokens of a conversation in which an earlier turn keeps its sampled tokens.
 
         Args:
             at: The message that is this turn; only others than the assistant's follow.
@@ -66,4 +68,4 @@ class Chat(ABC):
     def said(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
     ) -> Said:
-        """What a turn of the model says."""
+        """Parse the tokens of a turn into text, reasoning and tool calls."""

@@ -44,7 +44,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """Listens from the beginning; what it is asked waits in `exchange` for the engine's thread.
+    """An HTTP server that listens from its construction on; requests wait in `exchange` for the
+    engine's thread.
 
     Args:
         host, port: Where; port 0: any that is free.
@@ -108,18 +109,18 @@ class Endpoint:
         self.url = f"http://{shown}:{self._address[1]}"
 
     def open_session(self, name: str, sampling: Sampling, seed: int) -> Session:
-        """An episode begins: requests may name it. Its name has no dot."""
+        """Open a session that requests may name; the name must not contain a dot. Its name has no
+        dot."""
         return self._sessions.open(name, sampling, seed)
 
     def close_session(self, session: Session) -> None:
-        """An episode is over: its name is unknown from now on, and what it still asked for is
-        not answered."""
+        """Close a session; pending requests of it are rejected."""
         self._sessions.close(session.name)
         if under_way := list(session.under_way):
             self.exchange.refuse(under_way, f"The session `{session.name}` is over.")
 
     def session_url(self, session: Session) -> str:
-        """What a program of this session takes for the address of OpenAI's API."""
+        """Return the base URL of OpenAI's API for a session."""
         return f"{self.url}/session/{session.name}/v1"
 
     def session_token(self, session: Session, scope: str = SAMPLE) -> str:
@@ -133,7 +134,7 @@ class Endpoint:
         return self._sessions.token(SAMPLE, ANY)
 
     def announce(self, path: Path) -> None:
-        """Writes address and token to a file that only this user can read."""
+        """Write URL and token to a file that only this user can read."""
         new = path.with_name(f"{path.name}.new")
         new.unlink(missing_ok=True)
         content = {"url": self.url, "token": self.token, "model": self.model}
@@ -142,7 +143,7 @@ class Endpoint:
         new.replace(path)
 
     def close(self) -> None:
-        """Listens no more; what is under way is dropped."""
+        """Stop listening and drop pending requests."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5.0)
@@ -206,7 +207,7 @@ class Endpoint:
 
 @web.middleware
 async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Errors in OpenAI's shape."""
+    """Convert errors into replies in OpenAI's format."""
     try:
         return await handler(request)
     except RefusedError as error:

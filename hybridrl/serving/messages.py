@@ -11,7 +11,7 @@ from hybridrl.conversations.messages import Message, Tool, parsed_arguments
 
 
 class Call(NamedTuple):
-    """A tool that the model calls.
+    """A tool call of the model.
 
     Attributes:
         arguments: JSON, as text.
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the model said in a turn.
+    """A parsed turn of the model: content, tool calls and reasoning.
 
     Attributes:
         reasoning: What it thought before, where the model's format tells that apart.
@@ -33,12 +33,12 @@ class Said(NamedTuple):
     reasoning: str | None = None
 
     def cut_at(self, stops: Sequence[str]) -> Said:
-        """Without the first of these texts in the content, and all behind it."""
+        """Return the turn truncated at the first of these stop texts."""
         places = [place for stop in stops if (place := self.content.find(stop)) >= 0]
         return self._replace(content=self.content[: min(places)]) if places else self
 
     def after(self, before: Said) -> Said:
-        """What is new in it, where this one goes on."""
+        """Return what this turn adds to an earlier part of it."""
         reasoning, known = self.reasoning or "", before.reasoning or ""
         return Said(
             self.content[len(before.content) :] if self.content.startswith(before.content) else "",
@@ -47,8 +47,8 @@ class Said(NamedTuple):
         )
 
     def held_back(self, stops: Sequence[str]) -> Said:
-        """Without an end that may turn out to be something else: half a character, or the
-        beginning of one of these texts."""
+        """Return the turn without an ending that more tokens may change: half a character, or the
+        beginning of a stop text."""
         content = self.content.rstrip("\ufffd")
         ends = (
             length
@@ -59,7 +59,7 @@ class Said(NamedTuple):
         return self._replace(content=content[: len(content) - max(ends, default=0)])
 
     def message(self, call_ids: Sequence[str]) -> Message:
-        """As OpenAI's API writes it.
+        """Return the turn as a message of OpenAI's API.
 
         Args:
             call_ids: One for each call.
@@ -77,8 +77,8 @@ class Said(NamedTuple):
 
 
 def call_ids(seed: int, count: int) -> list[str]:
-    """Ids for the calls of a turn: the same whenever it is sampled, and of the nine letters and
-    digits that some templates insist on."""
+    """Return ids for the tool calls of a turn, reproducible from the seed, of the nine alphanumeric
+    characters that some templates require."""
     digests = (hashlib.sha256(f"{seed} {number}".encode()).hexdigest() for number in range(count))
     return [digest[:9] for digest in digests]
 
@@ -86,7 +86,7 @@ def call_ids(seed: int, count: int) -> list[str]:
 def prefix_keys(
     messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """Names of the conversations that consist of the first message, of the first two, and so on.
+    """Yield a key for each prefix of a conversation.
 
     Conversations with the same name mean the same: ids of calls, what was thought, and how JSON is
     written make no difference, for programs lose or rewrite these.
@@ -103,5 +103,5 @@ def prefix_keys(
 
 
 def as_json(arguments: Any) -> str:
-    """The arguments of a call as text, which they may be already."""
+    """Return the arguments of a tool call as JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -1,5 +1,6 @@
-"""OutsidePrograms: episodes for programs that the job did not start. They ask for a row, play it,
-and report a reward, in their own time; one that does not is given up after a while."""
+"""Episodes for external programs, which ask for a row, play it and report a reward within a time
+limit. They ask for a row, play it, and report a reward, in their own time; one that does not is
+given up after a while."""
 
 from __future__ import annotations
 
@@ -24,20 +25,20 @@ class Programs(Protocol):
     """What plays episodes: `EnvironmentPool`, or programs from outside."""
 
     def start(self, group: Sequence[Play]) -> None:
-        """Begins these, samples of one prompt. Never waits."""
+        """Queue the samples of one prompt; never blocks. Never waits."""
 
     def poll(self, wait_s: float = 0.0) -> list[Played]:
-        """Those that have ended since."""
+        """Return the episodes that have ended since the last call."""
 
     def cancel(self) -> None:
-        """Forgets all under way."""
+        """Drop all episodes that have not ended."""
 
     def close(self) -> None:
         """Ends the programs."""
 
 
 class OutsidePrograms:
-    """Rows that wait for programs, and those that are being played.
+    """The episodes that wait for external programs, and those that are being played.
 
     Args:
         timeout_s: Longest time from asking for a row to its reward.
@@ -59,7 +60,7 @@ class OutsidePrograms:
         self._reminded = time.monotonic()
 
     def start(self, group: Sequence[Play]) -> None:
-        """Rows for whoever asks next."""
+        """Queue rows for the programs that ask next."""
         with self._lock:
             self._waiting.extend(group)
             self._reminded = time.monotonic()
@@ -85,14 +86,14 @@ class OutsidePrograms:
         return None
 
     def return_row(self, play: Play) -> None:
-        """The program that asked for it has not got it: it is for the next one."""
+        """Requeue a row that did not reach the program that asked for it."""
         with self._lock:
             if self._played.pop(play.session, None) is None:
                 return
         self.start([play])
 
     def reported(self, session: str) -> None:
-        """The program of this session has told its reward: the episode is over."""
+        """Finish the episode of a session whose program has reported its reward."""
         with self._lock:
             found = self._played.pop(session, None)
             if found is not None:
@@ -100,7 +101,8 @@ class OutsidePrograms:
         self.notify()
 
     def poll(self, wait_s: float = 0.0) -> list[Played]:
-        """The episodes that have ended since. Never waits."""
+        """Return the episodes that have ended since the last call, including expired ones; never
+        blocks. Never waits."""
         now = time.monotonic()
         with self._lock:
             late = [name for name, (_, end) in self._played.items() if end < now]
@@ -121,7 +123,6 @@ class OutsidePrograms:
         return done
 
     def cancel(self) -> None:
-        """Forgets all episodes under way."""
         with self._lock:
             self._waiting.clear()
             self._played.clear()

@@ -1,4 +1,4 @@
-"""Asking: one request of a program, from its prompts to what the engine sampled for them."""
+"""The samples that one HTTP request waits for, from its prompts to the sampled turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_OF_SESSION = 256
 
 
 class Place(NamedTuple):
-    """Where a request belongs: an episode, and the name under which its program called it."""
+    """The session that a request belongs to, and the name its program gave it."""
 
     session: Session
     part: str
@@ -26,8 +26,8 @@ class Place(NamedTuple):
 def sampling_of(
     wishes: GenerationOptions, session: Session, room: int, stop_token_ids: Sequence[int] = ()
 ) -> Sampling:
-    """How to sample for a request: as the episode does, and ending where the request says. Where
-    nothing is learned the request chooses.
+    """Return the sampling parameters of a request: the episode's, shortened as the request says;
+    untrained sessions may choose all of them. Where nothing is learned the request chooses.
 
     Args:
         room: Tokens left after the prompt.
@@ -52,7 +52,8 @@ def sampling_of(
 
 
 class Asking:
-    """The samples that one request wants. Leaving its `with` block drops those under way.
+    """A context manager for the samples of one request; leaving it drops those that are not done.
+    Leaving its `with` block drops those under way.
 
     Args:
         patience_s: So long they wait for a generation to begin.
@@ -86,7 +87,7 @@ class Asking:
                 session.take_back(recorded)
 
     def ask(self, prompt_ids: list[int], sampling: Sampling, samples: int) -> None:
-        """Leaves a prompt for the engine.
+        """Submit a prompt to the engine.
 
         Raises:
             RefusedError: if too many requests wait already.
@@ -112,7 +113,7 @@ class Asking:
             session.under_way.add(reply.request.key)
 
     async def turns(self) -> list[Sampled]:
-        """All that was asked, once it is there.
+        """Wait for all submitted samples and return their turns.
 
         Raises:
             RefusedError: if there will be no answer.
@@ -127,7 +128,7 @@ class Asking:
             raise RefusedError(409, str(error), code="not_answered") from error
 
     def check_patience(self) -> None:
-        """After a while in which nothing came.
+        """Raise if no generation has taken the requests within the time limit.
 
         Raises:
             RefusedError: if no generation has taken the requests.
@@ -141,7 +142,7 @@ class Asking:
             )
 
     def record(self, turn: Sampled, key: str | None = None) -> None:
-        """Keeps a turn that is about to be answered, until the block is left by an error.
+        """Record a turn that is about to be sent; it is discarded if the block ends with an error.
 
         Raises:
             RefusedError: if the episode is over.

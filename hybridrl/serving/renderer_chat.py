@@ -1,4 +1,4 @@
-"""RendererChat: models that the package `renderers` knows; and which chat a model gets."""
+"""Renderers of the package `renderers`, and the choice of a renderer for a model."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class RendererChat(Chat):
 def chat_of(
     tokenizer: PreTrainedTokenizerBase, model: str, context: TemplateContext | None = None
 ) -> Chat | None:
-    """The chat of a model; None if its tokenizer has no chat template.
+    """Return the renderer of a model; None if its tokenizer has no chat template. None if its
+    tokenizer has no chat template.
 
     Args:
         model: Its folder or hub name. A renderer is taken by that, if it writes a conversation just
@@ -146,8 +147,9 @@ _PROBE_TOOL: Tool = {
 
 
 def _agree(renderer: Any, template: Chat, probes: Sequence[list[Message]]) -> bool:
-    """Whether both write conversations alike. A model that was trained on from one of this name may
-    have another template."""
+    """Return whether both renderers produce the same tokens; a fine-tuned model of this name may
+    have another template. A model that was trained on from one of this name may have another
+    template."""
     for messages, tools in itertools.product(probes, ([], [_PROBE_TOOL])):
         try:
             found = renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)

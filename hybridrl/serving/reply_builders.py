@@ -1,5 +1,6 @@
-"""Shapes: the bodies of answers, as OpenAI's API and vLLM's have them. In each of them are the
-tokens that were sampled and their log-probabilities, whether they were asked for or not."""
+"""Builders of reply bodies in the formats of OpenAI and vLLM; every reply carries the sampled
+tokens and their log-probabilities. In each of them are the tokens that were sampled and their
+log-probabilities, whether they were asked for or not."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ Json = dict[str, Any]
 
 
 class Shape(ABC):
-    """Of the answers to one kind of request.
+    """A builder of the replies to one kind of request.
 
     Args:
         model: The name that they tell.
@@ -46,41 +47,43 @@ class Shape(ABC):
         self._head = {"id": name, "created": self._made, "model": model}
 
     def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Said:
-        """What tokens say, without the text that ended them."""
+        """Parse tokens into a turn, without the stop text that ended it."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return Said(text).cut_at(self.wishes.stop)
 
     def key(self, said: Said, call_ids: Sequence[str]) -> str | None:
-        """The name under which a session finds the turn again; None: it need not."""
+        """Return the key under which the session finds the turn again; None if it need not. None:
+        it need not."""
         return None
 
     @abstractmethod
     def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
-        """One of the answers."""
+        """Build one choice of the reply."""
 
     def opening(self, index: int) -> Json | None:
-        """What a stream of an answer begins with."""
+        """Build the first chunk of a choice's stream; None if there is none."""
         return None
 
     @abstractmethod
     def piece(self, index: int, new: Said) -> Json:
-        """What is new of a stream."""
+        """Build a chunk with the new part of a stream."""
 
     @abstractmethod
     def last(
         self, index: int, turn: Sampled, said: Said, new: Said, call_ids: Sequence[str]
     ) -> Json:
-        """The end of a stream of an answer; `new` of it was not told before."""
+        """Build the last chunk of a choice's stream; `new` is the part that was not sent before.
+        `new` of it was not told before."""
 
     def whole(
         self, choices: Sequence[Json], turns: Sequence[Sampled], prompts: Sequence[list[int]]
     ) -> Json:
-        """The body with all answers."""
+        """Build the body with all choices."""
         body = self._head | {"object": self.kind, "choices": list(choices)}
         return body | {"usage": usage(turns, prompts)} | self._of_prompt(prompts)
 
     def event(self, choices: Sequence[Json], **further: Any) -> Json:
-        """A part of a stream."""
+        """Build the body of one event of a stream."""
         return self._head | {"object": self.kind, "choices": list(choices)} | further
 
     def _of_prompt(self, prompts: Sequence[list[int]]) -> Json:
@@ -90,7 +93,7 @@ class Shape(ABC):
 
 
 class ChatShape(Shape):
-    """`/v1/chat/completions`."""
+    """A builder of the replies of `/v1/chat/completions`."""
 
     kind, prefix = "chat.completion", "chatcmpl"
 
@@ -157,7 +160,7 @@ class ChatShape(Shape):
 
 
 class CompletionShape(Shape):
-    """`/v1/completions`."""
+    """A builder of the replies of `/v1/completions`."""
 
     kind, prefix = "text_completion", "cmpl"
 
@@ -193,7 +196,7 @@ class CompletionShape(Shape):
 
 
 class GenerateShape(Shape):
-    """`/inference/v1/generate`."""
+    """A builder of the replies of `/inference/v1/generate`."""
 
     kind, prefix = "generate", "generate"
 
@@ -201,7 +204,8 @@ class GenerateShape(Shape):
         return Said("")
 
     def choice(self, index: int, turn: Sampled, said: Said, call_ids: Sequence[str]) -> Json:
-        """Older readers look for a token as text, newer ones for its number."""
+        """Build one choice; each token is given as text for older clients and as a number for newer
+        ones."""
         content = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": x, "top_logprobs": []}
             for token, x in zip(turn.token_ids, turn.log_probs, strict=True)
@@ -229,7 +233,7 @@ class GenerateShape(Shape):
 
 
 def usage(turns: Sequence[Sampled], prompts: Sequence[list[int]]) -> Json:
-    """The numbers of tokens; each prompt counts once."""
+    """Return the token counts of a reply; each prompt counts once."""
     read, sampled = sum(map(len, prompts)), sum(len(turn.token_ids) for turn in turns)
     return {
         "prompt_tokens": read,
@@ -239,5 +243,5 @@ def usage(turns: Sequence[Sampled], prompts: Sequence[list[int]]) -> Json:
 
 
 def evidence(turn: Sampled) -> Json:
-    """What was sampled."""
+    """Return the sampled tokens and their log-probabilities as fields of a choice."""
     return {"token_ids": turn.token_ids, "token_logprobs": turn.log_probs}

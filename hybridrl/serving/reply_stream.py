@@ -1,4 +1,4 @@
-"""Streams: answers that are sent as they grow, as server-sent events."""
+"""Streamed replies, sent as server-sent events while the tokens arrive."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hybridrl.serving.request_parsing import RefusedError
 
 
 class EventStream:
-    """Events to one program."""
+    """A stream of server-sent events to one client."""
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._response: web.StreamResponse | None = None
 
     async def send(self, body: Any) -> None:
-        """Sends one event; the first one begins the answer."""
+        """Send one event; the first one also sends the headers."""
         text = body if isinstance(body, str) else json.dumps(body)
         await self._write(f"data: {text}\n\n".encode())
 
     async def end(self) -> web.StreamResponse:
-        """Sends what ends a stream."""
+        """Send the `[DONE]` event and close the stream."""
         await self._write(b"data: [DONE]\n\n")
         assert self._response is not None
         await self._response.write_eof()
@@ -38,7 +38,6 @@ class EventStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was sent."""
         return self._response is not None
 
     async def _write(self, data: bytes) -> None:
@@ -51,7 +50,7 @@ class EventStream:
 
 
 class Stream:
-    """The answers to one request, on their way.
+    """The streamed replies to one request.
 
     Args:
         grown: Where `asking` leaves what its replies have so far.
@@ -62,7 +61,7 @@ class Stream:
         self._told = [Said("") for _ in asking.replies]
 
     async def follow(self, patience_s: float) -> None:
-        """Sends what there is, until every answer is complete.
+        """Send new text as it arrives, until every choice is complete.
 
         Raises:
             RefusedError: if no generation begins.
@@ -90,7 +89,7 @@ class Stream:
     async def finish(
         self, ends: Sequence[tuple[Sampled, Said, list[str]]], prompts: Sequence[list[int]]
     ) -> None:
-        """Sends what is left, why it ended, and the tokens.
+        """Send the rest of each choice, its finish reason and its tokens.
 
         Args:
             ends: Of each answer: the turn, what it says, and the ids of its calls.
@@ -123,6 +122,6 @@ class Stream:
 
 
 async def refused(events: EventStream, error: RefusedError) -> web.StreamResponse:
-    """Tells what went wrong in the middle of a stream."""
+    """Send an error in the middle of a stream, and end it."""
     await events.send(error.body)
     return await events.end()

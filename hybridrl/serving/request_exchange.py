@@ -1,4 +1,4 @@
-"""Exchange: requests of programs on their way to the engine, and its answers on their way back.
+"""The exchange of requests and replies between the endpoint's asyncio loop and the engine's thread.
 
 Programs' requests live in the endpoint's asyncio loop, the engine in a thread that polls it. What
 one thread wants of the other is left here, so that neither waits for the other.
@@ -19,11 +19,11 @@ from hybridrl.serving.agent_session import Sampled
 
 
 class NotAnsweredError(HybridRLError):
-    """A request will not be answered. Says why."""
+    """A request that will not be answered; the message is the reason. Says why."""
 
 
 class Answer(NamedTuple):
-    """What the engine made of a request, and the policy version of each of its tokens."""
+    """The engine's reply to a request, with the policy version of each token."""
 
     finished: Finished
     versions: list[int]
@@ -35,7 +35,8 @@ class Answer(NamedTuple):
 
 
 class Reply:
-    """The answer to come of one request. Of the loop, but for `is_taken` and `length`.
+    """The pending reply to one request. Only the loop's thread uses it, except for `is_taken` and
+    `length`. Of the loop, but for `is_taken` and `length`.
 
     Attributes:
         request: As it goes to the engine.
@@ -61,7 +62,7 @@ Growth = asyncio.Queue[tuple[Reply, list[int] | None]]
 
 
 class Exchange:
-    """Between the loop and the engine's thread.
+    """A thread-safe exchange between the endpoint's loop and the engine's thread.
 
     Args:
         most_waiting: Requests that may wait for a generation at a time.
@@ -80,7 +81,6 @@ class Exchange:
 
     @property
     def is_attended(self) -> bool:
-        """Whether a generation is under way."""
         return self._is_attended
 
     # The loop's side.
@@ -88,7 +88,8 @@ class Exchange:
     def ask(
         self, prompt_ids: list[int], sampling: Sampling, seed: int, grown: Growth | None
     ) -> Reply | None:
-        """Leaves a request for the engine; None if too many wait already."""
+        """Submit a request to the engine; return None if too many are waiting. None if too many
+        wait already."""
         self._loop = asyncio.get_running_loop()
         with self._changed:
             if len(self._new) >= self._most_waiting:
@@ -100,7 +101,7 @@ class Exchange:
         return reply
 
     def drop(self, reply: Reply) -> None:
-        """Nobody waits for this answer any more."""
+        """Drop a request whose reply nobody waits for any more."""
         with self._changed:
             if self._replies.pop(reply.request.key, None) is None:
                 return
@@ -113,7 +114,7 @@ class Exchange:
     # The side of the engine's thread.
 
     def requests(self) -> list[Request]:
-        """Those that came since, in the order in which they came."""
+        """Take the requests that came since the last call, in order."""
         with self._changed:
             taken, self._new = self._new, []
             self._is_attended = True
@@ -122,19 +123,19 @@ class Exchange:
         return [reply.request for reply in taken]
 
     def dropped(self) -> list[int]:
-        """The keys of requests that `requests` gave and nobody waits for any more."""
+        """Take the keys of requests that the engine has and nobody waits for any more."""
         with self._changed:
             dropped, self._dropped = self._dropped, []
         return dropped
 
     def answer(self, answers: Sequence[Answer]) -> None:
-        """Gives answers to those who wait for them."""
+        """Deliver replies to the requests that wait for them."""
         with self._changed:
             found = [(self._replies.pop(a.finished.key, None), a.sampled) for a in answers]
         self._tell([(reply, turn) for reply, turn in found if reply is not None])
 
     def grow(self, tokens: Mapping[int, list[int]]) -> None:
-        """Gives the tokens so far of requests under way to those who stream them."""
+        """Deliver the tokens so far to requests that stream."""
         with self._changed:
             found = [(self._replies.get(key), ids) for key, ids in tokens.items()]
             found = [(r, ids) for r, ids in found if r is not None and r.grown is not None]
@@ -146,13 +147,12 @@ class Exchange:
 
     @property
     def streams(self) -> bool:
-        """Whether anybody wants to see tokens as they come."""
         with self._changed:
             return any(reply.grown is not None for reply in self._replies.values())
 
     def put_back(self) -> None:
-        """The generation is over: what it did not answer waits for the next one, and begins
-        anew. A stream cannot."""
+        """Requeue unanswered requests for the next generation, which starts them anew; streams are
+        rejected. A stream cannot."""
         with self._changed:
             begun = [
                 key
@@ -167,7 +167,7 @@ class Exchange:
         self.refuse(begun, "The policy is updated. Ask again.")
 
     def refuse(self, keys: Iterable[int], why: str) -> None:
-        """These requests will not be answered."""
+        """Reject requests, which will not be answered."""
         with self._changed:
             found = [self._replies.pop(key, None) for key in keys]
             self._dropped += [r.request.key for r in found if r is not None and r.is_taken]
@@ -175,13 +175,13 @@ class Exchange:
         self._tell([(reply, NotAnsweredError(why)) for reply in found if reply is not None])
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until there is something new on this side: requests, dropped ones, or `wake`."""
+        """Wait for new requests, dropped ones, or `wake`."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_woken, timeout_s)
             self._is_woken = False
 
     def gather(self, wanted: int, quiet_s: float, longest_s: float) -> None:
-        """Waits for more requests, while they come one soon after the other.
+        """Wait for more requests as long as they arrive in quick succession.
 
         Args:
             wanted: So many are enough.
@@ -195,7 +195,7 @@ class Exchange:
                     return
 
     def wake(self) -> None:
-        """Ends `wait`."""
+        """End a `wait` in another thread."""
         with self._changed:
             self._wake()
 

@@ -33,7 +33,7 @@ _NOT_TEMPLATED = "is not supported: the model's own chat template asks for an an
 
 
 class RefusedError(Exception):
-    """A request that is answered by an error in OpenAI's shape."""
+    """An error reply in OpenAI's format."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None
@@ -43,7 +43,6 @@ class RefusedError(Exception):
 
     @property
     def body(self) -> Mapping[str, Any]:
-        """What the program gets."""
         others = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _KINDS.get(self.status, others)
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
@@ -51,12 +50,11 @@ class RefusedError(Exception):
 
 
 def wrong(name: str, what: str) -> RefusedError:
-    """A refusal of a field."""
     return RefusedError(400, f"`{name}` {what}.", param=name)
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The body of a request.
+    """Parse the body of a request as a JSON object.
 
     Raises:
         RefusedError: if it is none.

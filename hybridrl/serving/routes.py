@@ -1,4 +1,5 @@
-"""Routes: what is answered at which address. All of it runs in the endpoint's asyncio loop."""
+"""The routes of the endpoint; all handlers run in its asyncio loop. All of it runs in the
+endpoint's asyncio loop."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ LONG_POLL_S = 30.0
 
 
 class Routes:
-    """Of one model.
+    """The HTTP routes of one model.
 
     Args:
         model: Its name.
@@ -79,7 +80,7 @@ class Routes:
         self._patience_s = patience_s
 
     def add_to(self, app: web.Application) -> None:
-        """Adds all addresses, those with a session's name too."""
+        """Register all routes, with and without a session in the path."""
         for root in ("", "/session/{session}"):
             app.router.add_get(f"{root}/v1/models", self.models)
             app.router.add_post(f"{root}/v1/chat/completions", self.chat_completions)
@@ -90,20 +91,20 @@ class Routes:
         app.router.add_get("/health", self.health)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """That the endpoint lives, and whether the policy answers just now."""
+        """Reply that the endpoint is alive, and whether a generation is running."""
         answer = web.json_response({"status": "ok", "generating": self._exchange.is_attended})
         answer.force_close()  # what shows no token is not kept open
         return answer
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """The one model that there is."""
+        """Reply with the only model."""
         card = {"id": self._model, "object": "model", "owned_by": "hybridrl", "created": 0}
         card["max_model_len"] = self._context_length
         card["root"] = self._tokenizer.name_or_path  # clients that send token ids load it
         return web.json_response({"object": "list", "data": [card]})
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
-        """An answer to messages."""
+        """Reply to chat messages."""
         asked = parse(ChatRequest, json_object(await request.read()))
         self._check_model(asked.model)
         if self._chat is None:
@@ -127,7 +128,7 @@ class Routes:
         return await self._answer(request, place, [prompt_ids], shape, ends)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """What follows texts or tokens."""
+        """Complete prompts given as text or tokens."""
         asked = parse(CompletionRequest, json_object(await request.read()))
         self._check_model(asked.model)
         for one in asked.prompts:
@@ -140,7 +141,7 @@ class Routes:
         return await self._answer(request, self._place(request, asked.seed), prompts, shape)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """What follows tokens, as tokens."""
+        """Complete a prompt of tokens with tokens."""
         asked = parse(GenerateRequest, json_object(await request.read()))
         self._check_model(asked.model)
         shape = GenerateShape(self._model, asked.options, self._tokenizer)
@@ -148,8 +149,8 @@ class Routes:
         return await self._answer(request, place, [asked.token_ids], shape)
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
-        """A program says what its episode was worth. If the job has not started it, the episode is
-        over then."""
+        """Record the reward that a program reports; ends the episode of an external program. If the
+        job has not started it, the episode is over then."""
         report = parse(EpisodeReport, json_object(await request.read()))
         place = self._place(request, None, REPORT)
         place.session.report = report
@@ -158,8 +159,7 @@ class Routes:
         return web.json_response({"session": place.session.name, "reward": report.reward})
 
     async def next_episode(self, request: web.Request) -> web.StreamResponse:
-        """A row for a program that the job did not start; an answer without a body if there is none
-        for now."""
+        """Reply with a row for an external program; status 204 if there is none now."""
         if request[PERMISSION].scope != ROWS:
             raise _forbidden(request, "take rows")
         if self._outside is None:
@@ -189,8 +189,9 @@ class Routes:
         shape: Shape,
         stop_token_ids: Sequence[int] = (),
     ) -> web.StreamResponse:
-        """Has all prompts answered, and sends the answers. What was sampled is kept as soon as it
-        is all there, and forgotten if the program has gone away."""
+        """Sample all prompts and send the replies; turns are recorded once complete, and discarded
+        if the client has disconnected. What was sampled is kept as soon as it is all there, and
+        forgotten if the program has gone away."""
         wishes = shape.wishes
         if max(wishes.stop_token_ids, default=0) >= self._vocabulary:
             raise wrong(
@@ -232,8 +233,9 @@ class Routes:
         return self._chat.with_options(found) if found else self._chat
 
     def _chat_prompt(self, chat: Chat, asked: ChatRequest, place: Place) -> list[int]:
-        """The tokens of a conversation. Where it goes on after a turn of this session, that turn
-        has the tokens that were sampled."""
+        """Return the tokens of a conversation; a turn of this session keeps its sampled tokens.
+        Where it goes on after a turn of this session, that turn has the tokens that were
+        sampled."""
         messages, tools = asked.conversation, asked.functions
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and (at := turns[-1]) < len(messages) - 1:
@@ -245,7 +247,7 @@ class Routes:
         return chat.prompt(messages, tools)
 
     def _room(self, prompt_ids: Sequence[int]) -> int:
-        """How many tokens may follow."""
+        """Return how many tokens may follow the prompt."""
         if not prompt_ids:
             raise RefusedError(400, "The prompt is empty.")
         if max(prompt_ids) >= self._vocabulary:
@@ -260,8 +262,8 @@ class Routes:
         return room
 
     def _check_length(self, *texts: str) -> None:
-        """Refuses what cannot have few enough tokens, without counting them: that would hold up
-        everybody else."""
+        """Refuse texts that cannot fit, by their characters: tokenizing them would block other
+        requests."""
         characters = sum(map(len, texts))
         least = characters // self._longest_token
         if least >= self._context_length:
@@ -277,7 +279,7 @@ class Routes:
         )
 
     def _place(self, request: web.Request, seed: int | None, scope: str = SAMPLE) -> Place:
-        """The session that a request names in its address or header; one of its own otherwise.
+        """Return the session that a request names in its path or header, else a new untrained one.
 
         Raises:
             RefusedError: if the token is not for this there, or the session is over.
@@ -322,8 +324,7 @@ def _forbidden(request: web.Request, what: str) -> RefusedError:
 
 
 async def _look_at(request: web.Request) -> None:
-    """Lets the loop read what has come of the program: if that has gone away, its request ends
-    here, before anything is kept of it."""
+    """Let the loop notice a closed connection before anything of its request is recorded."""
     for _ in range(2):  # what is ready to be read is read after what waits now
         await asyncio.sleep(0)
     if request.transport is None or request.transport.is_closing():
@@ -331,7 +332,7 @@ async def _look_at(request: web.Request) -> None:
 
 
 async def _sent(request: web.Request, body: Any) -> web.StreamResponse:
-    """Sends an answer now, so that one learns here whether anybody took it."""
+    """Send a reply and wait until it is written, so that a closed connection raises here."""
     response = web.json_response(body)
     await response.prepare(request)
     await response.write_eof()

@@ -1,4 +1,4 @@
-"""TemplateChat: any model with a chat template."""
+"""A renderer for any model with a chat template."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class TemplateChat(Chat):
-    """By the tokenizer's own chat template, whatever it is. The calls of tools are looked for as
-    `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many models write them."""
+    """A renderer by the tokenizer's chat template. Tool calls are parsed as `<tool_call>{"name":
+    ..., "arguments": {...}}</tool_call>`, as many models write them. The calls of tools are looked
+    for as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many models write them."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: TemplateContext | None = None
@@ -97,11 +98,12 @@ class TemplateChat(Chat):
         return next((token for token in last if token in self._special), None)
 
     def _keeps(self, answer: Message, text: str) -> bool:
-        """Whether what the model said stands in what the template makes of the conversation."""
+        """Return whether the rendered conversation contains the model's turn."""
         return str(answer.get("content") or "").strip() in text
 
     def _around(self, text: str) -> tuple[str | None, str]:
-        """What stands before and after the mark; None and nothing if it is not there just once."""
+        """Return the text before and after the mark; None and an empty text unless it occurs
+        exactly once. None and nothing if it is not there just once."""
         head, mark, tail = text.partition(_MARK)
         return (head, tail) if mark and _MARK not in tail else (None, "")
 
@@ -117,7 +119,7 @@ class TemplateChat(Chat):
 
 
 def _split_calls(text: str) -> tuple[tuple[Call, ...], str]:
-    """The well-formed calls of a text, and the text without them."""
+    """Return the well-formed tool calls of a text, and the text without them."""
     calls = []
 
     def take(match: re.Match[str]) -> str:

@@ -1,5 +1,5 @@
-"""The cluster: devices, the hosts they are in and the links between them, as plain data that a
-placement, a plan and a person can read."""
+"""The hardware of a job: devices, the nodes they are in and the links between them, as plain data
+for placements, plans and people."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ and would only take all memory here."""
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, or one CPU slot: what a host process is bound to.
+    """A device that a worker host is bound to: one accelerator, or one CPU slot.
 
     Attributes:
         kind: `cpu` or `cuda`.
@@ -37,7 +37,7 @@ class Device:
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """What is known of devices of one make.
+    """The memory and speed of devices of one model.
 
     Attributes:
         memory: Bytes of it that a job may use.
@@ -62,7 +62,7 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class Link:
-    """A way for bytes.
+    """A network or bus link.
 
     Attributes:
         bandwidth: Bytes per second in one direction.
@@ -75,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine.
+    """A node: the links inside it, to other nodes and to checkpoint storage.
 
     Attributes:
         inside: From each of its devices to another one of it.
@@ -90,7 +90,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Every device of the job, nodes one after the other.
+    """All devices of a job, node by node, with the specs of their models and links.
 
     Attributes:
         devices: By their numbers.
@@ -104,37 +104,36 @@ class Cluster:
 
     @property
     def kind(self) -> str:
-        """`cpu` or `cuda`: a job runs on devices of one kind."""
+        """The kind of all devices, `cpu` or `cuda`."""
         return self.devices[0].kind
 
     @property
     def is_cuda(self) -> bool:
-        """Whether its devices are GPUs."""
         return self.kind == "cuda"
 
     @property
     def devices_per_node(self) -> int:
-        """Of the first node."""
+        """The number of devices of the first node."""
         return sum(device.node == self.devices[0].node for device in self.devices)
 
     @cached_property
     def memory(self) -> float:
-        """Bytes of the smallest device that a job may use."""
+        """The bytes that a job may use on the device with the least memory."""
         return min(self.models[model].memory for model in self.model_names)
 
     @property
     def nodes(self) -> list[str]:
-        """The hosts that its devices are in, each once."""
+        """The names of the nodes, each once, in the order of devices."""
         return self.nodes_of(range(len(self.devices)))
 
     @property
     def model_names(self) -> list[str]:
-        """What its devices are, each model once, in the order of devices."""
+        """The models of the devices, each once, in the order of devices."""
         return list(dict.fromkeys(device.model for device in self.devices))
 
     @property
     def rates_known(self) -> bool:
-        """Whether it is known of all devices and links how fast they are."""
+        """Whether the speed of every device and link is known."""
         models = all(
             model in self.models and self.models[model].flops for model in self.model_names
         )
@@ -147,25 +146,25 @@ class Cluster:
         return ", ".join(f"{count} x {model or self.kind}" for model, count in counts.items())
 
     def memory_of(self, device: int) -> float:
-        """Bytes of a device that a job may use."""
+        """Return the bytes of a device that a job may use."""
         return self.models[self.devices[device].model].memory
 
     def nodes_of(self, devices: Iterable[int]) -> list[str]:
-        """The nodes that some devices are in, each once."""
+        """Return the names of the nodes of these devices, each once."""
         return list(dict.fromkeys(self.devices[device].node for device in devices))
 
     def take(self, devices: Sequence[int]) -> Cluster:
-        """The cluster of these devices alone."""
+        """Return the cluster of these devices only."""
         return Cluster([self.devices[d] for d in devices], self.models, self.hosts)
 
     @classmethod
     def of_one_node(cls, kind: str, number: int, node: str = "localhost") -> Cluster:
-        """So many devices of a kind in one machine."""
+        """Build a cluster of `number` devices of one kind in one node."""
         return cls([Device(kind, node, index) for index in range(number)])
 
     def to_json(self) -> str:
-        """As text; `from_json` reads it. A run of alike devices in a node is one entry with their
-        `count`."""
+        """Format the cluster as JSON for `from_json`. Consecutive devices of one model in a node
+        are one entry with a `count`."""
         groups: list[dict[str, Any]] = []
         for device in self.devices:
             last = groups[-1] if groups else {}
@@ -180,7 +179,7 @@ class Cluster:
 
     @classmethod
     def from_json(cls, text: str) -> Cluster:
-        """What `to_json` wrote, or a person after it.
+        """Parse a cluster from the JSON of `to_json`, or JSON that a person wrote in that form.
 
         Raises:
             ConfigError: if it is no cluster.
@@ -224,7 +223,7 @@ _T = TypeVar("_T")
 
 
 def _read(kind: type[_T], read: Mapping[str, Any]) -> _T:
-    """A dataclass of numbers, from a mapping."""
+    """Parse a dataclass whose fields are numbers from a mapping."""
     known = fields(kind)  # type: ignore[arg-type]
     _refuse_others(read, [one.name for one in known])
     for one in known:
@@ -272,7 +271,7 @@ def _host(read: Mapping[str, Any]) -> Host:
 
 
 def choose_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tuple[str, int]:
-    """The kind and number of devices that a job gets.
+    """Return the kind and the number of devices that a job gets.
 
     Args:
         devices: `cpu`, `cuda`, or `auto` (GPUs if there are any).

@@ -1,4 +1,5 @@
-"""Waiting for other ranks: for how long, and in which operation of which process group.
+"""Waiting for other ranks: the seconds spent, and the operation and process group that a thread
+waits in.
 
 Every wait of Python code for torch.distributed ends in `Work.wait`, those of FSDP and of vLLM too,
 so that is where time is taken, and in `counted_wait`, around what waits for a store. Which
@@ -32,7 +33,7 @@ _waiting: dict[int, tuple[Any, float]] = {}
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a thread waits for.
+    """The collective or message that a thread waits for.
 
     Attributes:
         operation: Its name.
@@ -51,7 +52,7 @@ class Waiting:
 
 
 def time_waits() -> None:
-    """From now on waits are timed and known. A second call does nothing."""
+    """Start timing all waits of torch.distributed in this process. A second call does nothing."""
     work: Any = distributed_c10d.Work
     if not hasattr(work.wait, "untimed"):
         work.wait = _timed(work.wait)
@@ -73,7 +74,7 @@ def _timed(untimed: Any) -> Any:
 
 @contextmanager
 def counted_wait() -> Iterator[None]:
-    """Counts what this thread does in it as waiting for other ranks."""
+    """Count the time of the block as waiting for other ranks."""
     begin = time.perf_counter()
     try:
         yield
@@ -82,13 +83,13 @@ def counted_wait() -> Iterator[None]:
 
 
 def seconds_waited() -> float:
-    """How long this thread has waited for other ranks so far. Operations of GPUs are only queued
-    by it, so what it waits for them is not in here; see `operations_of_gpu`."""
+    """Return the seconds that this thread has waited for other ranks so far. Waits for GPU
+    operations are not included, since the thread only queues them; see `count_gpu_operations`."""
     return getattr(_seconds, "total", 0.0)
 
 
 def operations_of_gpu() -> int:
-    """How many operations between ranks this process has queued on its GPU so far."""
+    """Return the number of collectives that this process has queued on its GPU so far."""
     worlds = list(distributed_c10d._world.pg_map.items())
     on_gpu: list[Any] = [group for group, (backend, _) in worlds if GPU in backend]
     return sum(
@@ -98,8 +99,8 @@ def operations_of_gpu() -> int:
 
 
 def begun() -> dict[str, int]:
-    """By process group, as `gloo:<name>` or `nccl:<name>`: how many operations this process has
-    begun in it. Safe from any thread."""
+    """Return the number of operations that this process has started in each process group, named
+    `gloo:<name>` or `nccl:<name>`. Safe from any thread."""
     groups: list[Any] = list(distributed_c10d._world.pg_map)
     backends = [
         (group.group_name, group._get_backend(device))
@@ -113,7 +114,7 @@ def begun() -> dict[str, int]:
 
 
 def waiting(thread: int | None) -> Waiting | None:
-    """What a thread waits for now, if for anything. Safe from any thread."""
+    """Return the wait that a thread is in; None if it is in none. Safe from any thread."""
     if (found := _waiting.get(thread or 0)) is None:
         return None
     work, begin = found

@@ -1,4 +1,4 @@
-"""The cores that this process may use: those it is bound to, within the quota of its container."""
+"""The CPU cores that this process may use: its affinity, limited by the quota of its container."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores() -> int:
-    """Their number, a begun one of a quota with the whole; the machine may have many more."""
+    """Return the number of cores that this process may use; a fractional quota is rounded up. The
+    machine may have more."""
     bound = len(os.sched_getaffinity(0))
     quota = core_quota()
     return bound if quota is None else min(bound, max(1, math.ceil(quota)))
 
 
 def core_quota() -> float | None:
-    """Cores' worth of time that the container may take; None: no limit."""
+    """Return the container's CPU quota in cores; None if it has no limit."""
     try:
         time, period = QUOTA.read_text(encoding="ascii").split()
         return None if time == "max" else int(time) / int(period)

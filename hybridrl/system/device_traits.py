@@ -1,4 +1,5 @@
-"""What differs between kinds of device, in one place. Nothing else asks for a device's name."""
+"""The differences between kinds of device, in one place. No other code branches on a device's
+name."""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ VALUES_OF_ACCELERATORS = 1 << 26
 
 
 def name_and_memory() -> tuple[str, float]:
-    """Of this process's first accelerator, and its bytes."""
+    """Return the name of this process's first GPU and its memory in bytes."""
     properties = torch.cuda.get_device_properties(0)
     return properties.name, float(properties.total_memory)
 
 
 def values_at_a_time(kind: str) -> int:
-    """How many values a device of this kind is to encode before it goes on with others."""
+    """Return how many values a codec encodes in one chunk on a device of this kind."""
     return VALUES_AT_A_TIME.get(kind, VALUES_OF_ACCELERATORS)
 
 
@@ -67,25 +68,26 @@ def fits_flash(query: torch.Tensor) -> bool:
 
 @cache
 def runs_triton(kind: str) -> bool:
-    """Whether Triton compiles kernels for such a device, and is here."""
+    """Return whether Triton is installed and compiles kernels for devices of this kind."""
     return kind == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def logits_at_a_time(kind: str) -> int:
-    """How many logits a device of this kind is to compute before it goes on with others."""
+    """Return how many logits (tokens times vocabulary) to compute in one chunk on a device of this
+    kind."""
     return LOGITS_AT_A_TIME.get(kind, LOGITS_OF_ACCELERATORS)
 
 
 def multiplies_into_float32(kind: str) -> bool:
-    """Whether `torch.mm` of half-precision matrices gives float32 (`out_dtype`) on such a device,
-    without a copy of its operands."""
+    """Return whether `torch.mm` of half-precision matrices can write float32 (`out_dtype`) on such
+    a device without copying its operands."""
     return kind != "cpu"
 
 
 @cache
 def packs_int8(kind: str) -> bool:
-    """Whether such a device multiplies integers of 8 bits with oneDNN's kernels, and rightly: on
-    x86 CPUs without VNNI they add pairs of products in 16 bits, which large values overflow."""
+    """Return whether oneDNN's int8 kernels run on such a device and are correct. On x86 CPUs
+    without VNNI they add pairs of products in 16 bits, which overflows for large values."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return kind == "cpu" and is_x86 and torch._C._has_mkldnn and _adds_products_in_32_bits()
 
@@ -104,14 +106,14 @@ def _adds_products_in_32_bits() -> bool:
 
 
 def takes_any_int8(kind: str) -> bool:
-    """Whether `torch._int_mm` takes matrices of any size on such a device: CUDA's wants multiples
-    of 8, and more than 16 rows."""
+    """Return whether `torch._int_mm` takes matrices of any size on such a device; CUDA needs
+    multiples of 8 and more than 16 rows."""
     return kind == "cpu"
 
 
 def bfloat16_from(kind: str) -> int | None:
-    """The number of parameters from which a model gains by bfloat16 on such a device: 0 on
-    accelerators; None on CPUs that do not multiply it (those of this machine are asked)."""
+    """Return the number of parameters from which a model gains by bfloat16 on such a device: 0 on
+    accelerators, None on CPUs without bfloat16 instructions (this machine's CPU is queried)."""
     multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if kind == "cpu" and not multiplies:
         return None
@@ -119,12 +121,13 @@ def bfloat16_from(kind: str) -> int | None:
 
 
 def message_bytes(kind: str) -> int:
-    """How much memory to take for messages on a device of this kind."""
+    """Return the default size in bytes of the message buffers of a weight transfer on a device of
+    this kind."""
     return MESSAGE_BYTES.get(kind, MESSAGE_BYTES_OF_ACCELERATORS)
 
 
 def make_current(kind: str, local_rank: int) -> torch.device:
-    """Makes the device the current one of this process and returns it.
+    """Make the device the current one of this process and return it.
 
     Ray shows each host process only its own GPU, so the index is 0 unless several are visible.
     """
@@ -136,34 +139,37 @@ def make_current(kind: str, local_rank: int) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done its queued work, so that a clock tells the truth."""
+    """Wait until the device has finished its queued work, so that timings are correct."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Gives cached blocks back to the device, for another role's allocator."""
+    """Release cached memory blocks to the device, for another role's allocator."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def host_memory(size: int, device: torch.device) -> torch.Tensor:
-    """So many bytes of the host's memory, to which the device can copy while others work."""
+    """Allocate `size` bytes of host memory, pinned for accelerators so that copies to it do not
+    block."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
 def compiles(kind: str) -> bool:
-    """Whether compiled layers are known to gain there more than compiling takes."""
+    """Return whether compiled layers are known to gain more on such a device than compiling
+    costs."""
     return kind != "cpu"
 
 
 def pins_memory() -> bool:
-    """Whether copies to pinned memory of the host are what an accelerator here needs."""
+    """Return whether an accelerator is available, for which copies in host memory should be
+    pinned."""
     return torch.accelerator.is_available()
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """A function that waits until the device has done what it has been given to do up to now."""
+    """Record an event on the device's current stream and return a function that waits for it."""
     if device.type == "cpu":
         return lambda: None
     event = torch.Event(device)
@@ -172,8 +178,8 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 class SideStream:
-    """A stream for copies beside the current one: `with` it, copies that do not block run beside
-    the work of the current stream. On CPUs everything happens in order.
+    """A stream for copies beside the current one. Inside a `with` block, non-blocking copies run on
+    it, concurrently with the work of the current stream. On CPUs everything runs in order.
 
     Args:
         device: Whose stream it is.
@@ -191,28 +197,29 @@ class SideStream:
             self._stream.__exit__(*raised)
 
     def wait_for_current(self) -> None:
-        """What comes on this stream begins when the current one has done what it was given."""
+        """Make later work on this stream wait for the work queued on the current stream so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.accelerator.current_stream())
 
     def join(self) -> None:
-        """What comes on the current stream begins when this one has done what it was given."""
+        """Make later work on the current stream wait for the work queued on this stream so far."""
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)
 
     def reads(self, tensor: torch.Tensor) -> None:
-        """The memory of a tensor that others made is free when this stream has read it."""
+        """Keep the memory of a tensor that another stream allocated until this stream has read it
+        (`Tensor.record_stream`)."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def finish(self) -> None:
-        """Waits until everything on this stream is done."""
+        """Wait until all work on this stream is done."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class Moment:
-    """When the current stream reaches this point of its work; on CPUs: now.
+    """A timing event on the current stream; on CPUs the current time.
 
     Args:
         device: Whose stream it is.
@@ -227,7 +234,8 @@ class Moment:
             self._event.record()
 
     def since(self, earlier: Moment) -> float:
-        """Seconds from another moment of the same device to this one. Waits until both are over."""
+        """Return the seconds between an earlier event of the same device and this one. Waits until
+        both have happened."""
         if self._event is None or earlier._event is None:
             return self._seconds - earlier._seconds
         earlier._event.synchronize()

@@ -1,4 +1,4 @@
-"""The number formats of models, by the names that settings use."""
+"""The dtypes of models by the names that settings use."""
 
 from collections.abc import Mapping
 from typing import Any

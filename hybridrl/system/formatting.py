@@ -1,11 +1,12 @@
-"""Seconds and bytes as people read them, in messages, tables and logs. `report/page/dom.js` writes
-them alike (a test compares the two)."""
+"""Formatting of seconds and bytes for messages, tables and logs. `report/page/dom.js` formats them
+alike (a test compares the two)."""
 
 from __future__ import annotations
 
 
 def readable_seconds(seconds: float) -> str:
-    """0.0424 -> '42.4 ms', 41 -> '41 s', 95 -> '1 min 35 s', 3725 -> '1 h 2 min'."""
+    """Format seconds: 0.0424 -> '42.4 ms', 41 -> '41 s', 95 -> '1 min 35 s', 3725 -> '1 h 2
+    min'."""
     if seconds <= 0:  # of an age: clocks of machines differ
         return "0 s"
     if seconds < 0.9995e-3:
@@ -21,7 +22,7 @@ def readable_seconds(seconds: float) -> str:
 
 
 def readable_bytes(count: float) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format bytes: 1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 999.5 or unit == "TiB":
             break
@@ -30,5 +31,6 @@ def readable_bytes(count: float) -> str:
 
 
 def gib(count: float) -> str:
-    """A number of GiB, where the unit stands beside: 79.2, and of small ones two digits."""
+    """Format bytes as a number of GiB without the unit: one decimal from 1 GiB on ('79.2'), below
+    it two significant digits."""
     return f"{count / 2**30:.1f}" if count >= 2**30 else f"{count / 2**30:.2g}"

@@ -1,4 +1,4 @@
-"""Whether a name can be had from the Hugging Face hub, found within seconds.
+"""A check within seconds whether a model or dataset is available on the Hugging Face hub.
 
 The hub's own clients try again for most of a minute before they say that there is no network.
 """
@@ -13,9 +13,8 @@ LONGEST_S = 5.0
 
 
 def why_not_on_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
-    """What keeps a name from being had, as the end of a sentence that begins with the hub; None:
-    nothing, or it is in the hub's cache on this machine.
-    """
+    """Return why a name is not available on the hub, as the end of a sentence whose subject is the
+    hub; None if it is available, or in the hub's cache on this machine."""
     from huggingface_hub import constants
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 

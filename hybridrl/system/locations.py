@@ -1,4 +1,4 @@
-"""Files and folders on a disk or at a URL: what checkpoints need of both.
+"""Files and folders on a disk or at a URL: the operations on both that checkpoints need.
 
 What is on a disk is a `pathlib.Path`, what is at an fsspec URL (`s3://bucket/run`) a `RemotePath`,
 which has those of pathlib's methods that are used here; the functions below do the rest. An object
@@ -69,57 +69,54 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component of the URL."""
         return self._url.rpartition("/")[2]
 
     @property
     def parent(self) -> RemotePath:
-        """The folder that it is in."""
+        """The URL of the parent folder."""
         return RemotePath(self._url.rpartition("/")[0])
 
     def absolute(self) -> RemotePath:
-        """Itself."""
         return self
 
     def is_dir(self) -> bool:
-        """Whether there are files below it."""
+        """Return whether any file lies below this URL."""
         with _as_os_errors():
             return bool(self._files.isdir(self._path))
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
         with _as_os_errors():
             return bool(self._files.isfile(self._path))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What is directly in the folder."""
+        """Yield the direct entries of the folder."""
         with _as_os_errors():
             names = [entry["name"].rstrip("/") for entry in self._files.ls(self._path, detail=True)]
         return (self / name.rpartition("/")[2] for name in names if name != self._path.rstrip("/"))
 
     def open(self) -> IO[bytes]:
-        """Opens the file for reading it from its beginning to its end."""
+        """Open the file for sequential reading."""
         with _as_os_errors():
             opened: IO[bytes] = self._files.open(self._path, "rb", block_size=_UPLOAD_BYTES)
         return opened
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """The whole file."""
         with _as_os_errors():
             return bytes(self._files.cat_file(self._path)).decode(encoding)
 
     def write_whole(self, content: bytes) -> None:
-        """Replaces the file by one of this content."""
+        """Replace the content of the file."""
         with _as_os_errors():
             self._files.pipe_file(self._path, content)
 
     def read_range(self, start: int, length: int) -> bytes:
-        """Bytes of the file; fewer where it ends before."""
+        """Return `length` bytes from `start`; fewer where the file ends before."""
         with _as_os_errors():
             return bytes(self._files.cat_file(self._path, start=start, end=start + length))
 
     def sizes(self) -> dict[str, int]:
-        """The size of every file below, by its name from here."""
+        """Return the size of every file below, by its path relative to this folder."""
         try:
             with _as_os_errors():
                 found = self._files.find(self._path, detail=True)
@@ -129,13 +126,13 @@ class RemotePath:
         return {name[first:]: int(entry["size"]) for name, entry in found.items()}
 
     def remove(self) -> None:
-        """Removes the file, or the folder with what is in it, if it is there."""
+        """Remove the file, or the folder with its contents, if it exists."""
         with _as_os_errors(), contextlib.suppress(FileNotFoundError):
             self._files.rm(self._path, recursive=True)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Upload]:
-        """Sends a file in parts; it is there when the block succeeds."""
+        """Open an upload in parts; the file exists once the block succeeds."""
         with _as_os_errors():
             file = self._files.open(self._path, "wb", block_size=_UPLOAD_BYTES, autocommit=False)
         try:
@@ -153,7 +150,7 @@ class RemotePath:
 
 
 class Upload:
-    """A file that is being sent.
+    """A file that is being uploaded in parts.
 
     Args:
         file: As its file system has opened it.
@@ -163,7 +160,7 @@ class Upload:
         self._file = file
 
     def write(self, content: bytes | memoryview) -> None:
-        """Sends more of it, or keeps it until there is enough for a part."""
+        """Buffer content and send it when there is enough for a part."""
         with _as_os_errors():
             self._file.write(content)
 
@@ -173,7 +170,7 @@ Location = Path | RemotePath
 
 
 def location_of(text: str | Path) -> Location:
-    """What a setting names: a URL, or a path.
+    """Parse a setting into a local path or a URL.
 
     Raises:
         ConfigError: if it names nothing, or nothing is known of such URLs.
@@ -192,12 +189,12 @@ def location_of(text: str | Path) -> Location:
 
 
 def is_url(text: str) -> bool:
-    """Whether it is no path of this machine."""
+    """Return whether a text is a URL and not a local path."""
     return "://" in text and not text.startswith(_OF_DISK)
 
 
 def sizes_below(folder: Location) -> dict[str, int]:
-    """The size of every file in a folder and in those in it, by its name from there, sorted."""
+    """Return the size of every file below a folder, by its relative path, sorted."""
     if isinstance(folder, RemotePath):
         return dict(sorted(folder.sizes().items()))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -205,13 +202,13 @@ def sizes_below(folder: Location) -> dict[str, int]:
 
 
 def reading(file: Location) -> IO[bytes]:
-    """Opens a file for reading it from its beginning to its end."""
+    """Open a file for sequential reading."""
     return file.open() if isinstance(file, RemotePath) else file.open("rb")
 
 
 @contextlib.contextmanager
 def ranges_of(file: Location) -> Iterator[Callable[[int, int], bytes]]:
-    """A function that reads so many bytes of a file from a place in it; fewer where it ends."""
+    """Yield a function that reads `length` bytes at `start` of a file; fewer where it ends."""
     if isinstance(file, RemotePath):
         yield file.read_range
         return
@@ -220,7 +217,7 @@ def ranges_of(file: Location) -> Iterator[Callable[[int, int], bytes]]:
 
 
 def write_whole(file: Location, content: bytes) -> None:
-    """Writes a small file and waits until it is on the disk; readers see it whole or not at all.
+    """Write a small file atomically and wait until it is on the disk.
 
     Raises:
         OSError: if that fails.
@@ -244,7 +241,7 @@ def write_whole(file: Location, content: bytes) -> None:
 
 
 def remove(location: Location) -> None:
-    """Removes a file, or a folder with what is in it, if it is there."""
+    """Remove a file, or a folder with its contents, if it exists."""
     if isinstance(location, RemotePath):
         location.remove()
     elif location.is_dir():
@@ -254,7 +251,8 @@ def remove(location: Location) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Free bytes on the disk of `path`, or of its nearest existing parent; None if unknown."""
+    """Return the free bytes on the disk of `path`, or of its nearest existing parent; None if
+    unknown."""
     for folder in (path, *path.absolute().parents):
         try:
             return shutil.disk_usage(folder).free
@@ -264,7 +262,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def copy_files(source: Location, target: Location, names: Iterable[str] | None = None) -> None:
-    """Copies files of a folder and of those in it.
+    """Copy the files of a folder, those in subfolders included.
 
     Args:
         names: From there; None: all of them.
@@ -310,7 +308,7 @@ def access_errors(folders: Mapping[str, str], writes: Collection[str]) -> dict[s
 
 
 def sync_names(folder: Path) -> None:
-    """Waits until the names in a folder, too, are on the disk."""
+    """Wait until the entries of a folder are on the disk (fsync of the directory)."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -337,7 +335,7 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 @contextlib.contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Raises an `OSError` in place of what a file system raises; each has errors of its own."""
+    """Raise an `OSError` in place of a file system's own exceptions."""
     try:
         yield
     except (OSError, HybridRLError):

@@ -1,4 +1,4 @@
-"""A control group that bounds all memory of one program: of its files and buffers, too.
+"""A cgroup that limits all memory of one program, its files and buffers included.
 
 It lies in the control group of this process, wherever the machine lets this process make one that
 counts memory: of version 1 usually as root. Of version 2 the kernel wants a group that holds groups
@@ -31,7 +31,7 @@ _ENDING_S = 2
 
 
 class MemoryGroup:
-    """A control group for one program. Close it when the program has ended.
+    """A memory cgroup for one program. Close it when the program has ended.
 
     Attributes:
         entrance: a descriptor; a process that writes `0` to it is moved into the group.
@@ -53,12 +53,12 @@ class MemoryGroup:
         self._events = "memory.events" if version == 2 else "memory.oom_control"
 
     def kills(self) -> int:
-        """How many processes the kernel has ended because the group had no memory left."""
+        """Return how many processes the kernel killed because the cgroup was out of memory."""
         lines = (self._folder / self._events).read_text().splitlines()
         return sum(int(n) for name, n in map(str.split, lines) if name == "oom_kill")
 
     def close(self) -> None:
-        """Removes the group, in which only processes may be left that are just ending."""
+        """Remove the cgroup; processes in it may still be exiting."""
         os.close(self.entrance)
         for _ in range(_ENDING_S * 100):
             try:
@@ -69,7 +69,7 @@ class MemoryGroup:
 
 
 def memory_group(limit: int) -> MemoryGroup | None:
-    """A new group with a limit in bytes; None where this process may not make one."""
+    """Make a cgroup with a memory limit in bytes; None where this process may not make one."""
     parent = _parent()
     if parent is None:
         return None
@@ -81,7 +81,8 @@ def memory_group(limit: int) -> MemoryGroup | None:
 
 @functools.cache
 def _parent() -> Path | None:
-    """Where groups can be made, found by making one and moving a process into it."""
+    """Return the cgroup under which new ones can be made, found by making one and moving a process
+    into it; None if there is none."""
     for folder in _candidates():
         try:
             group = MemoryGroup(folder, 1 << 30)
@@ -99,7 +100,7 @@ def _parent() -> Path | None:
 
 
 def _candidates() -> list[Path]:
-    """Groups that count the memory of groups in them, this process's own first."""
+    """Return cgroups that account for the memory of their children, this process's own first."""
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -124,7 +125,7 @@ def _counts_memory(folder: Path) -> bool:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes the groups of processes that were killed before they could."""
+    """Remove cgroups of processes that were killed before they could remove them."""
     for folder in parent.glob(f"{_PREFIX}*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if not Path("/proc", owner).exists():

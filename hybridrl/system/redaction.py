@@ -43,7 +43,7 @@ _pattern: re.Pattern[str] | None = None
 
 
 def is_secret(name: str) -> bool:
-    """Whether something of this name is a secret."""
+    """Return whether a setting or variable of this name holds a secret."""
     return _NAME.fullmatch(name) is not None and _OF_TEXT.fullmatch(name) is None
 
 

@@ -1,4 +1,5 @@
-"""vLLM's shared-memory segments: each job's have its name, and none outlives it for long.
+"""The shared-memory segments of vLLM: each job's carry its name and are removed soon after the job
+ends.
 
 Beside them lies a file that every process of the job holds a lock on. The kernel lets go of it when
 they have ended, however that was. So others know whether a segment is in use, also where they do
@@ -22,8 +23,7 @@ _held: list[int] = []
 
 
 def hold_shared_memory(job: str) -> None:
-    """Keeps what the job called `job` has in shared memory from being removed by others, for as
-    long as this process lives."""
+    """Lock the segments of a job against removal by others for the lifetime of this process."""
     while True:
         held = os.open(_lock(job), _OPENED, 0o600)
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -34,7 +34,7 @@ def hold_shared_memory(job: str) -> None:
 
 
 def remove_shared_memory(job: str) -> None:
-    """Removes what the job called `job` left in shared memory."""
+    """Remove the shared-memory segments of a job."""
     for path in FOLDER.glob(f"*{job}*"):
         try:
             path.unlink(missing_ok=True)
@@ -43,20 +43,21 @@ def remove_shared_memory(job: str) -> None:
 
 
 def remove_leftovers() -> None:
-    """Removes what jobs left whose processes have all ended, killed perhaps."""
+    """Remove the segments of jobs whose processes have all ended."""
     for job in _ended_jobs():
         remove_shared_memory(job)
 
 
 def leftovers() -> dict[str, int]:
-    """Bytes of what jobs left whose processes have all ended, by the job."""
+    """Return the bytes of segments left by jobs whose processes have all ended, by job."""
     return {
         job: sum(path.stat().st_size for path in FOLDER.glob(f"*{job}*")) for job in _ended_jobs()
     }
 
 
 def _ended_jobs() -> Iterator[str]:
-    """Names of jobs that left something; no process can begin to hold it while it is looked at."""
+    """Yield the names of ended jobs that left segments; while one is yielded, no process can lock
+    it."""
     found = (NAME.search(path.name) for path in FOLDER.glob("*hybridrl-*"))
     for job in {name.group() for name in found if name}:
         try:

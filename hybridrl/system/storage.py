@@ -1,4 +1,4 @@
-"""Turns what the operating system says about a failed write into a sentence with a cure."""
+"""Atomic replacement of files and folders, and sentences about failed writes with a cure."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")
 
 @contextmanager
 def as_os_errors() -> Iterator[None]:
-    """Raises an `OSError` in place of what libraries in Rust (safetensors, tokenizers) raise when a
-    disk is full or may not be written to: an exception of their own, known by its text."""
+    """Raise an `OSError` in place of the exceptions of Rust libraries (safetensors, tokenizers)
+    when a disk is full or not writable. Their own exceptions are recognised by the text."""
     try:
         yield
     except Exception as error:
@@ -71,8 +71,8 @@ _ROOMY_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quo
 
 @contextlib.contextmanager
 def explain_write_errors(path: Location, setting: str = RUN_FOLDER) -> Iterator[None]:
-    """Raises `StorageError`, naming `path` and the setting that it is from, in place of an
-    `OSError` while `path` is written."""
+    """Raise `StorageError`, naming `path` and its setting, in place of an `OSError` in the
+    block."""
     try:
         with as_os_errors():
             yield
@@ -81,7 +81,7 @@ def explain_write_errors(path: Location, setting: str = RUN_FOLDER) -> Iterator[
 
 
 def write_error_sentence(path: Location, error: OSError, setting: str = RUN_FOLDER) -> str:
-    """Says what could not be written, why, how much space is free there, and what to set."""
+    """Return a sentence: what could not be written, why, how much space is free, what to set."""
     if isinstance(path, RemotePath):
         return f"Cannot write {path}: {error}. {UNREACHABLE}"
     free = free_bytes(path)
@@ -103,7 +103,7 @@ def write_error_sentence(path: Location, error: OSError, setting: str = RUN_FOLD
 
 @contextlib.contextmanager
 def replacing(path: Path, setting: str = RUN_FOLDER) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; renames it to `path` when the block succeeds.
+    """Yield a temporary path beside `path`, and rename it to `path` when the block succeeds.
 
     A reader of `path` sees the old content or the new, never half of it.
 
@@ -129,8 +129,9 @@ def replacing(path: Path, setting: str = RUN_FOLDER) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """As `replacing`, for a folder, which other processes may fill until the block ends. The old
-    one is moved away first, so that there is none for a moment, but never a mixture or a half.
+    """Replace a folder as `replace_file` does a file; other processes may fill it until the block
+    ends. The old folder is moved away first, so for a moment there is none, but never a mixture or
+    half of one.
 
     Raises:
         StorageError: the folder could not be written; the temporary one is removed.

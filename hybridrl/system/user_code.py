@@ -1,4 +1,4 @@
-"""The user's own code by name: `path/to/file.py:name` or `package.module:name`.
+"""User code referenced by name: `path/to/file.py:name` or `package.module:name`.
 
 `check` finds what can be found wrong without importing anything, which takes no time and has no
 side effect; `load` imports it. Both name the setting that the name comes from.
@@ -25,18 +25,18 @@ FILE = "user file "
 
 
 def split(spec: str) -> tuple[str, str] | None:
-    """The place and the name in `place:name`; None if `spec` is not of that form."""
+    """Split `place:name` into the place and the name; None if `spec` does not have that form."""
     place, colon, name = spec.rpartition(":")
     return (place, name) if colon and place and name.isidentifier() else None
 
 
 def is_file(place: str) -> bool:
-    """Whether a place is a path rather than a dotted module name."""
+    """Return whether a place is a file path and not a dotted module name."""
     return place.endswith(".py") or "/" in place
 
 
 def named(setting: str, spec: str, known: Mapping[str, Any]) -> Any:
-    """What a setting names: one of `known`, or the user's own.
+    """Return the object that a setting names: one of `known`, or the user's own.
 
     Raises:
         ConfigError: if it is neither.
@@ -52,7 +52,7 @@ def named(setting: str, spec: str, known: Mapping[str, Any]) -> Any:
 
 
 def check(setting: str, spec: str) -> None:
-    """Looks for the file or module and for the name in it, without importing them.
+    """Check without importing that the file or module exists and defines the name.
 
     Raises:
         ConfigError: if one of them does not exist, or the file is no valid Python; names the
@@ -75,8 +75,8 @@ def check(setting: str, spec: str) -> None:
 
 
 def parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
-    """The parameters of the function that a file or module defines under the name, found without
-    importing it; None if they cannot be told.
+    """Return the parameters of the function that a file or module defines under the name, without
+    importing it; None if they cannot be determined.
 
     Raises:
         ConfigError: as `check` does.
@@ -101,7 +101,7 @@ def parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
 
 
 def _listed(given: ast.arguments) -> list[inspect.Parameter]:
-    """The parameters that stand in a definition; defaults are None, whatever they are."""
+    """Return the parameters of a function definition; defaults are None, whatever they are."""
     one = inspect.Parameter
     positional: list[tuple[ast.arg, Any]] = [(a, one.POSITIONAL_ONLY) for a in given.posonlyargs]
     positional += [(a, one.POSITIONAL_OR_KEYWORD) for a in given.args]
@@ -120,7 +120,7 @@ def _listed(given: ast.arguments) -> list[inspect.Parameter]:
 
 
 def load(setting: str, spec: str) -> Any:
-    """Imports the file or module and gives what stands under the name.
+    """Import the file or module and return the object of this name.
 
     Raises:
         ConfigError: as `check` does; and if importing raises, with the traceback of that.
@@ -143,7 +143,7 @@ def load(setting: str, spec: str) -> Any:
 
 
 def _without_import(frames: TracebackType | None) -> TracebackType | None:
-    """The frames from the user's own code on: those that import it say nothing to the user."""
+    """Return the traceback from the user's own code on, without the frames that import it."""
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename
         if file not in (__file__, importlib.__file__) and not file.startswith("<frozen importlib"):
@@ -153,7 +153,7 @@ def _without_import(frames: TracebackType | None) -> TracebackType | None:
 
 
 def loaded_files() -> list[ModuleType]:
-    """The modules of the user's files that were loaded in this process."""
+    """Return the modules of user files that this process has loaded."""
     modules = list(sys.modules.items())  # at once: other threads may be importing
     return [module for name, module in modules if name.startswith(FILE)]
 
@@ -179,7 +179,7 @@ def _find_file(setting: str, spec: str, place: str, name: str) -> Path:
 
 
 def _find_module(setting: str, spec: str, place: str, name: str) -> Path | None:
-    """The module's file, found without importing its packages; None if it cannot be told."""
+    """Return the module's file without importing its packages; None if it cannot be determined."""
     search: list[str] | None = None
     parts = place.split(".")
     for depth in range(len(parts)):
@@ -225,7 +225,7 @@ def _no_such_name(setting: str, spec: str, name: str, known: list[str]) -> Confi
 
 
 def _defined_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Names bound at module level, also inside `if`, `try` and `with`."""
+    """Yield the names bound at module level, also inside `if`, `try` and `with`."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield statement.name

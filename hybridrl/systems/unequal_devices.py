@@ -17,7 +17,7 @@ EXAMPLE = '[{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]'
 
 @dataclass(frozen=True)
 class UnequalDevice:
-    """A device to plan for.
+    """A device described relative to the measured one, with its memory and link.
 
     Attributes:
         name: In tables.

@@ -1,4 +1,5 @@
-"""Driver programs: the dataflow of each algorithm, one per file, and the loop around them.
+"""Driver programs: the dataflow of each algorithm, one per file, and the columns and roles that
+they share.
 
 `trainer.name=<module>` runs `hybridrl.trainers.<module>.Trainer`, so a new algorithm is a new file;
 `trainer.name=path/to/file.py:Name` runs a class in a file of the user's, and `Job(trainer=Class)`
@@ -30,7 +31,8 @@ _given: dict[str, Any] = {}
 
 
 def name_of(trainer: type) -> str:
-    """The `trainer.name` that stands for a class of a driver program in this process.
+    """Register the class of a driver program and return the `trainer.name` that loads it in this
+    process.
 
     Raises:
         ConfigError: if it is none.
@@ -41,7 +43,7 @@ def name_of(trainer: type) -> str:
 
 
 def load_trainer(name: str) -> Any:
-    """The class of the driver program called `name`.
+    """Return the class of the driver program called `name`.
 
     Raises:
         ConfigError: if there is none.
@@ -56,7 +58,7 @@ def load_trainer(name: str) -> Any:
 
 
 def load_roles(config: Config) -> dict[str, RoleSpec]:
-    """The roles of the driver program of these settings.
+    """Return the roles of the driver program that these settings name.
 
     Raises:
         ConfigError: if it describes them wrongly.

@@ -1,4 +1,4 @@
-"""What there is to learn from: samples, or the turns of samples, with what each is worth.
+"""Samples, or the turns of samples, with the score that credit is assigned from.
 
 A sample is a row, or the neighbouring rows of an episode (column `episode`) as if they were one:
 its tokens are those of all of them.
@@ -37,8 +37,8 @@ among them."""
 
 
 class _Steps(NamedTuple):
-    """Of the steps of all samples: the tokens up to each one's end, the row that it is of, what it
-    is credited with, and what it was rewarded with, each `[steps]`."""
+    """The reasoning steps of all samples, each `[steps]`: the number of tokens up to its end, its
+    row, its credit, its reward."""
 
     ends: Tensor
     row: Tensor
@@ -49,16 +49,16 @@ class _Steps(NamedTuple):
 def step_rewards(
     batch: Batch, config: AlgorithmConfig, scores: Tensor, segments: Segments
 ) -> tuple[Tensor, Tensor]:
-    """The rewards of steps on the tokens that they end with, `[tokens]`; and what of the scores is
-    none of theirs, `[rows]`."""
+    """Return the rewards of steps on the last token of each step, `[tokens]`, and the rest of the
+    scores that belongs to no step, `[rows]`."""
     return _placed(_steps(batch, config), scores, segments)
 
 
 def step_advantages(
     batch: Batch, config: AlgorithmConfig, scores: Tensor, segments: Segments
 ) -> Tensor:
-    """Each step compared with the same step of the others of its group; what of a score belongs to
-    no step lies on the last token."""
+    """Return token advantages of comparing each step with the same step of the group's other
+    samples; the rest of a score lies on the last token."""
     steps = _steps(batch, config)
     on_steps, rest = _placed(steps, scores, segments)
     rewards = on_steps + on_mask(segments.spread(rest), segments.ends)
@@ -95,10 +95,11 @@ def credit_columns(config: Config) -> list[str]:
 
 
 class Samples(NamedTuple):
-    """What there is to learn from: `scores` `[samples]`, 0 where the reward was dropped (NaN), and
-    not `kept`; `lengths` `[samples]`, holes in the mask included; and the packed tokens, of which
-    those of dropped samples are off the mask. A sample is a row, or the rows of an episode, as if
-    they were one. `has_parts`: whether the rewards of turns, or of steps, are in the scores."""
+    """Samples that credit is assigned to: `scores` `[samples]`, 0 where the reward was dropped
+    (NaN), which is then not `kept`; `lengths` `[samples]`, holes in the mask included; and the
+    packed tokens, of which those of dropped samples are off the mask. A sample is a row, or the
+    rows of an episode. `has_partial_rewards`: whether scores contain the rewards of turns or
+    steps."""
 
     scores: Tensor
     kept: Tensor
@@ -108,7 +109,7 @@ class Samples(NamedTuple):
 
 
 def firsts(batch: Batch) -> Tensor:
-    """The number of the first row of each sample."""
+    """Return the number of the first row of each sample."""
     if "episode" not in batch:
         return torch.arange(len(batch))
     episode = batch["episode"]
@@ -118,12 +119,12 @@ def firsts(batch: Batch) -> Tensor:
 
 
 def edges(batch: Batch) -> Tensor:
-    """Where each sample begins, and the number of rows."""
+    """Return the first row of each sample, followed by the number of rows."""
     return torch.cat([firsts(batch), torch.tensor([len(batch)])])
 
 
 def samples_of(batch: Batch, config: AlgorithmConfig, longest: int) -> Samples:
-    """The samples of a batch, with the penalty for those that near the limit."""
+    """Build the samples of a batch, with the penalty for overlong responses in their scores."""
     mask, cu_seqlens = batch.ragged("response_mask")
     cu_seqlens = cu_seqlens[edges(batch)]
     scores = sample_scores(batch, config, longest)
@@ -133,7 +134,7 @@ def samples_of(batch: Batch, config: AlgorithmConfig, longest: int) -> Samples:
 
 
 def sample_scores(batch: Batch, config: AlgorithmConfig, longest: int) -> Tensor:
-    """Scores of samples with the overlong penalty; NaN where the reward was dropped."""
+    """Return the scores of samples with the overlong penalty; NaN where the reward was dropped."""
     scores = learned_scores(batch)[firsts(batch)]
     if not config.overlong_buffer:
         return scores
@@ -144,12 +145,12 @@ def sample_scores(batch: Batch, config: AlgorithmConfig, longest: int) -> Tensor
 
 
 def without(segments: Segments, dropped: Tensor) -> Segments:
-    """These samples, of which those that are dropped, bool `[rows]`, have no tokens."""
+    """Return the segments with the tokens of dropped samples (bool `[rows]`) masked."""
     return segments.within(~dropped[segments.row])
 
 
 def token_kl(batch: Batch, mask: Tensor, config: AlgorithmConfig) -> Tensor:
-    """The KL that is taken off the reward, of each token."""
+    """Return the KL penalty of each token that is subtracted from the reward."""
     log_probs, reference = batch.ragged("log_probs"), batch.ragged("ref_log_probs")
     estimator = config.kl_estimator or IN_REWARD
     return kl(log_probs.values, reference.values, estimator, mask=mask)
@@ -158,9 +159,9 @@ def token_kl(batch: Batch, mask: Tensor, config: AlgorithmConfig) -> Tensor:
 def token_rewards(
     batch: Batch, samples: Samples, config: AlgorithmConfig, coefficient: float
 ) -> Tensor:
-    """The score on the last token of each sample, minus the KL on each token where that is part of
-    the reward. What of the score is rewards of turns (`algorithm.turn_credit=turn`) or of steps
-    (`algorithm.step_credit`) is on the last token of each of these."""
+    """Return token rewards: the score on the last token of each sample, minus the KL of each token
+    if the KL is part of the reward. Rewards of turns (`algorithm.turn_credit=turn`) or of steps
+    (`algorithm.step_credit`) lie on the last token of their turn or step instead."""
     segments, scores = samples.segments, samples.scores
     placed = torch.zeros(segments.mask.shape)
     if config.turn_credit == "turn" and samples.has_parts:
@@ -188,10 +189,9 @@ def _turns_of(batch: Batch, segments: Segments) -> Turns:
 def by_turns(
     batch: Batch, samples: Samples, groups: Tensor, config: AlgorithmConfig
 ) -> tuple[Samples, Tensor]:
-    """The turns of samples in the place of the samples, and groups of equal turns of a prompt. The
-    score of a turn is what is rewarded from it on, discounted by `gamma` from turn to turn; the KL
-    of its tokens is taken off its reward.
-    """
+    """Return the turns of the samples in place of the samples, with groups of equal turns of a
+    prompt. The score of a turn is the sum of rewards from it on, discounted by `gamma` for each
+    turn; the KL of its tokens is subtracted from its reward."""
     mask = samples.segments.mask
     turns = _turns_of(batch, samples.segments)
     segments = turns.segments(mask)

@@ -1,4 +1,4 @@
-"""Feed: what a driver program learns from, step by step: prompts, examples or pairs."""
+"""The prompts, examples or pairs that a driver program learns from, step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PREFIX = "source/"
 
 
 class SourceFigures:
-    """Of data whose rows are of several sources; of other data there are none, and it is false.
+    """Metrics for each source of a mixture; falsy where the data has a single source.
 
     Args:
         rows: To learn from.
@@ -44,8 +44,8 @@ class SourceFigures:
         groups: npt.NDArray[np.int64],
         scores: npt.NDArray[np.float32],
     ) -> dict[str, float]:
-        """`groups`, how many prompts a source has in the step, and `zero_variance`, the share of
-        them whose samples all have the same score, so that they teach nothing.
+        """Compute `groups`, the number of a source's prompts in the step, and `zero_variance`, the
+        share of them whose samples all score alike, so that they teach nothing.
 
         Args:
             rows, groups, scores: Of each sample: the number of its row, its group, its score (NaN:
@@ -70,8 +70,8 @@ class SourceFigures:
 
 
 def scored_figures(total: Mapping[str, Any]) -> dict[str, float]:
-    """`reward/mean`, `accuracy` and `response/length_mean` of each source, from what the reward
-    workers added up."""
+    """Compute `reward/mean`, `accuracy` and `response/length_mean` of each source from the sums of
+    the reward workers."""
     ends = "/count"
     names = [
         name.removeprefix(PREFIX).removesuffix(ends)
@@ -97,7 +97,8 @@ Rows = npt.NDArray[np.int64]
 
 
 class Feed:
-    """Deals out rows of the data.
+    """Batches of the training data in the order of the row schedule, and the scores that come back
+    for them.
 
     Args:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
@@ -133,8 +134,8 @@ class Feed:
         self._left_out: set[int] = set()
 
     def next_batch(self) -> BatchRef:
-        """What the next step learns from: prompts, numbered in the column `group_id`, or examples,
-        or pairs, as neighbouring rows."""
+        """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
+        pairs as neighbouring rows."""
         with self._beside.doing(DATA):
             return self._next_batch()
 
@@ -153,7 +154,8 @@ class Feed:
         return self.put(batch.with_columns({"group_id": groups}))
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
-        """Prompts with right responses, for one supervised update of this weight."""
+        """Return prompts with reference responses for one supervised update with this loss
+        coefficient."""
         if self._examples is None:
             raise ConfigError(
                 f"algorithm.ptx_coefficient={self.config.algorithm.ptx_coefficient} needs right "
@@ -188,16 +190,16 @@ class Feed:
 
     @property
     def _learns(self) -> bool:
-        """Whether somebody asks how samples were scored."""
+        """True if the sampler, or the metrics of sources, need scores."""
         return self.config.data.sampler is not None or bool(self._of_sources)
 
     def forget_groups(self, before: int) -> None:
-        """Drops what was kept of the rows of groups that no score will come of any more."""
+        """Forget the rows of groups before this number, for which no more scores will come."""
         self._row_of = {group: row for group, row in self._row_of.items() if group >= before}
 
     def leave_out(self, groups: Sequence[int]) -> int:
-        """Deals the prompts (examples, pairs) of these groups no more, in whatever group they would
-        come again; gives their number. Groups of long ago are forgotten."""
+        """Exclude the prompts (examples, pairs) of these groups from all later batches, and return
+        their number. Groups older than `_REMEMBERED_BATCHES` batches are no longer known."""
         rows = [row[np.isin(group, groups)] for group, row in self._deals]
         found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
         self._left_out |= found
@@ -205,11 +207,11 @@ class Feed:
 
     @property
     def numbered(self) -> int:
-        """Groups dealt out so far: prompts, examples or pairs."""
+        """The number of groups handed out so far: prompts, examples or pairs."""
         return self._numbered
 
     def state(self) -> dict[str, Any]:
-        """Where it stands, as plain data."""
+        """Return the position in the data, as plain data."""
         found: dict[str, Any] = {**self.deck.state(), "numbered": self._numbered}
         if self._examples is not None:
             found["examples"] = self._examples.state()
@@ -218,7 +220,7 @@ class Feed:
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on where the feed that gave `state` stopped.
+        """Continue where the feed that returned `state` stopped.
 
         Raises:
             DataError: if the data or its order is another.
@@ -231,7 +233,7 @@ class Feed:
         self._left_out |= set(state.get("left_out", ()))  # also what was found since
 
     def _next_rows(self) -> Rows:
-        """Of the next step, but for those that are left out; some are always left."""
+        """Return the next rows that are not excluded, at least one."""
         for _ in range(MOST_DRAWS):
             rows = self.deck.deal(self.config.data.prompts_per_step)
             if len(rows := rows[~np.isin(rows, list(self._left_out))]):

@@ -39,9 +39,9 @@ READ = ("ref_log_probs", "rollout_log_probs", "response_mask")
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of distillation. The student is the role `actor`; `teacher` is a role with
-    a model of its own, or there is one for each value of a column of the data, `teacher_<value>`.
-    """
+    """The trainer of on-policy distillation. The student is the role `actor`; `teacher` is a role
+    with its own model, or there is one role `teacher_<value>` for each value of a column of the
+    data."""
 
     USES = trainer_settings("distillation")
 
@@ -110,7 +110,7 @@ class Trainer(PolicyTrainer):
         return StepResult(batch, updates, notices=notices, scored_samples=scored)
 
     def refresh(self, share: float) -> None:
-        """Has the teacher take weights of the policy, through a folder."""
+        """Load a share of the policy's weights into the teacher, through a folder."""
         actor = self.groups["actor"]
         folder = str(Path(actor.run_directory or tempfile.mkdtemp()).absolute() / WEIGHTS)
         actor.save_model(folder, "float32").get()
@@ -131,7 +131,7 @@ class Trainer(PolicyTrainer):
             )
 
     def _taught(self, samples: BatchRef) -> BatchRef:
-        """What the teachers say, each of the samples that are its own."""
+        """Return the teachers' columns, each teacher scoring the samples assigned to it."""
         settings = self.config.distillation or DistillationConfig()
         sampled = settings.loss == "sampled"
         method = "compute_ref_log_prob" if sampled else "compute_top_log_probs"
@@ -156,7 +156,8 @@ class Trainer(PolicyTrainer):
 
 
 def _check_self(config: Config, settings: DistillationConfig) -> None:
-    """Refuses a policy as its own teacher where it could teach nothing, or that of another."""
+    """Refuse a policy as its own teacher where it has nothing to teach, or beside other
+    teachers."""
     if settings.teacher_prompt is None:
         raise ConfigError(
             "distillation.teacher=self: a policy that reads what its student reads has nothing to "
@@ -176,8 +177,8 @@ def _check_self(config: Config, settings: DistillationConfig) -> None:
 
 
 def towards_teacher(batch: Batch) -> Batch:
-    """`advantages` that descend KL(student, teacher), of the tokens that were sampled. They depend
-    on all rows."""
+    """Return `advantages` that descend KL(student, teacher), estimated on the sampled tokens. They
+    depend on all rows."""
     teacher, student, mask = (batch.ragged(name) for name in READ)
     gain = whiten(teacher.values - student.values, mask.values.bool())
     return Batch.from_columns({"advantages": mask._replace(values=gain)})
@@ -190,8 +191,7 @@ def _is_teacher(name: str, by: str | None) -> bool:
 def rows_by_teacher(
     values: Sequence[object], by: str, groups: Sequence[str]
 ) -> dict[str, np.ndarray]:
-    """The rows of each teacher: of its value, or of all values that have none where there is a
-    `teacher`.
+    """Group rows by teacher: `teacher_<value>` of the row's value, else `teacher`.
 
     Raises:
         ConfigError: names a value without a teacher.

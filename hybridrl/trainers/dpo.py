@@ -1,4 +1,4 @@
-"""DPO: learns from pairs directly, without a reward model and without generating.
+"""DPO: learns from preference pairs directly, without a reward model and without generating.
 
 Rafailov et al. 2023, arXiv:2305.18290; with `preference.loss=ipo` Azar et al. 2023.
 """
@@ -21,7 +21,7 @@ from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(base.Trainer):
-    """The driver program of DPO."""
+    """The trainer of DPO and IPO."""
 
     USES = trainer_settings("dpo")
     DATA = "pairs"

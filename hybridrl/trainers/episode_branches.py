@@ -1,4 +1,4 @@
-"""Unfold: from episodes to the rows that are learned from.
+"""The rows that are learned from when episodes have branches.
 
 An episode that a program of its own plays may have several branches: what the model saw was not
 only continued. Each is a row of its own, for the model reads each by itself; what was said of the
@@ -41,7 +41,7 @@ class Unfolding(NamedTuple):
 def unfold(
     samples: BatchRef, put: Callable[[Batch], BatchRef], on: WorkerGroup, first: int = 0
 ) -> Unfolding:
-    """The rows of samples that have branches; waits for the samples.
+    """Return a row for each branch of the episodes; waits for the samples.
 
     An episode that failed, so that its reward is NaN, and one in which nothing was sampled, have no
     rows: they cost nothing.
@@ -65,9 +65,9 @@ def unfold(
 
 
 def own_branches(batch: Batch) -> Batch:
-    """Of each row the tokens of the branch that it is for (`branch`), from 0. The last one lies in
-    the row's own columns, the others in `branch_*`, one after the other. Rows do not depend on each
-    other."""
+    """Return for each row the tokens of the branch that it stands for (`branch`, from 0). The last
+    branch lies in the row's own columns, the others concatenated in `branch_*`. Rows do not depend
+    on each other."""
     branch, is_last = batch["branch"], batch["branch"] == batch["branches"] - 1
 
     def own(name: str, lengths: str) -> Ragged:
@@ -116,6 +116,6 @@ def parts_of_groups(
 
 
 def _ragged(rows: list[Tensor], like: Tensor) -> Ragged:
-    """A column of these rows, typed as `like` also where there are none."""
+    """Make a column of these rows with the dtype of `like`, also for no rows."""
     lengths = torch.tensor([0, *(len(row) for row in rows)])
     return Ragged(torch.cat([like[:0], *rows]), lengths.cumsum(0))

@@ -1,4 +1,4 @@
-"""Evaluation alone: answers to held-out prompts, of a model as it is."""
+"""Evaluation without training: responses of a model, as it is, to held-out prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridrl.trainers.role_spec import STANDARD, RoleSpec, standard
 
 
 class Trainer(base.Trainer):
-    """A driver program that takes no steps."""
+    """A driver program that evaluates and takes no steps."""
 
     USES = trainer_settings("evaluate")
     TRAINS = False

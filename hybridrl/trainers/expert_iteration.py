@@ -27,8 +27,8 @@ KEPT = (*SAMPLE, "response_mask")
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of expert iteration. Responses stay with the workers that made them; a
-    number and a text of each come to the driver."""
+    """The trainer of expert iteration. Responses stay with the workers that made them; the driver
+    receives one score and one text for each."""
 
     USES = trainer_settings("expert_iteration")
 
@@ -67,14 +67,15 @@ class Trainer(PolicyTrainer):
 
 
 def as_kept(batch: Batch) -> Batch:
-    """The rows without what else is known of them. Rows do not depend on each other."""
+    """Return the columns that supervised updates read. Rows do not depend on each other."""
     return batch.select(KEPT)
 
 
 def distinct_right(
     rows: Sequence[Mapping[str, Any]], right: Sequence[bool], most: int | None = None
 ) -> list[int]:
-    """The numbers of the first sample with each different right answer to each prompt, in order.
+    """Return, in order, the row of the first sample with each distinct correct response to each
+    prompt.
 
     Args:
         rows: `group_id` and `response` of each sample.
@@ -90,8 +91,8 @@ def distinct_right(
 
 
 def best_of_each(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The numbers of the best-scored sample of each prompt, in order; of several the first. Samples
-    that were dropped (NaN) are not among them.
+    """Return, in order, the row of the best-scored sample of each prompt, the first of equals.
+    Dropped samples (NaN) are left out.
 
     Args:
         rows: `group_id` and `scores` of each sample.

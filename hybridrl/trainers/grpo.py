@@ -1,4 +1,4 @@
-"""GRPO: rewards of a prompt's samples, compared with each other, reinforce the policy.
+"""GRPO: reinforces the policy by comparing the rewards of a prompt's samples with each other.
 
 Shao et al. 2024, arXiv:2402.03300. By its settings it is also Dr. GRPO, DAPO, GSPO, CISPO, SAPO,
 GMPO, RLOO, REINFORCE++, OPO and pass@k training: `algorithm=<name>`.
@@ -30,7 +30,7 @@ from hybridrl.trainers.update_columns import (
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of GRPO."""
+    """The trainer of GRPO."""
 
     USES = trainer_settings("grpo")
     COMPARES_SAMPLES = True
@@ -113,21 +113,22 @@ class Trainer(PolicyTrainer):
 
 
 def informative_rows(scores: torch.Tensor, groups: torch.Tensor) -> npt.NDArray[np.int64]:
-    """The rows of all prompts whose scores differ, those of dropped samples (NaN) aside."""
+    """Return the rows of all prompts whose samples have different scores; dropped samples (NaN) do
+    not count."""
     scored = ~torch.isnan(scores)
     informative = keep_informative(scores[scored], groups[scored])
     return np.flatnonzero(torch.isin(groups, groups[scored][informative]))
 
 
 def most_replayed(config: Config) -> int:
-    """So many prompts of earlier steps a step learns from at most."""
+    """Return the maximum number of earlier prompts that a step learns from."""
     share = config.algorithm.replay_share
     return int(share / (1 - share) * config.data.prompts_per_step + 1e-9)
 
 
 @dataclass
 class _Kept:
-    """A step's samples, with their advantages; they stay with the workers that made them.
+    """The samples of a step with their advantages, which stay with the workers that made them.
 
     Attributes:
         version: Updates that the policy had had when the step began.
@@ -140,9 +141,9 @@ class _Kept:
 
 
 class Replay:
-    """Keeps the samples of the last steps, and draws whole groups of them, `algorithm.replay_share`
-    of what a step learns from at most. The importance of a sample of an older policy is weighed by
-    the loss (`algorithm.correction`, else the clipped ratio to the policy that sampled).
+    """A buffer of the samples of recent steps, from which whole groups are drawn, at most the share
+    `algorithm.replay_share` of what a step learns from. The loss corrects for samples of older
+    policies (`algorithm.correction`, else the clipped ratio to the policy that sampled).
 
     Attributes:
         figures: Of the last draw: how many groups, and how many updates old.
@@ -156,14 +157,14 @@ class Replay:
         self.figures: dict[str, float] = {}
 
     def keep(self, batch: BatchRef, version: int) -> None:
-        """Has these samples drawn from in later steps. Nothing is waited for."""
+        """Add the samples of a step; waits for nothing."""
         if self._most:
             self._kept.append(_Kept(batch, version))
 
     def draw(self, version: int) -> list[BatchRef]:
-        """Samples of earlier steps for one that begins after so many updates: none older than
-        `algorithm.replay_age` updates, none twice, and none of prompts whose samples all scored
-        alike. Waits until those of the step before are scored."""
+        """Draw samples of earlier steps for one that begins after `version` updates: none older
+        than `algorithm.replay_age` updates, none twice, and no groups whose samples all score
+        alike. Waits until the samples of the step before are scored."""
         while self._kept and version - self._kept[0].version > self._age:
             self._kept.popleft()
         if not self._most:
@@ -186,7 +187,7 @@ class Replay:
         return self._parts(chosen)
 
     def _parts(self, chosen: npt.NDArray[np.int64]) -> list[BatchRef]:
-        """The groups with these places among all that are kept."""
+        """Return the rows of the groups at these positions among all stored groups."""
         found, begin = [], 0
         for kept in self._kept:
             groups = kept.rows or []

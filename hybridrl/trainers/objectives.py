@@ -1,4 +1,4 @@
-"""The losses that the settings describe; a driver program gives its actor one of them, or its own
+"""Losses built from the settings. A driver program uses one of them, or its own
 (`Trainer.objective`)."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridrl.trainers.role_spec import ACTOR
 
 
 def policy_objective(config: Config) -> PolicyObjective:
-    """The policy loss of `algorithm`, with its KL and entropy terms."""
+    """Build the policy loss of `algorithm`, with its KL and entropy terms."""
     algorithm = config.algorithm
     names = options_of(policy_loss(algorithm.policy_loss))
     options = {name: getattr(algorithm, name) for name in names if hasattr(algorithm, name)}
@@ -30,16 +30,16 @@ def policy_objective(config: Config) -> PolicyObjective:
 
 
 def correction_of(config: Config) -> str:
-    """What `algorithm.correction` comes to: a generator that computes in fewer bits is another
-    policy than the one that learns, enough for its samples to be weighed."""
+    """Return the importance correction that `algorithm.correction` resolves to. `auto` corrects if
+    generator and trainer compute with different numbers of bits."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
     return "truncate" if fewer_bits(config) else "none"
 
 
 def fewer_bits(config: Config) -> str:
-    """The setting by which generator or trainer compute in fewer bits than the other one; empty if
-    they do not."""
+    """Return the setting by which generator or trainer computes with fewer bits than the other;
+    empty if none does."""
     rollout = config.rollout
     if rollout.quantization != "none":
         return f"rollout.quantization={rollout.quantization}"
@@ -50,7 +50,7 @@ def fewer_bits(config: Config) -> str:
 
 
 def correction_notice(config: Config, program: Any) -> str:
-    """A sentence where `algorithm.correction=auto` has chosen to correct; else empty.
+    """Return a notice if `algorithm.correction=auto` has chosen a correction, else an empty string.
 
     Args:
         program: The class of the driver program.
@@ -66,27 +66,28 @@ def correction_notice(config: Config, program: Any) -> str:
 
 
 def _weighs(program: Any, config: Config) -> bool:
-    """Whether a driver program learns from samples by a loss that weighs them."""
+    """Return whether a driver program learns from samples with a loss that weights them by
+    importance."""
     samples = getattr(program, "DATA", "prompts") == "prompts"
     return samples and isinstance(program.objective(config), PolicyObjective)
 
 
 def is_off_policy(config: Config) -> bool:
-    """Whether samples may be of another policy than the one that begins to learn from them: of an
-    older one (also by replay), or of one whose weights came to the generator roughly."""
+    """Return whether samples may come from another policy than the one that is updated: an older
+    one (also by replay), or one whose weights reached the generator with losses."""
     flow, replays = config.placement, config.algorithm.replay_share > 0
     return flow.staleness > 0 or flow.in_flight or replays or syncs_roughly(config)
 
 
 def syncs_roughly(config: Config) -> bool:
-    """Whether the generator's weights may be other ones than the trainer's. Where both share their
-    devices nothing travels, and `rollout.weight_sync` does not count."""
+    """Return whether weight sync may be lossy. If trainer and generator share devices (colocated,
+    interleaved) nothing is sent, and `rollout.weight_sync` has no effect."""
     shared = config.placement.strategy in ("flattening", "interleaving")
     return config.rollout.weight_sync in LOSSY_SYNC and not shared
 
 
 def preference_objective(config: Config) -> DirectPreference:
-    """The loss of DPO or IPO that `preference` describes."""
+    """Build the loss of DPO or IPO that `preference` describes."""
     preference = config.preference or PreferenceConfig()
     known = {f.name for f in fields(DirectPreference)} & {f.name for f in fields(preference)}
     return DirectPreference(**{name: getattr(preference, name) for name in sorted(known)})

@@ -1,5 +1,5 @@
-"""Distillation on given responses: a student learns in each of their places what a teacher would
-have said, not only what was written.
+"""Offline distillation: a student learns a teacher's distribution at every position of given
+responses, not only the written token.
 
 Hinton et al. 2015, arXiv:1503.02531; for sequences Kim and Rush 2016, arXiv:1606.07947; GKD's case
 without samples of the student (lambda = 0), Agarwal et al. 2024, arXiv:2306.13649. Where there is
@@ -23,7 +23,7 @@ from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 
 
 class Trainer(base.Trainer):
-    """The driver program of distillation from files."""
+    """The trainer of distillation from given responses."""
 
     USES = trainer_settings("offline_distillation")
     DATA = "examples"
@@ -50,7 +50,8 @@ class Trainer(base.Trainer):
 
 
 def _check(config: Config, settings: DistillationConfig) -> None:
-    """Refuses what needs samples of the student, or rows with more than prompt and response."""
+    """Refuse settings that need samples of the student, or more columns than prompt and
+    response."""
     begin = "trainer.name=offline_distillation"
     if not (config.models.get(TEACHER) or {}).get("path"):
         raise ConfigError(

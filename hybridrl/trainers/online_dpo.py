@@ -1,4 +1,4 @@
-"""Online DPO: the best and the worst of a prompt's samples become a pair to learn from.
+"""Online DPO: the best and the worst sample of each prompt become a preference pair.
 
 Guo et al. 2024, arXiv:2402.04792. What is better may be said by functions, a judge or a reward
 model. A prompt whose samples score alike has no pair and teaches nothing.
@@ -26,7 +26,7 @@ from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of online DPO."""
+    """The trainer of online DPO."""
 
     USES = trainer_settings("online_dpo")
     COMPARES_SAMPLES = True
@@ -56,8 +56,8 @@ class Trainer(PolicyTrainer):
 
 
 def best_and_worst(scores: Tensor, per_prompt: int) -> npt.NDArray[np.int64]:
-    """The rows of the best and of the worst sample of each prompt, one behind the other; none of a
-    prompt whose samples score alike. Samples that were dropped (NaN) are neither.
+    """Return the rows of the best and the worst sample of each prompt, next to each other; none for
+    a prompt whose samples all score alike. Dropped samples (NaN) are neither.
 
     Args:
         scores: `[rows]`, the `per_prompt` samples of a prompt next to each other.

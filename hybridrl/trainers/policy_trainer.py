@@ -1,4 +1,4 @@
-"""PolicyTrainer: what the programs have in common that sample, score and reinforce."""
+"""The base class of trainers that sample, score and reinforce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, SAMPLED
 
 
 class PolicyTrainer(base.Trainer):
-    """The head of a step, which samples and scores, and its tail, which updates.
+    """A trainer with the usual start of a step, sampling and scoring, and its usual end, updating.
 
     Attributes:
         ROLES: Those that it always has; with a KL there is a reference too.
@@ -45,15 +45,17 @@ class PolicyTrainer(base.Trainer):
         self.episodes = 0
 
     def samples(self) -> BatchRef:
-        """Prompts of this step with their responses; of episodes, a row for each."""
+        """Generate the samples of this step: its prompts with responses, one row per sample or
+        episode."""
         prompts = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
         return prompts | self.groups["actor"].generate_sequences(prompts, self.sampling)
 
     def unfold(
         self, samples: BatchRef, judged: Sequence[BatchRef]
     ) -> tuple[BatchRef, list[BatchRef]]:
-        """The rows to learn from, and what was judged of each: the samples themselves, but for
-        episodes that may have several branches; then one for each, and this waits for them."""
+        """Return the rows to learn from, and the rewards of each. They are the samples themselves,
+        except where episodes may have several branches: then there is a row for each branch, and
+        this waits for them."""
         if not is_served(self.config.rollout, self.config.environment):
             return samples, list(judged)
         # Numbers of their own: with those of earlier steps they may be learned from together.
@@ -62,7 +64,7 @@ class PolicyTrainer(base.Trainer):
         return rows, [of(one) for one in judged]
 
     def judge(self, samples: BatchRef) -> list[BatchRef]:
-        """`scores`, and `costs` where the program has them."""
+        """Compute `scores`, and `costs` if the program has a cost role."""
         judges = [self.groups[name] for name in ("reward", "cost") if name in self.groups]
         return [judge.compute_reward(samples) for judge in judges]
 
@@ -74,9 +76,10 @@ class PolicyTrainer(base.Trainer):
         return [*judged, self.shaping.shaped(joined(samples, judged))]
 
     def score(self, samples: BatchRef, *, log_probs: bool = True) -> list[BatchRef]:
-        """What models say of samples before the step. As `judge` it asks for the samples alone, so
-        that those on other devices need not wait for each other: join what they say afterwards.
-        Those that only score come first, because what learns is on all devices, as a rule.
+        """Compute the columns of the models before the update: `ref_log_probs`, `log_probs`,
+        values. Like `compute_rewards` this reads only the samples, so that calls on different
+        devices need not wait for each other; join the results afterwards. Calls of models that only
+        score are made first, because the trained ones usually occupy all devices.
 
         Args:
             log_probs: Whether those of the actor are needed.
@@ -122,7 +125,7 @@ class PolicyTrainer(base.Trainer):
 
 
 def joined(batch: BatchRef, others: Iterable[BatchRef]) -> BatchRef:
-    """All of them side by side, row by row."""
+    """Join batches side by side, row by row."""
     for other in others:
         batch |= other
     return batch
@@ -132,8 +135,8 @@ TOKENS = ("tokens", "critic_tokens", "cost_critic_tokens")
 
 
 class KLCoefficient:
-    """Learns the KL of a step from its updates, when the next step begins. A fixed coefficient
-    learns nothing and waits for nothing."""
+    """A coefficient that adapts to the KL measured by the updates of the step before. A constant
+    one measures nothing and waits for nothing."""
 
     def __init__(self, config: Config) -> None:
         algorithm = config.algorithm
@@ -149,17 +152,17 @@ class KLCoefficient:
 
     @property
     def coefficient(self) -> float:
-        """The weight now."""
+        """The current coefficient."""
         return self._controller.coefficient
 
     def watch(self, update: Handle) -> Handle:
-        """Notes an update of the actor; returns it."""
+        """Remember an update of the actor whose KL counts for the next `update`; return it."""
         if self._adapts:
             self._watched.append(update)
         return update
 
     def update(self) -> float:
-        """Adapts to the updates noted since the last time; returns the weight for the new step."""
+        """Adapt to the KL of the remembered updates and return the coefficient for the new step."""
         found = [update.get() for update in self._watched]
         self._watched.clear()
         if any("kl" in update for update in found):
@@ -167,17 +170,17 @@ class KLCoefficient:
         return self.coefficient
 
     def state(self) -> dict[str, float]:
-        """What a later job needs to go on from here; waits for the updates noted so far."""
+        """Return the state for a checkpoint, after waiting for the remembered updates."""
         self.update()
         return self._controller.state()
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Goes on from what `state` gave."""
         self._controller.load_state(state)
 
 
 def notices_of_kl(config: Config) -> list[str]:
-    """A sentence for the user whose KL in the reward does not hold the policy."""
+    """Return a warning if the KL estimator of a KL in the reward has not the gradient of the KL,
+    else nothing."""
     algorithm = config.algorithm
     estimator = algorithm.kl_estimator or IN_REWARD
     if not algorithm.kl_in_reward or estimator.removesuffix("+") == IN_REWARD:

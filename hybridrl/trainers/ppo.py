@@ -1,4 +1,4 @@
-"""PPO: a critic tells what each token was worth; the policy takes clipped steps.
+"""PPO: a critic estimates the value of each token; the policy takes clipped steps.
 
 Schulman et al. 2017, arXiv:1707.06347; for language models Ouyang et al. 2022, arXiv:2203.02155.
 """
@@ -19,7 +19,7 @@ from hybridrl.trainers.update_columns import (
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of PPO."""
+    """The trainer of PPO."""
 
     USES = trainer_settings("ppo")
     ROLES = ("actor", "critic", "reward")

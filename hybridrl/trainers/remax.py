@@ -1,4 +1,4 @@
-"""ReMax: the policy's own greedy answer is the baseline, so no critic is needed.
+"""ReMax: the reward of the policy's greedy response is the baseline, so no critic is needed.
 
 Li et al. 2023, arXiv:2310.10505.
 """
@@ -19,7 +19,7 @@ from hybridrl.trainers.update_columns import (
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of ReMax."""
+    """The trainer of ReMax."""
 
     USES = trainer_settings("remax")
 

@@ -1,4 +1,4 @@
-"""Reward model: a scalar head learns to score the better answer of a pair higher.
+"""Reward modelling: a scalar head learns to score the preferred response of a pair higher.
 
 Bradley & Terry 1952; for language models Ouyang et al. 2022, arXiv:2203.02155. A cost model for
 `safe_rlhf` is trained the same way, on pairs whose first answer is the more harmful one.
@@ -20,7 +20,7 @@ from hybridrl.trainers.update_columns import loss_weights
 
 
 class Trainer(base.Trainer):
-    """The driver program of reward modelling."""
+    """The trainer of reward models and cost models."""
 
     USES = trainer_settings("reward_model")
     DATA = "pairs"
@@ -37,6 +37,6 @@ class Trainer(base.Trainer):
         return StepResult(batch, [update(batch.select(*LEARNED_FROM, "margin"))])
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
-        """`eval/pair_accuracy` and `eval/pair_margin` of the held-out pairs."""
+        """Return `eval/pair_accuracy` and `eval/pair_margin` of the held-out pairs."""
         scored = self.groups["reward_model"].compute_score(held_out.select(*SAMPLE))
         return pair_figures(scored.collect(["scores"])["scores"])

@@ -1,5 +1,5 @@
-"""What becomes of scores before anything is learned from them: shorter right answers earn more, and
-each source of prompts has a scale of its own.
+"""Reward shaping before the update: shorter correct responses earn more, and each source of prompts
+is normalized by itself.
 
 What was measured stays as it is: figures, evaluations and the sampler of the data know the column
 `scores`; what is learned from is the column `SHAPED`.
@@ -23,7 +23,7 @@ from hybridrl.trainers.credited_samples import SHAPED, learned_scores, shapes
 
 
 class Moments(NamedTuple):
-    """Of numbers: how many, their mean, and the sum of the squares of their distances to it."""
+    """Running moments of numbers: count, mean, and sum of squared deviations from the mean."""
 
     count: int = 0
     mean: float = 0.0
@@ -31,7 +31,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Moments:
-        """Those of the numbers that are none of NaN."""
+        """Compute the moments of the values that are not NaN."""
         known = [value for value in values if not math.isnan(value)]
         if not known:
             return cls()
@@ -39,7 +39,7 @@ class Moments(NamedTuple):
         return cls(len(known), mean, math.fsum((value - mean) ** 2 for value in known))
 
     def with_those(self, other: Moments) -> Moments:
-        """Of both together (Chan et al. 1979)."""
+        """Merge with other moments (Chan et al. 1979)."""
         count = self.count + other.count
         if not count:
             return self
@@ -52,13 +52,13 @@ class Moments(NamedTuple):
 
     @property
     def std(self) -> float:
-        """The unbiased standard deviation; 1 where there is none."""
+        """The unbiased standard deviation; 1 where it is undefined or zero."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return deviation if deviation > 1e-6 else 1.0
 
 
 class RewardShaping:
-    """That of a run.
+    """The reward shaping of a run, with the moments of each source's scores.
 
     Args:
         config: Of the job.
@@ -105,7 +105,7 @@ class RewardShaping:
         }
 
     def _learn(self) -> None:
-        """What earlier steps scored; waits for it."""
+        """Merge the scores of earlier steps into the moments, after waiting for them."""
         under_way, self._under_way = self._under_way, []
         for scored in under_way:
             known = scored.collect([self._before, str(self._reward.normalise_by)])

@@ -1,4 +1,4 @@
-"""RoleSpec: everything that a driver program says of one of its roles.
+"""RoleSpec, the description of one role of a driver program.
 
 Nothing else is known of a role anywhere: where it is placed, what it takes of a device, whether it
 is warmed up, saved and trained all follows from here and from `models.<role>` of the settings.
@@ -23,7 +23,7 @@ ACTOR = "actor"
 
 @dataclass(frozen=True)
 class Kind:
-    """What is usual for the roles that a worker plays; see `RoleSpec`."""
+    """The defaults of a `RoleSpec` for one kind of worker."""
 
     trains: bool = False
     generates: bool = False
@@ -54,7 +54,7 @@ SCORING = ("reward", "cost")
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role of a driver program. What is left out (None) is as usual for its kind of worker.
+    """A role of a driver program. Fields that are None take the default of the kind of worker.
 
     Attributes:
         worker: A built-in kind (`actor`, `critic`, `reference`, `reward`, `cost`, `reward_model`),
@@ -111,15 +111,15 @@ class RoleSpec:
                 object.__setattr__(self, name, getattr(usual, name))
 
     def path(self, role: str, config: Config) -> str | None:
-        """Where the model of the role that has this spec comes from, if not from `model.path`."""
+        """Return the setting's path of the role's model; None if it is `model.path`."""
         if self.worker in SCORING:
             scoring = getattr(config, str(self.worker))
             return scoring.model if scoring is not None else None
         return model_settings(config, role).path
 
     def has_model(self, role: str, config: Config) -> bool:
-        """Whether the role holds a model that is cut over its devices; functions and judges are
-        not."""
+        """Return whether the role holds a model that is sharded over its devices; functions and
+        judges do not."""
         if self.worker in SCORING:
             return bool(self.path(role, config))
         if isinstance(self.worker, str):
@@ -128,17 +128,17 @@ class RoleSpec:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether its workers can be saved in the middle of a run and go on from there."""
+        """True if its workers can be saved during a run and resume from there."""
         if isinstance(self.worker, str):
             return KINDS[self.worker].trains
         return hasattr(self.worker, "save_state") and hasattr(self.worker, "load_state")
 
     def is_copy(self, role: str, config: Config) -> bool:
-        """Whether it begins as a copy of the warmed-up actor."""
+        """Return whether the role starts as a copy of the warmed-up actor."""
         return bool(self.copies_actor) and role != ACTOR and self.path(role, config) is None
 
     def is_actor_without_adapters(self, role: str, config: Config) -> bool:
-        """Whether the actor plays this role too: with LoRA it is its own reference."""
+        """Return whether the actor plays this role too: with LoRA it is its own reference."""
         has_adapters = config.actor.lora.rank is not None
         return self.worker == "reference" and has_adapters and self.path(role, config) is None
 
@@ -158,7 +158,7 @@ LEARNER = replace(STANDARD["actor"], generates=False)
 
 
 def standard(*names: str) -> dict[str, RoleSpec]:
-    """Roles of `STANDARD`.
+    """Return the specs of these built-in roles.
 
     Raises:
         ConfigError: for a name that is none of them.
@@ -174,14 +174,14 @@ def standard(*names: str) -> dict[str, RoleSpec]:
 
 
 def played_by(roles: Mapping[str, RoleSpec], role: str, config: Config) -> str:
-    """The role whose workers play this one."""
+    """Return the role whose workers play this one."""
     spec = roles.get(role)
     return ACTOR if spec and spec.is_actor_without_adapters(role, config) else role
 
 
 def checked_roles(found: Mapping[str, RoleSpec] | Sequence[str], where: str) -> dict[str, RoleSpec]:
-    """Roles as a driver program or a caller of `Job` gives them: a mapping to their specs, or names
-    of standard roles.
+    """Return roles as a mapping to specs, given such a mapping or a list of names of standard
+    roles.
 
     Args:
         where: Who gives them, for errors.

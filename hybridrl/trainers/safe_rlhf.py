@@ -1,4 +1,5 @@
-"""Safe RLHF: as much reward as a limit on the cost allows; a multiplier learns what cost is worth.
+"""Safe RLHF: maximizes the reward under a limit on the cost; a learned Lagrange multiplier weights
+the cost.
 
 Dai et al. 2023, arXiv:2310.12773.
 """
@@ -20,7 +21,7 @@ SHAPED = (*TOKEN_COLUMNS, "costs", "values", "cost_values", "log_probs")
 
 
 class Trainer(PolicyTrainer):
-    """The driver program of Safe-RLHF."""
+    """The trainer of Safe RLHF."""
 
     USES = trainer_settings("safe_rlhf")
     ROLES = ("actor", "critic", "cost_critic", "reward", "cost")
@@ -64,7 +65,7 @@ class Trainer(PolicyTrainer):
         )
 
     def _learn_multiplier(self) -> None:
-        """From the costs of the last step: one number a sample."""
+        """Update the multiplier from the costs of the step before, one number per sample."""
         if self.last_costs is not None:
             self.multiplier.update(self.last_costs.collect(["costs"])["costs"])
         self.last_costs = None

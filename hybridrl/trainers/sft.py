@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the given responses become likelier."""
+"""Supervised fine-tuning on given responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
 
 
 class Trainer(base.Trainer):
-    """The driver program of supervised fine-tuning."""
+    """The trainer of supervised fine-tuning."""
 
     USES = trainer_settings("sft")
     DATA = "examples"
@@ -31,7 +31,7 @@ class Trainer(base.Trainer):
         )
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
-        """`eval/loss`, per token of the held-out responses."""
+        """Return `eval/loss`, the loss per token of the held-out responses."""
         batch = held_out | self.groups["actor"].compute_log_prob(held_out.select(*SAMPLE))
         total = partial(row_sums, column="log_probs")
         sums = batch.apply(total, ["log_probs", "response_mask"]).collect()

@@ -1,4 +1,4 @@
-"""What a teacher reads in place of the prompt, such as the right answer beside it."""
+"""A prompt for the teacher alone, for example with the reference answer in it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAME = r"\{(\w+)\}"
 
 
 class TeacherPrompt(NamedTuple):
-    """That of `distillation.teacher_prompt`.
+    """The template `distillation.teacher_prompt`.
 
     Attributes:
         text: With `{names}` of columns.
@@ -25,7 +25,7 @@ class TeacherPrompt(NamedTuple):
 
     @classmethod
     def read(cls, path: str | None) -> TeacherPrompt | None:
-        """That of a file; None where there is none.
+        """Load the template from a file; None if `path` is None.
 
         Raises:
             ConfigError: if it cannot be read, or does not name the prompt.
@@ -47,7 +47,8 @@ class TeacherPrompt(NamedTuple):
         return cls(text, names)
 
     def encoded(self, row: Mapping[str, Any], tokenizer: Any) -> list[int]:
-        """The tokens for a row. A rendered chat brings the special tokens that other texts get."""
+        """Return the tokens of the prompt for a row. A rendered chat contains its special tokens;
+        other texts get the tokenizer's."""
         # Not str.format: a brace in a prompt is a brace.
         text = re.sub(NAME, lambda found: str(row[found[1]]), self.text)
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)

@@ -1,4 +1,4 @@
-"""Trainer: what every driver program has."""
+"""The base classes of all driver programs, and what a step of theirs returns."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ class EvaluationResult(dict[str, float]):
 
 
 class Trainer(ABC):
-    """A driver program: `step` is the dataflow of its algorithm, and nothing below knows it.
+    """A driver program that learns: `step` is the dataflow of its algorithm, which no other code
+    knows.
 
     Args:
         groups: The worker groups that `roles` asks for.
@@ -122,18 +123,18 @@ class Trainer(ABC):
     @staticmethod
     @abstractmethod
     def roles(config: Config) -> Mapping[str, RoleSpec] | Sequence[str]:
-        """Its roles: a mapping of names to what a `RoleSpec` says of them, of which
-        `role_spec.standard("actor", "reward")` gives those that the built-in programs have. Where
-        these are all, their names are enough: `["actor", "reward"]`."""
+        """Return the roles: a mapping of names to `RoleSpec`s, of which `standard_roles("actor",
+        "reward")` returns those of the built-in programs. If these are all, a list of names is
+        enough: `["actor", "reward"]`."""
 
     @staticmethod
     def objective(config: Config) -> Any:
-        """The loss of `update_actor` and `update_preference`: `(outputs, columns, segments)` to a
-        `TokenLoss`. By default the policy loss of `algorithm`."""
+        """Return the loss of `update_actor` and `update_preference`: a function from `(outputs,
+        columns, segments)` to a `TokenLoss`. The default is the policy loss of `algorithm`."""
         return policy_objective(config)
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Makes what lives from step to step."""
+        """Create the state that the program keeps between steps."""
 
     @abstractmethod
     def step(self) -> StepResult | tuple[BatchRef, list[Handle]]:
@@ -144,9 +145,9 @@ class Trainer(ABC):
         """
 
     def evaluate(self, held_out: BatchRef) -> Mapping[str, float]:
-        """Figures of the held-out data: by default those of the answers to its prompts, by the
-        role `actor` and by every other one that samples, whose figures begin with its name; none
-        for a program without a reward."""
+        """Return metrics of the held-out data. By default they are those of the responses to its
+        prompts, sampled by the role `actor` and by every other role that generates, whose metrics
+        begin with its name; none for a program without a reward."""
         found: dict[str, float] = {}
         samples: dict[str, list[Drawn]] = {}
         if "reward" not in self.groups:  # nobody says what is right
@@ -165,11 +166,12 @@ class Trainer(ABC):
         return EvaluationResult(found, samples)
 
     def state(self) -> dict[str, Any]:
-        """What lives from step to step, as plain data: numbers, texts, lists, dictionaries."""
+        """Return the state that the program keeps between steps, as plain data: numbers, strings,
+        lists, dictionaries."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Goes on where the program that gave `state` stopped."""
+        """Restore what `state` returned in an earlier process."""
 
     @property
     def data(self) -> Batch:
@@ -178,19 +180,20 @@ class Trainer(ABC):
 
     @property
     def tokenizer(self) -> Any:
-        """That of the model."""
+        """The tokenizer of the model."""
         return self.feed.tokenizer
 
     def put(self, batch: Batch) -> BatchRef:
-        """Hands a batch of the driver's to the workers."""
+        """Send a batch of the driver to the workers, as `ray.put`."""
         return self.feed.put(batch)
 
     def next_batch(self) -> BatchRef:
-        """The prompts (examples, pairs) of the next step."""
+        """Return the prompts, examples or pairs of the next step."""
         return self.feed.next_batch()
 
     def next_examples(self, coefficient: float) -> BatchRef:
-        """Prompts with their right responses, for a supervised update of this weight."""
+        """Return prompts with their reference responses for a supervised update with this loss
+        coefficient."""
         return self.feed.next_examples(coefficient)
 
     def mini_batches(self, batch: BatchRef) -> Iterator[BatchRef]:

@@ -1,4 +1,5 @@
-"""Between the calls: pure functions that the driver programs run beside the data.
+"""The columns that updates read: advantages, returns and loss weights. Pure functions, run where
+the rows are.
 
 Tokens stay packed, `[tokens]` with their `Segments`: what is computed is as large as there are
 tokens, however long the longest sample is. Each docstring says whether rows depend on each other:
@@ -47,8 +48,8 @@ ADVANTAGES = ("advantages", "response_mask")
 
 
 def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
-    """`loss_weights`: the weight of each token in the loss of this whole mini-batch, on which every
-    weight depends.
+    """Compute `loss_weights`, the weight of each token in the loss of this whole mini-batch, on
+    which every weight depends.
 
     Args:
         mode: See `token_weights`.
@@ -63,8 +64,8 @@ def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
 
 
 def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
-    """`advantages` from comparing the samples of a prompt, or of the batch, with each other, and
-    the `response_mask` without dropped samples. `splits_by_group` says which of both it is.
+    """Compute `advantages` by comparing the samples of a prompt, or of the batch, with each other,
+    and the `response_mask` without dropped samples. `is_group_local` says which of the two.
 
     With `algorithm.turn_credit=turn` what is compared are turns: the rewards from each on, with
     those of the same turn of the other samples; see `by_turns`.
@@ -101,14 +102,14 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
 
 
 def splits_by_group(config: AlgorithmConfig) -> bool:
-    """Whether `group_advantages` compares the samples of a prompt with each other only, so that a
-    part of a batch that holds whole groups (`group_id`) gives its part of the advantages."""
+    """Return whether `group_advantages` compares only samples of the same prompt, so that a part of
+    a batch with whole groups (`group_id`) yields its part of the advantages."""
     return config.advantage in WITHIN_GROUPS and config.advantage_scale != "batch"
 
 
 def as_baseline(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
-    """`greedy_scores`: the scores of greedy answers, with the penalty that samples have too. Rows
-    do not depend on each other."""
+    """Compute `greedy_scores`, the scores of greedy responses with the penalty that samples have
+    too. Rows do not depend on each other."""
     return Batch.from_columns({"greedy_scores": sample_scores(batch, config, longest)})
 
 
@@ -128,8 +129,8 @@ def greedy_advantages(
 def critic_advantages(
     batch: Batch, config: AlgorithmConfig, longest: int, coefficient: float
 ) -> Batch:
-    """PPO's whitened `advantages`, which depend on all rows, and the `returns` that the critic
-    learns."""
+    """Compute PPO's whitened `advantages`, which depend on all rows, and the `returns` that the
+    critic learns."""
     samples = samples_of(batch, config, longest)
     rewards = token_rewards(batch, samples, config, coefficient)
     advantages, returns = _gae(batch, samples, rewards, "values", config)
@@ -140,9 +141,10 @@ def critic_advantages(
 def constrained_advantages(
     batch: Batch, config: AlgorithmConfig, longest: int, coefficient: float, multiplier: float
 ) -> Batch:
-    """Safe-RLHF's: advantages of the reward, minus `multiplier` times those of the cost, on the
-    scale of one of them; `returns` and `cost_returns` for the two critics. The KL is taken half off
-    the reward and half onto the cost. The advantages depend on all rows.
+    """Compute Safe RLHF's advantages: those of the reward minus `multiplier` times those of the
+    cost, divided by 1 + `multiplier`; and `returns` and `cost_returns` for the two critics. Half of
+    the KL is subtracted from the reward and half is added to the cost. The advantages depend on all
+    rows.
 
     Both advantages are divided by their standard deviation, without taking out their mean: whether
     samples cost more or less than was expected is what the multiplier acts on.
@@ -181,8 +183,8 @@ def _estimate(
     segments: Segments,
     lengths: Tensor,
 ) -> Tensor:
-    """The advantages, `[tokens]`, of `algorithm.advantage`. A function that knows nothing of
-    `segments` is given its tokens as `[rows, time]`, and may return that or `[rows]`."""
+    """Return the advantages, `[tokens]`, of the estimator `algorithm.advantage`. An estimator
+    without `segments` gets tokens as `[rows, time]`, and may return that or `[rows]`."""
     estimator = advantage_estimator(config.advantage)
     if takes(estimator, "segments"):
         found = estimator(**accepted(estimator, {**offered, **tokens, "segments": segments}))
@@ -204,12 +206,13 @@ def _estimate(
 
 
 def _real(lengths: Tensor) -> Tensor:
-    """Bool `[rows, longest]`, where left-aligned rows of these lengths have tokens."""
+    """Return a mask, bool `[rows, longest]`, of the tokens of left-aligned rows of these
+    lengths."""
     return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
 
 
 def _padded(packed: Tensor, lengths: Tensor) -> Tensor:
-    """Packed tokens as `[rows, longest]`, left-aligned."""
+    """Pad packed tokens to `[rows, longest]`, left-aligned."""
     real = _real(lengths)
     dense = torch.zeros(real.shape, dtype=packed.dtype)
     dense[real] = packed
@@ -217,6 +220,6 @@ def _padded(packed: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _columns(batch: Batch, **packed: Tensor) -> Batch:
-    """Token columns whose rows lie as those of the `response_mask`."""
+    """Make token columns with the rows of the `response_mask`."""
     ragged = batch.ragged("response_mask")
     return Batch.from_columns({name: ragged._replace(values=x) for name, x in packed.items()})

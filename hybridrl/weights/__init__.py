@@ -1,1 +1,2 @@
-"""Executing a plan: tensors from one layout to another, by one transport or another."""
+"""Bringing weights from the trainer's layout to the generator's: plans executed by one of several
+transports."""

@@ -1,4 +1,4 @@
-"""Executing a plan over torch.distributed: one all-to-all per round."""
+"""Execution of a plan over torch.distributed: one all-to-all per round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hybridrl.weights.weight_transport import Read, Traffic, Write, copy, pack, 
 
 
 class _Round(NamedTuple):
-    """This rank's part of a round, in elements.
+    """The part of this rank in one round, in elements.
 
     Attributes:
         sends: What goes out, each with its places in the outgoing buffer, one for every receiver.
@@ -45,7 +45,7 @@ class _Round(NamedTuple):
 
 
 class _Travelling(NamedTuple):
-    """A round under way."""
+    """A round in flight."""
 
     work: dist.Work
     incoming: Tensor
@@ -53,7 +53,7 @@ class _Travelling(NamedTuple):
 
 
 class Reshard:
-    """A plan, cut into rounds for this rank; executed as often as there are new weights.
+    """An executor of a plan, cut into rounds for this rank and run each time there are new weights.
 
     The ranks of the plan are the ranks of `group`. All of them make it and call it, with equal
     arguments but for the tensors; one that neither sends nor receives takes part all the same.
@@ -104,7 +104,8 @@ class Reshard:
         )
 
     def __call__(self, read: Read, write: Write) -> Traffic:
-        """Brings the values from the tensors that `read` gives to the places that `write` fills.
+        """Copy the values of the tensors that `read` returns to where `write` puts them.
+        Collective.
 
         Own values are copied first and never touch the network. While a round travels, the one
         before it is unpacked and the one after it packed.
@@ -144,7 +145,8 @@ class Reshard:
         return _Travelling(work, incoming, each.receives)
 
     def _round(self, parts: list[tuple[Stream, list[Move]]]) -> _Round:
-        """A buffer holds one rank's messages after the other's, each in the order of streams."""
+        """Build a round; its buffer holds one rank's messages after another's, each in the order of
+        streams."""
         found = _Round([], [], {}, {})
         slots: list[tuple[int, int, int]] = []  # receiver, which of the sends, elements
         for stream, moves in parts:
@@ -172,7 +174,7 @@ def reshard(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int | None = None,
 ) -> Traffic:
-    """Executes a plan once; see `Reshard`."""
+    """Execute a plan once; see `CollectiveReshard`."""
     return Reshard(plan, dtype, device, group, bucket_bytes)(read, write)
 
 

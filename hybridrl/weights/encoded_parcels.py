@@ -1,4 +1,5 @@
-"""Parcels of differences: as `between_groups`, for receivers that keep a record of what they took.
+"""Encoded parcels: as in `parcel_transfer`, for receivers that keep a record of the values that
+they hold.
 
 A parcel that is damaged, or is a difference to a version that its receiver does not have, is left
 out, and its values are asked for: `ParcelEncoder.whole` makes parcels of them.
@@ -22,7 +23,7 @@ Coded = tuple[Place, Message]
 
 
 class ParcelEncoder:
-    """One rank's parcels, and what their receivers have of each.
+    """An encoder of one rank's parcels, with a record of what their receivers hold.
 
     Args:
         device: Where values are compared; messages come in CPU memory.
@@ -35,7 +36,7 @@ class ParcelEncoder:
     def encode(
         self, read: Read, method: str, version: int, traffic: CodedTraffic
     ) -> Iterator[Coded]:
-        """The values of now by a method; `traffic` counts what is done."""
+        """Encode the current values by `method`, and count bytes and seconds in `traffic`."""
         traffic.record = 0
         for parcel in self._sender.pack(read, self._device):
             if parcel.number == len(self._records):
@@ -53,18 +54,18 @@ class ParcelEncoder:
             yield Place(parcel.sender, parcel.number), message
 
     def forget(self) -> None:
-        """The next parcels are no differences."""
+        """Drop the records, so that the next parcels are not differences."""
         for record in self._records:
             record.forget()
 
     def whole(self) -> Iterator[Coded]:
-        """The values of the last `encode`, each parcel for itself."""
+        """Yield the values of the last `encode` in full."""
         for number, record in enumerate(self._records):
             yield Place(self._sender.rank, number), record.whole()
 
 
 class ParcelDecoder:
-    """What one rank takes, and has taken.
+    """A decoder of the parcels that one rank receives, with a record of what it holds.
 
     Attributes:
         lacking: Sender and number of the parcels that are still to come of this version.
@@ -76,11 +77,11 @@ class ParcelDecoder:
         self.lacking: list[Place] = []
 
     def begin(self) -> None:
-        """All parcels are to come once more."""
+        """Start a new version, for which all parcels are missing."""
         self.lacking = list(self._receiver.wanted)
 
     def take(self, write: Write, messages: Iterable[Coded]) -> CodedTraffic:
-        """Writes the values of those that can be used; the others are still `lacking`."""
+        """Write the values of the parcels that can be decoded; the others stay `missing`."""
         found, taken = CodedTraffic(), set()
         begin = time.perf_counter()
         for place, message in messages:
@@ -100,7 +101,7 @@ class ParcelDecoder:
         return found
 
     def complete(self, write: Write, messages: Iterable[Coded]) -> CodedTraffic:
-        """Writes what was lacking.
+        """Write the values of the missing parcels.
 
         Raises:
             RolloutError: if something still is.
@@ -117,10 +118,10 @@ class ParcelDecoder:
 
 
 def header_row(message: Message) -> torch.Tensor:
-    """A header as numbers, for those who carry it."""
+    """Return a header as an int64 tensor."""
     return torch.tensor(message.header, dtype=torch.int64)
 
 
 def message_of(row: torch.Tensor, data: torch.Tensor) -> Message:
-    """A message of its header's numbers and its bytes."""
+    """Build a message from the tensor of its header and its bytes."""
     return Message(Header(*row.tolist()), data)

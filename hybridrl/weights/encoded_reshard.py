@@ -1,4 +1,4 @@
-"""Executing a plan between groups by messages of differences: each has the size that it needs.
+"""Execution of a plan between groups by encoded messages, each as large as its differences need.
 
 As `Reshard`, in rounds of one all-to-all, but what a rank sends the same receivers in a round is a
 message of `weights.weight_message`: its ends keep a record of what it brought before. Headers with
@@ -39,7 +39,7 @@ from hybridrl.weights.weight_transport import Read, Write, pack, unpack
 
 @dataclass
 class CodedTraffic:
-    """What one rank did in a sync, in bytes on the wire.
+    """The traffic of one rank in one encoded sync, in bytes on the wire.
 
     Attributes:
         received, sent: From and to other ranks.
@@ -63,7 +63,7 @@ class CodedTraffic:
 
 
 class _End(NamedTuple):
-    """This rank's end of the messages of one stream in one round.
+    """One end of a stream's messages in one round, on this rank.
 
     Attributes:
         moves: Whose values the message has, one after the other.
@@ -83,7 +83,7 @@ class _Round(NamedTuple):
 
 
 class _Travelling(NamedTuple):
-    """An exchange under way; `outgoing` must live as long.
+    """An exchange in flight; `outgoing` must live until it is done.
 
     Attributes:
         arriving: What comes in, with its header, in the order of the buffer.
@@ -96,7 +96,8 @@ class _Travelling(NamedTuple):
 
 
 class CodedReshard:
-    """A plan between ranks of `group` that send and others that receive, with records.
+    """An executor of a plan between sending and receiving ranks of `group` that sends differences
+    to recorded values.
 
     Making and calling it are collective, as for `Reshard`.
 
@@ -138,7 +139,7 @@ class CodedReshard:
                     ends.append(_End(moves, size, peers, Record()))
 
     def __call__(self, read: Read, write: Write, method: str, version: int) -> CodedTraffic:
-        """Brings the values that `read` gives to the places that `write` fills.
+        """Send the values that `read` returns and write what arrives with `write`. Collective.
 
         Args:
             method: Of `METHODS`, the same on all ranks.
@@ -165,14 +166,14 @@ class CodedReshard:
         return found
 
     def forget(self) -> None:
-        """Gives the memory of the records back: the next values travel whole."""
+        """Release the memory of the records; the next values are sent in full."""
         for each in self._rounds:
             for end in (*each.sends, *each.receives):
                 end.record.forget()
 
     def records(self) -> Iterator[tuple[list[Move], Tensor]]:
-        """The moves of every message that this rank sends or receives, and what the receivers hold
-        of it: flat, one move after the other."""
+        """Yield the moves of every message that this rank sends or receives, with the values that
+        its receivers hold: flat, one move after the other."""
         for each in self._rounds:
             for end in (*each.sends, *each.receives):
                 if (values := end.record.values) is not None:
@@ -195,8 +196,8 @@ class CodedReshard:
         receives: Sequence[_End],
         found: CodedTraffic,
     ) -> _Travelling:
-        """Sends messages, each to all peers of its end, and begins to receive those of `receives`,
-        which come in the same order from each sender."""
+        """Send messages to all peers of their ends and start receiving those of `receives`, which
+        arrive in the same order from each sender."""
         to: list[list[Message]] = [[] for _ in range(self._size)]
         for end, message in outgoing:
             for rank in end.peers:
@@ -233,7 +234,7 @@ class CodedReshard:
         return list(zip(receives, headers, strict=True))
 
     def _take(self, travelling: _Travelling | None, write: Write, found: CodedTraffic) -> set[int]:
-        """Writes what has come; the ends whose messages are damaged."""
+        """Write the values that have arrived and return the ends whose messages are damaged."""
         damaged: set[int] = set()
         if travelling is None:
             return damaged
@@ -254,7 +255,7 @@ class CodedReshard:
         return damaged
 
     def _repair(self, damaged: set[int], write: Write, found: CodedTraffic) -> None:
-        """Has those messages sent again, whole."""
+        """Request damaged messages again, in full."""
         any_damaged = torch.tensor([len(damaged)])
         dist.all_reduce(any_damaged, dist.ReduceOp.MAX, group=self._group)
         if not any_damaged.item():
@@ -273,7 +274,7 @@ class CodedReshard:
                 )
 
     def _asked_for(self, each: _Round, damaged: set[int]) -> list[tuple[_End, Message]]:
-        """What others want of this rank once more."""
+        """Return the messages that other ranks request again from this one."""
         counts = [0] * self._size
         for end in each.receives:
             counts[end.peers[0]] += 1

@@ -1,4 +1,4 @@
-"""Executing a plan between groups that share no process group: parcels that others carry.
+"""Execution of a plan between groups that share no process group, by parcels that others carry.
 
 The plan is made of two layouts with different rank numbers (`Layout.shifted`). Senders make
 parcels, anything that can carry bytes brings them - an object store, files - and receivers take
@@ -28,14 +28,14 @@ Manifest = Sequence[tuple[tuple[int, ...], int]]
 
 
 class Place(NamedTuple):
-    """Which parcel: the rank that sends it, and its number among that rank's."""
+    """The key of a parcel: the rank that sends it, and its number among that rank's parcels."""
 
     sender: int
     number: int
 
 
 class Parcel(NamedTuple):
-    """What one rank sends others at once.
+    """A parcel of weights: the bytes that one rank sends to some others at once.
 
     Attributes:
         number: Among the sender's, from 0.
@@ -48,7 +48,7 @@ class Parcel(NamedTuple):
 
 
 class Sender:
-    """What one rank sends, cut into parcels; packed as often as there are new weights.
+    """The parcels that one rank sends, packed each time there are new weights.
 
     Args:
         plan: Between two groups; the rank's part of it is enough.
@@ -81,7 +81,7 @@ class Sender:
         self._parcels = [moves for of_stream in parts for moves in of_stream]
 
     def pack(self, read: Read, device: torch.device | None = None) -> Iterator[Parcel]:
-        """The parcels with the values of now, one by one, in memory of this device (None: CPU)."""
+        """Yield the parcels with the current values, in memory of this device (None: CPU)."""
         for number, moves in enumerate(self._parcels):
             buffer = torch.empty(_volume(moves), dtype=self._dtype, device=device)
             pack(moves, read, buffer)
@@ -89,7 +89,7 @@ class Sender:
 
 
 class Receiver:
-    """What one rank takes, from whom.
+    """The parcels that one rank receives, and where their values go.
 
     Args:
         plan, dtype, parcel_bytes: As the senders'.
@@ -134,7 +134,7 @@ class Receiver:
         self.wanted = sorted(self._moves)
 
     def take(self, write: Write, parcels: Iterable[Parcel]) -> Traffic:
-        """Writes parcels to their places, in the order in which they come.
+        """Write the values of parcels to their local tensors, in any order.
 
         Raises:
             LayoutError: if a parcel is missing, comes twice, is not for this rank or has another
@@ -162,16 +162,15 @@ class Receiver:
         return Traffic(received=received, rounds=1, buffer=largest)
 
     def elements(self, place: Place) -> int:
-        """Of a wanted parcel."""
+        """Return the number of elements of a wanted parcel."""
         return _volume(self._moves[place])
 
     def put(self, write: Write, place: Place, values: Tensor) -> None:
-        """Writes the values of one wanted parcel."""
         unpack(self._moves[place], write, values)
 
 
 def _parts(stream: Stream, dtype: torch.dtype, parcel_bytes: int) -> list[list[Move]]:
-    """The moves of each parcel of a stream."""
+    """Return the moves of each parcel of a stream."""
     cut: Schedule = schedule(Load(1, stream.size), max(2, parcel_bytes // dtype.itemsize))
     return [moves for moves in parts_of(stream, cut) if moves]
 
@@ -186,7 +185,7 @@ with what is sent and what is received."""
 
 
 class Stream(NamedTuple):
-    """What a rank sends the same to one or more others, in the order of the plan.
+    """The moves that one rank sends to the same receivers, in the order of the plan.
 
     Attributes:
         size: Elements.
@@ -199,7 +198,7 @@ class Stream(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How streams are cut.
+    """The number of rounds into which streams are cut, and how much a part may be shortened.
 
     Attributes:
         rounds: In so many parts.
@@ -211,7 +210,7 @@ class Schedule(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a rank has to do in one direction, the busier one.
+    """The messages and elements of a rank in its busier direction.
 
     Attributes:
         messages: Parts of streams in a round, one for each receiver.
@@ -223,7 +222,7 @@ class Load(NamedTuple):
 
 
 def streams_of(moves: Iterable[Move]) -> list[Stream]:
-    """The streams, in an order that all ranks agree on."""
+    """Group moves into streams, in an order that is the same on all ranks."""
     found: defaultdict[tuple[int, tuple[int, ...]], list[Move]] = defaultdict(list)
     for move in moves:
         found[move.sender, move.receivers].append(move)
@@ -234,7 +233,7 @@ def streams_of(moves: Iterable[Move]) -> list[Stream]:
 
 
 def loads_of(streams: Iterable[Stream]) -> dict[int, Load]:
-    """What each rank has to do, as far as these streams tell."""
+    """Compute the load of each rank, as far as these streams show it."""
     messages: defaultdict[tuple[int, bool], int] = defaultdict(int)
     elements: defaultdict[tuple[int, bool], int] = defaultdict(int)
     for stream in streams:
@@ -252,14 +251,14 @@ def loads_of(streams: Iterable[Stream]) -> dict[int, Load]:
 
 
 def busiest(loads: Iterable[Load]) -> Load:
-    """The most of everything."""
+    """Return the maximum of each field."""
     found = list(loads)
     most = (max((load[i] for load in found), default=0) for i in range(2))
     return Load(*most)
 
 
 def room_of(bucket_bytes: int, dtype: torch.dtype) -> int:
-    """How many elements a rank may send, and receive, in one round.
+    """Return how many elements a rank may send, and receive, in one round.
 
     Raises:
         ConfigError: if it is none.
@@ -273,7 +272,8 @@ def room_of(bucket_bytes: int, dtype: torch.dtype) -> int:
 
 
 def schedule(most: Load, room: int) -> Schedule:
-    """How to cut all streams so that no rank has more than `room` elements in a round.
+    """Compute into how many rounds to cut all streams so that no rank exceeds `room` elements in a
+    round.
 
     Args:
         most: Of the busiest rank.
@@ -295,7 +295,7 @@ def schedule(most: Load, room: int) -> Schedule:
 
 
 def parts_of(stream: Stream, cut: Schedule) -> list[list[Move]]:
-    """The moves of each round."""
+    """Return the moves of a stream in each round."""
     found: list[list[Move]] = [[] for _ in range(cut.rounds)]
     index = before = 0
     for move in stream.moves:
@@ -314,7 +314,7 @@ def parts_of(stream: Stream, cut: Schedule) -> list[list[Move]]:
 
 
 def count(plan: Plan, dtype: torch.dtype, bucket_bytes: int) -> dict[int, Traffic]:
-    """What executing a whole plan costs each rank that has a part in it."""
+    """Predict the traffic of each rank that takes part in a plan."""
     streams = streams_of(plan.moves)
     cut = schedule(busiest(loads_of(streams).values()), room_of(bucket_bytes, dtype))
     held: defaultdict[int, list[int]] = defaultdict(lambda: [0] * cut.rounds)
@@ -341,12 +341,12 @@ def count(plan: Plan, dtype: torch.dtype, bucket_bytes: int) -> dict[int, Traffi
 
 
 def most_at_once(sizes: list[int]) -> int:
-    """The largest sum of two rounds that follow each other, of the sizes of all."""
+    """Return the largest sum of two consecutive sizes."""
     return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
 
 
 def _between(move: Move, start: int, stop: int, size: int) -> list[Move]:
-    """A move's elements `[start, stop)` of `size`, in order, in few boxes."""
+    """Return a move's elements `[start, stop)` of `size` as moves of few boxes, in order."""
     if stop - start == size:
         return [move]
     corner = [low for low, _ in move.box]
@@ -365,7 +365,7 @@ def reshard_in_process(
     dtype: torch.dtype,
     bucket_bytes: int | None = None,
 ) -> dict[int, Traffic]:
-    """Brings values from tensor to tensor, with no buffer unless they must be cast.
+    """Copy values from tensor to tensor, without a buffer unless they must be cast.
 
     Args:
         reads, writes: By rank; see `weights.collective_reshard.Reshard`.

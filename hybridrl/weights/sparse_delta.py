@@ -1,4 +1,4 @@
-"""Lossless differences of two buffers of weights, of which few values changed.
+"""Lossless differences between two buffers of weights of which few values changed.
 
 At the learning rates of reinforcement an optimizer step changes 3 to 20% of the weights once they
 are rounded to bfloat16, and most of these by one unit in the last place. So a difference says
@@ -33,7 +33,7 @@ PACKED = 0x0102040810204080
 
 
 def encode(old: Tensor, new: Tensor) -> Tensor:
-    """What turns `old` into `new`.
+    """Encode the difference that turns `old` into `new`.
 
     Args:
         old, new: Flat and contiguous, of one size, device and dtype of 2 or 4 bytes.
@@ -72,7 +72,7 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
 
 
 def decode(data: Tensor, old: Tensor) -> Tensor:
-    """The buffer that `encode` was given as `new`.
+    """Decode the buffer that `encode_sparse_delta` was given as `new`.
 
     Args:
         data: From `encode`.
@@ -113,8 +113,8 @@ def decode(data: Tensor, old: Tensor) -> Tensor:
 
 
 def _gaps(places: Tensor, most: int) -> Tensor | None:
-    """Before each changed value the number of those that are not, a byte each; None: more than
-    `most`."""
+    """Return the number of unchanged values before each changed one, a byte each; None if that
+    takes more than `most` bytes."""
     before = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     skips = before // SKIP
     at = skips.cumsum(0) + torch.arange(len(places), device=places.device)
@@ -132,13 +132,13 @@ def _places(gaps: Tensor) -> Tensor:
 
 
 def _pack(bits: Tensor) -> Tensor:
-    """Eight booleans to a byte."""
+    """Pack eight booleans into each byte."""
     whole = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8))
     return (whole.view(torch.int64) * PACKED >> 56).to(torch.uint8)
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:
-    """The first `count` of the booleans."""
+    """Unpack the first `count` booleans."""
     shifts = torch.arange(8, device=packed.device)
     table = torch.arange(256, device=packed.device)[:, None] >> shifts & 1
     rows = table.to(torch.uint8).view(torch.int64).flatten()  # a word for eight of them

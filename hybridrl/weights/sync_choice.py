@@ -1,4 +1,5 @@
-"""Which method the next sync takes: the one that is set, or the one that was measured to be faster.
+"""The choice of the method of the next weight sync: the one that is set, or the one measured to be
+faster.
 
 Whether differences are worth their computation depends on the link, on the device and on how much
 an update changes. So both ways are timed in a job's first syncs, again when the way that was chosen
@@ -30,7 +31,7 @@ LOOK_EVERY = 10
 
 
 class SyncChoice:
-    """Decides sync by sync.
+    """A choice of the sync method that is made anew for each sync.
 
     Args:
         setting: `rollout.weight_sync`.
@@ -49,21 +50,22 @@ class SyncChoice:
 
     @property
     def measures(self) -> bool:
-        """Whether `note` is to be told what the next sync takes."""
+        """Whether the next sync is timed, so that `record_seconds` must be called."""
         is_due = self._decided is None or (self._syncs + 1) % LOOK_EVERY == 0
         return self._is_auto and is_due
 
     @property
     def keeps(self) -> bool:
-        """Whether records of what was sent are of use."""
+        """Whether records of the sent values are kept."""
         return self._decided != FULL
 
     def restart(self) -> None:
-        """Syncs are counted from here on."""
+        """Restart the count of syncs."""
         self._syncs = 0
 
     def method(self) -> str:
-        """Of the next sync. (The first difference of a sender to a receiver goes as `full`.)"""
+        """Return the method of the next sync. (The first difference from a sender to a receiver is
+        sent as `full`.)"""
         self._syncs += 1
         if self._decided is None:
             return self._ahead.pop(0)
@@ -72,8 +74,8 @@ class SyncChoice:
         return PLAIN if self._decided == FULL else self._decided
 
     def note(self, method: str, seconds: float) -> None:
-        """Takes what the sync by this method took, from the moment when all ranks had begun to the
-        end of the last one."""
+        """Record the seconds of a sync by this method, from the moment when all ranks had begun to
+        the end of the last one."""
         if self._decided is None:
             self._seconds[method].append(seconds)
             if not self._ahead:
@@ -84,7 +86,7 @@ class SyncChoice:
             self._seconds = {method: [] for method in self._seconds}
 
     def _best(self) -> tuple[float, float]:
-        """Seconds of values and of differences."""
+        """Return the best seconds of full values and of differences."""
         times = self._seconds
         return min(*times[FULL], *times[PLAIN], float("inf")), min(times[DELTA])
 

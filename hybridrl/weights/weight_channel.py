@@ -1,4 +1,4 @@
-"""WeightChannel: new weights on their way to ranks that only generate.
+"""The channel that brings new weights to ranks that only generate.
 
 Those that train call `send`, those that generate `receive`: the same number of times, whenever each
 gets there. What waits is the side that is early.
@@ -38,7 +38,7 @@ from hybridrl.weights.weight_sync import SyncCost, WeightSync
 
 
 class WeightChannel:
-    """One end of the way from the trainer to the generator.
+    """One end of the channel from trainer to generator.
 
     Building it is collective over `group`.
 
@@ -93,7 +93,7 @@ class WeightChannel:
 
     @torch.no_grad()
     def send(self, version: int) -> SyncCost | None:
-        """Gives the trainer's weights of now, which are of this version. Collective."""
+        """Send the trainer's current weights as this version. Collective."""
         self.count += 1
         if self._group.rank() == 0:
             store_of(self._group).set(f"sent/{self.count}", str(version))
@@ -104,12 +104,13 @@ class WeightChannel:
 
     @property
     def has_come(self) -> bool:
-        """Whether somebody is sending what was not yet received."""
+        """Whether a version is being sent that this rank has not received."""
         return bool(store_of(self._group).check([f"sent/{self.count + 1}"]))
 
     @torch.no_grad()
     def receive(self) -> tuple[int, SyncCost | None]:
-        """Takes the next weights that were, or will be, sent; gives their version. Collective."""
+        """Receive the next weights, waiting for them if necessary, and return their version.
+        Collective."""
         self.count += 1
         with counted_wait():
             version = int(store_of(self._group).get(f"sent/{self.count}"))
@@ -126,8 +127,9 @@ class WeightChannel:
 
     @torch.no_grad()
     def pack(self) -> tuple[Batch, range, int]:
-        """The weights of now as parcels: those of this rank, their numbers among all, and how many
-        these are. They may be differences to those of the last time; see `pack_whole`."""
+        """Pack the current weights into parcels: return those of this rank, their numbers among all
+        parcels, and the number of all. They may be differences to the last ones; see
+        `pack_full_parcels`."""
         self.count += 1
         read = self._train.local_parameters().__getitem__
         if not self._choice.keeps:
@@ -139,13 +141,13 @@ class WeightChannel:
 
     @torch.no_grad()
     def pack_whole(self) -> tuple[Batch, range, int]:
-        """As the last `pack`, but of parcels that anybody can use: for receivers that have not
-        taken all earlier ones, or cannot use one of the last."""
+        """Pack the weights of the last `pack_parcels` in full, for receivers that missed earlier
+        parcels or cannot decode one of the last."""
         return self._as_rows(_coded_batch(list(self._encoder.whole())))
 
     def restart(self) -> None:
-        """Of one that sends: what comes next does not depend on what was sent before, as if that
-        was nothing. (A receiver takes whole values whatever it has.)"""
+        """Make the next weights independent of what was sent before, as if nothing had been. Only
+        for the sender: a receiver takes full values in any state."""
         self._choice.restart()
         if self._sync is not None and self._sync.coded is not None:
             self._sync.coded.forget()
@@ -154,18 +156,19 @@ class WeightChannel:
 
     @property
     def wanted(self) -> list[int]:
-        """The numbers among all parcels of those that this rank needs."""
+        """The numbers, among all parcels, of those that this rank needs."""
         return self._numbers(self._receiver.wanted)
 
     @property
     def lacking(self) -> list[int]:
-        """The numbers of those that it still needs of the version of the last `unpack`."""
+        """The numbers of the parcels of the last `unpack_parcels` version that this rank still
+        needs."""
         return self._numbers(self._decoder.lacking)
 
     @torch.no_grad()
     def unpack(self, parcels: Batch) -> None:
-        """Takes weights from the parcels that this rank needs, in any order. If some of them cannot
-        be used, `complete` has to follow."""
+        """Load weights from the parcels that this rank needs, in any order. If some cannot be
+        decoded, `unpack_missing_parcels` has to follow."""
         self.count += 1
         self._writer = self._rollout.writer()
         if not self._choice.keeps:
@@ -180,7 +183,7 @@ class WeightChannel:
 
     @torch.no_grad()
     def complete(self, parcels: Batch) -> None:
-        """Takes those that were lacking from `pack_whole`, if any were."""
+        """Load the missing weights from the parcels of `pack_full_parcels`, if any are missing."""
         if self._decoder.lacking:
             traffic = self._decoder.complete(self._writer.write, _as_messages(parcels))
             self.cost = self._sync.cost(FULL, traffic)
@@ -198,7 +201,7 @@ class WeightChannel:
         return parcels, range(first, first + len(parcels)), self._total
 
     def _run(self) -> SyncCost:
-        """One sync by the method that is set, or by the one that was the fastest so far."""
+        """Run one sync by the method that is set, or by the fastest so far."""
         measures, method = self._choice.measures, self._choice.method()
         begin = 0.0
         if measures:
@@ -214,13 +217,13 @@ class WeightChannel:
         return cost
 
     def _highest(self, number: float) -> float:
-        """Of all ranks, and when they have all come."""
+        """Return the maximum over all ranks, once all have arrived."""
         said = torch.tensor([number], dtype=torch.float64)
         dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
         return float(said)
 
     def _prepare_parcels(self) -> None:
-        """Works out who makes and who takes which parcels. Collective."""
+        """Plan which rank makes and which takes which parcels. Collective."""
         if self._sync is None:
             raise ConfigError(
                 "placement.transport=store needs weights that travel box by box, and these have to "
@@ -253,7 +256,7 @@ class WeightChannel:
             yield name, whole
 
     def _tell(self, value: Any) -> Any:
-        """What the first rank says."""
+        """Broadcast a value from the first rank and return it."""
         found = [value]
         dist.broadcast_object_list(found, group=self._group, group_src=0)
         return found[0]
@@ -270,7 +273,7 @@ def _as_batch(parcels: Sequence[Parcel]) -> Batch:
 
 
 def _coded_batch(coded: Sequence[Coded]) -> Batch:
-    """Parcels whose bytes are messages, with the headers of these."""
+    """Build a batch of encoded parcels with the headers of their messages."""
     parcels = [Parcel(*place, message.data) for place, message in coded]
     headers = [header_row(message) for _, message in coded] or ragged([], torch.int64)
     return _as_batch(parcels).with_columns({"header": headers})

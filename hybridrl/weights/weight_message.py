@@ -1,4 +1,5 @@
-"""Messages of weights to ranks that hold earlier ones: by which method, against what, how checked.
+"""Messages that bring weights to ranks which hold earlier ones: full values or differences, with
+checksums.
 
 Sender and receivers of a message each keep a *record* of it: the values that the receivers hold
 since its last version, bit for bit. Differences are taken against the record, and not against the
@@ -26,7 +27,7 @@ NO_VERSION = 0
 
 
 class Header(NamedTuple):
-    """What a receiver has to know of a message.
+    """The header of a message: its method, size, versions and checksum.
 
     Attributes:
         method: Number in `METHODS`.
@@ -44,7 +45,8 @@ class Header(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels, and of how many values it is a change (None: the record had none)."""
+    """A message of weights, with the number of values that it changes (None if there was no
+    record)."""
 
     header: Header
     data: Tensor
@@ -52,11 +54,12 @@ class Message(NamedTuple):
 
 
 class DamagedMessageError(ValueError):
-    """Values that are not those that were sent, or a difference to others than the receiver has."""
+    """A message that differs from what was sent, or a difference to a version that the receiver
+    does not hold."""
 
 
 class Record:
-    """What the receivers of one message hold. Of each end."""
+    """A record of the values that the receivers of one message hold, kept at both ends."""
 
     def __init__(self) -> None:
         self._values: Tensor | None = None
@@ -64,22 +67,22 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        """Of the host's memory."""
+        """The bytes of host memory in use."""
         return 0 if self._values is None else self._values.nbytes
 
     @property
     def values(self) -> Tensor | None:
-        """As in the last version; None: there is none that was kept."""
+        """The values of the last version; None if none are kept."""
         return self._values
 
     def forget(self) -> None:
-        """Gives the memory back; the next message is no difference."""
+        """Release the memory, so that the next message is not a difference."""
         self._values, self.version = None, NO_VERSION
 
     def encode(self, values: Tensor, method: str, version: int) -> Message:
-        """The message that brings the receivers to `values`, or as near as the method comes, and
-        notes what they hold then. What would be a difference to nothing is `full`, and so is what
-        has no finite values, which integers cannot stand for.
+        """Encode the message that brings the receivers to `values`, or as near as the method comes,
+        and record what they hold then. A difference without a record is sent as `full`, and so are
+        values that are not finite, which integers cannot represent.
 
         Args:
             values: Flat and contiguous, of the generator's precision.
@@ -105,7 +108,7 @@ class Record:
         return Message(header, data, changed)
 
     def whole(self) -> Message:
-        """What the receivers are to hold, as it is: for one that could not use the last message."""
+        """Return the receivers' values in full, for one that could not decode the last message."""
         data = self._values.view(torch.uint8)
         check = checksum(self._values)
         return Message(
@@ -113,7 +116,7 @@ class Record:
         )
 
     def decode(self, message: Message, numel: int, dtype: torch.dtype) -> Tensor:
-        """The values that the sender meant, on the device of the message.
+        """Return the values of a message, on its device.
 
         Raises:
             DamagedMessageError: if they are not there to be had. The record stays as it was.
@@ -141,10 +144,10 @@ class Record:
 
 
 def checksum(values: Tensor) -> int:
-    """64 bits of the values' bits, equal on all devices. Each word of 4 bytes counts times an odd
-    number of its own, so no change of a single word is missed, no two words trade places unseen,
-    and no two have one bit turned over, as a lane that sticks does. (Of words of 8 bytes the
-    highest bit would count alike in all of them.)"""
+    """Return a 64-bit checksum of the values' bits that is equal on all devices. Each word of 4
+    bytes is multiplied by its own odd number, so that no change of a single word, no swap of two
+    words and no flip of one bit in two words, as from a stuck lane, goes unnoticed. (With words of
+    8 bytes the highest bit would count alike in all of them.)"""
     raw = values.view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -len(raw) % 4)).view(torch.int32)
     found = torch.zeros((), dtype=torch.int64, device=raw.device)

@@ -1,5 +1,5 @@
-"""From training to generation: every rank gets what its part of the generation weights lacks of its
-part of the training weights, and nothing else.
+"""Weight sync from trainer to generator: every rank receives the parts of its generation weights
+that it does not hold as training weights, and nothing else.
 
 Sheng et al., "HybridFlow" (EuroSys'25, arXiv:2409.19256), section 5: the 3D-HybridEngine.
 """
@@ -27,7 +27,7 @@ from hybridrl.weights.weight_transport import Read, Traffic, copy_all
 
 @dataclass(frozen=True)
 class SyncCost:
-    """What a sync costs this rank, in bytes of the generation's precision.
+    """The cost of a weight sync on this rank, in bytes of the generation precision.
 
     Attributes:
         received, sent: From and to other ranks.
@@ -56,7 +56,7 @@ class SyncCost:
 
 
 class WeightSync:
-    """The way from the one layout to the other, worked out once.
+    """A sync of weights between two layouts, planned once.
 
     Args:
         source: Layout of the weights that are trained.
@@ -99,9 +99,9 @@ class WeightSync:
     def between(
         cls, train: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype
     ) -> WeightSync | None:
-        """The way between two layouts on the same ranks, or None where the weights have to go
-        whole: an engine somewhere cannot say what it holds, or adapters are to be multiplied in.
-        Collective."""
+        """Plan the sync between two layouts on the same ranks. Collective. Returns None where
+        weights have to be sent in full: an engine cannot say which pieces it holds, or adapters
+        have to be merged."""
         pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
         group = train.mesh.group()
         found = [pieces] if group is None else all_values(pieces, group)
@@ -120,8 +120,8 @@ class WeightSync:
         train: TrainEngine | None = None,
         rollout: RolloutEngine | None = None,
     ) -> WeightSync | None:
-        """The way from ranks of `group` that train to others that generate, or None as in
-        `between`. Collective over the group, in which those that train come first."""
+        """Plan the sync from the ranks of `group` that train to those that generate; None as in
+        `on_shared_ranks`. Collective over the group, in which the training ranks come first."""
         source = None if train is None or train.has_adapters else train.layout()
         said = [source]
         dist.broadcast_object_list(said, group=group, group_src=0)
@@ -135,7 +135,7 @@ class WeightSync:
         return cls(source, target, dtype, device, group, train, rollout)
 
     def run(self) -> SyncCost:
-        """Brings the weights of now into the rollout engine. Collective."""
+        """Bring the current weights into the rollout engine. Collective."""
         read, writer = self._ends()
         write = None if writer is None else writer.write
         if self._group is None:
@@ -151,8 +151,8 @@ class WeightSync:
         return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
 
     def run_coded(self, method: str, version: int) -> SyncCost:
-        """As `run`, between ranks that train and others that generate, by this method; both keep a
-        record of what the latter have. Collective.
+        """Bring the current weights to separate generating ranks by this method; both sides keep a
+        record of what the generator holds. Collective.
 
         Args:
             version: Of the records; each call's is higher.
@@ -167,7 +167,7 @@ class WeightSync:
         return self.cost(method, traffic)
 
     def cost(self, method: str, traffic: CodedTraffic) -> SyncCost:
-        """Of a sync by messages of differences."""
+        """Return the cost of a sync by encoded messages."""
         return SyncCost(
             *(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer, method),
             *(traffic.changed, traffic.compared, traffic.encode_seconds, traffic.record),

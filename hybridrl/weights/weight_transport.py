@@ -1,4 +1,4 @@
-"""Parcels: what one rank sends others at once, the values of moves one after the other."""
+"""The interface between weight transports and tensors: sources, sinks and flat buffers of moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ valid during the call only."""
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank did in a transition, in bytes on the wire.
+    """The traffic of one rank in one transfer, in bytes on the wire.
 
     Attributes:
         received, sent: From and to other ranks.
@@ -38,7 +38,7 @@ class Traffic:
 
 
 def into(tensors: Mapping[str, Tensor]) -> Write:
-    """Writes into these tensors, in place; casts where their dtype is another."""
+    """Return a sink that copies values into these tensors, cast to their dtype."""
 
     def write(name: str, start: tuple[int, ...], values: Tensor) -> None:
         view(tensors[name], start, tuple(values.shape)).copy_(values)
@@ -47,13 +47,13 @@ def into(tensors: Mapping[str, Tensor]) -> Write:
 
 
 def view(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """The part of `tensor` of this shape that begins at `start`."""
+    """Return the part of `tensor` with this shape that begins at `start`."""
     return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
 
 
 @torch.no_grad()
 def pack(moves: Iterable[Move], read: Read, buffer: Tensor) -> None:
-    """Writes the moves' values into a flat buffer, cast to its dtype, one after the other."""
+    """Write the values of moves into a flat buffer, cast to its dtype, one after the other."""
     at = 0
     for move in moves:
         size = volume(move.box)
@@ -64,7 +64,7 @@ def pack(moves: Iterable[Move], read: Read, buffer: Tensor) -> None:
 
 @torch.no_grad()
 def unpack(moves: Iterable[Move], write: Write, buffer: Tensor) -> None:
-    """Writes what `pack` put into the buffer to the moves' targets."""
+    """Write the values in a buffer of `pack_moves` to the targets of the moves."""
     at = 0
     for move in moves:
         size = volume(move.box)
@@ -74,7 +74,8 @@ def unpack(moves: Iterable[Move], write: Write, buffer: Tensor) -> None:
 
 @torch.no_grad()
 def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, most: int) -> int:
-    """Copies inside one process, rounded to `dtype` as if they had been sent. Returns the elements.
+    """Copy values inside one process, rounded to `dtype` as if they had been sent, and return the
+    number of elements.
 
     Args:
         most: Elements that may be in memory a second time: those of one cast.

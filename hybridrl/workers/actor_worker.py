@@ -67,7 +67,7 @@ from hybridrl.workers.training_engines import ModelSource, policy_engine
 
 
 def _learned(built: Mapping[str, Any]) -> list[str]:
-    """The columns that updates need in workers built with these keywords."""
+    """Return the columns that updates need in workers built with these keywords."""
     return [*LEARNED, *getattr(built["objective"], "needs", ())]
 
 
@@ -150,7 +150,7 @@ class ActorWorker(TrainedModelWorker):
         copies_together=branches_of,
     )
     def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
-        """One response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
+        """Generate one response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
         `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
         seeds = self._seeds.next(self.rows, sampling.series)
         samples = self._engine.generate(batch, sampling, seeds)
@@ -162,7 +162,7 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(THREE_D, reads=SAMPLE, follows=_routes, makes=("log_probs", "entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
-        """`log_probs` of the responses under the policy as it is now, and `entropy`."""
+        """Compute the `log_probs` of the responses under the current policy, and the `entropy`."""
         with self.phase("score"):
             return self._engine.train.forward(batch, temperature=self._temperature)
 
@@ -176,7 +176,7 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(UPDATE, reads=_learned, may_read=any_column, follows=_routes)
     def update_actor(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on the objective; the metrics of the whole mini-batch.
+        """Take one optimizer step on the objective, and return the metrics of the whole mini-batch.
 
         Raises:
             ConfigError: if the job's loss is one of pairs.
@@ -194,7 +194,7 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column, follows=_routes)
     def update_preference(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on pairs of rows, the chosen one first.
+        """Take one optimizer step on pairs of rows, the chosen one first.
 
         Raises:
             ConfigError: if the job's loss is not one of pairs.
@@ -212,24 +212,24 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(UPDATE, reads=LEARNED)
     def update_supervised(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step that makes the given responses likelier."""
+        """Take one optimizer step that makes the given responses likelier."""
         return self._engine.update(batch, _supervised)
 
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Takes the weights of a model folder, those that this model has too. The next generation
-        uses them; the optimizer goes on with what it remembers (see `start_optimizer`)."""
+        """Load the weights of a model folder that this model has too. The next generation uses
+        them; the optimizer keeps its state (see `start_optimizer`)."""
         self._engine.load(Path(folder))
 
     @transfer(ONE_TO_ALL)
     def start_optimizer(self, config: OptimizerConfig | None, updates: int) -> None:
-        """Begins a phase with a fresh optimizer; None: the settings and length of the job."""
+        """Start a phase with a fresh optimizer; None: the settings and length of the job."""
         settings = config or self._config.optimizer
         self._engine.train.start_optimizer(settings, updates or self._updates)
 
     @transfer(FIRST)
     def open_rendezvous(self) -> Rendezvous:
-        """Opens a socket on the first rank at which a generator can meet this group."""
+        """Open a socket on the first rank at which a generator can meet this group."""
         if self.context.rank:  # only the first rank answers
             return Rendezvous(self.context.rendezvous.address, 0)
         self._listener = socket.create_server((self.context.rendezvous.address, 0))
@@ -239,7 +239,7 @@ class ActorWorker(TrainedModelWorker):
     def join_generator(
         self, rendezvous: Rendezvous, receivers: int, parcels: bool, weight_sync: str
     ) -> None:
-        """Meets the ranks of a generator, which come after those of this group.
+        """Join a process group with the ranks of a generator, which come after those of this group.
 
         Args:
             parcels: To give them weights by `pack_weights`.
@@ -267,18 +267,19 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(ONE_TO_ALL)
     def send_weights(self) -> None:
-        """Gives the generator the weights of now."""
+        """Send the current weights to the generator."""
         with self.phase("sync"):
             report_compression(self, self._channel.send(self._engine.policy_version))
 
     @transfer(ONE_TO_ALL)
     def forget_sent_weights(self) -> None:
-        """Has the next weights that the generator gets depend on nothing that it got before."""
+        """Make the next weights that the generator gets independent of all that were sent
+        before."""
         self._channel.restart()
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def pack_weights(self) -> Batch:
-        """The weights of now as parcels, for the generator's `load_weights`."""
+        """Pack the current weights as parcels, for the generator's `load_weights`."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack()
         report_compression(self, self._channel.cost)
@@ -286,8 +287,8 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def pack_whole_weights(self) -> Batch:
-        """The same weights as the last `pack_weights`, none of them as differences, for a generator
-        that cannot use those."""
+        """Pack the weights of the last `pack_weights` in full, without differences, for a generator
+        that cannot apply these."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack_whole()
         return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
@@ -301,23 +302,23 @@ class ActorWorker(TrainedModelWorker):
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
-        """Goes on where the actor that was saved stopped."""
+        """Load the state of a saved actor, to continue where it stopped."""
         self._engine.load_state(location_of(folder))
         if self._engine.rollout is not None:
             self._seeds.load(location_of(folder))
 
     @transfer(ONE_TO_ALL)
     def policy_version(self) -> int:
-        """Number of optimizer steps, and of loaded weights, so far."""
+        """Return the number of optimizer steps and weight loads so far."""
         return self._engine.policy_version
 
     @transfer(ONE_TO_ALL)
     def process_id(self) -> int:
-        """Of the host that this rank lives in."""
+        """Return the process id of this rank's host."""
         return os.getpid()
 
     def _report_age(self, batch: Batch) -> None:
-        """Reports how many updates the samples' policy is behind."""
+        """Report how many updates the samples' policy is behind."""
         if "policy_version" not in batch or not len(batch):
             return
         behind = self._engine.policy_version - batch["policy_version"]

@@ -49,7 +49,7 @@ class CriticWorker(TrainedModelWorker):
 
     @transfer(THREE_D, reads=SAMPLE, makes=lambda built: [f"{built['prefix']}values"])
     def compute_values(self, batch: Batch) -> Batch:
-        """`values` (`cost_values`) of the response tokens."""
+        """Compute the `values` (`cost_values`) of the response tokens."""
         with self.phase("score"):
             found = self._engine.forward(batch)
         return Batch.from_columns({f"{self._prefix}values": found.ragged("values")})
@@ -59,8 +59,8 @@ class CriticWorker(TrainedModelWorker):
         reads=lambda built: [*LEARNED, *(f"{built['prefix']}{n}" for n in ("values", "returns"))],
     )
     def update_critic(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step towards the `returns` (`cost_returns`); metrics of the whole
-        mini-batch."""
+        """Take one optimizer step towards the `returns` (`cost_returns`), and return the metrics of
+        the whole mini-batch."""
         with self.phase("train"):
             metrics = self._engine.update(batch, self._loss)
             synchronize(self._engine.device)

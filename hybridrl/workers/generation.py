@@ -34,16 +34,17 @@ OF_BRANCHES = (
     *("branch_rollout_log_probs", "branch_turn"),
     *("branch_prompt_lengths", "branch_response_lengths"),
 )
-"""The columns of what a sample has in branches before its last."""
+"""The columns of a sample's branches before its last one."""
 
 
 GENERATIONS = "generations.json"
-"""The number of generations, in the folder of the actor's state: in the same place whether the
-actor generates or another group does for it, for a run may go on with another placement."""
+"""The file with the number of generations, in the folder of the actor's state. It is in the same
+place whether the actor or a generator generates, because a run may resume with another
+placement."""
 
 
 def may_be_generated(keywords: Mapping[str, Any]) -> Sequence[str]:
-    """The further columns that a generation makes in workers built with these keywords."""
+    """Return the further columns that a generation makes in workers built with these keywords."""
     rollout, found = keywords["rollout"], []
     if branches_of(keywords):
         found += ["prompt_ids", "branches", *OF_BRANCHES, "environment/*"]
@@ -57,20 +58,20 @@ def may_be_generated(keywords: Mapping[str, Any]) -> Sequence[str]:
 
 
 def branches_of(keywords: Mapping[str, Any]) -> bool:
-    """Whether a sample of workers built with these keywords may have several branches. Then the
-    samples of a prompt are made on one replica, for they may be scored together."""
+    """Return whether a sample of workers built with these keywords may have several branches. The
+    samples of a prompt are then made on one replica, because they may be scored together."""
     environment = keywords.get("environment")
     return environment is not None and is_served(keywords["rollout"], environment)
 
 
 def may_be_asked(column: str) -> bool:
-    """The columns that a generation reads besides the prompt, where they are there: those of the
-    data, and which rows are samples of one prompt."""
+    """Return whether a generation reads this column besides the prompt where it exists: a column of
+    the data, or `group_id`, which marks the samples of one prompt."""
     return column == "group_id" or is_of_data(column)
 
 
 def oldest_versions(samples: Batch, version: int) -> list[int]:
-    """The oldest policy version that sampled a token of each row, from `token_versions`.
+    """Return the oldest policy version that sampled a token of each row, from `token_versions`.
 
     Args:
         version: Of rows without any such token.
@@ -123,7 +124,8 @@ def report_samples(worker: Worker, samples: Batch) -> None:
 
 
 def report_numbers(worker: Worker, columns: Mapping[str, Sequence[float]]) -> None:
-    """For mean and spread of each of these columns, over the samples that have a number there."""
+    """Report sums for the mean and standard deviation of each column, over the samples that have a
+    number there."""
     for name, column in columns.items():
         known = [value for value in map(float, column) if not math.isnan(value)]
         worker.report(
@@ -136,23 +138,23 @@ def report_numbers(worker: Worker, columns: Mapping[str, Sequence[float]]) -> No
 
 
 def report_engine(worker: Worker, generator: SampleGenerator) -> None:
-    """What the engine counted since it was asked last (see `RolloutEngine.counts`), and what there
-    is to be said of its episodes."""
+    """Report what the engine has counted since the last report (see `RolloutEngine.counts`), and
+    the notices of its episodes."""
     worker.report(**generator.engine.counts())
     worker.record.notices += generator.notices()
 
 
 def report_sync(worker: Worker, cost: SyncCost | None) -> None:
-    """What new weights cost this rank, if they came box by box. Of several syncs of one call the
-    bytes add up, and the highest peak counts."""
+    """Report the cost of receiving new weights on this rank, if they came box by box. Of several
+    syncs of one call the bytes add up, and the highest peak counts."""
     if cost is not None:
         peak = max(0, cost.peak - worker.record.metrics.get("sync_peak", 0))
         worker.report(sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=peak)
 
 
 def report_compression(worker: Worker, cost: SyncCost | None) -> None:
-    """What sending new weights cost this rank, if they went box by box: how, how many of the values
-    that went as differences had changed, and what finding that out took."""
+    """Report the cost of sending new weights from this rank, if they went box by box: the method,
+    how many of the values sent as differences had changed, and the time it took to find out."""
     if cost is not None:
         worker.report(
             sync_method_max=METHODS.index(cost.method),

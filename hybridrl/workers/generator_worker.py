@@ -98,7 +98,7 @@ class GeneratorWorker(ModelWorker):
     def join_trainer(
         self, rendezvous: Rendezvous, senders: int, parcels: bool, weight_sync: str
     ) -> None:
-        """Meets the ranks that train, which come before those of this group.
+        """Join a process group with the ranks that train, which come before those of this group.
 
         Args:
             parcels: To take weights by `load_weights`.
@@ -122,18 +122,18 @@ class GeneratorWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL)
     def receive_weights(self, count: int) -> None:
-        """Sees to it that so many versions have been received in all."""
+        """Receive weights until this many versions have been received in all."""
         with self.phase("sync"):
             while self._channel.count < count:
                 self._receive()
 
     def wanted_parcels(self) -> np.ndarray:
-        """The numbers of the parcels that this rank needs."""
+        """Return the numbers of the parcels that this rank needs."""
         return np.asarray(self._channel.wanted, dtype=np.int64)
 
     @transfer(ONE_TO_ALL, rows=wanted_parcels)
     def load_weights(self, parcels: Batch, version: int) -> None:
-        """Takes weights that came as parcels."""
+        """Load weights that came as parcels."""
         with self.phase("sync"):
             self._channel.unpack(parcels)
         report_sync(self, self._channel.cost)
@@ -142,12 +142,13 @@ class GeneratorWorker(ModelWorker):
         self._version = version
 
     def lacking_parcels(self) -> np.ndarray:
-        """The numbers of those that the last `load_weights` could not use."""
+        """Return the numbers of the parcels that the last `load_weights` could not use."""
         return np.asarray(self._channel.lacking, dtype=np.int64)
 
     @transfer(ONE_TO_ALL, rows=lacking_parcels)
     def complete_weights(self, parcels: Batch) -> None:
-        """Takes what the last `load_weights` lacked from parcels of whole weights."""
+        """Load the parts that the last `load_weights` could not use, from parcels of full
+        weights."""
         if self._channel.lacking:
             with self.phase("sync"):
                 self._channel.complete(parcels)
@@ -155,7 +156,7 @@ class GeneratorWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=may_be_asked)
     def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
-        """Begins to generate a response for each row; `take_sequences` gives them."""
+        """Start generating a response for each row; `collect_sequences` returns them."""
         place = self.coordinates()["rollout_dp"]
         seeds = self._seeds.next(range(len(batch)), sampling.series)
         self._total = len(batch)
@@ -166,8 +167,8 @@ class GeneratorWorker(ModelWorker):
 
     @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=may_be_generated)
     def take_sequences(self, part: int, parts: int) -> Batch:
-        """The samples that have finished since the last time: about one of `parts` of them all;
-        the columns are those of `ActorWorker.generate_sequences`."""
+        """Return the samples that have finished since the last call, about one of `parts` of all.
+        The columns are those of `ActorWorker.generate_sequences`."""
         with self.phase("generate"):
             samples, rows = self._finished(part, parts)
         if part == parts - 1:
@@ -180,13 +181,14 @@ class GeneratorWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
-        """Writes its counter to the folder of the actor's state. Its weights are the actor's."""
+        """Save the counter of generations in the folder of the actor's state. The weights are the
+        actor's."""
         if self.context.rank == 0:
             self._seeds.save(location_of(folder))
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
-        """Takes the counter; weights come from the actor, as always."""
+        """Load the counter of generations; the weights come from the actor, as always."""
         self._seeds.load(location_of(folder))
 
     def close(self) -> None:
@@ -203,7 +205,7 @@ class GeneratorWorker(ModelWorker):
         return samples if self._in_flight else without_versions(samples), rows
 
     def _refresh(self) -> int:
-        """Takes new weights if there are any; the version that generates now."""
+        """Receive new weights if there are any, and return the version that generates now."""
         if self._first_says(self._channel.has_come):
             self._receive()
         return self._version
@@ -221,7 +223,7 @@ class GeneratorWorker(ModelWorker):
         return self._first_says(number)
 
     def _first_says(self, number: int) -> int:
-        """The same number on all ranks of the replica: that of the first."""
+        """Return the number of the replica's first rank, on all its ranks."""
         if self._peers is None:
             return number
         said = torch.tensor([int(number)])

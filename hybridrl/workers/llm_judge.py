@@ -29,7 +29,7 @@ from hybridrl.workers.training_engines import ModelSource
 
 
 def read_grade(text: str, pattern: str, scale: float) -> float:
-    """The last grade in what the judge wrote, from 0 to 1; NaN if there is none."""
+    """Return the last grade in the judge's text, scaled to 0 to 1; NaN if there is none."""
     found = re.findall(pattern, text)
     try:
         grade = float(_group(found[-1])) / scale
@@ -39,10 +39,9 @@ def read_grade(text: str, pattern: str, scale: float) -> float:
 
 
 def read_ranking(text: str, pattern: str, answers: int) -> list[float]:
-    """The score of each of so many answers, by the last ranking in what the judge wrote, such as
-    `3 > 1 = 2`: 1 for the best of all, 0 for the worst, with equal steps between; answers that are
-    equally good share the mean of their places. All NaN if it does not name each answer once.
-    """
+    """Return the score of each response by the last ranking in the judge's text, such as `3 > 1 =
+    2`: 1 for the best of all, 0 for the worst, with equal steps between; responses that are equally
+    good share the mean of their ranks. All NaN if it does not name each response once."""
     found = re.findall(pattern, text)
     nobody = [math.nan] * answers
     if not found:
@@ -65,7 +64,7 @@ def read_ranking(text: str, pattern: str, answers: int) -> list[float]:
 
 
 def _group(match: str | tuple[str, ...]) -> str:
-    """Of a pattern with several groups the first."""
+    """Return the first group of a match of a pattern with several groups."""
     return match if isinstance(match, str) else match[0]
 
 
@@ -131,7 +130,7 @@ class JudgeSetup(NamedTuple):
 
 
 class Judge:
-    """Grades texts by generating.
+    """A language model that grades responses by generating.
 
     Args:
         config: Template, pattern of the grade, scale.
@@ -178,8 +177,8 @@ class Judge:
     def grade(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """One number for each row of `prompt`, `response` and further columns, 1 at best; NaN where
-        the judge wrote none, or the text was too long for it.
+        """Return one grade for each row of `prompt`, `response` and further columns, at most 1; NaN
+        where the judge wrote none, or the text was too long for it.
 
         Args:
             groups: The prompt of each row, the rows of one next to each other; None: each row has
@@ -194,7 +193,7 @@ class Judge:
         return torch.tensor([read_grade(text, self.pattern, scale) for text in texts])
 
     def _by_criteria(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-        """A request for each criterion of each row."""
+        """Grade each row by its rubric, with one request for each criterion."""
         column, scale = self._config.rubric_column, self._config.scale
         rubrics = [
             self._rubric
@@ -219,8 +218,8 @@ class Judge:
     def _ranked(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None
     ) -> list[float]:
-        """A request for each prompt with several answers; one alone has nothing to beat, and is
-        neither good nor bad: 0.5."""
+        """Rank the responses of each prompt with one request. A single response gets the neutral
+        grade 0.5."""
         grades = [0.5] * len(rows)
         together = neighbours(range(len(rows)) if groups is None else groups)
         orders = [_shuffled(members, rows) for members in together if len(members) > 1]
@@ -231,7 +230,8 @@ class Judge:
         return grades
 
     def _asked(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What the judge writes to each; empty where the request is too long for it."""
+        """Return what the judge writes to each request; empty where the request is too long for
+        it."""
         prompts = [self._encode(parts) for parts in requests]
         fits = [n for n, ids in enumerate(prompts) if len(ids) <= self._longest_prompt]
         written = [""] * len(requests)
@@ -245,7 +245,7 @@ class Judge:
         return written
 
     def close(self) -> None:
-        """Ends the engine."""
+        """Close the engine."""
         self._engine.close()
 
     @property
@@ -258,14 +258,14 @@ class Judge:
 
 
 def _shuffled(members: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Rows in an order that follows from what they say and from nothing else, so that it is the
-    same wherever and whenever they are judged."""
+    """Shuffle rows in an order that depends on their contents only, so that it is the same wherever
+    and whenever they are judged."""
     said = "\0".join(str(rows[row]["response"]) for row in members)
     return random.Random(zlib.crc32(said.encode(errors="replace"))).sample(members, len(members))
 
 
 def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The request of several answers to one prompt, numbered from 1."""
+    """Return the request for several responses to one prompt, numbered from 1."""
     answers = [f"Answer {number}:\n{row['response']}" for number, row in enumerate(rows, start=1)]
     return {**rows[0], "responses": "\n\n".join(answers)}
 
@@ -276,7 +276,7 @@ def encode_request(
     parts: Mapping[str, str],
     context: TemplateContext | None = None,
 ) -> list[int]:
-    """The tokens of a request to the judge.
+    """Return the tokens of a request to the judge.
 
     Only the template and the tokenizer's own chat template may hold special tokens. The parts come
     from data and from a model: a `<|im_end|>` in an answer is characters, and ends nobody's turn.
@@ -311,14 +311,15 @@ def encode_request(
 
 
 def special_tokens_of(tokenizer: Any) -> str:
-    """A pattern, with one group, of every token that is more to this tokenizer than characters."""
+    """Return a pattern, with one group, of every text that this tokenizer reads as a special
+    token."""
     tokens = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
     any_of_them = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
     return f"({any_of_them})" if tokens else "((?!))"  # which nothing matches
 
 
 def _plain(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text in which no characters are a special token."""
+    """Return the tokens of a text, none of whose characters are read as a special token."""
     if not text:
         return []
     return list(tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))

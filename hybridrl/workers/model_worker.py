@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 class ModelWorker(Worker):
-    """While it runs a call, its group is torch.distributed's whole world (see `process_group`), and
-    its model is on the device, which it leaves when another role wants the memory. It stands where
-    its model's mesh says."""
+    """A worker that holds models. While it runs a call, its group is torch.distributed's whole
+    world (see `process_group`) and its model is on the device, from which it is offloaded when
+    another role needs the memory. Its coordinates are those of its model's mesh."""
 
     @property
     def model_engine(self) -> TrainEngine | None:
-        """The engine of its model; None: the worker has no model that is cut over ranks."""
+        """The engine of the worker's model; None if it has no model that is partitioned over
+        ranks."""
         return None
 
     def coordinates(self) -> Mapping[str, Coordinate]:
@@ -60,7 +61,7 @@ class ModelWorker(Worker):
 
 
 class TrainedModelWorker(ModelWorker):
-    """Has an engine that trains.
+    """A worker whose model is trained and saved.
 
     Args:
         source: The model.
@@ -75,22 +76,22 @@ class TrainedModelWorker(ModelWorker):
         raise NotImplementedError
 
     def counters(self) -> dict[str, int]:
-        """What `load_training_state` is to give back."""
+        """Return the counters that `load_training_state` gives back."""
         return {}
 
     def beside(self) -> dict[str, Mapping[str, Any]]:
-        """Further JSON files of the state, by name."""
+        """Return further JSON files of the state, by name."""
         return {}
 
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
-        """Takes the weights of a model folder, those that this model has too."""
+        """Load the weights of a model folder that this model has too."""
         self.model_engine.load(Path(folder))
 
     @transfer(ONE_TO_ALL)
     def save_model(self, folder: str, dtype: str | None = None) -> None:
-        """Writes model and tokenizer as a Hugging Face folder; None: in the precision that
-        `model.save_dtype` says."""
+        """Write model and tokenizer as a Hugging Face folder; `dtype` None: in the precision of
+        `model.save_dtype`."""
         dtype = dtype or self._source.save_dtype or stored_dtype(self._source.path)
         self.model_engine.save(Path(folder), DTYPES[dtype], self._source.file_bytes)
         if self.context.rank == 0:
@@ -98,26 +99,26 @@ class TrainedModelWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
-        """Writes weights, optimizer and counters, for `load_state` on any number of ranks. The
+        """Write weights, optimizer and counters, for `load_state` on any number of ranks. The
         folder must hold no state yet."""
         self._saver.save(location_of(folder), self.counters(), self.beside())
 
     @transfer(ONE_TO_ALL)
     def start_saving(self, folder: str, copy: str | None = None) -> None:
-        """As `save_state`, but returns when a copy is made, which is written meanwhile, also to a
-        second folder if that can be done; after what was begun before."""
+        """Start saving as `save_state` does, but return when a copy is made. It is written in the
+        background, after earlier ones, and also to a second folder if possible."""
         second = None if copy is None else location_of(copy)
         self._saver.start(location_of(folder), self.counters(), self.beside(), second)
 
     @transfer(ONE_TO_ALL)
     def finish_saving(self, wait: bool = True) -> Saved | None:
-        """What `start_saving` has written: bytes and seconds; None while it is under way, unless it
-        is to be waited for."""
+        """Return the bytes and seconds of what `start_saving` has written; None while it is under
+        way, unless `wait` is set."""
         return self._saver.finish(wait)
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
-        """Goes on where the worker that was saved stopped."""
+        """Load a saved state, to continue where the worker stopped."""
         load_training_state(self.model_engine, location_of(folder))
 
     def close(self) -> None:

@@ -42,21 +42,21 @@ class ReferenceWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str, share: float = 1.0) -> None:
-        """Takes the weights of a model folder, those that this model has too; or with a `share`
-        below 1 moves its own towards them, as a moving average does."""
+        """Load the weights of a model folder that this model has too; or, with a `share` below 1,
+        move the model's weights towards them, as a moving average does."""
         self._engine.load(Path(folder), share)
 
     @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",), streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
-        """`ref_log_probs` of the responses."""
+        """Compute the `ref_log_probs` of the responses."""
         with self.phase("score"):
             scored = self._engine.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 
     @transfer(THREE_D, reads=SAMPLE, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
     def compute_top_log_probs(self, batch: Batch) -> Batch:
-        """The `top_k` tokens that this model finds likeliest in the place of each response token:
-        `teacher_ids` and `teacher_log_probs`, so many numbers a token, one token after the
+        """Compute the `top_k` tokens that this model finds likeliest in place of each response
+        token: `teacher_ids` and `teacher_log_probs`, `top_k` numbers per token, one token after the
         other."""
         with self.phase("score"):
             scored = self._engine.forward(batch, temperature=self._temperature, top_k=self._top_k)

@@ -16,7 +16,7 @@ from hybridrl.workers.training_engines import ModelSource, scalar_engine
 
 
 class RewardModelWorker(TrainedModelWorker):
-    """One rank of the model.
+    """One rank of a reward model that is trained.
 
     Args:
         source: A language model that gets a new head, or a reward model to train on.
@@ -44,13 +44,13 @@ class RewardModelWorker(TrainedModelWorker):
 
     @transfer(THREE_D, reads=SAMPLE, makes=("scores",))
     def compute_score(self, batch: Batch) -> Batch:
-        """`scores`, one for each row."""
+        """Compute the `scores`, one for each row."""
         with self.phase("score"):
             return Batch.from_columns({"scores": sample_scores(self._engine, batch)})
 
     @transfer(UPDATE_PAIRS, reads=LEARNED, may_read=("margin",))
     def update_reward_model(self, batch: Batch) -> dict[str, float]:
-        """One optimizer step on pairs of rows, the chosen one first."""
+        """Take one optimizer step on pairs of rows, the chosen one first."""
         with self.phase("train"):
             metrics = self._engine.update(batch, self._objective, rows_together=2)
             synchronize(self._engine.device)
@@ -58,6 +58,6 @@ class RewardModelWorker(TrainedModelWorker):
 
 
 def sample_scores(engine: TrainEngine, batch: Batch) -> torch.Tensor:
-    """What a reward model says of each row, `[rows]`: its value at the last token."""
+    """Return the reward model's score of each row, `[rows]`: its value at the last token."""
     values = engine.forward(batch).ragged("values")
     return Segments.from_cu_seqlens(values.cu_seqlens).last(values.values)

@@ -30,7 +30,7 @@ from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.training_engines import ModelSource, scalar_engine
 
 COLUMN = {"reward": "scores", "cost": "costs"}
-"""Column of what is reinforced, and of what is to stay below a limit."""
+"""The column of what is maximized (reward), and of what is to stay below a limit (cost)."""
 
 SCORE = replace(THREE_D, balance="rows")
 """Rows split over ranks in blocks, which is how generation left them: texts need not move."""
@@ -71,7 +71,7 @@ def _may_make(built: Mapping[str, Any]) -> list[str]:
 
 
 def _compares(built: Mapping[str, Any]) -> bool:
-    """Whether the samples of a prompt are scored together."""
+    """Return whether the samples of a prompt are scored together."""
     config: RewardConfig | None = built.get("config")
     if config is None:
         return False
@@ -82,8 +82,8 @@ def _compares(built: Mapping[str, Any]) -> bool:
 
 
 class RewardWorker(ModelWorker):
-    """Scores the rows of its rank: by functions, in child processes so that none can stop the job,
-    by a judge and by a model, if there are any.
+    """A worker that scores the rows of its rank: by functions, in child processes so that none can
+    stop the job, by a judge and by a model, if there are any.
 
     A model that is cut over ranks is computed by all of them; functions and the judge are asked by
     the one rank that answers for those rows.
@@ -196,8 +196,8 @@ class RewardWorker(ModelWorker):
         return self._answer(texts, scores, outcomes, steps, columns)
 
     def _verified(self, batch: Batch, verifier: str) -> Batch:
-        """As `compute_reward`, by the functions of a set, in processes that start when they are
-        first needed and stay."""
+        """Score as `compute_reward` does, by the functions of an evaluation set, in processes that
+        start when they are first needed and stay."""
         config = self._verifiers[verifier]
         with self.phase("score"):
             ids, texts = self._responses(batch)
@@ -216,7 +216,7 @@ class RewardWorker(ModelWorker):
         return self._answer(texts, scores, outcomes, [[] for _ in texts], columns)
 
     def _responses(self, batch: Batch) -> tuple[list[list[int]], list[str]]:
-        """Token ids and texts."""
+        """Return the token ids and the texts of the responses."""
         ids = [row.tolist() for row in batch["response_ids"].rows()]
         # (transformers decodes no rows to one text)
         return ids, self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
@@ -240,7 +240,7 @@ class RewardWorker(ModelWorker):
         return Batch.from_columns(found | columns)
 
     def _in_tokens(self, steps: Steps, ids: list[int]) -> Steps:
-        """Where steps end in tokens, in place of characters."""
+        """Convert the ends of steps from characters to tokens."""
         if not (self._steps and ids and steps):
             return []
         ends = tokens_up_to([end for end, _ in steps], ids, self._decoded)
@@ -252,8 +252,8 @@ class RewardWorker(ModelWorker):
     def _by_model(
         self, values: Ragged, texts: list[str], ids: list[list[int]], steps: list[Steps]
     ) -> torch.Tensor:
-        """What the reward model says of each row, `[rows]`: its value at the last token; or with
-        `reward.model_steps` the sum of those at the ends of steps, which are put among the
+        """Return the reward model's score of each row, `[rows]`: its value at the last token; or
+        with `reward.model_steps` the sum of those at the ends of steps, which are added to the
         `steps`, weighted."""
         if self._config.model_steps is None:
             return Segments.from_cu_seqlens(values.cu_seqlens).last(values.values)
@@ -277,7 +277,7 @@ class RewardWorker(ModelWorker):
             self._judge.close()
 
     def _graded(self, rows: list[dict[str, Any]], groups: list[int] | None) -> torch.Tensor:
-        """The judge's grades; one that it did not give is treated as `on_error` says."""
+        """Return the judge's grades; missing ones are treated as `on_error` says."""
         grades = self._judge.grade(rows, groups)  # type: ignore[union-attr]
         missing = torch.isnan(grades)
         self.report(**{f"{self._kind}_ungraded": float(missing.sum())})
@@ -338,13 +338,14 @@ class RewardWorker(ModelWorker):
         )
 
     def _report_copies(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """How many responses were given before to the same prompt, among those scored together."""
+        """Report how many responses repeat an earlier one to the same prompt, among those scored
+        together."""
         if self._kind == "reward" and rows:
             different = {(row.get("prompt"), row["response"]) for row in rows}
             self.report(repeated=float(len(rows) - len(different)))
 
     def _report_sources(self, batch: Batch, scores: torch.Tensor, outcomes: torch.Tensor) -> None:
-        """Sums over the rows of each source, for its figures of the step."""
+        """Report sums over the rows of each source, for its metrics of the step."""
         if self._kind != "reward" or not self._sources or SOURCE not in batch.columns:
             return
         of_rows, lengths = batch[SOURCE], sampled_tokens(batch)
@@ -388,12 +389,12 @@ def add_up(
 
 
 def _groups(batch: Batch) -> list[int] | None:
-    """The prompt of each row, where it is known."""
+    """Return the prompt number of each row; None where it is not known."""
     return batch["group_id"].tolist() if "group_id" in batch else None
 
 
 def _rows_with(batch: Batch, texts: list[str]) -> list[dict[str, Any]]:
-    """What functions are called with, of each row."""
+    """Return the rows, with their responses, that reward functions are called with."""
     rows = batch.rows_for_users()
     for row, text in zip(rows, texts, strict=True):
         row["response"] = text

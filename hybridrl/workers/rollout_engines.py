@@ -31,8 +31,9 @@ ENGINES = {
 def trained_weights(
     source: ModelSource, train: TrainEngine
 ) -> Mapping[str, tuple[int, ...]] | None:
-    """The shapes of what is trained, by checkpoint name, if the model's folder has nothing else;
-    None if an engine that generates may need more than that, or gets it whole. Collective."""
+    """Return the shapes of the trained weights by checkpoint name, if the model's folder has
+    nothing else; None if an engine that generates may need more, or gets all weights at once.
+    Collective."""
     if train.has_adapters or not Path(source.path).is_dir():
         return None
     stored, shapes = TensorFiles(Path(source.path)).shapes, train.layout().shapes

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model comes from.
+    """A description of a model's files, tokenizer and precisions.
 
     Attributes:
         path: Model folder or hub name.
@@ -73,7 +73,7 @@ def policy_engine(
     trains: bool = True,
     rollout_tp: int = 1,
 ) -> TrainEngine:
-    """Joins the process group, cuts the language model, and reads this rank's part. Collective.
+    """Join the process group, partition the language model, and read this rank's part. Collective.
 
     Args:
         rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
@@ -93,7 +93,8 @@ def scalar_engine(
     *,
     trains: bool = True,
 ) -> TrainEngine:
-    """As `policy_engine`, for a model with a scalar head; see `ScalarModel`."""
+    """Build an engine as `build_policy_engine` does, for a model with a scalar head; see
+    `ScalarModel`. Collective."""
     model, files = unread_scalar_model(source.path, needs_head=not trains)
     if trains:
         _adapt(model, source, config)

@@ -1,5 +1,5 @@
-"""The newest checkpoint of a run in the memory of nodes, where it is read after a loss. Whatever
-goes wrong with it, the run goes on: there is the one that was written to files."""
+"""A copy of the newest checkpoint in the memory of nodes, which is read first after a loss. If
+anything goes wrong with it the run continues with the checkpoint in files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hybridrl.system.locations import Location, copy_files, sizes_below
 
 
 class MemoryCopies:
-    """Those of one run, in folders like those of its steps.
+    """Copies of checkpoints of one run, in folders like those of its steps.
 
     Args:
         place: The folder that they are in.
@@ -22,7 +22,7 @@ class MemoryCopies:
         self._copies = StepFolders(place)
 
     def at(self, step: int) -> Location:
-        """The folder of a step, whether it is there or not."""
+        """Return the folder of a step, whether it exists or not."""
         return self._copies.at(step)
 
     def complete(
@@ -54,7 +54,7 @@ class MemoryCopies:
         return fault
 
     def newest(self) -> int | None:
-        """The newest step of which all is there. What is there of others is removed."""
+        """Return the newest step with a complete copy, and remove what remains of others."""
         try:
             step, _ = self._copies.newest()
             self._copies.forget_after(step or 0)
@@ -63,5 +63,4 @@ class MemoryCopies:
         return step
 
     def discard(self, step: int) -> None:
-        """Removes the copy of a step."""
         self._copies.discard(step)

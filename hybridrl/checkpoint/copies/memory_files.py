@@ -18,18 +18,18 @@ from fsspec import AbstractFileSystem
 
 SCHEME = "host-memory"
 _PART_BYTES = 16 << 20
-"""What is sent at once, about."""
+"""The approximate size of a part."""
 
 
 class Keeper:
-    """One of the processes."""
+    """A keeper of files in the memory of its process."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytearray] = {}
         self._unfinished: dict[str, bytearray] = {}
 
     def add(self, path: str, start: int, content: np.ndarray) -> None:
-        """Takes the next part of a file, which is not there before `commit`.
+        """Append the next part of a file, which is not readable before `commit_file`.
 
         Args:
             start: Where the part begins; with 0 the file is begun anew.
@@ -41,32 +41,32 @@ class Keeper:
         self._unfinished[path] += memoryview(content)
 
     def commit(self, path: str) -> None:
-        """The file is whole now."""
+        """Make a file readable after its last part."""
         self._files[path] = self._unfinished.pop(path)
 
     def discard(self, path: str) -> None:
-        """Forgets the parts of a file."""
+        """Drop the parts of an unfinished file."""
         self._unfinished.pop(path, None)
 
     def read(self, path: str, start: int, stop: int | None) -> np.ndarray | None:
-        """Bytes of a file; None if it is not here."""
+        """Return bytes of a file; None if this keeper does not have it."""
         file = self._files.get(path)
         return None if file is None else np.frombuffer(memoryview(file)[start:stop], np.uint8)
 
     def sizes(self, path: str) -> dict[str, int]:
-        """The sizes of the file of this name, or of those below the folder."""
+        """Return the size of the file of this name, or of each file below the folder."""
         return {name: len(file) for name, file in self._files.items() if _is_below(name, path)}
 
     def remove(self, path: str) -> None:
-        """Removes the file, or the folder with what is in it, and what is unfinished there."""
+        """Remove the file, or the folder with its files, and unfinished files there."""
         for files in (self._files, self._unfinished):
             for name in [name for name in files if _is_below(name, path)]:
                 del files[name]
 
 
 class KeptFiles(AbstractFileSystem):
-    """The files of keepers, as one file system. What is written goes to several of them; what is
-    read comes from any that has it, so that one may be lost."""
+    """A file system over several keepers. A file is written to several of them and read from any
+    that has it, so that one keeper may be lost."""
 
     protocol: ClassVar[str] = SCHEME
 
@@ -77,15 +77,16 @@ class KeptFiles(AbstractFileSystem):
 
     @abstractmethod
     def keepers(self, job: str) -> list[Any]:
-        """The keepers of a job that are alive: that of this process's node first, and then in a
-        ring that all processes know."""
+        """Return the keepers of a job that are alive: that of this process's node first, then the
+        others in a ring that all processes share."""
 
     @abstractmethod
     def ask(self, keepers: Sequence[Any], method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of each; gives what it returned or, as an `OSError`, why it did not."""
+        """Call a method of each keeper, and return what it returned or, as an `OSError`, why it
+        failed."""
 
     def tell(self, keepers: Sequence[Any], method: str, *arguments: Any) -> None:
-        """As `ask`, for methods that have no answer.
+        """Call a method without a result on each keeper.
 
         Raises:
             OSError: if one could not be called.
@@ -158,14 +159,14 @@ class KeptFiles(AbstractFileSystem):
         self.rm(path)
 
     def _candidates(self, path: str) -> Iterator[Any]:
-        """Keepers that may have a file, the one that had it last first."""
+        """Yield the keepers that may have a file, the one that had it last first."""
         if (known := self._known.pop(path, None)) is not None:
             yield known
         yield from self.keepers(path.partition("/")[0])
 
 
 class Sending:
-    """A file on its way to keepers.
+    """An upload of a file to several keepers.
 
     Args:
         holders: Those that are to have it.
@@ -177,23 +178,23 @@ class Sending:
         self.closed = False
 
     def write(self, content: bytes | memoryview) -> None:
-        """Sends more of it, or keeps it until there is enough."""
+        """Send content in large parts; less is kept until there is enough."""
         self._begun += content
         if len(self._begun) >= _PART_BYTES:
             self._send()
 
     def close(self) -> None:
-        """Sends the rest."""
+        """Send the rest of the content."""
         if self._begun or not self._sent:
             self._send()
         self.closed = True
 
     def commit(self) -> None:
-        """From now on the file is there."""
+        """Make the file readable in all keepers."""
         self._files.tell(self._holders, "commit", self._path)
 
     def discard(self) -> None:
-        """It will never be there."""
+        """Drop the parts that were sent."""
         self._files.ask(self._holders, "discard", self._path)
 
     def _send(self) -> None:
@@ -207,6 +208,6 @@ def _is_below(name: str, path: str) -> bool:
 
 
 def _entry(name: str, size: int | None) -> dict[str, Any]:
-    """What fsspec says of a file, or of a folder, which has no size."""
+    """Return the entry that fsspec expects for a file, or for a folder, which has no size."""
     kind = "directory" if size is None else "file"
     return {"name": name, "size": size or 0, "type": kind}

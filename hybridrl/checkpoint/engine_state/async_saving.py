@@ -24,7 +24,7 @@ NICENESS = 10
 
 
 class Background(Generic[T]):
-    """Does one thing at a time."""
+    """A task on a thread of its own; the next one begins when the one before is done."""
 
     def __init__(self) -> None:
         self._last: Future[T] | None = None
@@ -32,7 +32,7 @@ class Background(Generic[T]):
         self._stopped = threading.Event()
 
     def start(self, work: Callable[[Callable[[], bool]], T]) -> None:
-        """Begins some work, after what was begun before is done; raises as `settle` does.
+        """Start a task after the one before is done; raises as `wait` does.
 
         Args:
             work: Called on the thread, with a function that says whether it is to give up.
@@ -52,7 +52,7 @@ class Background(Generic[T]):
         self._thread.start()
 
     def result(self, wait: bool) -> T | None:
-        """What the last work gave; None if nothing was begun, or if it is still under way and is
+        """Return what the last task returned; None if none was started, or if it still runs and is
         not to be waited for.
 
         Raises:
@@ -63,7 +63,7 @@ class Background(Generic[T]):
         return self._last.result()
 
     def settle(self) -> None:
-        """Waits for the last work and forgets it.
+        """Wait for the last task and forget it.
 
         Raises:
             Exception: what it raised.
@@ -73,14 +73,15 @@ class Background(Generic[T]):
             last.result()
 
     def close(self) -> None:
-        """Has the work give up, and waits until it has."""
+        """Ask the task to stop, and wait until it has."""
         self._stopped.set()
         if self._thread is not None:
             self._thread.join()
 
 
 class HostCopy:
-    """Memory for the values of these parts, one after the other, that is filled time after time.
+    """A buffer in host memory for the values of these parts, one after the other, reused for every
+    checkpoint.
 
     Attributes:
         values: Of each part, of the shape of its box and in the precision of its file.
@@ -98,7 +99,8 @@ class HostCopy:
 
     @torch.no_grad()
     def fill(self, sources: Mapping[str, Tensor | TensorInFiles | None]) -> Callable[[], None]:
-        """Copies what local tensors hold now; zeros where there is none.
+        """Copy the current values of local tensors into the buffer, zeros where there is none;
+        return a function that waits for the copies.
 
         From GPUs the copies are under way when this returns: the device does them before anything
         that it is given to do later, and the function that this gives waits for them. They go on

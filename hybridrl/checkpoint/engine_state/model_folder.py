@@ -1,4 +1,4 @@
-"""A model that is cut over ranks, to a Hugging Face folder and from one.
+"""Reading and writing the Hugging Face folder of a model that is sharded over ranks.
 
 Every rank writes and reads what it holds, so that none needs memory for the whole model.
 """
@@ -55,7 +55,7 @@ def save_model(
     dtype: torch.dtype,
     file_bytes: int,
 ) -> None:
-    """Writes a model's configuration and weights, or its adapters. Collective.
+    """Write a model's configuration and weights, or its adapters. Collective.
 
     Args:
         model: This rank's part, for the configuration.
@@ -146,7 +146,7 @@ def fill(
     index: int,
     device: torch.device,
 ) -> None:
-    """Gives the parameters that are on the meta device memory, and their values from files.
+    """Allocate the parameters that are on the meta device and read their values from files.
 
     Args:
         model: Cut, and sharded by FSDP.
@@ -165,8 +165,8 @@ def fill(
 
 
 def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int) -> None:
-    """Takes the weights that a folder and this rank's part of a model have in common. Those that
-    only the model has stay as they are, with a warning in the log.
+    """Load the weights that a folder and this rank's part of a model have in common. Parameters
+    that the folder lacks stay as they are, with a warning in the log.
 
     Args:
         cuts, index: See `fill`.
@@ -229,7 +229,7 @@ def read_parts(
     pieces: Iterable[Piece],
     local: Tensor,
 ) -> None:
-    """Reads what a rank holds of a parameter.
+    """Read the pieces of a parameter that a rank holds.
 
     Args:
         parts: The tensors in files that the parameter is in.
@@ -249,8 +249,8 @@ def read_parts(
 def _load_whole(
     model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int
 ) -> dict[str, nn.Parameter]:
-    """Fills the parameters of a model that transformers saves under other names, and gives those
-    that the folder has. Every rank reads all of it."""
+    """Load a model that transformers saves under other names, and return the parameters that the
+    folder has. Every rank reads the whole folder."""
     _log.info("Every rank reads the whole of %s, by transformers' own loading.", folder)
     read, report = type(model).from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
@@ -282,6 +282,6 @@ def _check_shape(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds, to be written to."""
+    """Return this rank's shard of a parameter as a writable tensor."""
     here = parameter.detach()
     return here.to_local() if isinstance(here, DTensor) else here

@@ -1,4 +1,4 @@
-"""Which tensors of an engine's state stand in which files of a folder, and under which names.
+"""The files of a training state: which tensors they hold, and under which names.
 
     model.safetensors     weights: a folder that transformers opens (with adapters, one that peft
                           opens, and `adapter_model.safetensors`)
@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class StateFiles(NamedTuple):
-    """What is kept of an engine.
+    """The tensors of an engine that a training state holds.
 
     Attributes:
         weights: How they stand in files: with adapters these alone.
@@ -45,7 +45,7 @@ class StateFiles(NamedTuple):
 
 
 def state_files(engine: TrainEngine) -> StateFiles:
-    """What is kept of an engine. Collective."""
+    """Return the tensors of an engine to save. Collective."""
     shapes = engine.layout().shapes
     form = engine.stored_form() or as_named(WEIGHTS_STEM, shapes)
     mine, group = set(trained_parameters(engine)), engine.mesh.group()
@@ -58,7 +58,7 @@ def state_files(engine: TrainEngine) -> StateFiles:
 
 
 def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
-    """Those of this rank, by name."""
+    """Return the trained parameters of this rank by name."""
     parameters = engine.model.inner.named_parameters()
     return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
@@ -66,9 +66,9 @@ def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
 def local_state(
     engine: TrainEngine, weights: StoredForm
 ) -> dict[str, Tensor | TensorInFiles | None]:
-    """What this rank holds: weights by the names of parameters, or of parts of these where files
-    have parts (`StoredForm.layout`), and moments. Before its first optimizer step, and where it
-    never had a gradient, a parameter has none."""
+    """Return this rank's tensors: weights by parameter name, or by parts of a parameter where the
+    files have parts (`StoredForm.layout`), and moments. A parameter has no moments before its first
+    optimizer step, and if it never had a gradient."""
     parameters = engine.local_parameters()
     found: dict[str, Tensor | TensorInFiles | None] = {**parameters, **weights.carried_tensors()}
     for name in {part.parameter for part in weights.parts if part.lacking}:
@@ -81,5 +81,5 @@ def local_state(
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's shard, to be read or written to."""
+    """Return this rank's shard of a tensor, for reading or writing."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Writing the state of a TrainEngine, at once or while training goes on.
+"""A saver of a TrainEngine's training state, either blocking or in the background.
 
 Every rank writes the boxes that it was dealt, at their places of files that all ranks share, and
 none waits for another. See `state_files` for what stands where.
@@ -60,7 +60,7 @@ Numbers = Mapping[str, Any]
 
 
 class StateSaver:
-    """Writes the state of one engine to one folder after the other.
+    """A saver that writes the state of one engine to a new folder at each save.
 
     Who writes what is worked out the first time, which is collective, and holds for the life of the
     engine; so does the memory for a copy.
@@ -82,7 +82,7 @@ class StateSaver:
         self._background: Background[Saved] = Background()
 
     def save(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
-        """Writes the state from where it is; needs no memory for a copy.
+        """Write the state without copying it first.
 
         Args:
             folder: One that all ranks see, and that holds no state yet.
@@ -106,8 +106,7 @@ class StateSaver:
         beside: Mapping[str, Numbers],
         copy: Location | None = None,
     ) -> None:
-        """Copies the state and has the copy written on another thread, after what was begun before;
-        see `save`.
+        """Copy the state and write the copy on another thread, after earlier writes; see `save`.
 
         Args:
             copy: Where it is then written a second time, if that can be done.
@@ -132,12 +131,12 @@ class StateSaver:
         self._background.start(work)
 
     def finish(self, wait: bool) -> Saved | None:
-        """What was begun and has been written; None while it is under way, unless it is to be
-        waited for. Raises as `save` does."""
+        """Return the result of the save in the background; None while it is under way and `wait` is
+        false. Raises as `save` does."""
         return self._background.result(wait)
 
     def close(self) -> None:
-        """Breaks off what is under way."""
+        """Cancel the save in the background."""
         self._background.close()
 
     def _check_unused(self, folder: Location) -> None:
@@ -151,8 +150,8 @@ class StateSaver:
     def _writing(
         self, counters: Numbers, beside: Mapping[str, Numbers]
     ) -> Callable[[Location, Iterable[Tensor], Callable[[], bool]], Saved]:
-        """A function that writes values of `parts` to a folder; whatever else it writes is as it is
-        now."""
+        """Return a function that writes the values of `file_parts` to a folder; all else that it
+        writes is captured now."""
         parts, steps = self.parts, self._steps()
         small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
         if self._engine.mesh.place == 0:
@@ -180,7 +179,7 @@ class StateSaver:
     def _write_together(
         self, folder: Path, values: Iterable[Tensor], stop: Callable[[], bool]
     ) -> list[WrittenBox]:
-        """Writes values of `parts` to files that all ranks share."""
+        """Write the values of `file_parts` to the files that all ranks share."""
         with explained(folder):
             folder.mkdir(parents=True, exist_ok=True)
         if self._engine.mesh.place == 0:
@@ -195,7 +194,7 @@ class StateSaver:
 
     @cached_property
     def _plans(self) -> tuple[FilePlan, FilePlan]:
-        """Of weights and of moments."""
+        """The file plans of weights and of moments."""
         layout, files, place = self._engine.layout(), self._files, self._engine.mesh.place
         stored, stem = files.weights.all_tensors(layout), files.weights.stem
         weights = plan_files(
@@ -222,7 +221,7 @@ class StateSaver:
 
     @cached_property
     def parts(self) -> tuple[FilePart, ...]:
-        """What this rank writes. Collective when first asked."""
+        """The parts of files that this rank writes. Collective when first read."""
         weights, moments = self._plans
         return weights.parts + moments.parts
 
@@ -240,7 +239,7 @@ class StateSaver:
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
-        """The small files that make a model folder of it, if it is one; they stay the same."""
+        """The small files that make the folder a model folder, if it is one; they do not change."""
         if self._files.weights.stem == WEIGHTS_STEM:
             return {}
         with TemporaryDirectory() as name:
@@ -253,12 +252,12 @@ class StateSaver:
 
     @cached_property
     def _indices(self) -> dict[str, bytes]:
-        """Of weights and of moments, where several files hold them."""
+        """The index files of weights and of moments, where several files hold them."""
         plans = zip((self._files.weights.stem, MOMENTS_STEM), self._plans, strict=True)
         return {index_of(stem): plan.index.encode() for stem, plan in plans if plan.index}
 
     def _steps(self) -> dict[str, float | None]:
-        """Of the parameters of which this rank writes moments."""
+        """Return the optimizer's step count of each parameter whose moments this rank writes."""
         prefix, states = f"{MOMENTS[0]}/", self._engine.optimizer.state
         mine = {p.name.removeprefix(prefix) for p in self.parts if p.name.startswith(prefix)}
         return {

@@ -1,5 +1,5 @@
-"""The state of a TrainEngine in a folder: from it training goes on, on any number of ranks, cut in
-any way. See `state_files` for what stands in it."""
+"""Saving and loading the training state of a TrainEngine, on any number of ranks and with any
+sharding. See `state_files` for its files."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from hybridrl.system.locations import Location
 def save_training_state(
     engine: TrainEngine, folder: Location, counters: Mapping[str, int] | None = None
 ) -> None:
-    """Writes weights, moments and numbers; see `StateSaver.save`. The folder must hold no state
-    yet, and all ranks must see it. Collective; done when all ranks have returned.
+    """Write weights, moments and numbers; see `EngineStateSaver.save`. The folder must hold no
+    state yet, and all ranks must see it. Collective; done when all ranks have returned.
 
     Args:
         counters: The caller's own, for `load_training_state` to give back.
@@ -49,8 +49,8 @@ def save_training_state(
 
 @torch.no_grad()
 def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]:
-    """Goes on where the engine that was saved stopped: with its weights and moments, and at its
-    place in the schedule. Rates are those of this engine's own settings there. Collective.
+    """Resume an engine from a saved state: its weights, its moments and its position in the
+    schedule. Learning rates are those of this engine's own settings at that position. Collective.
 
     Returns:
         The `counters` that were saved.
@@ -101,7 +101,7 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
 
 
 def write_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
-    """Writes JSON, and waits until it is on the disk. Makes the folder.
+    """Write numbers as JSON and wait until they are on the disk. Creates the folder.
 
     Raises:
         StorageError: if that fails; names the file.
@@ -110,7 +110,7 @@ def write_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
 
 
 def read_numbers(file: Location) -> dict[str, Any]:
-    """What `write_numbers` wrote.
+    """Read the JSON that `write_state_numbers` wrote.
 
     Raises:
         ConfigError: if that is not there.

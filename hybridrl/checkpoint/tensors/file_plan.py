@@ -48,13 +48,13 @@ class FilePart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes in the file."""
+        """Return the bytes of the box in the file."""
         return volume(self.box) * self.entry.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The safetensors files of a folder whose names begin alike.
+    """The safetensors files of a folder that share a stem, and what this rank writes to them.
 
     Attributes:
         headers: First bytes of each file, by its name.
@@ -70,7 +70,7 @@ class FilePlan:
 
 
 def share(layout: Layout, names: Iterable[str], rank: int) -> list[Move]:
-    """The boxes of these tensors that a rank of the layout writes.
+    """Assign to a rank of the layout the boxes of these tensors that it writes.
 
     Together the ranks write everything once. What several of them hold is dealt over these in
     pieces, so that all ranks end at about the same number of bytes.
@@ -97,7 +97,7 @@ def plan_files(
     stem: str,
     dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> FilePlan:
-    """The files for tensors of these shapes, in this order.
+    """Plan the files for tensors of these shapes, in this order.
 
     Args:
         mine: What this rank writes, each with the name of its tensor in the files.
@@ -131,7 +131,7 @@ def plan_files(
 
 
 def _split(sizes: Mapping[str, int], file_bytes: int, stem: str) -> dict[str, list[str]]:
-    """The tensors of each file, by its name."""
+    """Group the tensors by file, in files of limited size."""
     files: list[list[str]] = [[]]
     room = file_bytes
     for name, size in sizes.items():

@@ -1,4 +1,4 @@
-"""What each rank says of the tensor files that ranks write together: its boxes and their checksums.
+"""The manifest that each rank writes beside shared tensor files: its boxes and their checksums.
 
 A rank leaves a list, `rank-00003.json`, beside the files. Every byte of a file is either of its
 header or of one box in one list, so the lists tell, without reading anything back, whether all has
@@ -64,11 +64,12 @@ class WrittenBox(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return volume(self.box) * ITEM_BYTES[self.dtype]
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Where its values lie: the first byte and the number of bytes of each run."""
+        """Yield the byte ranges of its values: the first byte and the number of bytes of each
+        run."""
         if self.own_start is not None:
             yield self.own_start, self.size
             return
@@ -78,7 +79,7 @@ class WrittenBox(NamedTuple):
 
 
 class WrittenHeader(NamedTuple):
-    """The beginning of a file.
+    """The header of a tensor file.
 
     Attributes:
         size: Bytes.
@@ -93,7 +94,7 @@ class WrittenHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank wrote.
+    """The manifest of one rank: the boxes and headers that it wrote.
 
     Attributes:
         boxes: Of tensors.
@@ -109,11 +110,11 @@ class Written:
     own: Mapping[str, WrittenHeader] = field(default_factory=dict)
 
     def file_of(self, box: WrittenBox) -> str:
-        """The file that has the values of one of its boxes."""
+        """Return the name of the file that holds the values of one of its boxes."""
         return box.file if box.own_start is None else next(iter(self.own))
 
     def to_json(self) -> str:
-        """The list as it stands in its file."""
+        """Format the manifest as the JSON of its file."""
         headers, own = (
             {file: header._asdict() for file, header in files.items()}
             for files in (self.headers, self.own)
@@ -125,7 +126,7 @@ class Written:
 
     @classmethod
     def from_json(cls, text: str) -> Written:
-        """What `to_json` wrote.
+        """Parse the JSON of `to_json`.
 
         Raises:
             ValueError: if it is something else.
@@ -142,7 +143,7 @@ class Written:
 
 
 class Saved(NamedTuple):
-    """What a rank has written.
+    """The result of a rank's save: bytes written and seconds taken.
 
     Attributes:
         bytes: Of tensors.
@@ -158,7 +159,7 @@ class Saved(NamedTuple):
 
 
 def list_of(folder: Location, rank: int) -> Location:
-    """Where a rank leaves its list."""
+    """Return the path of a rank's manifest."""
     return folder / LISTS.replace("*", f"{rank:05}")
 
 
@@ -168,7 +169,7 @@ def is_list(name: str) -> bool:
 
 
 def read_lists(folder: Location) -> list[Written]:
-    """What all ranks wrote to a folder; empty if it is of another kind.
+    """Read the manifests of all ranks in a folder; an empty list if it has none.
 
     Raises:
         OSError, ValueError: if one cannot be read; names it.
@@ -183,7 +184,7 @@ def read_lists(folder: Location) -> list[Written]:
 
 
 def files_there(lists: Iterable[Written]) -> dict[str, WrittenHeader]:
-    """The files that were written, by their names."""
+    """Return the header of every file that was written, by file name."""
     apart = any(one.own for one in lists)
     return {
         file: header
@@ -193,7 +194,8 @@ def files_there(lists: Iterable[Written]) -> dict[str, WrittenHeader]:
 
 
 def lacking(folder: Location, lists: Sequence[Written]) -> str:
-    """What has not been written to its end, as a sentence; empty if all has. Reads no file."""
+    """Return a sentence about the first file that was not written completely; empty if all were.
+    Reads no tensor file."""
     headers = {file: header for one in lists for file, header in one.headers.items()}
     if not headers:
         return f"{folder} has no list of its first rank, {list_of(folder, 0).name}"
@@ -214,7 +216,8 @@ def lacking(folder: Location, lists: Sequence[Written]) -> str:
 
 
 def damage(folder: Location, lists: Sequence[Written]) -> str:
-    """Which file is not as it was written, as a sentence; empty if all are. Reads all of them."""
+    """Return a sentence about the first file that differs from what was written; empty if none
+    does. Reads all files."""
     checks: list[tuple[str, str, Iterable[tuple[int, int]], int]] = [
         (file, "its header", [(0, header.size)], header.crc32)
         for file, header in files_there(lists).items()

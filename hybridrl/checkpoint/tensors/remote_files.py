@@ -63,7 +63,7 @@ def write_apart(
 
 
 def open_lists(folder: Location) -> list[Written]:
-    """What all ranks wrote to a folder.
+    """Read the manifests of all ranks that wrote to a folder.
 
     Raises:
         ConfigError: if that cannot be read.
@@ -79,7 +79,7 @@ def open_lists(folder: Location) -> list[Written]:
 def open_tensors(
     folder: Location, stem: str, lists: Sequence[Written]
 ) -> TensorFiles | TensorsApart:
-    """The tensors of a folder, on a disk or at a URL.
+    """Open the tensors of a folder, on a disk or at a URL.
 
     Args:
         stem: What the names of their files begin with.
@@ -90,7 +90,7 @@ def open_tensors(
 
 
 class TensorsApart:
-    """The tensors of a folder at a URL; see `TensorFiles`.
+    """A reader of the tensors of a folder at a URL; see `TensorReader`.
 
     Args:
         stem: What the names of their files would begin with on a disk.
@@ -110,8 +110,8 @@ class TensorsApart:
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Reads a box of a tensor; see `TensorFiles.read`. What is read of another rank's box is
-        the bytes from the first that is wanted to the last."""
+        """Read a box of a tensor; see `TensorReader.read`. Of another rank's box it reads the bytes
+        from the first wanted value to the last."""
         for one, written in self._boxes[name]:
             wanted = intersection(written.box, box)
             if wanted is None:
@@ -126,7 +126,8 @@ class TensorsApart:
             into[tuple(slice(*sides) for sides in relative(wanted, box))].copy_(part)
 
     def _fetch(self, file: RemotePath, written: WrittenBox, wanted: Box) -> tuple[Tensor, int]:
-        """Values of a written box, of which the first is the one of this number in it."""
+        """Read the values of a written box from the first wanted one to the last; return also the
+        index of the first in the box."""
         dtype = DTYPES[written.dtype]
         found = list(runs(extent(written.box), relative(wanted, written.box)))
         first, stop = found[0][0], sum(found[-1])

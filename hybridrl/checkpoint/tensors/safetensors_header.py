@@ -42,7 +42,7 @@ MOST_HEADER_BYTES = 100_000_000
 
 
 class Entry(NamedTuple):
-    """A tensor in a file.
+    """The dtype, shape and place of a tensor in a file.
 
     Attributes:
         shape: Of the tensor.
@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file.
+    """Read the header of a file: its tensors, by name.
 
     Raises:
         ConfigError: if the file is damaged: header, sizes, places and length do not agree. Names
@@ -102,7 +102,8 @@ def make_header(
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> tuple[bytes, dict[str, Entry], int]:
-    """The first bytes of a file, where in it each tensor lies, and the length of the file.
+    """Build the first bytes of a file; return also the entry of each tensor and the length of the
+    file.
 
     Args:
         dtypes: Of tensors that have another one than `dtype`.
@@ -129,13 +130,14 @@ def make_header(
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """What stands in a file of a tensor of the host, in the order of its elements."""
+    """View a host tensor as the bytes that stand in a file, in the order of its elements."""
     flat = values.contiguous().view(values.numel()).view(torch.uint8)
     return flat.numpy().data
 
 
 def _entry(path: Path, name: str, described: Any) -> tuple[Entry, int]:
-    """The tensor, with its start and stop counted from the first value."""
+    """Parse the entry of a tensor; its start and the stop returned with it count from the first
+    value."""
     try:
         dtype, shape, places = (described[key] for key in ("dtype", "shape", "data_offsets"))
         start, stop = places
@@ -155,7 +157,7 @@ def _entry(path: Path, name: str, described: Any) -> tuple[Entry, int]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table whose names must differ."""
+    """Build a table from pairs, and refuse a name that stands there twice."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:

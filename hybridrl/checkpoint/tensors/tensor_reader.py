@@ -25,7 +25,7 @@ _PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
 class TensorFiles:
-    """The tensors of a folder's safetensors files: of `model.safetensors`, else of the files in
+    """A reader of the safetensors files of a folder: of `model.safetensors`, else of the files in
     `model.safetensors.index.json`, else of all that are there.
 
     Args:
@@ -75,7 +75,7 @@ class TensorFiles:
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:
-        """Reads a box of a tensor.
+        """Read a box of a tensor into a tensor of its shape, cast to that tensor's dtype.
 
         Args:
             name: One of `shapes`.
@@ -103,7 +103,8 @@ class TensorFiles:
         self._check(path, name, box, into)
 
     def _check(self, path: Path, name: str, box: Box, values: Tensor) -> None:
-        """Compares what was read of a box with the checksums of those that it holds whole."""
+        """Compare what was read of a box with the checksums of the written boxes that it holds
+        whole."""
         is_cast = values.dtype != self._entries[name][1].dtype
         for one in self._written.get(name, ()):
             if is_cast or intersection(one.box, box) != one.box:
@@ -116,7 +117,7 @@ class TensorFiles:
                 )
 
     def _open(self, path: Path) -> int:
-        """A file that stays open for as long as this object lives."""
+        """Return the descriptor of a file, which stays open as long as this object lives."""
         if path not in self._opened:
             self._opened[path] = os.open(path, os.O_RDONLY)
         return self._opened[path]
@@ -124,7 +125,7 @@ class TensorFiles:
     def _fill(
         self, file: int, path: Path, name: str, entry: Entry, box: Box, values: Tensor
     ) -> None:
-        """Reads the runs of a box into as many bytes."""
+        """Read the runs of a box into a buffer of as many bytes."""
         memory, at, size = values.numpy().data, 0, entry.dtype.itemsize
         for first, count in runs(entry.shape, box):
             start, stop = entry.start + first * size, at + count * size
@@ -152,7 +153,7 @@ class TensorInFiles:
 
 
 def index_of(stem: str) -> str:
-    """The file that says which tensor is in which of several files."""
+    """Return the name of the index, which says which tensor is in which of several files."""
     return f"{stem}.safetensors.index.json"
 
 
@@ -162,7 +163,8 @@ def _close(opened: Mapping[Path, int]) -> None:
 
 
 def _files(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
-    """The files to read, and where the index, if there is one, says that each tensor is."""
+    """Return the files to read and, if there is an index, the file that it names for each
+    tensor."""
     if (whole := folder / f"{stem}.safetensors").is_file():
         return [whole], {}
     if (folder / index_of(stem)).is_file():

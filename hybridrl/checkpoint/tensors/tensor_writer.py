@@ -42,7 +42,7 @@ def write_tensors(
     stem: str = MODEL,
     dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> None:
-    """Writes all tensors of a layout, in the order of its `shapes`. Collective.
+    """Write all tensors of a layout, in the order of its `shapes`. Collective.
 
     Every rank writes parts of the same files at their places, so the folder must be one that all
     of them share. What several ranks hold is written once, by those that have written least. A
@@ -95,8 +95,8 @@ def write_parts(
     values: Iterable[Tensor],
     stop: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """Writes parts of files, which are made if they are not there, and waits until they are on the
-    disk. Most of the time it does not hold Python's lock.
+    """Write parts of files, which are created if they do not exist, and wait until they are on the
+    disk.
 
     Args:
         path: Where a file is, by its name.
@@ -129,7 +129,7 @@ def write_parts(
 
 
 def write_headers(folder: Path, plan: FilePlan) -> None:
-    """Writes the beginnings of the files of a plan, which others may be writing to.
+    """Write the headers of a plan's files, while others may write to them.
 
     Raises:
         StorageError: if one cannot be written; names it.
@@ -145,7 +145,7 @@ def write_headers(folder: Path, plan: FilePlan) -> None:
 
 
 def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
-    """What a rank's list says of the headers of a plan."""
+    """Build the entries of a rank's manifest for the headers of a plan."""
     return {
         file: WrittenHeader(len(header), zlib.crc32(header), plan.lengths[file])
         for file, header in plan.headers.items()
@@ -153,19 +153,19 @@ def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
 
 
 def written_box(part: FilePart, crc32: int) -> WrittenBox:
-    """What a rank's list says of a part."""
+    """Build the entry of a rank's manifest for a part."""
     name, shape, start = NAMES[part.entry.dtype], part.entry.shape, part.entry.start
     return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)
 
 
 def values_of(part: FilePart, tensor: Tensor | TensorInFiles) -> Tensor:
-    """What a part takes from the local tensor that holds it."""
+    """Return the slice of a local tensor that a part takes."""
     inner = zip(part.source.start, extent(part.box), strict=True)
     return tensor[tuple(slice(at, at + n) for at, n in inner)]
 
 
 def write_bytes(path: Location, content: bytes) -> None:
-    """Writes a small file at once, and waits until it is on the disk.
+    """Write a small file atomically, and wait until it is on the disk.
 
     Raises:
         StorageError: if that fails; names the file.
@@ -184,7 +184,7 @@ def _write_box(file: int, part: FilePart, memory: memoryview) -> None:
 
 
 def _publish(folder: Path, plan: FilePlan, stem: str) -> None:
-    """Gives the files their names, and takes away what is left of a model that was there."""
+    """Give the files their names, and remove what is left of an earlier model."""
     index = folder / index_of(stem)
     if plan.index:
         # From here to its return the folder is one that is not finished, not a mixture of two
@@ -204,5 +204,5 @@ def _publish(folder: Path, plan: FilePlan, stem: str) -> None:
 
 
 def _part(folder: Path, file: str) -> Path:
-    """Where a file is until it is whole; the same on every rank."""
+    """Return the temporary path of a file until it is complete; the same on every rank."""
     return folder / f".{file}.part"

@@ -15,7 +15,7 @@ from hybridrl.system.storage import as_os_errors
 
 @contextmanager
 def explained(path: Location) -> Iterator[None]:
-    """Raises `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
+    """Raise `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
     try:
         with as_os_errors():
             yield
@@ -31,8 +31,8 @@ def explained(path: Location) -> Iterator[None]:
 
 @contextmanager
 def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Waits for all ranks at the end of the block; if it failed on one, it has failed on all, which
-    would otherwise wait for ever. Collective.
+    """Wait for all ranks at the end of the block and raise on all of them if the block failed on
+    one. Collective.
 
     Args:
         group: The ranks; None: there is one only.
@@ -54,5 +54,6 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """An error as another rank tells it: ours are sentences, others are known by their kind."""
+    """Return an error as another rank reports it: the library's own as sentences, others with their
+    type."""
     return str(error) if isinstance(error, HybridRLError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Whether reward functions can score rows of this data, found before a worker starts.
+"""Checks that reward functions can score the rows of the data, before a worker starts.
 
 That is for programs that add no columns of their own before they ask for rewards: the built-in
 ones.
@@ -95,7 +95,7 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
 
 
 def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
-    """Whether the answers to these prompts can be scored; see `check_rewards`.
+    """Check that the responses to each set's prompts can be scored; see `check_reward_data`.
 
     Returns:
         What the functions' modules have to say to the user.
@@ -125,7 +125,7 @@ def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
 
 
 def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
-    """The rows of a source that has functions of its own, or of all that have none."""
+    """Select the rows of a source that has its own reward functions, or all other rows."""
     if rows is None or not own or SOURCE not in rows.columns:
         return rows
     chosen = [source == name if name else source not in own for source in rows[SOURCE]]
@@ -133,7 +133,7 @@ def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Ba
 
 
 def _data_of(config: Config, name: str | None, own: Collection[str]) -> list[DataConfig]:
-    """Settings of the data that is scored by the functions of a source, or of `reward.function`."""
+    """Return the data settings that a source's reward functions, or `reward.function`, apply to."""
     found = sources_of(config.data)
     return [s.data for s in found if (s.name == name if name else s.name not in own)] or [
         config.data
@@ -148,7 +148,7 @@ def check_scoring(
     tries: bool,
     reports: bool = False,
 ) -> list[str]:
-    """Remarks of the functions of these settings on these prompts; see `check_rewards`.
+    """Check the functions of one reward group against prompts; return their remarks.
 
     Args:
         named: The names of the settings.
@@ -217,7 +217,8 @@ def _on_right_answer(
 def _check_compares(
     sources: Sequence[DataConfig], settings: RewardConfig, named: FunctionSettings
 ) -> None:
-    """Refuses to compare with answers that there are none of: an empty response would be right."""
+    """Refuse functions that compare with reference answers where the data has none: an empty
+    response would be correct."""
     names = [name for name in functions_of(settings)[0] if name in TO_ANSWERS]
     without = any(data.task is None and data.answer_column is None for data in sources)
     if names and without:
@@ -234,7 +235,7 @@ def _check_options(
     row: Mapping[str, Any],
     named: FunctionSettings,
 ) -> None:
-    """Calls built-in functions once with their options, whose types nobody else knows.
+    """Call built-in functions once to check the types of their options.
 
     Args:
         row: One of the data.
@@ -255,7 +256,7 @@ def _check_options(
 
 
 def _check_answers(settings: RewardConfig, prompts: Batch, named: FunctionSettings) -> None:
-    """Refuses answers that nothing can be compared with, where that would end the job."""
+    """Refuse reference answers that a function cannot compare, if that would end the job."""
     compared = [name for name in functions_of(settings)[0] if name in COMPARE]
     for name in compared if settings.on_error == "fail" else ():
         check = partial(load_function(name), prompt="", response="")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_teachers(config: Config, prompts: Batch) -> None:
-    """Holds `distillation.*` against the columns of the data.
+    """Check `distillation.*` against the data's columns.
 
     Raises:
         ConfigError: for a template with a column that rows have not, or a row without a teacher.
@@ -42,7 +42,7 @@ def check_teachers(config: Config, prompts: Batch) -> None:
 
 
 def check_rubrics(config: Config, prompts: Batch) -> None:
-    """Reads the criteria of judges, of a file and of every row.
+    """Read the rubrics of judges, from a file and from every row.
 
     Raises:
         ConfigError: names the file, or the column that is not there.
@@ -66,7 +66,8 @@ def check_rubrics(config: Config, prompts: Batch) -> None:
 
 
 def check_by_column(config: Config, held_out: Batch | None) -> None:
-    """The column by which evaluations are told apart has to be there.
+    """Check that the held-out rows have the column by which evaluations are grouped
+    (`eval.by_column`).
 
     Raises:
         ConfigError: if it is not.
@@ -81,7 +82,7 @@ def check_by_column(config: Config, held_out: Batch | None) -> None:
 
 
 def check_normalise_by(config: Config, prompts: Batch) -> None:
-    """The column by which rewards are brought to one scale has to be there.
+    """Check that the data has the column by which rewards are normalized (`reward.normalise_by`).
 
     Raises:
         ConfigError: if it is not.
@@ -102,7 +103,7 @@ def check_lengths(
     model: PretrainedConfig | None,
     longest_evaluated: int = 0,
 ) -> None:
-    """The longest sample has to fit the model, and a micro-batch.
+    """Check that the longest sample fits the model's context and a micro-batch.
 
     Raises:
         ConfigError: if it does not.

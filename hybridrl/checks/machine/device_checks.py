@@ -17,7 +17,8 @@ LEAST_OPEN_FILES = 256
 
 
 def check_open_files() -> None:
-    """What Ray and vLLM say where they can open no more names neither the limit nor the cure.
+    """Refuse a limit below what a job needs, because the errors of Ray and vLLM name neither the
+    limit nor the cure.
 
     Raises:
         ConfigError: if there may be fewer than a job needs.
@@ -51,7 +52,7 @@ def check_min_devices(config: Config, devices: int | None = None) -> None:
 
 
 def devices_here(config: Config) -> Cluster:
-    """The devices that a job gets of this machine.
+    """Return the devices that a job gets on this machine.
 
     Raises:
         ConfigError: if there are fewer than asked for.
@@ -69,8 +70,9 @@ def devices_here(config: Config) -> Cluster:
 
 
 def devices_to_check(config: Config) -> Cluster | None:
-    """Those of this machine; where it has fewer than are asked for, so many imagined ones, for a
-    recipe may be looked at on a laptop; None where only a cluster can say."""
+    """Return the devices to check a placement against: those of this machine, or imaginary ones
+    where it has fewer than requested, since a recipe may be checked on a laptop; None if only a
+    cluster can tell."""
     from hybridrl.system.cluster_spec import Cluster
 
     if config.ray.address is not None and config.num_devices is None:

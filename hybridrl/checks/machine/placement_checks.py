@@ -1,4 +1,4 @@
-"""What can be wrong with where models live and how they are cut over devices."""
+"""Checks of where models are placed and how they are cut over devices."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def check_placement(
     roles: Roles | None = None,
     chosen: Placement | None = None,
 ) -> Placement:
-    """Where these roles (None: those of the trainer) live on the cluster, all models cut as their
-    places say.
+    """Return the placement of these roles on the cluster (None: the trainer's roles), with every
+    cut checked.
 
     Args:
         chosen: A placement to be checked; None: as the settings say.
@@ -83,8 +83,8 @@ def check_devices(config: Config, roles: Mapping[str, RoleSpec] | None = None) -
 
 
 def wanted_roles(config: Config, roles: Roles | None) -> dict[str, RoleSpec]:
-    """The specs of these roles: the trainer's own where it has one of that name, else standard
-    ones; None: all of the trainer's."""
+    """Return the specs of the named roles: the trainer's own, else standard ones; None: all of the
+    trainer's."""
     known = load_roles(config)
     if roles is None:
         return known
@@ -97,7 +97,8 @@ def wanted_roles(config: Config, roles: Roles | None) -> dict[str, RoleSpec]:
 
 
 def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
-    """A job may be built with roles of a person's choice, the one that generates left out."""
+    """Refuse a separate generator without the role that generates, which `Job(roles=...)` can leave
+    out."""
     generates = any(spec.generates for spec in load_roles(config).values())
     if config.placement.strategy == "separation" and generates and ACTOR not in roles:
         raise ConfigError(
@@ -108,7 +109,7 @@ def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
 
 
 def placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
-    """What a placement has to know of these roles."""
+    """List the roles that need devices, with their cuts and whether they train."""
     generation = ParallelConfig(tp=config.rollout.parallel.tp, pp=config.rollout.parallel.pp)
     players = dict.fromkeys(played_by(roles, name, config) for name in roles)
     return [
@@ -123,7 +124,7 @@ def placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
 
 
 def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
-    """Refuses cuts that the model's heads or layers do not allow."""
+    """Refuse cuts that the model's heads or layers do not allow."""
     from hybridrl.parallel import pipeline_schedule as stages
     from hybridrl.parallel import tensor_parallel as tensor
     from hybridrl.parallel import ulysses
@@ -189,7 +190,8 @@ def _check_routers(config: Config, model: Model, who: str) -> None:
 
 
 def _check_quantization(config: Config, kind: str, model: Model | None, who: str) -> None:
-    """What a GPU's kernels lack beyond that, workers learn from vLLM."""
+    """Refuse a generator precision that devices or layers do not support; vLLM checks GPU
+    kernels."""
     quantization, dtype = config.rollout.quantization, config.model.dtype
     if quantization == "none":
         return
@@ -264,7 +266,7 @@ def _check_flow(config: Config, placement: Placement) -> None:
 
 
 def _setting(config: Config, role: str) -> str:
-    """The setting that says how a role is cut."""
+    """Return the setting that determines how a role is cut."""
     if role == GENERATOR:
         return "rollout.parallel"
     own = model_settings(config, role).parallel is not None
@@ -272,8 +274,8 @@ def _setting(config: Config, role: str) -> str:
 
 
 def _parallel(config: Config, role: str, spec: RoleSpec) -> ParallelConfig:
-    """How a role's model is to be cut; `dp` is the actor's only, for others may have fewer
-    devices."""
+    """Return how a role's model is cut; `dp` and `shards` apply to the actor only, because other
+    roles may have fewer devices."""
     if (own := model_settings(config, role).parallel) is not None:
         return own
     if not spec.has_model(role, config):

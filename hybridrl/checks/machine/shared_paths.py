@@ -1,4 +1,4 @@
-"""Which files workers read and write: on a cluster every node has to see them."""
+"""The paths that workers read and write, which every node of a cluster must see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hybridrl.system.locations import is_url, location_of
 
 
 def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
-    """By setting. A model's name on the hub is no path: each node downloads it."""
+    """List the paths of workers by setting. Hub names are left out, because each node downloads
+    them."""
     paths = {_run_setting(config): run_directory}
     models = {
         "model.path": config.model.path,

@@ -1,4 +1,4 @@
-"""Whether a model can be loaded, found without a worker and without reading a weight."""
+"""Checks of model folders that need neither a worker nor the weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEQUANTISED = ("mxfp4",)
 
 
 def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns: bool) -> None:
-    """Refuses a model that cannot be trained, or cannot score, before anything starts.
+    """Refuse a model that cannot be trained, or cannot score.
 
     A path that is no folder here is taken for a hub name, of which nothing is known; see
     `check_reachable`.
@@ -71,8 +71,7 @@ def refusal_of_quantised(path: str, setting: str) -> str:
 
 
 def check_generator(path: str, setting: str) -> None:
-    """Refuses a folder that nothing could generate with, such as that of a judge. What its engine
-    makes of the model, it says itself.
+    """Refuse a judge's folder that no engine could load; the engine itself checks the model.
 
     Raises:
         ConfigError: naming `setting`, and what is wrong with the folder or its files.
@@ -85,7 +84,7 @@ def check_generator(path: str, setting: str) -> None:
 
 
 def check_reachable(path: str, setting: str) -> None:
-    """Asks the Hugging Face hub for a model that is no folder here, for at most some seconds.
+    """Ask the Hugging Face hub for a model that is not a local folder; takes a few seconds at most.
 
     Raises:
         ConfigError: there is no such folder, and the hub has none of that name or cannot be
@@ -100,12 +99,12 @@ def check_reachable(path: str, setting: str) -> None:
 
 
 def may_be_on_hub(path: str) -> bool:
-    """Whether it may be the name of a model of the hub, by its looks."""
+    """Return whether a path has the form of a hub name."""
     return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 
 def _check_place(path: str, setting: str) -> None:
-    """Refuses a path that is neither a model folder nor a hub name."""
+    """Refuse a path that is neither a model folder nor a hub name."""
     folder = Path(path)
     if not folder.exists():
         if not may_be_on_hub(path):
@@ -136,12 +135,12 @@ def _check_place(path: str, setting: str) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether there are files of weights."""
+    """Return whether the folder holds weight files."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
 def _described(path: str, setting: str) -> dict[str, Any]:
-    """What stands in config.json."""
+    """Read `config.json` as a dictionary."""
     file = Path(path) / "config.json"
     try:
         described = json.loads(file.read_text(encoding="utf-8"))
@@ -156,14 +155,14 @@ def _described(path: str, setting: str) -> dict[str, Any]:
 
 
 def _quantised(described: dict[str, Any]) -> str | None:
-    """The method by which a model is quantised; None: it is not."""
+    """Return the quantization method of a model; None if it is not quantized."""
     if "quantization_config" not in described:
         return None
     return str((described["quantization_config"] or {}).get("quant_method", "in an unknown way"))
 
 
 def _check_type(described: dict[str, Any], path: str, setting: str) -> None:
-    """Refuses what transformers has no class of."""
+    """Refuse a model type that transformers does not implement."""
     import transformers
     from transformers import CONFIG_MAPPING
 
@@ -188,7 +187,7 @@ def _check_type(described: dict[str, Any], path: str, setting: str) -> None:
 
 
 def _check_writes(config: PretrainedConfig, path: str, setting: str) -> None:
-    """Refuses what is no language model that writes from left to right."""
+    """Refuse a model that is not a causal language model."""
     from hybridrl.models.language_model import class_of
 
     classes = list(config.architectures or ())

@@ -1,4 +1,4 @@
-"""Whether a tokenizer can speak to its model."""
+"""Checks that tokenizer and model fit each other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def check_tokenizer(
     config: Config, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, path: str
 ) -> None:
-    """Refuses a tokenizer without a vocabulary, with one larger than the model's, or with which no
-    sample would ever end.
+    """Refuse a tokenizer without a vocabulary, with more tokens than the model has embeddings, or
+    without an end token.
 
     Args:
         model: The policy's config.json.
@@ -58,7 +58,8 @@ def check_tokenizer(
 def check_tokenizers(
     config: Config, roles: Mapping[str, RoleSpec], tokenizer: Any, path: str
 ) -> None:
-    """A model that scores, such as a reward model or a teacher, reads the policy's own token ids.
+    """Check that every model that scores, such as a reward model or a teacher, has the policy's
+    vocabulary.
 
     Raises:
         ConfigError: if it has others.

@@ -1,4 +1,4 @@
-"""Settings that make no sense together: an algorithm asked for what it does not have."""
+"""Checks of settings that the chosen algorithm does not support."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ESTIMATORS_OF_STEPS = ("group_relative", "reinforce_plus_plus")
 
 
 def check_algorithm(config: Config) -> None:
-    """Refuses contradictions.
+    """Yield a refusal for each contradiction between algorithm, program and settings.
 
     Raises:
         ConfigError: names the settings and the cure.
@@ -181,7 +181,7 @@ def _check_turns(config: Config) -> None:
 
 
 def _check_steps(config: Config) -> None:
-    """Refuses rewards of steps where nothing reads them."""
+    """Refuse step rewards if the program or advantage estimator does not use them."""
     algorithm = config.algorithm
     if config.reward.model_steps is not None and algorithm.step_credit is None:
         raise ConfigError(
@@ -287,8 +287,8 @@ def _check_loss(config: Config) -> None:
 
 
 def _check_samples(config: Config) -> None:
-    """Refuses to learn from samples as if they came from the policy that is trained, if they do
-    not. What a program of the user's learns from is its own affair."""
+    """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
+    checked."""
     from hybridrl.algorithms.registry import weighs_by_ratio
 
     algorithm, rollout = config.algorithm, config.rollout

@@ -14,7 +14,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 
 
 def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
-    """Raises a sentence for the first thing that is wrong.
+    """Yield a refusal for each setting of checkpoints, resume or fork that cannot work.
 
     Args:
         roles: Of a job, where they are not its trainer's.

@@ -1,4 +1,4 @@
-"""What can be wrong with an environment, found before anything starts."""
+"""Checks of environment settings, before any environment process starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHATS = ("verifiers", "gymnasium", "openenv", "mcp")
 
 
 def check_environment(config: Config) -> None:
-    """Refuses an environment that there is not, or that nobody would play.
+    """Refuse an unknown environment, or one that no role would use.
 
     Raises:
         ConfigError: names the settings.
@@ -44,7 +44,7 @@ def check_environment(config: Config) -> None:
 
 
 def _check_played(config: Config, shown: str) -> None:
-    """Refuses what would keep programs from playing, or from being learned from.
+    """Refuse settings that conflict with samples played by an environment or over an endpoint.
 
     Args:
         shown: The setting by which they play.
@@ -78,7 +78,7 @@ def _check_played(config: Config, shown: str) -> None:
 
 
 def check_template(config: Config, tokenizer: Any) -> None:
-    """Refuses a tokenizer that cannot put the messages of an environment into tokens.
+    """Refuse a tokenizer without a chat template if the environment sends chat messages.
 
     Raises:
         ConfigError: names the model.

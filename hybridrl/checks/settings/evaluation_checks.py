@@ -1,4 +1,4 @@
-"""What can be wrong with evaluations, and with what follows from them."""
+"""Checks of evaluation settings: sets, baseline, early stopping, best checkpoint, tripwires."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def _check_tripwires(config: Config) -> None:
 
 
 def _check_figure(config: Config, setting: str, named: str) -> int:
-    """Whether a set gives the figure, as far as that is known before anything is evaluated; the
-    steps between its evaluations."""
+    """Check that a set measures the metric, as far as known before evaluation; return the steps
+    between its evaluations."""
     head, _, rest = named.removeprefix("-").partition("/")
     name, _, metric = rest.partition("/")
     sets = eval_sets(config)

@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration beyond types: refused here, before anything starts."""
+"""Checks of a job's settings beyond their types."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def _reads_rows(config: Config) -> bool:
 
 
 def lacks_model(config: Config) -> bool:
-    """Whether no model is named, and some prompts are of no task that a tiny one is made for."""
+    """Return whether no model is named although some prompts come from neither a built-in task nor
+    an environment."""
     from hybridrl.data.mixture import sources_of
 
     tasks = [source.data.task for source in sources_of(config.data)] or [config.data.task]

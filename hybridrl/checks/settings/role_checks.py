@@ -1,4 +1,4 @@
-"""What can be wrong with the roles of a driver program and with `models.<role>` of the settings."""
+"""Checks of the program's roles and of `models.<role>` settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_ACTOR = {
 
 
 def check_roles(config: Config, chosen: Mapping[str, RoleSpec] | None = None) -> None:
-    """Raises a sentence for the first thing that is wrong.
+    """Yield a refusal for each unknown role and each wrong setting of a role.
 
     Args:
         chosen: Roles of a job that are not its trainer's.
@@ -46,8 +46,7 @@ def check_roles(config: Config, chosen: Mapping[str, RoleSpec] | None = None) ->
 
 
 def check_models(config: Config, roles: Mapping[str, RoleSpec], but: Collection[str] = ()) -> None:
-    """Looks at the folders that the models of these roles come from, each in the light of what the
-    role does with it.
+    """Check the model folders of these roles for what each role does with its model.
 
     Args:
         but: Paths of models that are not looked at.
@@ -67,7 +66,7 @@ def check_models(config: Config, roles: Mapping[str, RoleSpec], but: Collection[
 
 
 def model_of(config: Config, role: str, spec: RoleSpec) -> tuple[str, str | None]:
-    """The setting that says where the model of a role comes from, and its value."""
+    """Return the setting that names a role's model, and its value."""
     if spec.worker in SCORING:
         return f"{spec.worker}.model", spec.path(role, config)
     if (path := spec.path(role, config)) is not None:

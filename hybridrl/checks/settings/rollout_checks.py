@@ -1,4 +1,4 @@
-"""What can be wrong with generation and its samples."""
+"""Checks of generation settings."""
 
 from __future__ import annotations
 

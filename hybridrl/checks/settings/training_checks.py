@@ -1,4 +1,4 @@
-"""What can be wrong with how models are trained."""
+"""Checks of training settings: updates, parallelism, optimizer."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _check_chunks(config: Config) -> None:
 def idle_encodings(
     config: Config, roles: Mapping[str, RoleSpec], placement: Placement
 ) -> list[str]:
-    """A sentence for each `parallel.gradients` and `parallel.weights` that does nothing in this
-    job, because a role does not learn or has no rank to share with."""
+    """Return a sentence for each `parallel.gradients` and `parallel.weights` without effect,
+    because the role does not train or has no rank to share with."""
     found = []
     for role, place in placement.roles.items():
         own = role in config.models and model_settings(config, role).parallel is not None
@@ -105,14 +105,14 @@ def idle_encodings(
 
 
 def _cuts(config: Config) -> dict[str, ParallelConfig]:
-    """How models are cut, by whose settings say so."""
+    """Return the parallel settings by the group that sets them: `actor`, `models.<role>`."""
     cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
     return {"actor": config.actor.parallel} | {name: cut for name, cut in cuts.items() if cut}
 
 
 def _check_ring(config: Config) -> None:
-    """The two together were seen to give wrong gradients: ring attention changes results of
-    products in place, and what `selective` keeps is most likely these."""
+    """Refuse selective checkpointing with ring attention: gradients were wrong, probably because
+    ring attention changes in place what is kept."""
     if config.actor.gradient_checkpointing != "selective":
         return
     for name, cut in _cuts(config).items():

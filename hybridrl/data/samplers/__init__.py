@@ -1,4 +1,4 @@
-"""Samplers: which rows a step has, chosen by what their samples scored.
+"""Samplers: which rows a step trains on, chosen by the scores of earlier samples.
 
 A sampler is built with those of `rows` (the training data, tokenized), `seed` and `config` that its
 `__init__` names, and with `data.sampler_options`. It has `draw(number)`, which returns so many row
@@ -31,7 +31,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def check_sampler(config: Config) -> None:
-    """Refuses a sampler that is none, and options that it does not have.
+    """Check that the sampler of the settings exists and has the options that are set.
 
     Raises:
         ConfigError: naming what it lacks.
@@ -58,7 +58,8 @@ def check_sampler(config: Config) -> None:
 
 
 def make_sampler(config: Config, rows: Batch, seed: int) -> Any:
-    """The sampler of these rows; None where each row comes once in an epoch.
+    """Build the sampler for these rows; None if each row comes once per epoch. None where each row
+    comes once in an epoch.
 
     Raises:
         ConfigError: if an option, or the data, will not do.
@@ -82,7 +83,7 @@ def make_sampler(config: Config, rows: Batch, seed: int) -> Any:
 
 
 def draw(sampler: Any, number: int, most: int, config: Config) -> Rows:
-    """So many rows of the `most` that there are, which the sampler chooses.
+    """Draw `number` of the `most` rows with the sampler, and check what it returns.
 
     Raises:
         ConfigError: if it gives something else.

@@ -1,4 +1,4 @@
-"""How hard rows are said to be: their columns of difficulty."""
+"""Difficulty columns of the data, and rows ranked and grouped by them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ MOST_VALUES = 16
 
 
 def difficulty_columns(rows: Batch, named: Sequence[str] | str | None) -> list[str]:
-    """The columns that say how hard rows are: those that are named, else those that begin with
-    `PREFIX`.
+    """Return the difficulty columns: the named ones, or those that begin with `DIFFICULTY_PREFIX`.
 
     Raises:
         ConfigError: if the data lacks one.
@@ -36,8 +35,9 @@ def difficulty_columns(rows: Batch, named: Sequence[str] | str | None) -> list[s
 
 
 def ranks(rows: Batch, column: str) -> npt.NDArray[np.int64]:
-    """The place of each row's value among the values of a column, from 0; a number with many values
-    in `MOST_VALUES` parts of about as many rows. Rows without a value are -1."""
+    """Rank each row's value among the distinct values of a column, from 0; numbers with more
+    than `MAX_RANKS` values are binned by quantile, missing values are -1. Rows without a value
+    are -1."""
     cells = rows.table.column(column).to_pylist()
     numbers = np.array([_number(cell) for cell in cells])
     if np.isnan(numbers).all():  # texts, in their order
@@ -56,7 +56,8 @@ def ranks(rows: Batch, column: str) -> npt.NDArray[np.int64]:
 
 
 def buckets(rows: Batch, columns: Sequence[str]) -> npt.NDArray[np.int64]:
-    """A number for each row, from 0; rows of the same source and difficulty have the same."""
+    """Return a bucket number for each row, from 0; rows of the same source and difficulty share
+    one."""
     named = [*(["source"] if "source" in rows.columns else []), *columns]
     if not named:
         return np.zeros(len(rows), np.int64)

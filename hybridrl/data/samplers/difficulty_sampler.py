@@ -1,4 +1,4 @@
-"""The sampler `difficulty`: rows of one level, then of the next when that one is mastered."""
+"""The sampler `difficulty`: a curriculum that raises the level when the present one is mastered."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hybridrl.errors import ConfigError
 
 
 class Difficulty:
-    """A level is what the columns of difficulty add up to, each counted by the rank of its value.
-    It rises when enough of the samples of the present level are right, and falls when few are.
+    """A curriculum sampler. A row's level is the sum of the ranks of its difficulty columns; the
+    present level rises when enough samples are correct and falls when few are. It rises when enough
+    of the samples of the present level are right, and falls when few are.
 
     Args:
         columns: That say how hard rows are, higher is harder; None: those that begin with
@@ -98,7 +99,7 @@ class Difficulty:
         self._right, self._known = int(state["right"]), int(state["known"])
 
     def _take(self, rows: npt.NDArray[np.int64], number: int) -> npt.NDArray[np.int64]:
-        """So many of these, none again before all have come."""
+        """Draw rows so that none repeats before all have been drawn."""
         rounds = -(-number // max(1, len(rows)))
         drawn = [self._random.permutation(rows) for _ in range(rounds)]
         return np.concatenate(drawn)[:number] if drawn else np.empty(0, np.int64)

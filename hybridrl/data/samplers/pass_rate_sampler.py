@@ -1,4 +1,5 @@
-"""The sampler `pass_rate`: rows that are answered right now and then, not always and not never."""
+"""The sampler `pass_rate`: prefers rows that are answered correctly sometimes, not always and not
+never."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ SMALLEST = 1e-3
 
 
 class PassRate:
-    """Samples that are all right or all wrong have no advantage over each other, so a group teaches
-    most where the pass rate is around a half (Bae et al. 2025, arXiv:2504.03380).
+    """A sampler that prefers rows with a pass rate near one half: groups that are all correct or
+    all wrong have no advantage (Bae et al. 2025, arXiv:2504.03380).
 
     What is believed of a row is a beta distribution: of the samples of rows of its source and
     difficulty, and of its own. A draw takes a pass rate from each row's distribution (Thompson
@@ -68,7 +69,7 @@ class PassRate:
         self._step = 0
 
     def draw(self, number: int) -> npt.NDArray[np.int64]:
-        """Rows, none twice unless there are fewer than are asked for."""
+        """Draw rows without repeats, unless more are asked for than exist."""
         self._step += 1
         found: list[npt.NDArray[np.int64]] = []
         while (left := number - sum(map(len, found))) > 0:
@@ -116,7 +117,7 @@ class PassRate:
         self._seen[rows] = state["seen"]
 
     def _believed(self) -> npt.NDArray[np.float64]:
-        """A pass rate for each row, from what is believed of it."""
+        """Sample a pass rate for each row from its posterior."""
         right, wrong = self._of_buckets.T + 1.0
         shared = self._random.beta(right, wrong)[self._bucket]
         own = self._of_rows * self._remembered(np.arange(len(self._seen)))[:, None]
@@ -125,5 +126,6 @@ class PassRate:
         return self._random.beta(np.maximum(right, SMALLEST), np.maximum(wrong, SMALLEST))
 
     def _remembered(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """How much earlier samples of these rows count."""
+        """Return the weight of earlier samples of these rows, which halves every `half_life`
+        steps."""
         return 0.5 ** ((self._step - self._seen[rows]) / self._half_life)

@@ -21,12 +21,11 @@ from hybridrl.errors import ConfigError, nearest
 
 
 def task_names() -> list[str]:
-    """The names of the built-in tasks, sorted."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load_task(name: str, setting: Setting = Setting("data.task")) -> ModuleType:
-    """Returns the task module with this name.
+    """Return the task module with this name.
 
     Raises:
         ConfigError: if there is no such task, or the module is no task; names the nearest one.

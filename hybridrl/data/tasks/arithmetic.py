@@ -1,4 +1,5 @@
-"""Adding two numbers below 40: `17+38=` is answered by `55`."""
+"""The task of adding two numbers below 40: `17+38=` has the answer `55`. `17+38=` is answered by
+`55`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _LONGEST_TAIL = 5  # of an answer that is no number
 def problems(
     count_held_out: int = 256, seed: int = 0, origin: RowOrigin = DATA
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All 1,600 problems, shuffled from `seed` and cut into `(train, held_out)`.
+    """Return all 1,600 problems, shuffled by `seed` and split into `(train, held_out)`.
 
     No problem is in both parts; `a+b=` and `b+a=` count as two problems.
 
@@ -37,7 +38,8 @@ def problems(
 def pairs(
     count_held_out: int = 256, seed: int = 0
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """The right sum and a worse answer for the problems of `problems(count_held_out, seed)`.
+    """Return pairs of the correct sum and a worse answer for the problems of
+    `problems(count_held_out, seed)`.
 
     A problem to train on comes with each of its mistakes (off by one or by ten, the digits
     swapped), with some other number, and with something that is no number: nothing, an answer cut
@@ -57,8 +59,8 @@ def pairs(
 
 
 def odd(prompt: str, response: str, **row: object) -> float:
-    """1 for an answer that ends on an odd digit: a cost that half of the right answers have, so
-    that it is at odds with the reward."""
+    """Return 1 for a response that ends in an odd digit: a cost that half of the correct responses
+    have, so that it conflicts with the reward."""
     return float(response[-1:] in tuple("13579"))
 
 
@@ -71,7 +73,7 @@ def _pair(problem: dict[str, str], wrong: str) -> dict[str, str]:
 
 
 def _mistakes(answer: str) -> list[str]:
-    """Plausible wrong answers, as a number is written: not negative, no zero in front."""
+    """Return plausible wrong answers: not negative, without leading zeros."""
     right = int(answer)
     near = {str(right + off) for off in (-10, -1, 1, 10) if right + off >= 0}
     swapped = {answer[::-1]} if not answer.endswith("0") else set()
@@ -79,12 +81,12 @@ def _mistakes(answer: str) -> list[str]:
 
 
 def _other_number(answer: str, random: np.random.Generator) -> str:
-    """One of the sums of other problems."""
+    """Return the sum of another problem."""
     other = int(random.integers(2 * _OPERANDS - 2))
     return str(other + (other >= int(answer)))
 
 
 def _no_number(answer: str, random: np.random.Generator) -> str:
-    """Nothing, the answer without its last digit, or with something behind it, or something."""
+    """Return a malformed answer: empty, cut short, continued, or other characters."""
     tail = "".join(random.choice(list(CHARACTERS), random.integers(1, _LONGEST_TAIL + 1)))
     return str(random.choice(sorted({"", answer[:-1], answer + tail, tail} - {answer})))

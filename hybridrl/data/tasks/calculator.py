@@ -1,4 +1,6 @@
-"""Multiplying with a tool: `47*86=` is answered by `<47*86>`, what the calculator says, `4042`.
+"""The task of multiplying with a tool: for `47*86=` the model writes `<47*86>`, the calculator says
+`4042=`, and the answer is `4042`. `47*86=` is answered by `<47*86>`, what the calculator says,
+`4042`.
 
 Two-digit products are more than a tiny model can do in its head; copying is not. Few of the
 examples use the calculator, so that after supervised training the model guesses as a rule, and
@@ -27,8 +29,9 @@ _CALL = re.compile(r"<(\d+)\*(\d+)>$")
 
 
 class Calculator:
-    """The episode of a problem: `<a*b>` is answered by the product and `=`, anything else is taken
-    for the answer. A right one earns 1."""
+    """An episode of one problem: `<a*b>` is answered with the product and `=`; any other turn is
+    the final answer, worth 1 if it is correct. `<a*b>` is answered by the product and `=`, anything
+    else is taken for the answer. A right one earns 1."""
 
     async def reset(self, row: Mapping[str, Any]) -> None:
         self._answer = row["answer"]
@@ -43,7 +46,7 @@ class Calculator:
 def problems(
     count_held_out: int = 256, seed: int = 0, origin: RowOrigin = DATA
 ) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """All 4,624 problems, shuffled from `seed` and cut into `(train, held_out)`.
+    """Return all 4,624 problems, shuffled by `seed` and split into `(train, held_out)`.
 
     Raises:
         ConfigError: if `count_held_out` leaves nothing to train on.
@@ -62,8 +65,8 @@ def problems(
 def examples(
     count_held_out: int = 256, seed: int = 0
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The problems of `problems(count_held_out, seed)`, each answered in turns: at once, or with
-    the calculator in a share of `TOOL_SHARE`, drawn from `seed`."""
+    """Return the problems of `problems(count_held_out, seed)` answered in turns: directly, or with
+    the calculator in a share of `TOOL_SHARE`."""
     random = np.random.default_rng([seed, 1])
     training, held_out = (
         [_example(problem, random.random() < TOOL_SHARE) for problem in part]

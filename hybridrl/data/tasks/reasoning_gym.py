@@ -1,4 +1,4 @@
-"""Any of the tasks of reasoning-gym: problems made by rule, with a verifier each.
+"""The tasks of reasoning-gym: procedurally generated problems with a verifier each.
 
 Stojanovski et al. 2025, arXiv:2505.24760. Questions are English sentences, so a tiny model knows
 printable ASCII; what else a task writes (emoji, box drawing) is unknown to it.
@@ -41,7 +41,8 @@ def problems(
     rows: int = 2000,
     origin: RowOrigin = DATA,
 ) -> tuple[list[Row], list[Row]]:
-    """Problems to learn from and to evaluate on, no question twice, about as many of each task.
+    """Return problems to learn from and to evaluate on, without repeated questions and about as
+    many of each task.
 
     A row has the columns `prompt`; `answer`, None where many are right; `entry`, the problem with
     its metadata and the task's parameters, as JSON, for the reward function `reasoning_gym`;
@@ -91,13 +92,13 @@ def _missing(name: str) -> Any:
 
 
 def _share(number: int, place: int, parts: int) -> int:
-    """Of so many, what the part at this place has: parts differ by one at most."""
+    """Return the size of one of `parts` parts of a number, which differ by at most one."""
     return number // parts + (place < number % parts)
 
 
 @lru_cache(maxsize=64)  # rows to sample from and rows to warm up with are the same
 def _different(task: str, options: str, number: int) -> list[Row]:
-    """So many rows with different questions, or as many as there are."""
+    """Generate `number` rows with distinct questions, or as many as there are."""
     made = dataset(task, options)
     given = {k: v for k, v in json.loads(options).items() if k not in ("seed", "size")}
     found: dict[str, Row] = {}
@@ -123,8 +124,9 @@ def _row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> Row
 
 
 def _difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers by which a problem is hard. A parameter that is a range says nothing of the
-    problem, unless the metadata has the number that was drawn from it."""
+    """Return the numeric difficulty parameters of a problem; ranges count only if the metadata has
+    the value drawn from them. A parameter that is a range says nothing of the problem, unless the
+    metadata has the number that was drawn from it."""
     said = metadata.get("difficulty")
     said = said if isinstance(said, Mapping) else {"level": said}
     found = {name: metadata.get(name, value) for name, value in said.items()}
@@ -138,7 +140,7 @@ def _difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
 def _checked(
     tasks: Sequence[str], options: Mapping[str, Any], origin: RowOrigin
 ) -> dict[str, dict[str, Any]]:
-    """The parameters of each task, of which each is one."""
+    """Check tasks and parameters, and return the parameters of each task."""
     from reasoning_gym.factory import DATASETS
 
     known, named = sorted(set(DATASETS) - set(_NO_TASKS)), origin / "tasks"

@@ -1,4 +1,4 @@
-"""Adapters: each makes one kind of environment play episodes with the model.
+"""Adapters: each lets one kind of environment play episodes with the model.
 
 They are loaded by `shim` in the Python of the environment, where HybridRL need not be installed, so
 they import only each other and what such an environment brings. An adapter is a file with a class

@@ -1,5 +1,5 @@
-"""A program in any language plays each episode: it is run as it is, and told of the model by
-environment variables."""
+"""The adapter `command`: a program in any language plays each episode; environment variables tell
+it where the model is."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class _Input:
 
 
 class _Output:
-    """A pipe that a program writes to.
+    """A pipe that a program writes to, limited in length.
 
     Attributes:
         flood: Set when it has written more than it may.
@@ -175,7 +175,7 @@ class _Output:
         self._transport: Any = None
 
     async def open(self) -> Any:
-        """The end for the program, which has to be closed here by `read` or `close`."""
+        """Return the program's end of the pipe; `read` or `close` closes it here."""
         source, self._sink = os.pipe()
         protocol = asyncio.StreamReaderProtocol(self._stream)
         loop = asyncio.get_running_loop()
@@ -195,7 +195,7 @@ class _Output:
                 return
 
     async def read(self) -> None:
-        """Waits for the end of what was written."""
+        """Wait until everything that was written has been read."""
         os.close(self._sink)
         self._sink = -1
         await self._reading

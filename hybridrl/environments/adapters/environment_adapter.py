@@ -1,4 +1,4 @@
-"""What an adapter is given, and what it gives back."""
+"""The base class of adapters, the episode it is given and the score it returns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_METRICS, LONGEST_NAME = 256, 128
 
 @dataclass
 class Episode:
-    """One episode to play.
+    """An episode for an adapter to play.
 
     Attributes:
         row: Of the data.
@@ -44,7 +44,7 @@ class Episode:
 
 @dataclass
 class Score:
-    """What came of an episode.
+    """The score of an episode.
 
     Attributes:
         reward: None: the program has told the endpoint itself.
@@ -61,7 +61,7 @@ class Score:
 
 
 class EpisodeError(Exception):
-    """An episode failed in a way that is known: the message says all, without a traceback.
+    """An expected failure of an episode; the message is shown without a traceback.
 
     Args:
         kind: `error`, `crash`, `timeout`, `memory` or `output`.
@@ -73,14 +73,15 @@ class EpisodeError(Exception):
 
 
 class SetupError(Exception):
-    """An environment cannot be made with these settings: the message says all."""
+    """A failure to build an environment from its settings; the message is shown without a
+    traceback."""
 
 
 Returned = Union[float, "dict[str, Any]", Score, None]
 
 
 class BaseAdapter:
-    """Plays episodes of one kind of environment.
+    """The base class of adapters, which play episodes of one kind of environment.
 
     Args:
         options: `environment.options`.
@@ -92,10 +93,11 @@ class BaseAdapter:
         self.name = name
 
     async def start(self) -> None:
-        """Called once, before anything else, in the loop that plays the episodes."""
+        """Prepare for episodes; called once, first, in the loop that plays them."""
 
     async def play(self, episode: Episode) -> Returned:
-        """Plays an episode. It is cancelled when it takes too long.
+        """Play an episode; the call is cancelled at the time limit. It is cancelled when it takes
+        too long.
 
         Raises:
             EpisodeError: if it failed; any other error is shown with its traceback.
@@ -103,17 +105,17 @@ class BaseAdapter:
         raise NotImplementedError
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """The environment's own tasks, at most so many, each with a `prompt`."""
+        """Return at most `count` of the environment's own tasks, each with a `prompt`."""
         raise SetupError(
             f"data=environment: environment.name={self.name} has no tasks of its own. Name rows by "
             "data=jsonl data.path=<file>."
         )
 
     async def close(self) -> None:
-        """Called at the end, unless the process is killed."""
+        """Release resources; called at the end, unless the process is killed."""
 
     def take(self, known: dict[str, Any]) -> dict[str, Any]:
-        """The options, with these defaults.
+        """Return the options with these defaults filled in.
 
         Raises:
             SetupError: if there are others.
@@ -128,7 +130,7 @@ class BaseAdapter:
 
 
 def scored(returned: Returned) -> Score:
-    """What an episode returned, as a `Score`.
+    """Convert what an episode returned into an `EpisodeScore`.
 
     Raises:
         EpisodeError: if it is neither a number nor a dictionary with a `reward`, or has a number

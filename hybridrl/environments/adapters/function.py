@@ -1,4 +1,5 @@
-"""The user's own function: `play(row, model)` plays an episode and returns its reward."""
+"""The adapter of a user's function: `play(row, model)` plays an episode and returns its reward.
+`play(row, model)` plays an episode and returns its reward."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from .model_client import AsyncModel, Model
 
 
 class Adapter(BaseAdapter):
-    """`async def play(row, model)`, or a plain function, which gets a thread for each episode.
+    """An adapter for `async def play(row, model)`, or for a plain function, which gets a thread per
+    episode.
 
     It returns a number, or a dictionary with `reward`, `turn_rewards` and `metrics`, or None where
     only `reward.function` scores. The options are further keyword arguments. A
@@ -84,7 +86,7 @@ class Adapter(BaseAdapter):
 
 
 def _load(place: str) -> Any:
-    """The module at a path, or of a dotted name."""
+    """Import the module at a path or of a dotted name."""
     if not (place.endswith(".py") or "/" in place):
         return importlib.import_module(place)
     file = Path(place).expanduser().resolve()

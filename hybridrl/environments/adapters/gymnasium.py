@@ -1,4 +1,4 @@
-"""Environments of Gymnasium in words: observations as text, answers as actions."""
+"""The adapter `gymnasium`: observations become text, responses become actions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 
 
 class Adapter(BaseAdapter):
-    """Options:
+    """An adapter for environments of Gymnasium. Options:
 
     * `id`, `kwargs`: of `gymnasium.make`; `import`: a module that registers it, if one has to;
     * `actions`: names of a discrete environment's actions, in their order; else they are numbers;
@@ -133,7 +133,7 @@ class Adapter(BaseAdapter):
         return found
 
     def _begin(self, seed: int) -> tuple[Any, str]:
-        """An environment, and its first observation in words."""
+        """Build and reset an environment; return it with its first observation as text."""
         drawing = {"render_mode": "ansi"} if self._draws else {}
         environment = gymnasium.make(self._own["id"], **drawing, **self._own["kwargs"])
         observation, _ = environment.reset(seed=seed)
@@ -149,8 +149,8 @@ class Adapter(BaseAdapter):
 
 
 def text_of(observation: Any) -> str:
-    """An observation in words: numbers with commas between them, the parts of a dictionary with
-    their names."""
+    """Format an observation as text: numbers separated by commas, parts of a dictionary with their
+    names."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, dict):
@@ -164,7 +164,7 @@ def text_of(observation: Any) -> str:
 
 
 def action_of(answer: str, space: Any, names: list[str] | None = None) -> Any:
-    """The action that an answer ends with; None if there is none.
+    """Return the action that a response ends with; None if there is none. None if there is none.
 
     Of a discrete space, the last word that is a name or a number of an action; of others, the
     numbers in the answer, if they are as many as the space takes and lie in it.

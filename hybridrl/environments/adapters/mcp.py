@@ -1,4 +1,5 @@
-"""A conversation with the tools of MCP servers: the reward functions of the job score its end."""
+"""The adapter `mcp`: a conversation with tools of MCP servers, scored at its end by the job's
+reward functions."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from .tool_servers import ToolServers
 
 
 class Adapter(BaseAdapter):
-    """Options:
+    """An adapter for conversations with tools of MCP servers. Options:
 
     * `servers`: by name, `{command: [python, server.py]}` or `{url: http://...}`;
     * `column`: of the rows: the names of the servers that a row has, a list or a text with commas

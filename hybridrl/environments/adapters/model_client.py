@@ -1,4 +1,5 @@
-"""A small client of the endpoint, for environments that bring none: standard library only."""
+"""A small client of the model's endpoint for environments that bring none; standard library
+only."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from .environment_adapter import MODEL, Episode
 
 
 class ModelError(Exception):
-    """The endpoint refused a request.
+    """An HTTP error of the model's endpoint.
 
     Attributes:
         status: Of HTTP.
@@ -30,12 +31,12 @@ class ModelError(Exception):
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the conversation no longer fits the model's context."""
+        """Return whether the conversation exceeds the model's context length."""
         return self.status == 400 and self.code == "context_length_exceeded"
 
 
 class _Client:
-    """Attributes: base_url, api_key, name, session (see `Episode`), greedy."""
+    """The address and credentials of an episode's model."""
 
     def __init__(self, episode: Episode) -> None:
         self.base_url = episode.url
@@ -49,11 +50,11 @@ class _Client:
 
 
 class AsyncModel(_Client):
-    """The model, for `async def play(row, model)`."""
+    """The model as `async def play(row, model)` gets it."""
 
     async def chat(self, messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
-        """The model's answer to a conversation, as a message (`role`, `content`, and `tool_calls`
-        if there are any).
+        """Return the model's reply to a conversation as a message (`role`, `content`, and
+        `tool_calls` if any).
 
         Args:
             further: Fields of a chat completion request, such as `max_tokens`, `stop` and `tools`.
@@ -65,8 +66,8 @@ class AsyncModel(_Client):
         return answer["choices"][0]["message"]
 
     async def reply(self, messages: list[dict[str, Any]], **further: Any) -> str | None:
-        """Asks as `chat` does, adds the answer to the messages, and gives its text; None if the
-        conversation no longer fits."""
+        """Ask as `chat` does, append the reply to the messages and return its text; None if the
+        conversation exceeds the context length. None if the conversation no longer fits."""
         try:
             answer = await self.chat(messages, **further)
         except ModelError as error:
@@ -78,20 +79,19 @@ class AsyncModel(_Client):
         return text
 
     async def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Posts to a path below `base_url`."""
+        """Post a JSON body to a path below `base_url`."""
         return await post(f"{self.base_url}{path}", self.api_key, body, self.session)
 
 
 class Model(_Client):
-    """The model, for a plain `def play(row, model)`."""
+    """The model as a plain `def play(row, model)` gets it."""
 
     def chat(self, messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
-        """As `AsyncModel.chat`, but it waits."""
+        """Return the model's reply as `AsyncModelClient.chat` does, blocking until it arrives."""
         answer = self.request("/chat/completions", self._chat(messages, further))
         return answer["choices"][0]["message"]
 
     def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Posts to a path below `base_url`."""
         parts = urlsplit(f"{self.base_url}{path}")
         connection = http.client.HTTPConnection(str(parts.hostname), parts.port)
         try:
@@ -104,7 +104,7 @@ class Model(_Client):
 
 
 async def post(url: str, token: str, body: dict[str, Any], session: str = "") -> dict[str, Any]:
-    """The answer to a request in JSON, from an address that begins with `http://`.
+    """Post a JSON body to an `http://` address and return the JSON reply.
 
     Raises:
         ModelError: if the status is not 200.

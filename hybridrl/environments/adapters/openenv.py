@@ -1,4 +1,4 @@
-"""Environments behind OpenEnv's WebSocket protocol: a server of its own plays them."""
+"""The adapter `openenv`: environments on a server that speaks OpenEnv's WebSocket protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .model_client import AsyncModel
 
 
 class Adapter(BaseAdapter):
-    """Options:
+    """An adapter for environments on an OpenEnv server. Options:
 
     * `url`: of the server, `http://host:port`, or a list of them, which share the episodes;
     * `action`: the field of an action that takes the model's text; by default the only one that the

@@ -1,4 +1,4 @@
-"""Tools of MCP servers, for a conversation in the form of OpenAI's API."""
+"""Tools of MCP servers, described and called in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ToolServers:
-    """Connections to MCP servers; an asynchronous context manager.
+    """Connections to MCP servers, as an asynchronous context manager.
 
     Args:
         servers: By name: `url`, or `command` (a list), with `env` and `cwd` if wanted.
@@ -66,8 +66,8 @@ class ToolServers:
             self.described.append({"type": "function", "function": function})
 
     async def call(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages that answer a model's tool calls. What is wrong with a call, the model is
-        told."""
+        """Return a tool message for each tool call of the model; errors in a call become the
+        message's text. What is wrong with a call, the model is told."""
         return [
             {
                 "role": "tool",

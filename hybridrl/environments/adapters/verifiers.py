@@ -1,4 +1,5 @@
-"""Environments of verifiers 0.4: tasksets with their tasks, harnesses and rewards, unchanged."""
+"""The adapter `verifiers`: environments of verifiers 0.4 with their tasks, harnesses and rewards,
+unchanged."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ _KEY = "HYBRIDRL_API_KEY"
 
 
 class ChatHarness(Harness[HarnessConfig]):
-    """A conversation in this process: verifiers' own harnesses start a program with an environment
-    of its own for each episode. It calls the task's tools until the model answers without one."""
+    """A harness of verifiers that runs the conversation in this process and calls tools until the
+    model replies without a call; verifiers' own ones start a program per episode. It calls the
+    task's tools until the model answers without one."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -85,7 +87,7 @@ class ChatHarness(Harness[HarnessConfig]):
 
 
 class Adapter(BaseAdapter):
-    """Options:
+    """An adapter for environments of verifiers. Options:
 
     * `id`: of the taskset: an installed package, one that ships with verifiers, or a file of yours,
       `path/to/file.py`;
@@ -197,7 +199,7 @@ class Adapter(BaseAdapter):
 
 
 async def _named_tokenizer(episode: Episode) -> str:
-    """The tokenizer that the endpoint names, which `tokens` needs."""
+    """Return the tokenizer that the endpoint reports, which `client: tokens` needs."""
     import httpx
 
     async with httpx.AsyncClient() as client:
@@ -218,7 +220,8 @@ def _root(url: str) -> str:
 
 
 def _module_of(taskset: str) -> str:
-    """The name under which verifiers finds a taskset; a file becomes a module of its name."""
+    """Return the module name under which verifiers finds a taskset; a file is imported under its
+    stem."""
     if not taskset.endswith(".py"):
         return taskset
     file = Path(taskset).expanduser().resolve()
@@ -234,7 +237,8 @@ def _module_of(taskset: str) -> str:
 
 
 def _with_defaults(config: Any, given: dict[str, Any]) -> Any:
-    """The settings, where roles that name no harness talk in this process, and run here."""
+    """Return the settings in which roles without a harness use `ChatHarness`, and run in this
+    process."""
     bundled = default_harness_id(config.taskset.id) != "bash"
     update = {}
     for role, agent in agent_config_fields(config).items():

@@ -36,7 +36,8 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torc
 
 
 def probe_cluster(cluster: Cluster, folder: Path) -> Cluster:
-    """The devices of this machine with what was measured of them, all at work at once.
+    """Measure the devices of this machine, all at once, and return their cluster with the measured
+    rates.
 
     Where there is one device its link is its memory. The network is not measured: it is given what
     devices of a node reach, and a person who knows better writes it into the file.
@@ -98,7 +99,7 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _store(folder: Path) -> Link:
-    """What a file in this folder takes to be on the disk."""
+    """Measure the rate and latency of writing a file in this folder, until it is on the disk."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
 
         def seconds(data: bytes) -> float:

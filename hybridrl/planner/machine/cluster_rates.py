@@ -139,8 +139,8 @@ def with_makers_rates(here: Cluster) -> Cluster | None:
 
 
 def _known_as(name: str, memory: float) -> str | None:
-    """Of `ACCELERATORS`, what a driver calls so: `NVIDIA A100-SXM4-80GB`. Another build with the
-    same name, such as for PCIe, is not: it is slower."""
+    """Return the key of `ACCELERATORS` for a driver's device name such as `NVIDIA A100-SXM4-80GB`;
+    None for other builds, such as PCIe ones, which are slower."""
     words = re.split(r"[^A-Z0-9]+", name.upper().replace("RTX ", "RTX"))
     if "PCIE" in words:
         return None

@@ -25,7 +25,8 @@ INSIDE_LATENCY, NETWORK_LATENCY = 5e-6, 20e-6
 def _maker(
     memory: float, flops: tuple[float, float, float], bandwidth: float, link: float, network: float
 ) -> tuple[DeviceModel, Host]:
-    """Facts of a device as its maker gives them, and of the hosts that it is usually in.
+    """Build the specification of a device, and of the host that it is usually in, from its maker's
+    figures.
 
     Args:
         memory: GiB that a program can use.
@@ -59,8 +60,8 @@ _RATE = re.compile(r"([1-9]\d*(?:\.\d+)?)([GM])(?:bps|bit/s)")
 
 
 def named(text: str) -> Cluster:
-    """`64xH200`; `16x8xH100`: 16 nodes of 8; `8xL4,16xH100@400Gbps`: several kinds, and what each
-    device has of its node's network; or a file of `Cluster.to_json`.
+    """Parse a `--devices` text: `64xH200`; `16x8xH100`, 16 nodes of 8; `8xL4,16xH100@400Gbps`,
+    several kinds with the network rate of each device; or a JSON file of a cluster.
 
     Raises:
         ConfigError: for anything else.
@@ -86,7 +87,8 @@ def named(text: str) -> Cluster:
 
 
 def _group(text: str, group: str) -> tuple[int, int, str, float]:
-    """Devices, devices of a node, their model, and bytes per second (0: as usual)."""
+    """Parse one group of a `--devices` text: the number of devices, devices per node, their model,
+    and network bytes per second (0: as usual)."""
     names = {name.lower(): name for name in (*ACCELERATORS, *ALIASES)}
     found = _GROUP.fullmatch(group)
     if found is None or found[3].lower() not in names:
@@ -105,7 +107,7 @@ def _group(text: str, group: str) -> tuple[int, int, str, float]:
 
 
 def link_of(setting: str, text: str) -> Link:
-    """`400Gbps`, as a link between nodes.
+    """Parse a rate such as `400Gbps` as a link between nodes.
 
     Args:
         setting: For messages.
@@ -119,7 +121,7 @@ def link_of(setting: str, text: str) -> Link:
 
 
 def from_file(path: str) -> Cluster:
-    """The cluster in a JSON file.
+    """Load a cluster from a JSON file.
 
     Raises:
         ConfigError: if there is no such file, or it holds no cluster.
@@ -144,8 +146,8 @@ def from_file(path: str) -> Cluster:
 
 
 def present(cluster: Cluster) -> Cluster:
-    """The devices of a job with their memory: as their hosts have said, or like those that are
-    here.
+    """Return the job's cluster with the memory of its devices, as their hosts reported it, or like
+    that of this machine's devices.
 
     Raises:
         ConfigError: for accelerators of which nobody knows anything.
@@ -170,12 +172,12 @@ def is_seen(cluster: Cluster) -> bool:
 
 
 def node_memory() -> float:
-    """Bytes that the processes of this machine may use together."""
+    """Return the bytes that the processes of this machine may use together."""
     limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
     total = float(psutil.virtual_memory().total)
     return total if limit == "max" else min(total, float(limit))
 
 
 def cores_per_device(cluster: Cluster) -> int:
-    """Threads of each CPU slot."""
+    """Return the number of threads of each CPU slot."""
     return max(1, usable_cores() // cluster.devices_per_node)

@@ -88,7 +88,7 @@ def _child(measure: Callable[..., Any], rank: int, world: int, *job: Any) -> Non
 
 
 def memory_rate(device: torch.device, world: int) -> float:
-    """Bytes per second, read and written."""
+    """Measure the bytes of memory that are read and written per second."""
     source = torch.zeros(STREAM // 4, device=device)
     target = torch.zeros_like(source)
     (seconds,) = measure_seconds([lambda: target.copy_(source)], device, world=world)
@@ -96,7 +96,7 @@ def memory_rate(device: torch.device, world: int) -> float:
 
 
 def small_op(world: int) -> float:
-    """Seconds of an operation on a handful of numbers."""
+    """Measure the seconds of an operation on a few numbers."""
     x = torch.zeros(4)
 
     def once() -> None:
@@ -108,8 +108,8 @@ def small_op(world: int) -> float:
 
 
 def collectives(device: torch.device, world: int, layer: int) -> dict[str, float]:
-    """What a layer of so many bytes takes to be gathered, and its gradients to be summed. Into new
-    memory, as in training: whoever writes there first waits for the system to find some."""
+    """Measure a gather of a layer of this many bytes and the sum of its gradients, into new memory
+    as in training."""
     if world == 1:
         return {"link": math.inf, "network": math.inf, "sums": 1.0}
     part = torch.zeros(min(max(layer, LEAST_MESSAGE), STREAM) // 4 // world, device=device)

@@ -22,7 +22,7 @@ TAKEN = ("forward_overhead", "training_overhead", "sums", "small_op", "hop", "ne
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device does in a second, while all work.
+    """The rates of one device while all devices work.
 
     Attributes:
         forward, training: Floating-point operations in a layer's forward, or forward and backward.
@@ -54,7 +54,7 @@ class Rates:
 
     @classmethod
     def known(cls, cluster: Cluster, dtype: str, costs: CostPredictor | None = None) -> list[Rates]:
-        """Of each device of a cluster whose rates are known.
+        """Return the rates of each device of a cluster whose rates are known.
 
         Args:
             dtype: Name of the precision of computation.
@@ -82,7 +82,7 @@ class Rates:
 
     @classmethod
     def of_slowest(cls, several: Iterable[Rates]) -> Rates:
-        """Of devices that work together: each waits for the slowest of them."""
+        """Return the rates of devices that work together: each waits for the slowest of them."""
         found = set(several)
         if len(found) == 1:
             return found.pop()

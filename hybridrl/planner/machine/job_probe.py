@@ -24,14 +24,14 @@ class ProbeWorker(Worker):
 
     @transfer(ONE_TO_ALL)
     def measure(self, runs: LayerRuns) -> dict[str, float]:
-        """Layers of a model, and a gather of one of them."""
+        """Measure layers of a model, and a gather of one of them."""
         join(self.context)
         place = (self.context.rank, self.context.world_size, self.context.device_kind)
         return measure_layers(*place, torch.get_num_threads(), runs)
 
     @transfer(ONE_TO_ALL)
     def measure_link(self) -> dict[str, float]:
-        """A gather of `MESSAGE` bytes."""
+        """Measure a gather of `_MESSAGE_BYTES` bytes."""
         device = join(self.context)
         return collectives(device, self.context.world_size, MESSAGE)
 
@@ -52,8 +52,8 @@ def probe_job(executor: Executor, runs: LayerRuns) -> dict[str, float]:
 
 
 def _links(executor: Executor, cluster: Cluster, all_devices: float) -> dict[str, float]:
-    """Of one device: to others of its node, and its share of the network, of which a ring over all
-    devices has that of each device of a node."""
+    """Measure the link of one device to others of its node, and derive its share of the network: a
+    ring over all devices has the share of every device of a node."""
     node = cluster.devices[0].node
     near = [number for number, device in enumerate(cluster.devices) if device.node == node]
     link = math.inf

@@ -30,7 +30,7 @@ ENGINE_ROOM = GIB
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The fullest moment of a device while a role works.
+    """The peak memory of a device while one role works.
 
     Attributes:
         parts: Bytes by what they are for, of all roles on the device.
@@ -42,13 +42,12 @@ class PhaseMemory:
 
     @property
     def bytes(self) -> float:
-        """All of them."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Devices that hold the same.
+    """The predicted memory of a group of devices that hold the same roles.
 
     Attributes:
         devices: Their numbers.
@@ -60,12 +59,12 @@ class DeviceMemory:
 
     @property
     def fullest(self) -> PhaseMemory:
-        """The phase that takes most."""
+        """Return the phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
 def memory_of(planner: Planner) -> list[DeviceMemory]:
-    """Of every device on which a role lives."""
+    """Estimate the memory of every device that holds a role; equal devices are one entry."""
     alike: defaultdict[tuple[tuple[tuple[str, int], ...], str], list[int]] = defaultdict(list)
     for device, made in enumerate(planner.cluster.devices):
         here = tuple(
@@ -82,7 +81,8 @@ def memory_of(planner: Planner) -> list[DeviceMemory]:
 
 
 def lacking_of(planner: Planner) -> str:
-    """A sentence if the generator's share of a GPU has no room for what it must hold."""
+    """Return a sentence if the generator's share of a GPU cannot hold its weights and the cache of
+    one sample; else an empty one."""
     if not planner.generators or not planner.sleeps:
         return ""
     shapes = [planner.generation_shape(role) for role in planner.generators]
@@ -103,7 +103,7 @@ def lacking_of(planner: Planner) -> str:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What a role takes of a device of a stage of its pipeline.
+    """The memory that a role takes on a device of one pipeline stage.
 
     Attributes:
         resident: Between calls.
@@ -120,7 +120,7 @@ class RoleMemory:
 
 
 def role_memory(planner: Planner, role: str, stage: int, memory: float) -> RoleMemory:
-    """Of a role on a device.
+    """Estimate the memory of a role on a device.
 
     Args:
         memory: Bytes that the device has.
@@ -137,7 +137,7 @@ def role_memory(planner: Planner, role: str, stage: int, memory: float) -> RoleM
 
 
 def process_bytes(planner: Planner, roles: Collection[str]) -> float:
-    """Of the process of a device with these roles, before they are built."""
+    """Estimate the bytes of a device's process with these roles before they are built."""
     kind = planner.cluster.kind
     generates = planner.generators.intersection(roles)
     is_vllm = generates and planner.config.rollout.engine == "vllm"
@@ -145,7 +145,7 @@ def process_bytes(planner: Planner, roles: Collection[str]) -> float:
 
 
 def _phases(planner: Planner, stages: Mapping[str, int], device: int) -> Iterable[PhaseMemory]:
-    """Of the roles on a device, each a stage of its pipeline."""
+    """List the memory of each phase of the roles on a device, each with its pipeline stage."""
     memory = planner.cluster.memory_of(device)
     process = {"process": process_bytes(planner, stages)}
     taken = {role: role_memory(planner, role, stage, memory) for role, stage in stages.items()}
@@ -166,7 +166,7 @@ def _phases(planner: Planner, stages: Mapping[str, int], device: int) -> Iterabl
 
 
 def _resident(planner: Planner, role: str, stage: int, memory: float) -> Parts:
-    """What a role has on a device between calls."""
+    """Return what a role keeps on a device between calls."""
     rollout, found = planner.config.rollout, Parts()
     if role != GENERATOR and planner.has_model(role):
         found = planner.part(role, stage).resident()
@@ -192,7 +192,7 @@ def _resident(planner: Planner, role: str, stage: int, memory: float) -> Parts:
 
 
 def _working(planner: Planner, role: str, stage: int, phase: str, memory: float) -> Parts:
-    """What a phase adds."""
+    """Return what a phase adds to the resident memory of a role."""
     if phase in ("sync", "generate"):
         return _generating(planner, role, phase, memory)
     if not planner.has_model(role):

@@ -37,7 +37,7 @@ Parts = dict[str, float]
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What one device holds of a role's model.
+    """The part of a role's model that one device holds.
 
     Attributes:
         shape: Of its tensor-parallel part.
@@ -66,7 +66,7 @@ class ModelPart:
 
     @property
     def around(self) -> Counts:
-        """Parameters that are in no layer."""
+        """Return the parameters outside of the layers."""
         shape, (first, last) = self.shape, self.ends
         found = Counts(0, 0)
         if first or (last and shape.tied):
@@ -78,7 +78,8 @@ class ModelPart:
 
     @property
     def root(self) -> Counts:
-        """Those of them that stay gathered from their first use to their last."""
+        """Return those parameters outside of the layers that stay gathered from their first use to
+        their last."""
         shape, (first, last) = self.shape, self.ends
         if shape.tied:
             return self.around
@@ -86,21 +87,21 @@ class ModelPart:
 
     @property
     def head(self) -> Counts:
-        """The output, where it is a unit of its own."""
+        """Return the parameters of the output embedding where it is a unit of its own."""
         return self.shape.head if self.ends[1] and not self.shape.tied else NONE
 
     @property
     def parameters(self) -> Counts:
-        """On this device, were they not sharded."""
+        """Return the parameters of this part before sharding."""
         return self.shape.layer.times(self.layers) + self.around
 
     @property
     def is_small(self) -> bool:
-        """Gathered whole, its gradients summed once in an update."""
+        """Return whether the part is gathered whole, with its gradients summed once per update."""
         return self.parameters.all * MASTER < SMALL_MODEL_BYTES
 
     def resident(self) -> Parts:
-        """What stays on the device between calls."""
+        """Return the bytes that stay on the device between calls."""
         # The copy of what others hold, in the precision of computation.
         kept = self.shape.item * self.parameters.all if self.by_difference else 0
         if self.offload_parameters:
@@ -111,7 +112,7 @@ class ModelPart:
         return shards
 
     def gathers(self, times: int, updates: bool) -> float:
-        """Bytes that come to a rank which gathers all parameters so many times.
+        """Return the bytes that a rank receives when it gathers all parameters `times` times.
 
         Args:
             updates: Once since the last update, or never.
@@ -121,7 +122,7 @@ class ModelPart:
         return float(times * self.shape.item * self.parameters.all)
 
     def scoring(self, batch: MicroBatches, sizes: Sizes) -> Parts:
-        """A forward's fullest moment, beside what is resident."""
+        """Return the peak of a forward, beside what is resident."""
         again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
         between = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
         inside = {"gathered": self._gathered(forward=self.is_small) + again}
@@ -133,7 +134,7 @@ class ModelPart:
         return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)
 
     def training(self, batch: MicroBatches, sizes: Sizes) -> Parts:
-        """An update's fullest moment, beside what is resident."""
+        """Return the peak of an update, beside what is resident."""
         shape, item = self.shape, self.shape.item
         trained = self.parameters.trained
         shard = 0 if self.offload_parameters else MASTER * trained / self.shards
@@ -186,8 +187,7 @@ class ModelPart:
         )
 
     def _gathered(self, forward: bool) -> float:
-        """Parameters in the precision of computation. A forward over several shards keeps the
-        buffer that they came in until the next unit."""
+        """Return the bytes of gathered parameters, in the precision of computation."""
         item = self.shape.item
         buffer = self.shards > 1
         if self.is_small:
@@ -196,8 +196,8 @@ class ModelPart:
         return item * (self.root.all + (layers + (buffer and forward)) * self.shape.layer.all)
 
     def _gathered_at_head(self, forward: bool) -> float:
-        """As `_gathered`, when the last layer is done; where the head is no unit of its own, its
-        layers are not freed yet."""
+        """Return the gathered bytes when the last layer is done; where the head is no unit of its
+        own, its layers are not freed yet."""
         if self.is_small or not self.head.all:
             return self._gathered(forward=True)
         buffer = forward and self.shards > 1
@@ -205,33 +205,33 @@ class ModelPart:
 
     @property
     def _head_copy(self) -> float:
-        """The output embedding in float32, where the device cannot sum half-precision products
-        in it."""
+        """Return the bytes of a float32 copy of the output embedding, needed where the device
+        cannot sum half-precision products in float32."""
         exact = self.shape.item == MASTER or multiplies_into_float32(self.device)
         return 0.0 if exact else MASTER * float(self.shape.head.all)
 
     def _states(self, batch: MicroBatches, sizes: Sizes) -> float:
-        """The last hidden states, and those of them that are read."""
+        """Return the bytes of the last hidden states, and of those of them that the head reads."""
         if not self.ends[1]:
             return 0.0
         read = batch.tokens * (1 + sizes.response_share)
         return read * self.shape.hidden * self.shape.item
 
     def _logits(self, batch: MicroBatches, sizes: Sizes) -> float:
-        """A chunk of logits in float32."""
+        """Return the bytes of one chunk of logits in float32."""
         return MASTER * min(logits_at_a_time(self.device), self._all_logits(batch, sizes))
 
     def _all_logits(self, batch: MicroBatches, sizes: Sizes) -> float:
-        """How many there are of a micro-batch."""
+        """Return the number of logits of a micro-batch."""
         if not self.ends[1] or self.shape.vocabulary == 1:
             return 0.0
         return batch.tokens * sizes.response_share * self.shape.vocabulary
 
 
 def generation_copy(shape: ModelShape, quantization: str = "none") -> float:
-    """The generator's weights on one device, in the precision of computation; with
-    `rollout.quantization` those of layers in one byte each, and a scale for each of their rows,
-    which are about as long as the states between layers are wide."""
+    """Return the bytes of the generator's weights on one device: in the precision of computation,
+    or with `rollout.quantization` one byte per value of a layer and a scale per row, which is about
+    as long as the states between layers are wide."""
     if quantization == "none":
         return float(shape.item * shape.parameters.all)
     layers = shape.layer.all * shape.layers
@@ -240,12 +240,13 @@ def generation_copy(shape: ModelShape, quantization: str = "none") -> float:
 
 
 def cache_bytes(shape: ModelShape, tokens: float) -> float:
-    """Keys and values of so many tokens on one device."""
+    """Return the bytes of the keys and values of this many tokens on one device."""
     return tokens * shape.layers * shape.key_value * shape.item
 
 
 def generating_with_transformers(shape: ModelShape, sizes: Sizes, rows: int) -> Parts:
-    """What a generation of so many samples at a time adds with `rollout=transformers`."""
+    """Estimate the memory that generating `rows` samples at a time adds with
+    `rollout=transformers`."""
     cache = cache_bytes(shape, rows * sizes.sample_tokens)
     prompts = rows * sizes.prompt_tokens * shape.scoring.of(shape.layers)
     choosing = SAMPLING_COPIES * rows * shape.vocabulary * MASTER

@@ -40,7 +40,7 @@ REPEATED = 0.9
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters: all, and those that are trained."""
+    """A number of parameters: all of them, and those that are trained."""
 
     all: int
     trained: int
@@ -57,7 +57,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """One tensor-parallel rank's part of a model.
+    """The part of a model that one tensor-parallel rank holds.
 
     Attributes:
         layers: Of the whole model. What is of one layer is an average over all of them.
@@ -93,12 +93,12 @@ class ModelShape:
 
     @property
     def parameters(self) -> Counts:
-        """Of this rank, all layers."""
+        """Return the parameters of this rank, over all layers and what is around them."""
         return self.layer.times(self.layers) + self._around
 
     @property
     def active(self) -> int:
-        """Of all parameters those that a token meets."""
+        """Return the parameters that a token is multiplied with."""
         return self.active_of_layer * self.layers + self._around.all
 
     @property
@@ -118,7 +118,7 @@ def shape_of(
     checkpointing: str = NONE,
     lora: LoraSettings | None = None,
 ) -> ModelShape:
-    """The part of one of `tp` ranks.
+    """Compute the shape of the part that one of `tp` ranks holds; cached by configuration.
 
     Args:
         config: Of the whole model.
@@ -215,13 +215,13 @@ def _has_experts(config: PretrainedConfig) -> bool:
 
 
 def _first(config: PretrainedConfig, names: Sequence[str]) -> int:
-    """What the configuration says under the first of these names that it has; else 1."""
+    """Return the value of the configuration under the first of these names that it has; else 1."""
     text = config.get_text_config()
     return next((value for name in names if (value := getattr(text, name, None))), 1)
 
 
 def _idle(model: nn.Module) -> float:
-    """Parameters of experts to which a token does not go."""
+    """Count the parameters of experts that a token is not sent to."""
     here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return here * (1 - _first(model.config, CHOSEN) / _first(model.config, EXPERTS))
 

@@ -26,7 +26,8 @@ ALIKE = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes that a token takes in memory, beside the parameters: `per_layer` x layers + `fixed`."""
+    """The bytes that a token takes in memory, beside the parameters: `per_layer` x layers +
+    `fixed`."""
 
     per_layer: float
     fixed: float
@@ -35,14 +36,14 @@ class TokenBytes:
         return TokenBytes(self.per_layer * factor, self.fixed * factor)
 
     def of(self, layers: int) -> float:
-        """In a model, or stage, of so many layers."""
+        """Return the bytes in a model, or stage, of this many layers."""
         return self.per_layer * layers + self.fixed
 
 
 def token_bytes(
     shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int], trains: bool
 ) -> TokenBytes:
-    """What a token takes in a model of some depth.
+    """Measure the bytes that a token takes, by the difference of two models of different depth.
 
     Args:
         shallow, deep: The model with as many layers as `depths` says, on the meta device.
@@ -88,8 +89,8 @@ def _forward(model: PreTrainedModel, tokens: int) -> Tensor:
 
 
 class _Live(TorchDispatchMode):
-    """Counts operations, and the bytes of the storages that they make, while these live; not those
-    of the model."""
+    """A dispatch mode that counts operations, and the bytes of the storages that they make while
+    these live, except those of the model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -120,7 +121,8 @@ class _Live(TorchDispatchMode):
 
 
 class _Attention(torch.autograd.Function):
-    """What fused attention keeps: queries, keys, values, the result and a number for each head."""
+    """A stand-in for fused attention that keeps what it keeps: queries, keys, values, the result
+    and a number for each head."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

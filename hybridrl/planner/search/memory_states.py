@@ -15,7 +15,8 @@ from hybridrl.planner.step.step_time import FLOW
 
 
 class MemoryState(NamedTuple):
-    """Some roles on some devices. All of its numbers only grow as more roles come.
+    """A combination of roles on some devices, with its time and memory. All of its numbers only
+    grow as roles are added.
 
     Attributes:
         seconds: By stage of the flow, or call by call.
@@ -31,14 +32,14 @@ class MemoryState(NamedTuple):
 
     @classmethod
     def of(cls, kinds: Iterable[str], process: float) -> MemoryState:
-        """No roles yet."""
+        """Return the state without roles."""
         memory = tuple((kind, process, 0.0, process, 0.0, process) for kind in kinds)
         return cls((), memory, (), process)
 
     def with_option(
         self, option: Option, seconds: Sequence[float], offloads: bool, apart: bool = False
     ) -> MemoryState:
-        """With a role more.
+        """Return the state with one more role.
 
         Args:
             apart: Its seconds count beside the others', not in their sum.
@@ -62,13 +63,13 @@ class MemoryState(NamedTuple):
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """All of them."""
+        """Return all numbers, in which states are compared."""
         return (*self.seconds, *(number for one in self.memory for number in one[1:]))
 
     def full(self, room: Mapping[str, float]) -> float:
-        """Bytes needed over bytes there are, at the fullest moment of the fullest device: while
-        roles are built, one after the other, and while each works, beside the others or
-        (`offloads`) without them."""
+        """Return the bytes needed over the bytes available, at the fullest moment of the fullest
+        device: while roles are built, one after the other, and while each works, beside the others
+        or (`offloads`) without them."""
         return max(
             max(loading, alone if self.offloads else resident + most) / room[kind]
             for kind, resident, most, _, loading, alone in self.memory
@@ -78,7 +79,7 @@ class MemoryState(NamedTuple):
 def undominated_states(
     states: Sequence[MemoryState], room: Mapping[str, float]
 ) -> list[MemoryState]:
-    """Those that fit, without those that another one is at least as good as in everything."""
+    """Return the states that fit and that no other state dominates."""
     fitting = [state for state in states if state.full(room) <= 1]
     kept: list[tuple[tuple[float, ...], MemoryState]] = []
     for numbers, _, state in sorted(
@@ -90,7 +91,7 @@ def undominated_states(
 
 
 def stages_of(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
-    """Seconds by stage of the flow."""
+    """Sum the seconds of calls by stage of the flow."""
     found: defaultdict[str, float] = defaultdict(float)
     for call, taken in zip(calls, seconds, strict=True):
         found[call.phase] += taken
@@ -98,12 +99,12 @@ def stages_of(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
 
 
 def leanness(option: Option) -> float:
-    """Bytes of the fullest device that it takes."""
+    """Compute the peak bytes of an option on the device that it fills most."""
     return max(taken.fullest for taken in option.taken.values())
 
 
 def undominated(options: Sequence[Option]) -> list[Option]:
-    """Without those that another one is at least as good as, in each call and in memory."""
+    """Return the options that no other one dominates, in the time of each call and in memory."""
 
     def numbers(option: Option) -> tuple[float, ...]:
         taken = [(t.resident, t.loaded, t.awake, *t.working) for t in option.taken.values()]

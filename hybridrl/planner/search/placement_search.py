@@ -33,7 +33,7 @@ SHOWN = 5
 
 
 class _Way(NamedTuple):
-    """A way to place roles, with what it takes at least."""
+    """A candidate placement with a lower bound of its value."""
 
     bound: tuple[float, ...]
     number: int
@@ -51,7 +51,7 @@ def search(
     shown: int = SHOWN,
     among: Sequence[Shape] | None = None,
 ) -> Report:
-    """The best ways to place the roles, one of each shape.
+    """Find the best placements of the roles, one for each shape.
 
     Args:
         deadline_s: Seconds after which the best so far is given.
@@ -86,7 +86,6 @@ class _Search:
         self._best: dict[Shape, Found] = {}
 
     def run(self) -> Report:
-        """All of it."""
         report = Report()
         ways = self._ways()
         report.ways = len(ways) * len(self.costs.variants)
@@ -117,8 +116,8 @@ class _Search:
         return report
 
     def _push_variants(self, way: _Way, ways: list[_Way]) -> None:
-        """The same with other settings, which take no less; while they can be better than what was
-        found."""
+        """Add the same placement with other settings, which are never faster, while they can beat
+        what was found."""
         best = self._best.get(way.shape)
         total = sum(len(devices) for devices in way.devices)
         calls = self.costs.calls(way.shape)
@@ -131,12 +130,12 @@ class _Search:
                     heappush(ways, way._replace(bound=value, variant=number))
 
     def _limit(self) -> tuple[float, ...] | None:
-        """What a way has to be below to be shown."""
+        """Return the value that a candidate must be below to be shown; None while any would be."""
         values = sorted(found.value for found in self._best.values())
         return values[self.shown - 1] if len(values) >= self.shown else None
 
     def _totals(self) -> list[int]:
-        """Numbers of devices that may be used."""
+        """List the numbers of devices that may be used."""
         found = marks(self.costs.devices)[1:]
         return found if self.objective.with_fewer else found[-1:]
 
@@ -163,7 +162,8 @@ class _Search:
         parts: Sequence[range],
         total: int,
     ) -> float | None:
-        """Seconds that a step takes at least; None: some role cannot be cut over its devices."""
+        """Return a lower bound of the seconds of a step; None if a role cannot be cut over its
+        devices."""
         common = [0.0] * len(FLOW)
         for role in shape.everywhere:
             least = self._least_of(shape, calls, variant, role, range(total))
@@ -198,13 +198,15 @@ class _Search:
         return self._options[key]
 
     def _kind(self, shape: Shape) -> bool:
-        """What the options of a role depend on: whether the generator is a role of its own."""
+        """Return whether the generator is a role of its own, which decides the options of a
+        role."""
         return self.costs.generator is not None and self.costs.generator[1] in shape.roles
 
     def _least_of(
         self, shape: Shape, calls: Sequence[Call], variant: Settings, role: str, devices: range
     ) -> tuple[float, ...] | None:
-        """By stage of the flow, the seconds of a role's quickest cut."""
+        """Return, by stage of the flow, the seconds of a role's fastest cut; None if it has
+        none."""
         key = variant, self._kind(shape), role, devices
         if key not in self._least:
             options = self._options_of(variant, shape, role, devices)
@@ -216,8 +218,8 @@ class _Search:
         return self._least[key]
 
     def _judge(self, way: _Way) -> float | None:
-        """Notes the best cuts of a way, if it is the best of its shape so far; gives what it lacks
-        of memory (needed over there) if it does not fit."""
+        """Evaluate a candidate and record its best cuts if they are the best of its shape; return
+        the memory needed over the memory available if nothing fits."""
         shape, variant = way.shape, self.costs.variants[way.variant]
         total = sum(len(devices) for devices in way.devices)
         calls = self.costs.calls(shape)
@@ -276,8 +278,8 @@ class _Search:
     def _front(
         self, way: _Way, base: tuple[Option, ...], roles: tuple[str, ...], devices: range
     ) -> tuple[list[tuple[Option, ...]], float]:
-        """The ways to cut the models of a set that fit its devices, but for those that are slower
-        in everything than another; and how full the leanest is."""
+        """List the combinations of cuts of a set's models that fit its devices and that no other
+        one dominates; return also how full the leanest is."""
         shape, variant = way.shape, self.costs.variants[way.variant]
         key = (
             way.variant,

@@ -15,7 +15,7 @@ LARGEST_PP = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """Which roles share devices.
+    """A partition of the roles into sets that share devices.
 
     Attributes:
         sets: Roles by set; each set has devices of its own.
@@ -28,7 +28,6 @@ class Shape:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """All of them."""
         return self.everywhere + tuple(role for some in self.sets for role in some)
 
     def __str__(self) -> str:
@@ -37,7 +36,8 @@ class Shape:
 
 
 def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to put roles into sets: 1, 2, 5, 15, 52 of 1 to 5 roles (Bell's numbers)."""
+    """Yield every partition of roles into sets: 1, 2, 5, 15, 52 for 1 to 5 roles (Bell's
+    numbers)."""
     if not roles:
         yield ()
         return
@@ -51,7 +51,7 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
 def shapes(
     roles: Sequence[str], learning: Sequence[str], generator: tuple[str, str] | None = None
 ) -> Iterator[Shape]:
-    """Every shape for these roles.
+    """Yield every shape of these roles.
 
     Args:
         learning: Those of them that learn.
@@ -73,8 +73,8 @@ def shapes(
 
 
 def marks(devices: int) -> list[int]:
-    """Where devices may be parted: after each of them, or after every 2, 4, 8 ... so that there are
-    about `PARTS` parts."""
+    """List the positions at which devices may be split: after each device, or after every 2, 4, 8
+    ..., so that there are at most `_MAX_DEVICE_PARTS` parts."""
     unit = 1
     while devices > PARTS * unit:
         unit *= 2
@@ -82,7 +82,7 @@ def marks(devices: int) -> list[int]:
 
 
 def ranges(marks: Sequence[int], sets: int, in_any_order: bool = False) -> Iterator[list[range]]:
-    """Every way to give each of some sets a part of the devices, all of them together.
+    """Yield every way to split devices into consecutive ranges, one for each set.
 
     Args:
         marks: Where they may be parted.
@@ -99,7 +99,7 @@ def ranges(marks: Sequence[int], sets: int, in_any_order: bool = False) -> Itera
 
 
 def powers(limit: int) -> list[int]:
-    """1, 2, 4 ... up to a limit."""
+    """Return the powers of two up to a limit."""
     found = [1]
     while 2 * found[-1] <= limit:
         found.append(2 * found[-1])

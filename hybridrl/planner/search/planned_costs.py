@@ -29,7 +29,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 
 
 class Cut(NamedTuple):
-    """How a role's model is cut.
+    """A way to cut a role's model over devices.
 
     Attributes:
         rollout_tp: While it generates where it trains; 0: it does not.
@@ -40,8 +40,7 @@ class Cut(NamedTuple):
 
 
 class PlannedCosts:
-    """Of a job; see `Costs`. What is set by hand stays: `tp` and `pp` of more than 1, a model's own
-    `models.<role>.parallel`, checkpointing and offloading.
+    """The costs of a job for a search, by its plan; see `SearchCosts`.
 
     Args:
         config: With folders for models.
@@ -85,24 +84,19 @@ class PlannedCosts:
         self._models: dict[str, Any] = {}
 
     def calls(self, shape: Shape) -> Sequence[Call]:
-        """See `Costs`."""
         return [call for call in self._planner(shape).calls if call.role not in self.beside]
 
     def process(self, shape: Shape, roles: Sequence[str]) -> float:
-        """See `Costs`."""
         return process_bytes(self._planner(shape), roles)
 
     def offloads(self, variant: Settings) -> bool:
-        """See `Costs`."""
         return self.cluster.is_cuda and self._configs[variant].actor.offload_between_calls
 
     def capacities(self, devices: range) -> Mapping[str, float]:
-        """See `Costs`."""
         models = self.cluster.models
         return {self._model(d): models[self._model(d)].memory for d in devices}
 
     def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
-        """See `Costs`."""
         apart = role in (ACTOR, GENERATOR) and GENERATOR in shape.roles
         key = variant, apart, role, self._alike(devices)
         if key not in self._options:
@@ -110,7 +104,7 @@ class PlannedCosts:
         return self._options[key]
 
     def placement(self, found: Found) -> Placement:
-        """Where every role lives."""
+        """Build the placement of all roles."""
         places = {}
         home = GENERATOR if GENERATOR in found.where else next(iter(found.where))
         if home != GENERATOR and ACTOR in found.where:
@@ -123,7 +117,7 @@ class PlannedCosts:
         return Placement("auto", places)
 
     def settings(self, found: Found) -> Settings:
-        """Beside the placement, the settings that differ from what was asked."""
+        """List the settings, beside the placement, that differ from the configuration."""
         rollout = self.config.rollout
         changes = list(found.variant)
         tp = max((cut.rollout_tp for cut in found.cuts.values()), default=0)
@@ -156,7 +150,8 @@ class PlannedCosts:
         return self.cluster.devices[device].model
 
     def _alike(self, devices: range) -> tuple[Any, ...]:
-        """What counts of some devices: what they are, how fast, and how they lie in nodes."""
+        """Return a key that is equal for devices of the same models and rates that lie alike in
+        nodes."""
         runs: list[tuple[Any, ...]] = []
         node = None
         for number in devices:
@@ -189,7 +184,7 @@ class PlannedCosts:
         return found
 
     def _taken(self, alone: Planner, role: str, model: str) -> Taken:
-        """Of the stage that takes most, in each respect."""
+        """Return the bytes of the pipeline stage that takes most, in each respect."""
         memory = self.cluster.models[model].memory
         stages = [
             _totals(role_memory(alone, role, stage, memory))
@@ -203,8 +198,8 @@ class PlannedCosts:
         )
 
     def _cuts(self, role: str, apart: bool, runs: Sequence[int]) -> list[Cut]:
-        """Every way to cut a role's model over devices that lie so in nodes: a tensor-parallel
-        group stays inside a node."""
+        """List every way to cut a role's model over devices that are spread over nodes like these;
+        a tensor-parallel group stays inside a node."""
         place = self._place_of(role)
         number = sum(runs)
         if role == GENERATOR:
@@ -239,7 +234,8 @@ class PlannedCosts:
         return found
 
     def _shards(self, cut: ParallelConfig, runs: Sequence[int], free: bool) -> list[int | None]:
-        """As asked; or over all devices, or over those of a node, with copies on the others."""
+        """List the values of `shards` to try: the given one; or over all devices, and over those of
+        a node with copies on the others."""
         near = min(runs) // (cut.pp * cut.tp)
         if cut.shards is not None or not free or len(runs) == 1 or near < 2:
             return [cut.shards]
@@ -252,7 +248,7 @@ class PlannedCosts:
         return self.placed[role]
 
     def _tps(self, runs: Sequence[int], asked: int, free: bool) -> list[int]:
-        """Sizes of tensor-parallel groups that lie inside nodes."""
+        """List the sizes of tensor-parallel groups that lie inside nodes."""
         if asked > 1 or not free:
             return [asked]
         return [tp for tp in powers(LARGEST_TP) if all(run % tp == 0 for run in runs)]
@@ -266,7 +262,7 @@ class PlannedCosts:
         return self.config.rollout.engine == "vllm"
 
     def _allowed(self, role: str, parallel: ParallelConfig, number: int, ranks: int) -> bool:
-        """Whether the sizes fit each other and the model."""
+        """Return whether the sizes fit each other and the model."""
         if not self._has_model(role):
             return True
         path = self._planner(Shape(((role,),))).path(role) if role != GENERATOR else None

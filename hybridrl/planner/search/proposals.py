@@ -25,7 +25,7 @@ SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Proposal:
-    """A way to run a job.
+    """A placement for a job, with the settings that it needs and its plan.
 
     Attributes:
         settings: That differ from what was asked, beside the placement.
@@ -40,16 +40,16 @@ class Proposal:
 
     @property
     def placement(self) -> Placement:
-        """Where every role lives."""
         return self.plan.placement
 
     @property
     def seconds(self) -> float:
-        """Of a step, by its plan: with functions and judges, which a search leaves out."""
+        """Return the planned seconds of a step, with reward functions and judges, which a search
+        leaves out."""
         return self.plan.times.step if self.plan.times else self.found.step
 
     def to_json(self) -> str:
-        """As a placement.json, with the settings that belong to it."""
+        """Return the text of a placement.json that includes the settings of this proposal."""
         return json.dumps(
             {**json.loads(self.placement.to_json()), "settings": dict(self.settings)}, indent=2
         )
@@ -57,7 +57,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Proposals:
-    """What a search for a job has found.
+    """The result of a search: the accepted proposals, best first, and how the search went.
 
     Attributes:
         best: In order.
@@ -81,7 +81,7 @@ def propose(
     objective: Objective | None = None,
     deadline_s: float = 60.0,
 ) -> Proposals:
-    """The best ways to run a job, each of which passes the checks of a start.
+    """Search for placements and return the best that pass all checks of a start.
 
     Args:
         config: With folders for models.
@@ -147,7 +147,7 @@ def propose(
 
 
 def prices_of(text: str) -> dict[str, float]:
-    """`H100=2.5,L4=0.7`, by the name of a device.
+    """Parse prices such as `H100=2.5,L4=0.7` into dollars per hour by device name.
 
     Raises:
         ConfigError: for anything else.
@@ -167,7 +167,7 @@ def prices_of(text: str) -> dict[str, float]:
 
 
 def per_dollar(prices: Mapping[str, float], cluster: Cluster) -> Objective:
-    """That a token of samples costs little.
+    """Return the objective that minimizes the cost of a step in dollars.
 
     Args:
         prices: Dollars an hour of a device, by its model.
@@ -191,7 +191,8 @@ def _price(known: Mapping[str, float], name: str) -> float | None:
 
 
 def fewest_devices(within_s: float) -> Objective:
-    """As few devices as a step can be done with in so many seconds; of as many, the quickest."""
+    """Return the objective that minimizes the number of devices with which a step takes at most
+    `within_s` seconds, then its time."""
     return Objective(
         lambda step, devices: (float(step > within_s), devices if step <= within_s else step, step),
         True,

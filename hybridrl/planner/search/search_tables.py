@@ -17,7 +17,7 @@ SAME = 0.005
 
 
 def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float] | None) -> Table:
-    """A column for each proposal, the best first."""
+    """Build a table with a column for each proposal, the best first."""
     table = Table(title="the best ways", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for number, _ in enumerate(found.best, 1):
@@ -53,7 +53,8 @@ def settings_lines(found: Proposals) -> list[str]:
 
 
 def reasons(found: Proposals) -> list[str]:
-    """A sentence about each of the others, and about what was not possible."""
+    """List a sentence about each of the other proposals, and about what did not fit or was
+    refused."""
     best, *others = found.best
     said = [f"{number}: {why(best, other)}" for number, other in enumerate(others, 2)]
     report = found.report
@@ -74,7 +75,7 @@ def reasons(found: Proposals) -> list[str]:
 
 
 def why(best: Proposal, other: Proposal) -> str:
-    """Why a proposal is behind another one."""
+    """Explain why a proposal is behind the best one."""
     longer = other.seconds / best.seconds - 1
     start = f"{longer:.1%} longer" if longer >= SAME else "about as quick"
     used, before = (len(one.plan.cluster.devices) for one in (other, best))
@@ -107,7 +108,7 @@ def why(best: Proposal, other: Proposal) -> str:
 
 
 def words(settings: tuple[tuple[str, object], ...]) -> list[str]:
-    """Settings as the command line takes them."""
+    """Format settings as the command line takes them."""
     return [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in settings
@@ -115,7 +116,7 @@ def words(settings: tuple[tuple[str, object], ...]) -> list[str]:
 
 
 def _by_part(proposal: Proposal) -> dict[tuple[str, str], float]:
-    """Seconds by role and phase; of a generator apart as the actor's."""
+    """Return the seconds by role and phase; those of a separate generator count as the actor's."""
     return {
         (ACTOR if role == GENERATOR else role, phase): seconds
         for (role, phase), seconds in _seconds(proposal).items()

@@ -13,7 +13,7 @@ Settings = tuple[tuple[str, Any], ...]
 
 
 class Taken(NamedTuple):
-    """Bytes of a device that a role takes; see `RoleMemory`.
+    """The bytes that a role takes of a device; see `RoleMemory`.
 
     Attributes:
         working: By phase.
@@ -26,12 +26,12 @@ class Taken(NamedTuple):
 
     @property
     def fullest(self) -> float:
-        """At the fullest moment of the role alone."""
+        """Return the bytes at the peak of the role alone."""
         return max(self.loaded + self.awake, self.resident + max(self.working, default=0.0))
 
 
 class Option(NamedTuple):
-    """A way to cut a role's model over some devices.
+    """A way to cut a role's model over some devices, with its time and memory.
 
     Attributes:
         cut: What it is called in a plan; opaque here.
@@ -45,7 +45,7 @@ class Option(NamedTuple):
 
 
 class Costs(Protocol):
-    """What a search has to know.
+    """The costs of a job that a search asks for.
 
     Attributes:
         roles, learning: Roles that hold models, and those of them that learn.
@@ -66,23 +66,23 @@ class Costs(Protocol):
     staleness: int
 
     def calls(self, shape: Shape) -> Sequence[Call]:
-        """Of a step, in order."""
+        """List the calls of a step, in order."""
 
     def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
-        """Every way to cut a role's model over these devices."""
+        """List every way to cut a role's model over these devices."""
 
     def capacities(self, devices: range) -> Mapping[str, float]:
-        """Bytes that these devices have, by model."""
+        """Return the bytes of these devices, by device model."""
 
     def process(self, shape: Shape, roles: Sequence[str]) -> float:
-        """Bytes of a process with these roles."""
+        """Return the bytes of a process with these roles."""
 
     def offloads(self, variant: Settings) -> bool:
-        """Whether roles leave a device while another one works there."""
+        """Return whether roles leave a device while another one works there."""
 
 
 class Found(NamedTuple):
-    """A way to place all roles.
+    """A placement of all roles that a search has found, with the cut of each model.
 
     Attributes:
         value: What is to be small; see `Objective`.
@@ -101,7 +101,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Objective:
-    """What is to be small.
+    """A value of a placement that a search minimizes.
 
     Attributes:
         of: `(seconds of a step, devices) -> value`.
@@ -114,7 +114,7 @@ class Objective:
 
 @dataclass
 class Report:
-    """What a search has found.
+    """A report of a search: the best placements, and how many were evaluated.
 
     Attributes:
         best: Of each of the best shapes its best, in order.

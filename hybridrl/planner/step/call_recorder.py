@@ -27,9 +27,8 @@ PHASES = {"generate": "generate", "compute": "score", "update": "train"}
 def recorded_calls(
     config: Config, sizes: Sizes, placement: Placement, roles: Mapping[str, RoleSpec]
 ) -> tuple[list[Call], str]:
-    """The calls of one step, in order, of the roles that are placed: a job may be built with fewer
-    than its trainer needs. And a sentence if the program could not be recorded, and these are what
-    its roles usually do.
+    """Record the calls of one step, in order, of the roles that are placed; return also a sentence
+    if the program could not be run and these are the usual calls of its roles.
 
     Args:
         roles: Those of the job, beside those of the trainer.
@@ -67,7 +66,7 @@ def recorded_calls(
 
 
 def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[Call]:
-    """Updates of a role by one method as one call, where the first of them was."""
+    """Merge the updates of a role by one method into one call, in the place of the first."""
     found: dict[Any, Call] = {}
     for number, (role, method, phase, rows) in enumerate(noted):
         key = (role, method) if phase == "train" else number
@@ -81,7 +80,8 @@ def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[Call]:
 
 
 def _usual(roles: Mapping[str, RoleSpec], sizes: Sizes) -> list[tuple[str, str, str, int]]:
-    """Everybody who can generates; then all score; then those who learn do."""
+    """List the usual calls: roles that can generate do, then all others score, then trained roles
+    train."""
     n = sizes.samples
     generate = [(r, "generate", "generate", n) for r, spec in roles.items() if spec.generates]
     score = [(r, "score", "score", n) for r, spec in roles.items() if not spec.generates]
@@ -90,7 +90,7 @@ def _usual(roles: Mapping[str, RoleSpec], sizes: Sizes) -> list[tuple[str, str, 
 
 
 class _Group:
-    """Stands for a worker group; notes what it is called for."""
+    """A stand-in for a worker group that records its calls."""
 
     def __init__(
         self, role: str, spec: RoleSpec, sizes: Sizes, noted: list[tuple[str, str, str, int]]
@@ -116,8 +116,8 @@ class _Group:
 
 
 def _phase(method: str, worker: type[Worker] | None) -> tuple[str | None, bool]:
-    """What a method does in a step (None: nothing that counts), and whether it returns a batch. Of
-    a class of the user's, `@transfer` says more than the name."""
+    """Return the phase of a method (None if it does not count) and whether it returns a batch; for
+    a user's worker class, `@transfer` says more than the name."""
     phase = PHASES.get(method.split("_")[0])
     marked = getattr(getattr(worker, method, None), "__transfer__", None)
     if marked is None:
@@ -128,7 +128,7 @@ def _phase(method: str, worker: type[Worker] | None) -> tuple[str | None, bool]:
 
 
 class _Result:
-    """Stands for a handle: metrics of nothing, which are 0."""
+    """A stand-in for a handle, whose metrics are all 0."""
 
     def get(self) -> Any:
         return _Figures()
@@ -143,7 +143,7 @@ class _Figures(dict[str, float]):
 
 
 class _Feed:
-    """Stands for the data."""
+    """A stand-in for the feed of data."""
 
     data: Any = None
     tokenizer: Any = None
@@ -165,7 +165,7 @@ class _Feed:
 
 @dataclass(frozen=True, eq=False)
 class _Rows(Node):
-    """Rows, by the number of the prompt that each is about."""
+    """A table node that knows only the number of the prompt of each row."""
 
     prompts: Rows
     columns = UNKNOWN
@@ -189,7 +189,7 @@ class _Rows(Node):
 
 @dataclass(frozen=True, eq=False)
 class _Table(BatchRef):
-    """Stands for a table: all of its columns are there, and none holds anything."""
+    """A stand-in for a table: it has every column, and no values."""
 
     @property
     def rows(self) -> Rows:
@@ -217,8 +217,8 @@ class _Table(BatchRef):
         return self
 
     def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
-        """Numbers: the samples of a prompt score 0 and 1 in turn, each is an episode of one branch,
-        everything else is 0."""
+        """Return made-up numbers: the samples of a prompt score 0 and 1 in turn, each is an episode
+        of one branch, everything else is 0."""
         rows = self.rows
         found = {name: np.zeros(len(rows), np.float32) for name in columns or ()}
         scores = np.arange(len(rows), dtype=np.float32) % 2
@@ -239,7 +239,7 @@ def _table(rows: int, together: int) -> BatchRef:
 
 
 def _rows(node: Node) -> Rows:
-    """Of a table, or of several that `BatchRef.concat` laid one below the other."""
+    """Return the prompts of a table's rows, also of tables that `BatchRef.concat` joined."""
     if isinstance(node, Concat):
         return np.concatenate([_rows(table) for table in node.tables])
     assert isinstance(node, _Rows)

@@ -54,9 +54,7 @@ small operation takes."""
 
 
 class Ring(NamedTuple):
-    """What a collective costs ranks that may lie on several nodes. A ring goes through the network
-    cards of those of its ranks that are on a node, each with a part of the data; rings side by
-    side, as tensor parallelism makes them, share the cards of their node.
+    """The rate and delay of a ring collective over ranks that may lie on several nodes.
 
     Attributes:
         rate: Bytes per second that each rank receives.
@@ -68,7 +66,7 @@ class Ring(NamedTuple):
 
 
 class CallClock:
-    """Seconds of the calls of a role, whose devices have these rates.
+    """An estimator of the seconds that calls of a role take on devices with these rates.
 
     Attributes:
         sums: See `Times`; known once the call is.
@@ -80,7 +78,7 @@ class CallClock:
         self.devices = planner.cluster.devices
 
     def seconds(self, call: Call) -> float:
-        """Of one call on its devices."""
+        """Estimate the seconds of one call on its devices."""
         place = self.planner.placement.roles[call.role]
         rows = call.samples / len(place.devices)
         fixed = SMALL_OPS["call"] * call.updates + SMALL_OPS["sample"] * rows
@@ -140,7 +138,7 @@ class CallClock:
         return call.updates * (one + step)
 
     def _sum(self, role: str, part: ModelPart, backward: float) -> tuple[float, float]:
-        """Seconds of codecs and of the link, to sum all gradients once."""
+        """Return the seconds of codecs and of the link for summing all gradients once."""
         place = self.planner.placement.roles[role]
         row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
         nodes = {self.devices[device].node for device in place.devices[:row]}
@@ -155,7 +153,8 @@ class CallClock:
         )
 
     def _between_copies(self, role: str, part: ModelPart) -> float:
-        """Seconds to sum gradients over ranks that have the same shards (`parallel.shards`)."""
+        """Return the seconds of summing gradients over ranks that hold the same shards
+        (`parallel.shards`)."""
         place = self.planner.placement.roles[role]
         cut = part.shards * place.parallel.tp * place.parallel.pp
         if (copies := len(place.devices) // cut) == 1:
@@ -165,7 +164,8 @@ class CallClock:
         return moved / ring.rate + 2 * len(units) * ring.delay
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
-        """All layers over all micro-batches: matrix products and attention."""
+        """Return the seconds of all layers over all micro-batches: matrix products and
+        attention."""
         rates, shape = self.rates, part.shape
         length = self.planner.sizes.sample_tokens
         if rates.costs is not None:
@@ -180,7 +180,8 @@ class CallClock:
         return part.layers * (count * overhead + tokens * passes * operations / rate)
 
     def _head(self, part: ModelPart, tokens: float, operations: int, touches: float) -> float:
-        """The output embedding: `operations` for each of its parameters and response tokens."""
+        """Return the seconds of the output embedding, with `operations` for each of its parameters
+        and response tokens."""
         if not part.ends[1] or part.shape.vocabulary == 1:
             return 0.0
         shape, sizes = part.shape, self.planner.sizes
@@ -203,7 +204,8 @@ class CallClock:
         summing: float = 0.0,
         coding: float = 0.0,
     ) -> float:
-        """GPUs gather the next layer while they compute; CPUs have one thread for both.
+        """Combine computation and gathering: GPUs gather the next layer while they compute, CPUs
+        have one thread for both.
 
         Args:
             size: Bytes that are gathered.
@@ -222,13 +224,14 @@ class CallClock:
         return max(compute, moved + coding) if self.planner.cluster.is_cuda else compute + moved
 
     def _tensor_sum(self, size: float, tp: int, times: float) -> float:
-        """Seconds of sums over a tensor-parallel group, of so many bytes in all, in so many
-        messages. Inside a node they go down and up a tree."""
+        """Return the seconds of `times` sums over a tensor-parallel group, of `size` bytes in all;
+        inside a node they go down and up a tree."""
         hops = 2 * math.ceil(math.log2(tp))
         return 2 * (1 - 1 / tp) * size / self.rates.link + times * hops * self.rates.hop
 
     def _ring(self, role: str, ranks: int, apart: int = 1) -> Ring:
-        """Of so many ranks with the same part of a model that tensors and pipelines cut.
+        """Return the ring cost of ranks that hold the same tensor-parallel and pipeline part of a
+        model.
 
         Args:
             apart: Of ranks that are counted without such cuts, from each to the next.
@@ -244,7 +247,8 @@ class CallClock:
         return Ring(min(rates.link, rates.network * near), delay)
 
     def _wire(self, devices: Sequence[int]) -> float:
-        """Bytes per second that each of these receives of a sync, in which all take part."""
+        """Return the bytes per second that each of these devices receives in a weight sync in which
+        all take part."""
         nodes = [self.devices[device].node for device in devices]
         if len(set(nodes)) == 1:
             return self.rates.link
@@ -298,8 +302,8 @@ class CallClock:
         return steps * step + prefill
 
     def _decoding(self, rows: float, at_once: float) -> tuple[float, float]:
-        """The token-steps of a replica, and how many samples are under way in the mean of them.
-        All wait for the longest response, beside fewer and fewer others.
+        """Return the decode steps of a replica, and the mean number of samples that run in them;
+        all wait for the longest response.
 
         Args:
             rows: That it generates, of which so many can be under way.

@@ -31,7 +31,7 @@ values once, which have not been measured."""
 
 
 def ways(rates: Rates, ring: float, kind: str, shards: int, nodes: int) -> dict[str, Way]:
-    """What the settings and `auto` may take, by name.
+    """List, by name, the ways to sum gradients that a setting or `auto` may choose.
 
     Args:
         ring: Bytes that each rank receives in a second of a collective over all of them.
@@ -73,8 +73,8 @@ def ways(rates: Rates, ring: float, kind: str, shards: int, nodes: int) -> dict[
 
 
 def chosen(setting: str, part: ModelPart, found: dict[str, Way], backward: float) -> Choice:
-    """How a part's units are summed, and the seconds that this adds to a backward on CPUs, or that
-    a backward takes with it on accelerators.
+    """Choose how the units of a part are summed; return the seconds that this adds to a backward on
+    CPUs, or that a backward takes with it on accelerators.
 
     Args:
         setting: `parallel.gradients`.
@@ -101,17 +101,18 @@ def chosen(setting: str, part: ModelPart, found: dict[str, Way], backward: float
 
 
 def units_of(part: ModelPart) -> list[int]:
-    """Values of each unit that is summed; embedding and head count as one."""
+    """List the number of values in each unit that is summed; embedding and head count as one
+    unit."""
     if part.is_small:
         return [part.parameters.trained]
     return [part.shape.layer.trained] * part.layers + [part.around.trained]
 
 
 def _two_level(found: dict[str, Way]) -> str:
-    """What `two_level_int4` is on these nodes."""
+    """Return the name of the way that `two_level_int4` means on these nodes."""
     return next(name for name in ("int8+int4", "int4", "int8") if name in found)
 
 
 def _linear(seconds: float) -> Curve:
-    """So many a value."""
+    """Return a curve that takes this many seconds for each value."""
     return Curve(((0.0, 0.0), (1.0, seconds)))

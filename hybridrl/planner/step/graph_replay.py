@@ -27,7 +27,7 @@ PEERS, OVER = "its peers", "nothing to do"
 
 
 class Node(NamedTuple):
-    """A part of the work.
+    """A piece of work that occupies one device or link for some time.
 
     Attributes:
         role, phase: What it is about; `role.phase` is its name to people.
@@ -58,13 +58,13 @@ class Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return `role.phase`, as people see it."""
         return f"{self.role}.{self.phase}"
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Work to be replayed.
+    """A graph of work to replay.
 
     Attributes:
         nodes: A device does them in this order.
@@ -77,13 +77,13 @@ class Graph:
     links: frozenset[int] = frozenset()
 
     def to_json(self) -> str:
-        """As text; `from_json` reads it."""
+        """Return the graph as JSON."""
         found = {"places": list(self.places), "links": sorted(self.links), "nodes": self.nodes}
         return json.dumps(found)
 
     @classmethod
     def from_json(cls, text: str) -> Graph:
-        """What `to_json` wrote."""
+        """Parse a graph that `to_json` wrote."""
         read = json.loads(text)
         nodes = [Node(*row[:6], tuple(row[6]), *row[7:]) for row in read["nodes"]]
         return cls(nodes, read["places"], frozenset(read["links"]))
@@ -91,7 +91,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a graph. Times are in seconds from its beginning.
+    """The result of a replay. Times are in seconds from its beginning.
 
     Attributes:
         starts: Of each node.
@@ -111,13 +111,13 @@ class Replayed:
 
     @cached_property
     def makespan(self) -> float:
-        """When all is done."""
+        """Return the time at which the last node ends."""
         return max(self.ends, default=0.0)
 
     @cached_property
     def critical(self) -> list[int]:
-        """The nodes that each had to wait for the one before, up to the one that ends last. What is
-        done sooner on this path shortens the whole, what is not on it does not."""
+        """Return the critical path: nodes that each had to wait for the one before, up to the one
+        that ends last."""
         path: list[int] = []
         node = max(range(len(self.ends)), key=self.ends.__getitem__, default=NOWHERE)
         while node != NOWHERE:
@@ -127,13 +127,13 @@ class Replayed:
         return path[::-1]
 
     def _decisive(self, node: int) -> int:
-        """The node that determined when this one ended: itself, or a slower peer."""
+        """Return the node that determined when this one ended: itself, or a slower peer."""
         return self.slowest.get(self.graph.nodes[node].together, node)
 
     @cached_property
     def idle(self) -> dict[int, dict[str, float]]:
-        """By device, its seconds without work, by what it waited for: `role.phase`, `its peers` in
-        the same collective, `a lag`, or `nothing to do` once its last node has ended."""
+        """Return the idle seconds of each device by cause: `role.phase`, `its peers` in the same
+        collective, `a lag`, or `nothing to do` once its last node has ended."""
         found: dict[int, dict[str, float]] = {
             place: defaultdict(float)
             for place in range(len(self.graph.places))
@@ -154,7 +154,7 @@ class Replayed:
         return {place: dict(causes) for place, causes in found.items()}
 
     def _explain(self, node: int, since: float, causes: dict[str, float]) -> None:
-        """Adds up what happened from a moment on until a node began, backwards."""
+        """Add up, going backwards, what happened from a moment on until a node began."""
         at = self.starts[node]
         lag = self.graph.nodes[node].lag
         while at > since:
@@ -172,13 +172,13 @@ class Replayed:
 
     @property
     def idle_shares(self) -> dict[int, float]:
-        """By device, the share of all the time in which it did no work."""
+        """Return the share of the makespan that each device is idle."""
         whole = self.makespan or 1.0
         return {place: sum(causes.values()) / whole for place, causes in self.idle.items()}
 
 
 def replay(graph: Graph) -> Replayed:
-    """Works through a graph, event by event.
+    """Simulate a graph, event by event.
 
     Raises:
         DataError: if nodes wait for each other in a circle.

@@ -12,7 +12,7 @@ FORWARD, TRAIN, DECODE, HEAD, HEAD_TRAIN, OPTIMIZER, GATHER = OPS = (
 
 @dataclass(frozen=True)
 class Work:
-    """A piece of work.
+    """A description of an operator: its kind and its sizes.
 
     Attributes:
         op: One of `OPS`.
@@ -36,7 +36,8 @@ class Work:
 
     @property
     def operations(self) -> float:
-        """In products: two for each parameter and token, and attention over the tokens before."""
+        """Return the floating-point operations of its products: two for each parameter and token,
+        and attention over the tokens before."""
         layer = 2 * self.tokens * self.parameters
         attention = 2 * self.tokens * self.length * self.query
         match self.op:
@@ -56,7 +57,7 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """Of memory, read or written."""
+        """Return the bytes of memory that it reads or writes."""
         weights = self.item * self.parameters
         widths = 6 * self.hidden + 2 * self.parameters / self.hidden + 2 * self.query
         states = self.item * self.tokens * widths

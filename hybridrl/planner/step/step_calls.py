@@ -13,7 +13,7 @@ from hybridrl.trainers import load_trainer
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a step.
+    """A call of a step as a plan needs it: the role, its phase and the number of samples.
 
     Attributes:
         role: Who is called.
@@ -29,7 +29,7 @@ class Call:
 
 
 class Lengths(NamedTuple):
-    """In tokens.
+    """The lengths of a job's samples, in tokens.
 
     Attributes:
         prompt: Of a prompt, in the mean.
@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
 
     @classmethod
     def alike(cls, prompt: float, response: float) -> Lengths:
-        """All samples are as long."""
+        """Return the lengths of samples that are all equally long."""
         return cls(prompt, response, response)
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step works on.
+    """The numbers of prompts, samples, tokens and updates of a step.
 
     Attributes:
         prompts: Prompts, examples or pairs.
@@ -72,23 +72,23 @@ class Sizes:
 
     @property
     def sample_tokens(self) -> float:
-        """Of one sample, prompt included."""
+        """Return the mean number of tokens of a sample, prompt included."""
         return self.prompt_tokens + self.response_tokens
 
     @property
     def response_share(self) -> float:
-        """Of a sample's tokens, the part that is response."""
+        """Return the share of a sample's tokens that belongs to the response."""
         return self.response_tokens / self.sample_tokens
 
     @property
     def tokens(self) -> int:
-        """Of all samples of a step, prompts included."""
+        """Return the number of tokens of all samples of a step, prompts included."""
         return round(self.samples * self.sample_tokens)
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What one rank's share of the samples is packed into.
+    """The micro-batches into which one rank's share of the samples is packed.
 
     Attributes:
         count: How many.
@@ -104,7 +104,7 @@ class MicroBatches:
 
 
 def sizes_of(config: Config, lengths: Lengths | None = None) -> Sizes:
-    """The sizes of a step.
+    """Compute the sizes of a step from the settings.
 
     Args:
         lengths: Of its samples; None: the longest that the settings allow.
@@ -122,7 +122,7 @@ def sizes_of(config: Config, lengths: Lengths | None = None) -> Sizes:
 
 
 def micro_batches(config: Config, sizes: Sizes, call: Call, place: RolePlace) -> MicroBatches:
-    """How a role packs its samples, all of the same length."""
+    """Pack a role's samples, all of the same length, into micro-batches."""
     dp = max(1, len(place.devices) // devices_of(place.parallel))
     sharing = place.parallel.ring * place.parallel.ulysses
     rows = max(1, -(-call.samples // (call.updates * dp)))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Times:
-    """Of one step.
+    """The estimated time of a step and of its calls.
 
     Attributes:
         calls: Each call of the step with its seconds.
@@ -45,7 +45,7 @@ class Times:
 
     @property
     def phases(self) -> Mapping[tuple[str, str], float]:
-        """Seconds by role and phase."""
+        """Return the seconds by role and phase."""
         found: defaultdict[tuple[str, str], float] = defaultdict(float)
         for call, seconds in self.calls:
             found[call.role, call.phase] += seconds
@@ -53,18 +53,18 @@ class Times:
 
     @property
     def idle_share(self) -> float:
-        """Of the time of all devices, that in which they do nothing."""
+        """Return the share of the time of all devices in which they are idle."""
         return sum(self.idle.values())
 
     @property
     def overlap(self) -> float:
-        """Share of the work that is done beside other work."""
+        """Return the share of the work that runs beside other work."""
         together = sum(seconds for _, seconds in self.calls)
         return max(0.0, 1 - self.step / together) if together else 0.0
 
 
 def estimate(planner: Planner, rates: Rates | Sequence[Rates]) -> Times:
-    """The time of a step, and of its calls.
+    """Estimate the time of a step and of its calls.
 
     Args:
         rates: Of every device, or of each.
@@ -93,7 +93,7 @@ STEPS = 6
 
 
 class SteadySteps:
-    """What becomes of many steps, one after the other.
+    """A replay of several planned steps in a row, the last of which are in steady state.
 
     Devices on which the same roles live do the same, and are one place of the graph.
 
@@ -155,18 +155,18 @@ class SteadySteps:
 
     @cached_property
     def replayed(self) -> Replayed:
-        """All of them."""
+        """Return the replay of all simulated steps."""
         return replay(self._graph)
 
     @property
     def seconds(self) -> float:
-        """Between the ends of two steps."""
+        """Return the seconds between the ends of the last two steps."""
         return self.replayed.ends[self._last] - self.replayed.ends[self._before]
 
     @property
     def idle(self) -> dict[str, float]:
-        """Of the time of all devices, the shares in which they do nothing, by what they wait for,
-        the largest first."""
+        """Return the shares of the time of all devices in which they are idle, by what they wait
+        for, the largest first."""
         replayed, found = self.replayed, defaultdict[str, float](float)
         whole = (replayed.makespan or 1.0) * max(1, sum(self._counts.values()))
         for place, causes in replayed.idle.items():

@@ -36,7 +36,7 @@ _NO_TIME += ("eval.", "warmup.", "resume", "fork", "controller.", "guard.", "num
 
 
 class Tested(NamedTuple):
-    """A prediction and what was measured.
+    """A prediction with the measurement that it is compared with.
 
     Attributes:
         kind: `PLAN`, `REPLAY` or `ASKED`.
@@ -53,12 +53,13 @@ class Tested(NamedTuple):
 
     @property
     def error(self) -> float:
-        """As a share of what was measured, with its sign."""
+        """Return the signed error of the prediction as a share of the measurement."""
         return self.predicted / self.measured - 1
 
 
 def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
-    """What would have been said of these runs, of those that can be asked for it."""
+    """Compare plans, replays and what-ifs of these runs with their measured steps; questions that
+    cannot be asked are left out."""
     found = []
     runs = list({run.folder.resolve(): run for run in runs}.values())
     for run in runs:
@@ -80,8 +81,8 @@ def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
 
 
 def between(run: RecordedRun, other: RecordedRun) -> Question | None:
-    """What to ask the one so that it is like the other; None where that is no question of settings,
-    or none at all."""
+    """Return the what-if that turns one run into the other; None if they differ in more than
+    settings and devices, or not at all."""
     before, after = asdict(run.config), asdict(other.config)
     if run.config.algorithm != other.config.algorithm:
         return None
@@ -100,19 +101,20 @@ def between(run: RecordedRun, other: RecordedRun) -> Question | None:
 
 
 def keep(found: Sequence[Tested]) -> None:
-    """Notes how far questions were off, for `spread`."""
+    """Save the errors of what-ifs, for `median_error`."""
     errors = _kept() | {one.what: round(one.error, 4) for one in found if one.kind == ASKED}
     measurement = begin_measurement(PREDICTIONS, {})
     keep_measurement(replace(measurement, data=dict(list(errors.items())[-KEPT:])))
 
 
 def spread() -> float | None:
-    """The median of how far earlier answers were off, as a share; None if nobody has looked."""
+    """Return the median absolute error of earlier what-ifs, as a share; None if none has been
+    compared."""
     errors = _kept().values()
     return statistics.median(map(abs, errors)) if errors else None
 
 
 def _kept() -> dict[str, float]:
-    """By what was asked: whoever asks again changes what is known, and adds nothing."""
+    """Load the saved errors by question; asking a question again replaces its error."""
     kept = find_measurement(PREDICTIONS, {}, oldest_s=math.inf)
     return {} if kept is None else dict(kept.data)

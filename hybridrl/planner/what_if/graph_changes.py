@@ -17,7 +17,7 @@ Of the other phases those of the tokens of responses, if it is known how many th
 
 @dataclass(frozen=True)
 class Where:
-    """Some nodes: those that are all of what is said here.
+    """A filter of nodes: those that match its role, phase, ranks and places.
 
     Attributes:
         role, phase: Empty: any.
@@ -39,7 +39,8 @@ class Where:
 
 
 def with_speed(graph: Graph, where: Callable[[Node], bool], speed: float) -> Graph:
-    """Some nodes so many times as fast: a device that is mended, a link that is wider."""
+    """Return the graph with some nodes `speed` times as fast, such as those of a repaired device or
+    a wider link."""
     nodes = [
         node._replace(seconds=node.seconds / speed, wire=node.wire / speed) if where(node) else node
         for node in graph.nodes
@@ -48,7 +49,8 @@ def with_speed(graph: Graph, where: Callable[[Node], bool], speed: float) -> Gra
 
 
 def with_links(graph: Graph, speed: float) -> Graph:
-    """All links so many times as fast: of each node what it waits for them, not what it works."""
+    """Return the graph with all links `speed` times as fast: of each node, the seconds that it
+    waits for them change."""
     nodes = [
         node._replace(seconds=node.seconds - node.wire * (1 - 1 / speed), wire=node.wire / speed)
         for node in graph.nodes
@@ -62,9 +64,7 @@ def moved(
     places: Sequence[int],
     planned: Mapping[str, float] | None = None,
 ) -> Graph:
-    """A role on other devices. Where these are as many as before, each rank goes to one of them. On
-    fewer or more each has another share of the work, and its seconds are in proportion; ranks that
-    are too many have nothing to do, and what others did is done by as many as there are.
+    """Return the graph with a role on other devices.
 
     Args:
         places: In rank order; new numbers are new devices.
@@ -107,9 +107,8 @@ def moved(
 
 
 def with_scoring_overlapped(graph: Graph, role: str, parts: int) -> Graph:
-    """Samples scored by a role in so many parts of equal size, each as it leaves the generator, not
-    all once the last is made. As if samples were finished evenly: of what scoring takes, all but
-    the last part is hidden, as far as there is generation to hide it in.
+    """Return the graph with samples scored in this many equal parts, each as it leaves the
+    generator, not all once the last is made.
 
     Args:
         role: Whose scoring keeps no device from generating, such as reward functions.
@@ -132,7 +131,7 @@ def with_scoring_overlapped(graph: Graph, role: str, parts: int) -> Graph:
 
 
 def with_longer_responses(graph: Graph, times: float, share: float = 0.5) -> Graph:
-    """Responses so many times as long.
+    """Return the graph with responses `times` times as long.
 
     Args:
         share: Of the tokens of samples, those of responses as they were; what trains and scores
@@ -148,8 +147,8 @@ def with_longer_responses(graph: Graph, times: float, share: float = 0.5) -> Gra
 
 
 def slowest_rank(graph: Graph) -> tuple[Where, float] | None:
-    """The rank that most others wait for, and how many times as fast it would be at the median of
-    its peers; None where ranks are alike."""
+    """Find the rank that most others wait for, and how many times as fast it would be at the median
+    of its peers; None if ranks are alike."""
     taken: dict[tuple[str, int], float] = {}
     for node in graph.nodes:
         if node.together != NOWHERE:

@@ -34,7 +34,7 @@ REWARD = "reward"
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be different.
+    """A what-if question: the changes of settings, devices, links and lengths that it asks about.
 
     Attributes:
         settings: Of the job, names with values.
@@ -60,7 +60,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What came of it.
+    """The answer to a what-if: the measured, replayed and predicted time of a step.
 
     Attributes:
         measured: Seconds of a step of the run.
@@ -82,22 +82,22 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of a step, as predicted."""
+        """Return the predicted seconds of a step."""
         return self.after.makespan / self.held
 
     @property
     def replayed(self) -> float:
-        """Of a step, replayed as it was."""
+        """Return the seconds of a step in the unchanged replay."""
         return self.before.makespan / self.held
 
     @property
     def change(self) -> float:
-        """-0.3: a step takes 30% less."""
+        """Return the relative change of a step's time: -0.3 if it takes 30% less."""
         return self.after.makespan / self.before.makespan - 1
 
 
 def predict(run: RecordedRun, question: Question) -> Prediction:
-    """The answer to a question.
+    """Predict the time of a step under the changes of a question.
 
     Raises:
         ConfigError: for roles, devices and settings that cannot be.
@@ -156,7 +156,7 @@ def _check_names(run: RecordedRun, question: Question) -> None:
 
 
 def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int]:
-    """Numbers of devices."""
+    """Resolve a move into the numbers of devices."""
     mine = sorted({node.place for node in graph.nodes if node.role == role and node.place >= 0})
     if asked == OWN:
         return range(len(graph.places), len(graph.places) + len(mine))
@@ -172,7 +172,7 @@ def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int
 
 
 def link_speed(run: RecordedRun, wanted: Link) -> float:
-    """How many times as fast links of this rate are as those of a run.
+    """Compute how many times as fast as the run's links a link of this rate is.
 
     Raises:
         ConfigError: if nobody knows those of the run.

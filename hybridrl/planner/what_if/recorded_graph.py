@@ -23,7 +23,7 @@ SAME_END = 0.05
 
 
 class Piece(NamedTuple):
-    """A part of a call: one of its phases, or what is between two of them.
+    """A segment of a call: one of its phases, or the time between two of them.
 
     Attributes:
         start, end: Seconds, as in its record.
@@ -42,7 +42,7 @@ def graph_of(
     end: float | None = None,
     offsets: Mapping[int, float] | None = None,
 ) -> Graph:
-    """The graph of the calls of a step, or of several.
+    """Build the graph of the calls of one step or of several.
 
     A call comes after those whose results it was given, and after what ran on its devices before.
     What passed besides until it began is its lag: replayed as it is, the graph takes as long as it
@@ -109,8 +109,7 @@ def graph_of(
 
 
 def pieces_of(record: Record, zero: float = 0.0) -> list[Piece]:
-    """The phases of a call and what lies between them, without overlap. What it waited outside of
-    phases is in the longest of the pieces between them.
+    """Split a call into its phases and the gaps between them, without overlap.
 
     Args:
         zero: What its clock showed at the moment from which the pieces are counted: only by one
@@ -143,9 +142,9 @@ def pieces_of(record: Record, zero: float = 0.0) -> list[Piece]:
 def collectives(
     records: Sequence[Record], pieces: Sequence[Sequence[Piece]]
 ) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
-    """For each piece of each record: the number of those that ended together, the seconds without
-    those in which it waited for slower ranks, and of these the link's: what the rank that waited
-    least did wait, which was not for the others."""
+    """Match the segments of different ranks that ended together: return for each segment the number
+    of its collective, its seconds without waiting for slower ranks, and of these the seconds of the
+    link, which are those that the rank that waited least did wait."""
     wire = [[0.0] * len(some) for some in pieces]
     together = [[NOWHERE] * len(some) for some in pieces]
     own = [[piece.end - piece.start for piece in some] for some in pieces]
@@ -177,8 +176,8 @@ def collectives(
 
 
 def _alike(of_ranks: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, ...]]:
-    """For each piece that all ranks have, its number in each: the first training of one is the
-    first training of the others, whatever lies between."""
+    """Yield, for each segment that all ranks have, its index on each rank: the first training of
+    one rank matches the first training of the others."""
     places: list[dict[str, list[int]]] = []
     for some in of_ranks:
         places.append({})

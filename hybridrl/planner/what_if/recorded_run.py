@@ -37,7 +37,7 @@ MADE = ("initial_model", "model")
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run has left of how it went.
+    """A run as its folder records it: settings, cluster, placement and steps.
 
     Attributes:
         folder: Its own.
@@ -55,7 +55,7 @@ class RecordedRun:
 
     @classmethod
     def at(cls, folder: Path, last: int = 10) -> RecordedRun:
-        """Reads it.
+        """Load a run from its folder.
 
         Args:
             last: So many of its newest steps at most.
@@ -86,8 +86,8 @@ class RecordedRun:
 
     @cached_property
     def graph(self) -> Graph:
-        """Of these steps, one right after the other: what passed between them, such as an
-        evaluation, is left out."""
+        """Build the graph of these steps, one right after the other; the time between them, such as
+        that of an evaluation, is left out."""
         begin, end = self.steps[0].begin, self.steps[0].begin
         records = []
         for step in self.steps:
@@ -97,8 +97,8 @@ class RecordedRun:
 
     @cached_property
     def held(self) -> float:
-        """How many steps the graph is of: with `placement.staleness` it begins before the first of
-        them, with the samples that this one learned from."""
+        """Return the number of steps in the graph: with `placement.staleness` it begins earlier,
+        with the samples that its first step learned from."""
         took = sum(step.end - step.begin for step in self.steps)
         starts = [
             record.start - self._ahead.get(record.host, 0.0)
@@ -114,12 +114,12 @@ class RecordedRun:
 
     @cached_property
     def seconds(self) -> float:
-        """Of a step, in the mean of these."""
+        """Return the mean seconds of these steps."""
         return statistics.fmean(step.end - step.begin for step in self.steps)
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Of the samples of these steps."""
+        """Return the lengths of the samples of these steps."""
         config = self.config
         numbers = {step.step for step in self.steps}
         rows = [r for r in RunReader(self.folder).rows() if r["step"] in numbers]
@@ -153,8 +153,8 @@ def _read(file: Path, parse: Callable[[str], _T]) -> _T:
 
 
 def _placement_and_settings(text: str) -> tuple[Placement, list[Setting]]:
-    """Where roles lived; and the settings that a search chose with that, which config.yaml does not
-    have: it says what was asked."""
+    """Parse a placement.json: the placement, and the settings that a search chose with it, which
+    config.yaml does not have."""
     placement = Placement.from_json(text)
     return placement, list(parse_json(text).get("settings", {}).items())
 

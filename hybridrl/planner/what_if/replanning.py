@@ -67,7 +67,8 @@ def planned_otherwise(
 def _otherwise(
     run: RecordedRun, settings: Sequence[Setting], number: int | None
 ) -> tuple[Placement, Phases]:
-    """Where roles live with these settings on so many devices, and what their calls take then."""
+    """Return the placement with these settings on this many devices, and the planned seconds of its
+    phases."""
     config, cluster, placement = changed(run.config, list(settings)), run.cluster, run.placement
     are_others = number is not None and number != len(cluster.devices)
     if are_others:
@@ -87,13 +88,13 @@ def _otherwise(
 
 
 def _places_roles(setting: str) -> bool:
-    """Whether it says where roles live, or how they are cut."""
+    """Return whether a setting determines where roles live, or how they are cut."""
     return setting.startswith("placement.") or ".parallel." in setting
 
 
 def _check_free(config: Config, are_others: bool) -> None:
-    """Refuses placements that cannot be made again: by device numbers, which other devices do not
-    have, or by a search."""
+    """Refuse placements that cannot be made again: by device numbers when devices differ, or by a
+    search."""
     strategy = config.placement.strategy
     if are_others and strategy in ("explicit", "file"):
         raise ConfigError(
@@ -108,7 +109,8 @@ def _check_free(config: Config, are_others: bool) -> None:
 
 
 def of_size(cluster: Cluster, number: int) -> Cluster:
-    """Its first devices; or all of them, and more like the first one on as many nodes more."""
+    """Return a cluster of this many devices: the first ones, or all and more like the first on
+    further nodes."""
     there, per_node = cluster.devices, cluster.devices_per_node
     if number <= len(there):
         return cluster.take(range(number))
@@ -142,7 +144,7 @@ def planned_times(run: RecordedRun) -> Times:
 
 
 def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:
-    """By the plan of these settings, for samples as long as those of the run."""
+    """Estimate the time of a step with these settings, for samples of the recorded lengths."""
     rates = resolve_rates(config, cluster, run.lengths, makers_first=True)
     plan = make_plan(config, cluster, placement, run.lengths, rates)
     assert plan.times is not None  # for there are rates

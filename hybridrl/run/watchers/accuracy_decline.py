@@ -1,4 +1,4 @@
-"""Evaluations that fall below where the run began, and what that most likely comes from."""
+"""A warning when evaluations fall below the first one of the run, with the likely cause."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ DEVIATIONS = 3.0
 
 
 def fell(before: float, now: float, prompts: int) -> bool:
-    """Whether an accuracy has fallen by more than chance explains."""
+    """Return whether an accuracy has dropped by more than chance explains."""
     # As if they were other prompts each time: rather too much than too little.
     variance = (before * (1 - before) + now * (1 - now)) / prompts
     return before - now > DEVIATIONS * math.sqrt(variance)
 
 
 class Decline(Watcher):
-    """Compares evaluations with the first of the run; speaks once.
+    """A watcher that compares each evaluation with the first one of the run; it warns once.
 
     Args:
         config: Of the job.

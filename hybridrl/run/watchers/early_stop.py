@@ -1,4 +1,4 @@
-"""Ends a run for what was evaluated: it is good enough, or has not become better for long."""
+"""Ending a run early: an evaluated metric has reached its target, or has stopped improving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATE = "stop"
 
 
 class EarlyStop(Watcher):
-    """As `eval.stop` says.
+    """A watcher that ends the run as `eval.stop` says.
 
     Args:
         summary: Of the run; what the rule knows is kept in it.
@@ -26,7 +26,7 @@ class EarlyStop(Watcher):
 
     @property
     def metric(self) -> str | None:
-        """The figure's name; None: no figure ends the run."""
+        """The name of the watched metric; None: no metric ends the run."""
         return None if self._settings.metric is None else metric_of(self._settings.metric)
 
     def on_resume(self, step: int) -> Sequence[Finding]:
@@ -60,7 +60,7 @@ class EarlyStop(Watcher):
         return self.on_resume(step)
 
     def verdict(self) -> str:
-        """Why the run is to end, as a sentence without its full stop; empty: it goes on."""
+        """Return why the run has to end, as a sentence without its full stop; empty: it goes on."""
         known, settings = self._known, self._settings
         if known is None:
             return ""
@@ -82,7 +82,8 @@ class EarlyStop(Watcher):
 
     @property
     def _known(self) -> dict[str, Any] | None:
-        """What earlier evaluations gave; None if there were none, or of another figure."""
+        """The record of earlier evaluations; None before the first, or if it is of another
+        metric."""
         known = self._summary.get(STATE)
         return known if known and known["metric"] == self._settings.metric else None
 
@@ -92,6 +93,5 @@ class EarlyStop(Watcher):
         return self._goodness(value) > self._goodness(best) + self._settings.least
 
     def _goodness(self, value: float) -> float:
-        """What is the larger the better."""
         is_reversed = self._settings.metric is not None and self._settings.metric.startswith("-")
         return -value if is_reversed else value

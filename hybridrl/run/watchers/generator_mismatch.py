@@ -1,7 +1,7 @@
-"""Whether the generator is the model that is trained: two libraries' classes of one name, other
-kernels, weights that were brought. The first samples of a run say it at no cost, because what the
-generator thought of their tokens is compared with what the trainer thinks anyway.
-"""
+"""A check that the generator is the model that is trained. Both may differ: two libraries implement
+the class, with different kernels, and weights are sent between them. The first samples of a run
+show it at no cost, because the generator's log-probabilities of their tokens are compared with the
+trainer's anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Guard: steps whose numbers are not finite: what is kept of them, and what the run does.
+"""Detecting steps with non-finite numbers, and what the run does about them: skip, rewind or stop.
 
 It looks at what every program gives the loop: the metrics of its updates, the records of its calls,
 and its samples.
@@ -70,7 +70,7 @@ class BadStep:
 
 
 class Guard(Watcher):
-    """Watches the steps of a run.
+    """A watcher for non-finite numbers in the metrics, call records and samples of steps.
 
     Args:
         config: What is to be done.
@@ -85,7 +85,7 @@ class Guard(Watcher):
 
     @property
     def rewinds(self) -> bool:
-        """Whether the run may go back, so that it needs a checkpoint from the beginning."""
+        """True if the run may rewind, so that it needs a checkpoint before its first step."""
         return self._config.on_nan == "rewind"
 
     def on_step_end(self, step: FinishedStep) -> Iterator[Finding]:
@@ -147,7 +147,7 @@ class Guard(Watcher):
         yield f"{bad} {left_out}{where}"
 
     def _keep(self, bad: BadStep, samples: Batch, metrics: Mapping[str, float]) -> str:
-        """Writes the samples for inspection; a sentence that tells where."""
+        """Save the samples for inspection and return a sentence that names the file."""
         folder = self._directory.path / "bad-steps"
         if len(list(folder.glob("*.parquet"))) >= MOST_KEPT:
             return f"Its samples are not kept: there are {MOST_KEPT} such steps in {folder}."
@@ -202,7 +202,7 @@ class Guard(Watcher):
         self._rewinds.update({int(step): number for step, number in state["rewinds"].items()})
 
     def _count(self, updates: Sequence[Mapping[str, float]]) -> int:
-        """Updates of the step that were left out; counts those in a row, by role."""
+        """Return the number of skipped updates of the step, and count consecutive ones by role."""
         skipped = 0
         for update in updates:
             for name, value in update.items():
@@ -215,8 +215,9 @@ class Guard(Watcher):
 
 
 def first_not_finite(samples: Batch) -> tuple[str, list[int]]:
-    """The first column, in the order of a step, with a number that is not finite in what is learned
-    from, and the rows that have one; "" and none if there is none."""
+    """Return the first column, in the order in which a step makes them, with a non-finite number
+    under the response mask, and the rows that have one; an empty name and no rows if there is
+    none."""
     mask = samples["response_mask"].values.bool() if "response_mask" in samples else None
     for name in (name for name in COLUMNS if name in samples):
         values = samples[name]

@@ -1,4 +1,4 @@
-"""Devices that are slower than their peers, from the records of calls.
+"""Detecting devices that are slower than their peers, from the records of calls.
 
 The ranks of a group end a call at the same time, because they wait for the slowest. So what counts
 is the time in which a rank did not wait for others, for each of its tokens. Those of one role, one
@@ -32,7 +32,7 @@ LEAST_SECONDS = 0.02
 
 
 class SlowDevices(Watcher):
-    """Watches the records of a run, step by step, and names each slow device once.
+    """A watcher that reports each slow device once.
 
     Args:
         devices_by_role: The devices of each role, in rank order.
@@ -76,7 +76,7 @@ class SlowDevices(Watcher):
 
 
 def slow_of(ratios: Mapping[int, float]) -> set[int]:
-    """The devices whose ratio stands out from the others'."""
+    """Return the devices whose slowdown is an outlier."""
     if len(ratios) < 2:
         return set()
     middle = median_low(ratios.values())
@@ -88,10 +88,9 @@ def slow_of(ratios: Mapping[int, float]) -> set[int]:
 def ratios_of(
     records: Sequence[Record], devices_by_role: Mapping[str, Sequence[int]]
 ) -> dict[int, float]:
-    """By device: the seconds of its calls, but for those in which it waited for other ranks, as a
-    multiple of what the same tokens would have taken at the median speed of its peers. Left out are
-    calls without tokens, those of ranks without peers, and those of which nobody knows how long
-    they waited."""
+    """Return each device's slowdown: the seconds of its calls without waiting for other ranks,
+    divided by the seconds that the same tokens take at its peers' median speed. Calls without
+    tokens, without peers, or with unknown waiting time are left out."""
     worked: dict[tuple[str, str, int], dict[int, list[float]]] = defaultdict(
         lambda: defaultdict(lambda: [0.0, 0.0])
     )

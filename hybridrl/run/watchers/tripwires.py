@@ -1,4 +1,4 @@
-"""Tripwires: signs that a rising reward is not what was meant.
+"""Tripwires: signs of reward hacking, where the reward rises but not what it stands for.
 
 A policy that finds a hole in its reward is rewarded more and more and is worse and worse by every
 other measure. So the reward of a run is held against measures that it is not trained on: functions
@@ -45,14 +45,14 @@ FEW_REPEATED, MANY_REPEATED = 0.6, 0.9
 
 
 class Means(NamedTuple):
-    """Means of a measure over two windows of steps."""
+    """The means of a metric over two windows of steps."""
 
     before: float
     now: float
 
 
 class Tripwires(Watcher):
-    """Watches the figures of a run; tells of each sign once.
+    """A watcher for signs of reward hacking in the metrics of a run; it reports each sign once.
 
     Args:
         config: Of the job.
@@ -134,7 +134,8 @@ class Tripwires(Watcher):
             self._accuracies, self._told = list(state["accuracies"]), set(state["told"])
 
     def _against(self, name: str) -> str:
-        """A function that is only looked at, against the reward."""
+        """Return a report if a function of `reward.check`, which is not trained on, falls while the
+        reward rises."""
         if len(self._seen[name]) < len(self._seen[REWARD]):  # it was not measured from the start
             return ""
         rewards, check = self._risen(REWARD), self._risen(name, -1)
@@ -211,7 +212,7 @@ class Tripwires(Watcher):
 
 
 def window_of(config: Config) -> int:
-    """Steps of a window; 0: nothing is watched."""
+    """Return the steps of a window; 0: nothing is watched."""
     if config.guard.tripwires is not None:
         return config.guard.tripwires
     return WINDOW_WITH_CHECK if config.reward.check else 0

@@ -1,5 +1,5 @@
-"""Samples that could not be scored, where `reward.on_error` lets a run go on without them: what is
-said of them, and when there are too few left to go on."""
+"""Samples without a score, where `reward.on_error` lets a run continue: a warning, and an error if
+none is left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = ("reward", "cost")
 
 
 class Unscored(Watcher):
-    """Watches the scoring of a run; tells of the first failure of each role once.
+    """A watcher for failed scoring; it reports the first failure of each role once.
 
     Args:
         trains: Whether the run learns: then an evaluation may go without scores.

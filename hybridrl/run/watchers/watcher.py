@@ -18,7 +18,7 @@ class EndRun(Exception):  # noqa: N818 (it is no error)
 
 
 class Rewind(Exception):  # noqa: N818 (it is no error: the loop goes on from a checkpoint)
-    """The run is to go back to its newest checkpoint.
+    """A request to return to the newest checkpoint.
 
     Attributes:
         groups: Numbers of the prompts to leave out.

@@ -1,4 +1,4 @@
-"""Landlock: which files the program may open, whatever their permissions say.
+"""Landlock rules: which files the program may open, whatever their permissions are.
 
 See https://docs.kernel.org/userspace-api/landlock.html. Landlock says nothing about a file's
 existence, size and times (`stat`), nor about changing its permissions; the latter is up to
@@ -28,7 +28,7 @@ _FILE_RIGHTS = (  # all there are, by the version that brought them
 
 
 def version() -> int:
-    """The version of Landlock that the kernel has, 0 if it has none or does not use it."""
+    """Return the kernel's Landlock version; 0 if it has none or does not use it."""
     try:
         return syscall("landlock_create_ruleset", None, 0, _CREATE_RULESET_VERSION)
     except OSError:
@@ -36,7 +36,7 @@ def version() -> int:
 
 
 def restrict(read_only: list[str], scratch: str) -> None:
-    """Confines this process, for good, to reading these folders and writing in `scratch`.
+    """Confine this process for good to reading these folders and writing in `scratch`.
 
     From version 4 on it also refuses TCP, and from version 6 on signals to processes outside and
     abstract Unix sockets made there.

@@ -1,4 +1,4 @@
-"""Calls to the Linux kernel that Python's standard library does not offer."""
+"""Linux system calls that Python's standard library lacks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def machine_index() -> int:
-    """0 on x86-64, 1 on aarch64: the column of this machine in tables of numbers.
+    """Return this machine's column in tables of system calls: 0 on x86-64, 1 on aarch64.
 
     Raises:
         OSError: on other machines.
@@ -39,7 +39,7 @@ def machine_index() -> int:
 
 
 def syscall(name: str, *arguments: Any) -> int:
-    """Calls the kernel. Integers are passed as C longs.
+    """Make a system call; integers are passed as C longs. Integers are passed as C longs.
 
     Raises:
         OSError: if the kernel refuses; names the call.
@@ -49,7 +49,8 @@ def syscall(name: str, *arguments: Any) -> int:
 
 
 def checked(name: str, result: int) -> int:
-    """The result of a C function, or an OSError that names the function if it is negative."""
+    """Return the result of a C function; raise an OSError that names the function if it is
+    negative."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
@@ -57,7 +58,7 @@ def checked(name: str, result: int) -> int:
 
 
 def give_up_privileges() -> None:
-    """Drops all capabilities, for good: no program that is started can bring any back.
+    """Drop all capabilities for good, so that no program started later can regain them.
 
     It also closes this process to `ptrace` and to readers of its memory, and keeps it from leaving
     core dumps.
@@ -68,7 +69,7 @@ def give_up_privileges() -> None:
 
 
 def become(user: int, folders: list[str]) -> None:
-    """Turns root's process into one of an ordinary user, without capabilities.
+    """Turn a root process into one of an ordinary user without capabilities.
 
     Args:
         folders: if that user may not enter one of them, files are still opened as root without
@@ -92,11 +93,12 @@ def become(user: int, folders: list[str]) -> None:
 
 
 def _set_capabilities(capabilities: int) -> None:
-    """Has these, both effective and permitted, and no others."""
+    """Set the effective and permitted capabilities to exactly these."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     syscall("capset", header, (ctypes.c_uint32 * 6)(capabilities, capabilities, 0, 0, 0, 0))
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends. Changing the user undoes it."""
+    """Have the kernel kill this process when its parent ends; a change of user undoes this.
+    Changing the user undoes it."""
     checked("prctl", libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0))

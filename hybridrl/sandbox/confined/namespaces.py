@@ -1,4 +1,4 @@
-"""A world of its own for the program: its mounts, processes, network, host name and IPC objects.
+"""Namespaces for the program: its own mounts, processes, network, host name and IPC objects.
 
 The program sees a root folder of a few entries, made of memory: the interpreter's libraries, bound
 read-only, two devices, and /tmp, which is its scratch folder and disappears with it. (Libraries
@@ -32,7 +32,7 @@ SCRATCH = "/tmp"
 
 
 def enter(with_user: bool) -> None:
-    """Moves this process into new namespaces; processes that it forks are in a new PID namespace.
+    """Move this process into new namespaces; processes it forks are in a new PID namespace.
 
     Args:
         with_user: also into a new user namespace, which gives an ordinary user the right to the
@@ -52,7 +52,7 @@ def enter(with_user: bool) -> None:
 
 
 def change_root(libraries: list[str], scratch_bytes: int) -> None:
-    """Replaces the root folder of this process, and of all that it forks, by the program's.
+    """Replace the root folder of this process and of all its future children with the program's.
 
     Raises:
         OSError: if a mount is refused, or a library's folder cannot be reached.

@@ -1,4 +1,4 @@
-"""The system calls that a program may make. All others fail.
+"""The seccomp filter: the system calls that a program may make. All others fail. All others fail.
 
 Not among them is `setsockopt`: larger buffers of sockets are memory that no limit of a process
 counts.
@@ -73,7 +73,7 @@ Condition = tuple[int, int, tuple[int, ...]]  # argument, mask, and what may be 
 
 
 def install(pid: int) -> None:
-    """Confines this process, for good, to the system calls that a program may make.
+    """Confine this process for good to the system calls that a program may make.
 
     Args:
         pid: the process's own id, the only one that it may send signals to.
@@ -88,7 +88,8 @@ def install(pid: int) -> None:
 
 
 def _conditions(pid: int) -> dict[str, list[Condition]]:
-    """What the arguments of a special system call must be. The low 32 bits count: all of these
+    """Return what the arguments of conditional system calls must be. Only the low 32 bits count:
+    these arguments are C ints, or flags that fit in one. The low 32 bits count: all of these
     arguments are C ints, or flags that fit in one."""
     whole = 0xFFFFFFFF
     # To open for reading and truncate needs no right to write from older Landlocks.
@@ -109,7 +110,8 @@ def _conditions(pid: int) -> dict[str, list[Condition]]:
 
 
 def _assemble(pid: int, machine: int) -> bytes:
-    """The filter as a BPF program; see https://docs.kernel.org/userspace-api/seccomp_filter.html"""
+    """Assemble the filter as a BPF program; see
+    https://docs.kernel.org/userspace-api/seccomp_filter.html"""
     code = [
         _step(_LOAD, _ARCH_OFFSET),
         _step(_JUMP_EQUAL, _AUDIT_ARCH[machine], 1, 0),
@@ -133,7 +135,7 @@ def _assemble(pid: int, machine: int) -> bytes:
 
 
 def _require(argument: int, mask: int, values: tuple[int, ...]) -> list[bytes]:
-    """Goes on behind these steps if the condition holds; else the call fails."""
+    """Return instructions that continue if the condition holds, and fail the call otherwise."""
     steps = [_step(_LOAD, _ARGUMENTS_OFFSET + 8 * argument), _step(_AND, mask)]
     for i, value in enumerate(values):
         steps.append(_step(_JUMP_EQUAL, value, len(values) - i, 0))
@@ -145,6 +147,6 @@ def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> by
 
 
 def _numbers(table: str, machine: int) -> dict[str, int]:
-    """The system calls of a table that this machine has."""
+    """Return the system calls of a table that this machine has, with their numbers."""
     entries = (entry.split() for entry in table.replace("\n", ";").split(";") if entry.strip())
     return {name: int(n[machine]) for name, *n in entries if n[machine] != "-"}

@@ -1,4 +1,5 @@
-"""The supervisor of one program, and the program's own process before it runs the program.
+"""The supervisor process of one sandboxed program, and the program's process before it runs the
+program.
 
 The supervisor is a bare interpreter, started for one program with the two arguments of `main`.
 It reads a `Job` from its standard input, moves into namespaces, forks the program's process, waits
@@ -50,7 +51,8 @@ _DESCRIPTORS = {
 
 
 class Job:
-    """What the supervisor is told, in this order.
+    """The message to the supervisor: a program, its input, and how to confine it. The order of the
+    fields is the order on the wire.
 
     Attributes:
         source, stdin: the program and what it reads.
@@ -85,7 +87,7 @@ class Job:
 
 
 def main(report_to: int, memory_entrance: int | None = None) -> None:
-    """Returns only in the program's process, when the program has ended.
+    """Supervise one program; returns only in the program's process, after the program has ended.
 
     Args:
         report_to: the descriptor to write the report to: a marshalled dictionary with `failure`, a
@@ -105,7 +107,7 @@ def main(report_to: int, memory_entrance: int | None = None) -> None:
 
 
 def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[str, Any] | None:
-    """Runs the program in a child; returns None in that child."""
+    """Fork the program's process and return the report on its end; returns None in that process."""
     if job.is_judged:  # now: these import much that is out of reach later
         from . import judge, served_program
     _be_the_first_to_go()
@@ -200,7 +202,8 @@ def _watch(program: int, started: int, wall_s: float, judge: int | None) -> dict
 
 
 def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
-    """Process 1 of the PID namespace ends when the supervisor does, however that happens."""
+    """Run process 1 of the PID namespace, which ends when the supervisor does, however that
+    happens."""
     for descriptor in others:
         os.close(descriptor)
     os.read(alive, 1)
@@ -249,7 +252,7 @@ def _confine(
 
 
 def _run(source: str) -> None:
-    """Runs the program as `python program.py` would; the interpreter's end is up to the caller."""
+    """Run the program as `python program.py` would; the caller ends the interpreter."""
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
     try:
@@ -285,8 +288,9 @@ def _set_limits(limits: dict[str, Any], others: int) -> None:
 
 
 def _unused_user() -> int | None:
-    """A user that nobody else is, so that limits per user count this program alone; `nobody` in a
-    container that does not have so many users, and None if it has not even that one."""
+    """Return a user id that nobody else has, so that per-user limits count this program alone;
+    `nobody` in containers with few users, else None. `nobody` in a container that does not have so
+    many users, and None if it has not even that one."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
     for user in (_HIGHEST_USER + os.getpid(), _NOBODY):
@@ -296,7 +300,7 @@ def _unused_user() -> int | None:
 
 
 def _be_the_first_to_go() -> None:
-    """Should the machine run out of memory, it is the program that the kernel kills."""
+    """Raise this process's OOM score, so that the kernel kills the program first."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -305,7 +309,7 @@ def _be_the_first_to_go() -> None:
 
 
 def _sealed_file(content: bytes) -> int:
-    """A file in memory that nobody can change, at its beginning."""
+    """Return a descriptor of an immutable file in memory, at its beginning."""
     file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     view = memoryview(content)
     while view:

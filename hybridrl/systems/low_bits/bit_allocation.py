@@ -19,7 +19,7 @@ from hybridrl.systems.unequal_devices import UnequalDevice
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer takes of the measured device, in so many bits.
+    """The time and memory of one layer in one number of bits, on the measured device.
 
     Attributes:
         seconds: Of a step, casts and rounding included.
@@ -32,7 +32,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Work:
-    """A step of one device, by parts.
+    """The cost of a step on one device: layers by bits, and what is always in full precision.
 
     Attributes:
         layers: By layer and bits, of the measured device; the most are those of a whole one.
@@ -47,23 +47,18 @@ class Work:
     end_bytes: float = 0.0
 
     def seconds(self, bits: Sequence[int], share: float) -> float:
-        """Predicted, of a device of this share."""
+        """Predict the seconds of a step on a device with this share of the measured speed."""
         layers = math.fsum(self.layers[n][b].seconds for n, b in enumerate(bits))
         return (self.ends + layers) / share + self.fixed
 
     def bytes(self, bits: Sequence[int]) -> float:
-        """Memory of the model."""
+        """Return the bytes of the model with these bits."""
         return self.end_bytes + math.fsum(self.layers[n][b].bytes for n, b in enumerate(bits))
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """Attributes:
-    bits: Of each device's layers.
-    seconds: Predicted, of each device.
-    target: Seconds that no device was to be slower than, if it could: those of the fastest one
-        with whole layers.
-    """
+    """The chosen bits of each device's layers, with the predicted seconds."""
 
     bits: Sequence[Sequence[int]]
     seconds: Sequence[float]
@@ -75,7 +70,7 @@ def allocate(
     devices: Sequence[UnequalDevice],
     indicators: Mapping[int, Mapping[int, float]],
 ) -> Allocation:
-    """The fewest and least harmful layers in fewer bits with which no device holds up the others.
+    """Choose the fewest and least harmful low-bit layers with which no device holds up the others.
 
     A step lasts as long as its slowest device. That may be the fastest device with whole
     layers, or a weak one that is slower in its fewest bits; nothing is made slower than that.
@@ -102,8 +97,8 @@ def allocate(
 
 
 def _fastest(work: Work, device: UnequalDevice) -> list[int]:
-    """Each layer in the bits in which it is fastest; then smaller where memory lacks, those first
-    that lose the least time for a byte."""
+    """Choose for each layer the bits in which it is fastest, then fewer bits until the model fits,
+    beginning with the layers that lose least time per byte saved."""
     bits = [min(costs, key=lambda b: (costs[b].seconds, -b)) for costs in work.layers]
     smaller = []
     for n, costs in enumerate(work.layers):

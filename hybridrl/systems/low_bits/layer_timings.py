@@ -31,11 +31,7 @@ SECONDS = 0.3
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Attributes:
-    layer: Of one layer, by bits.
-    ends: Of what is not in a layer.
-    tokens: On so many.
-    """
+    """The measured seconds of one layer by bits, and of everything outside the layers."""
 
     layer: dict[int, float]
     ends: float
@@ -52,7 +48,7 @@ def layer_seconds(
     length: int,
     device: torch.device,
 ) -> LayerSeconds:
-    """Measures.
+    """Measure a decoder layer in full precision and in each number of bits.
 
     Args:
         dtype: Name of the precision of what is whole, which is measured, too.
@@ -92,7 +88,8 @@ def _run(
     layers: int,
     bits: int,
 ) -> Callable[[], object]:
-    """A forward of so many layers, all of them in these bits, and if it trains a backward."""
+    """Return a function that runs a forward of this many layers, all in these bits, and a backward
+    if it trains."""
     with device, torch.random.fork_rng(devices=[]):
         model = build_language_model(
             narrowed(config, 1, layers), dtype=DTYPES[dtype], attn_implementation=NAME

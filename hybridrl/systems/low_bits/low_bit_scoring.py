@@ -18,8 +18,9 @@ from hybridrl.quantization.low_bit_linear import (
 
 
 class LowBitScoring:
-    """Has the linear layers inside decoder layers compute in fewer bits from now on. Each rounds
-    its weight in its first forward, when whoever cut it has gathered it, and keeps the result.
+    """A frozen, sharded model's layers in fewer bits, rounded in their first forward and kept. Each
+    rounds its weight in its first forward, when whoever cut it has gathered it, and keeps the
+    result.
 
     Args:
         model: A transformers model.
@@ -39,7 +40,7 @@ class LowBitScoring:
                 linear.forward = forward  # type: ignore[method-assign]
 
     def forget(self) -> None:
-        """The weights have changed: they are rounded again in the next forward."""
+        """Drop the rounded weights; the next forward rounds the new ones."""
         self._kept.clear()
 
     def _forward(self, linear: nn.Linear, kind: type[LowBitLinear], x: Tensor) -> Tensor:

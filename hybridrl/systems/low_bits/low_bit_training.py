@@ -27,7 +27,7 @@ from hybridrl.quantization.rounded_matrix import Rows, round_columns, round_rows
 
 
 def learn_in(model: nn.Module, bits: Mapping[int, int]) -> None:
-    """Has the linear layers inside these decoder layers compute in fewer bits from now on.
+    """Set the linear layers inside these decoder layers to compute in fewer bits from now on.
 
     Args:
         model: A transformers model; its parameters stay what they are.
@@ -63,7 +63,7 @@ FORWARDS = {8: _forward8, 16: _forward16}
 
 
 class Int8Linear(torch.autograd.Function):
-    """``[tokens, inputs]`` times a weight ``[outputs, inputs]``, forward and backward in int8.
+    """An autograd function: ``[tokens, inputs]`` times ``[outputs, inputs]``, in int8 both ways.
 
     The gradient is rounded once, a scale for each token. In ``dW`` tokens are summed over, so there
     each token's scale goes to its inputs before these are rounded.

@@ -13,8 +13,7 @@ from hybridrl.trainers.role_spec import ACTOR, RoleSpec
 
 
 def check_role(config: Config, role: str) -> tuple[str, str | None]:
-    """What a plan for a role is for, `scoring` or `training`, and where its model lies if not where
-    the policy's does.
+    """Return what a role's plan is for, `scoring` or `training`, and the path of its model.
 
     Raises:
         ConfigError: for a role that is none, or that takes no plan.
@@ -45,7 +44,7 @@ def check_precision(
     ranks: int,
     model: Any,
 ) -> None:
-    """Refuses the plan of a role that cannot do as it says.
+    """Refuse a precision plan that does not fit the role, its cut or its model.
 
     Args:
         cut: How its model is cut.

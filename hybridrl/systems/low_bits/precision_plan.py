@@ -1,5 +1,5 @@
-"""A plan of precision: in how many bits each rank computes each decoder layer. Plain data, which a
-planner makes, a person may read and edit, and engines obey."""
+"""A precision plan: the bits in which each rank computes each decoder layer. Plain data that a
+planner writes, a person may edit and engines follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WHOLE = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 @dataclass(frozen=True)
 class RankPrecision:
-    """What one rank does.
+    """The precision of each layer on one rank.
 
     Attributes:
         bits: By number of the layer, of those that are not whole.
@@ -39,7 +39,7 @@ class RankPrecision:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """Of one role.
+    """A plan of the layers' precision on every rank of one role.
 
     Attributes:
         use: `scoring` or `training`.
@@ -57,29 +57,28 @@ class PrecisionPlan:
     found: Mapping[str, Any] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Mapping[int, int]:
-        """The bits of its layers that are not whole."""
+        """Return the bits of a rank's quantized layers, by layer."""
         mine = self.ranks[rank if len(self.ranks) > 1 else 0].bits
         return {layer: bits for layer, bits in mine.items() if bits < self.whole}
 
     @property
     def whole(self) -> int:
-        """Bits of the model's own precision."""
+        """The number of bits of the model's own dtype."""
         return WHOLE[self.dtype]
 
     @property
     def low_layers(self) -> Sequence[int]:
-        """Those that are not whole on some rank."""
+        """The layers that are quantized on at least one rank."""
         return sorted(
             {n for rank in self.ranks for n, bits in rank.bits.items() if bits < self.whole}
         )
 
     def to_json(self) -> str:
-        """As text."""
         return json.dumps({"kind": KIND, **asdict(self)}, indent=2)
 
     @classmethod
     def load(cls, path: str, setting: str) -> PrecisionPlan:
-        """The plan in a file.
+        """Load the plan in a file.
 
         Args:
             setting: That names it, for messages.
@@ -102,7 +101,7 @@ class PrecisionPlan:
 
     @classmethod
     def from_json(cls, text: str) -> PrecisionPlan:
-        """What `to_json` wrote, or a person after it.
+        """Parse a plan from the JSON of `to_json`, or JSON that a person wrote in that form.
 
         Raises:
             ValueError, KeyError, TypeError, AttributeError: if it is none; says why.

@@ -41,7 +41,7 @@ def make_plan(
     device: torch.device,
     tokens: int = PROBE_TOKENS,
 ) -> PrecisionPlan:
-    """The plan of a role whose ranks have these devices.
+    """Make the precision plan of a role whose ranks have these devices.
 
     Args:
         use: `scoring` or `training`.
@@ -97,7 +97,7 @@ def _work(
     tokens: float,
     devices: Sequence[UnequalDevice],
 ) -> Work:
-    """A step of a rank with its share of a step's tokens."""
+    """Build the work of a rank in one step, for an equal share of its tokens."""
     times = tokens / seconds.tokens
     layers, whole = decoder_layers(model), max(seconds.layer)
     parameters = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Which roles compute some layers in fewer bits, and what the user is told of it."""
+"""Roles that compute some layers with fewer bits, and the notices about them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
 
 
 def plan_setting(config: Config, role: str) -> tuple[str, str] | None:
-    """The setting that names a role's plan of precision, and the file; None: it has none."""
+    """Return the setting that names a role's precision plan, and the file; None if it has none."""
     path = model_settings(config, role).precision
     return None if path is None else (f"models.{role}.precision", path)
 
 
 def plan_of(config: Config, role: str) -> PrecisionPlan | None:
-    """The plan of a role.
+    """Load the precision plan of a role; None if it has none.
 
     Raises:
         ConfigError: if the file holds none.
@@ -26,7 +26,7 @@ def plan_of(config: Config, role: str) -> PrecisionPlan | None:
 
 
 def precision_notices(config: Config, roles: Iterable[str]) -> list[str]:
-    """A sentence for each role that computes in fewer bits."""
+    """Return a notice for each role that computes with fewer bits."""
     found = []
     for role in roles:
         if (plan := plan_of(config, role)) is None:

@@ -51,7 +51,7 @@ VOCABULARY = 512
 
 
 class Family(NamedTuple):
-    """Models that differ in size alone.
+    """An architecture whose models differ in size only.
 
     Attributes:
         kind: As transformers calls it.
@@ -85,14 +85,14 @@ ROWS = ((1, 64), (8, 64), (32, 256), (64, 64))
 
 
 class Piece(NamedTuple):
-    """Work, and the model that it is done with; None: any."""
+    """A piece of work with the model to measure it on; None if it needs no model."""
 
     work: Work
     model: PretrainedConfig | None
 
 
 def config_of(family: Family, hidden: int) -> PretrainedConfig:
-    """A model of a family."""
+    """Build the configuration of a model of this family with this hidden size."""
     heads = max(family.groups, hidden // family.head)
     return AutoConfig.for_model(
         family.kind,
@@ -110,7 +110,7 @@ def config_of(family: Family, hidden: int) -> PretrainedConfig:
 
 
 def pieces_of(config: PretrainedConfig, dtype: str) -> list[Piece]:
-    """The work of training, scoring and generating with a model, in some sizes."""
+    """List the work of training, scoring and generating with a model, in several sizes."""
     shape = shape_of(config, dtype)
     layer = Work(
         FORWARD,
@@ -143,7 +143,7 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     limit: int | None = None,
 ) -> CostTable:
-    """Measures the devices of this machine, all at once; the mean of what they found.
+    """Measure the devices of this machine, all at once, and return the mean over devices.
 
     Args:
         cluster: These devices, with the rates that a probe of them has found.
@@ -224,7 +224,8 @@ def _head(work: Work, dtype: torch.dtype, device: torch.device) -> Callable[[], 
 def _decode(
     config: PretrainedConfig, work: Work, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
-    """A token more for each row. The cache is set back each time."""
+    """Return a function that generates one token for each row and then crops the cache to its
+    length before."""
     with device:
         model: Any = build_language_model(
             narrowed(config, 1, LAYERS), dtype=dtype, attn_implementation="sdpa"

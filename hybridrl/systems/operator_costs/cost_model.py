@@ -107,7 +107,7 @@ class CostTable:
 
 
 class OperatorCosts:
-    """Predicts seconds.
+    """A model that predicts the seconds of operators on several devices.
 
     Args:
         tables: Of the devices that are known.
@@ -125,7 +125,8 @@ class OperatorCosts:
         ).fit((x - self._mean) / self._spread, np.log(np.concatenate(factors)))
 
     def seconds(self, works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
-        """Of each piece of work, on a device of which it has samples, or only the rates."""
+        """Predict the seconds of each piece of work, on a device with samples or only with
+        rates."""
         x = (describe_work(works, device) - self._mean) / self._spread
         return np.asarray(roofline(works, device) * np.exp(self._process.predict(x)))
 
@@ -148,14 +149,14 @@ class DeviceCosts:
         self._known: dict[Work, float] = {}
 
     def seconds(self, work: Work) -> float:
-        """Of a piece of work."""
         if work not in self._known:
             self._known[work] = float(self._costs.seconds([work], self._device)[0])
         return self._known[work]
 
 
 def roofline(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
-    """Seconds of each, if its parts came one after the other at the device's rates."""
+    """Return the seconds of each piece of work if its products, memory and launches came one after
+    the other at the device's rates."""
     return np.array([sum(_parts(work, device)) for work in works])
 
 

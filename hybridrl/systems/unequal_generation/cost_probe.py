@@ -45,7 +45,7 @@ def probe_costs(
     choice: Choice,
     bits: Sequence[int] = BITS,
 ) -> tuple[Costs, Costs]:
-    """Costs of prefill and of decode on this device, with random weights.
+    """Measure the costs of prefill and of decode on this device, with random weights.
 
     Args:
         config: Of the model.
@@ -94,7 +94,7 @@ def probe_costs(
 
 
 def slowed(costs: Costs, share: float) -> Costs:
-    """On a device that does `share` of the work in a second."""
+    """Scale costs to a device that does `share` of the measured work per second."""
 
     def longer(curve: Curve) -> Curve:
         return tuple((rows, seconds / share) for rows, seconds in curve)
@@ -106,7 +106,7 @@ def slowed(costs: Costs, share: float) -> Costs:
 def with_sizes(
     problem: GenerationProblem, config: PretrainedConfig, dtype: str
 ) -> GenerationProblem:
-    """The problem with the bytes of this model."""
+    """Return the problem with the bytes of this model filled in."""
     shape = shape_of(config, dtype)
     layer = float(shape.layer.all)
     sizes = {bits: layer * (bits / 8 + SCALE_BYTES[bits]) for bits in BITS if bits != WHOLE}
@@ -121,7 +121,7 @@ def with_sizes(
 
 
 def copy_link(device: torch.device) -> Link:
-    """A link as fast as copies on this machine, for devices of one machine."""
+    """Measure the cost of messages between devices of one machine, at the rate of memory copies."""
     sizes = (1 << 12, 1 << 24)
     blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     low, high = _timed([lambda block=block: block.clone() for block in blocks], device)
@@ -142,7 +142,8 @@ def _stage(
 def _pass(
     stage: DecoderStage, rows: int, tokens: int, before: int, device: torch.device
 ) -> Callable[[], object]:
-    """A pass of so many tokens of each sample after those in the cache."""
+    """Return a function that runs `tokens` tokens of each sample after the `before` tokens in the
+    cache."""
     ids = torch.zeros(rows, before + tokens, dtype=torch.int64, device=device)
     positions = torch.arange(before + tokens, device=device).expand(rows, -1)
     cache = GrowingCache(len(stage.base.layers), rows)
@@ -161,7 +162,7 @@ def _pass(
 def _fill(
     stage: DecoderStage, cache: GrowingCache, rows: int, tokens: int, device: torch.device
 ) -> None:
-    """What is in the cache costs what it costs, whatever it is."""
+    """Fill the cache with zeros: its content does not change the time."""
     with torch.inference_mode():
         one = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         stage(one, None, None, one, cache)
@@ -172,7 +173,8 @@ def _fill(
 
 
 def _growing(points: Sequence[tuple[int, float]]) -> Curve:
-    """More samples take no less time; where less was measured, the other took too long."""
+    """Make the times of a curve non-decreasing: a time above that of more rows was a
+    disturbance."""
     later = [seconds for _, seconds in points]
     return tuple((rows, min(later[n:])) for n, (rows, _) in enumerate(points))
 

@@ -1,4 +1,4 @@
-"""A group of samples that go through the stages of a pipeline together: what every stage knows."""
+"""The state of a micro-batch of samples, which all stages of a pipeline update alike."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, posi
 
 
 class Group:
-    """Samples of one micro-batch, as one stage sees them. All stages change it alike: what decides
-    is only which tokens there are and which of them end a sample.
+    """A micro-batch of samples as one stage sees it. All stages change it alike: what decides is
+    only which tokens there are and which of them end a sample.
 
     Args:
         prompts: Of each sample.
@@ -50,18 +50,18 @@ class Group:
 
     @property
     def is_over(self) -> bool:
-        """Whether no sample goes on."""
+        """True if all samples have ended."""
         return self.position >= self._max_tokens or all(self.ended)
 
     def pieces(self, number: int) -> list[slice]:
-        """The samples in up to so many parts, for the pass over their prompts."""
+        """Split the samples into at most `number` slices for prefill."""
         total = len(self._prompts)
         number = min(number, total)
         bounds = [total * one // number for one in range(number + 1)]
         return [slice(*bounds[one : one + 2]) for one in range(number)]
 
     def prompt_ids(self, piece: slice) -> Tensor:
-        """``[samples, longest]``, filled up on the left."""
+        """Return the prompts of a slice, padded on the left, ``[samples, longest]``."""
         prompts = self._prompts[piece]
         ids = torch.zeros(len(prompts), self.longest, dtype=torch.int64)
         for row, prompt in enumerate(prompts):
@@ -69,16 +69,16 @@ class Group:
         return ids.to(self._device)
 
     def prefill_places(self, piece: slice) -> tuple[Tensor | None, Tensor]:
-        """Mask and positions for the pass over these prompts."""
+        """Return attention mask and positions of the prompts of a slice."""
         mask = None if self._mask is None else self._mask[piece]
         return mask, self._positions[piece]
 
     def decode_places(self) -> tuple[Tensor | None, Tensor]:
-        """Mask and positions for the last tokens."""
+        """Return attention mask and positions of the last tokens."""
         return self._mask, self._positions
 
     def take(self, tokens: Tensor) -> None:
-        """The next token of every row; see `marked`."""
+        """Append the next token of every row, as encoded by `mark_last_tokens`."""
         said = tokens.tolist()
         for row, token in zip(self.rows, said, strict=True):
             if not self.ended[row]:
@@ -102,5 +102,6 @@ class Group:
 
 
 def marked(tokens: Tensor, ends: Sequence[bool]) -> Tensor:
-    """Tokens as stages tell them to each other: ``-1 - token`` is the last one of its sample."""
+    """Encode tokens for the other stages: ``-1 - token`` is the last one of its sample. ``-1 -
+    token`` is the last one of its sample."""
     return torch.where(torch.tensor(list(ends), device=tokens.device), -1 - tokens, tokens)

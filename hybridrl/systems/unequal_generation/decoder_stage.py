@@ -1,5 +1,4 @@
-"""Some neighbouring layers of a decoder, which generate together with those of other devices:
-transformers' own modules, without the layers of others, some of them in fewer bits."""
+"""A stage of a decoder: some neighbouring layers of a transformers model, some in fewer bits."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ class DecoderStage(nn.Module):
         self.eval()
 
     def tensors(self) -> dict[str, Tensor | LowBitLinear]:
-        """What it has of the model's parameters, by checkpoint name: the parameter, or the layer
-        that keeps it rounded."""
+        """Return this stage's parameters by checkpoint name; for rounded ones their layer."""
         found: dict[str, Tensor | LowBitLinear] = {}
         for name, ((path, attribute), *_) in self._places.items():
             module = self.get_submodule(path)
@@ -103,7 +101,7 @@ class DecoderStage(nn.Module):
         positions: Tensor,
         cache: Cache,
     ) -> Tensor:
-        """Runs its layers.
+        """Run the stage's layers.
 
         Args:
             ids: ``[samples, tokens]``, for the first stage.
@@ -126,7 +124,7 @@ class DecoderStage(nn.Module):
         return found if self.head is None else self.head(found[:, -1])
 
     def _placed(self, names: Mapping[str, nn.Parameter]) -> dict[str, list[tuple[str, str]]]:
-        """Module and attribute of each parameter that is here; of two modules if it is tied."""
+        """Return module and attribute of each parameter that is here; two of each if tied."""
         called = {id(parameter): name for name, parameter in names.items()}
         found: dict[str, list[tuple[str, str]]] = {}
         for path, module in self.named_modules():
@@ -135,7 +133,8 @@ class DecoderStage(nn.Module):
         return found
 
     def _names_of(self, layer: int | None) -> list[str]:
-        """The parameters of a layer; None: of what is in none."""
+        """Return the parameters of a layer; with None those outside of all layers. None: of what is
+        in none."""
         above = f"base.layers.{'' if layer is None else f'{layer}.'}"
         return [
             name
@@ -147,16 +146,14 @@ class DecoderStage(nn.Module):
 def unread_stage(
     path: str, first: int, bits: Sequence[int], dtype: str, device: torch.device
 ) -> DecoderStage:
-    """The stage of the model at `path`; no other parameters are read, if they can be read by
-    parts."""
+    """Load a stage of the model at `path`, reading no other parameters where that is possible."""
     model, files = unread_model(path)
     unread = any(parameter.is_meta for parameter in model.parameters())
     return DecoderStage(model, files if unread else None, first, bits, DTYPES[dtype], device)
 
 
 def check_stages(config: PretrainedConfig, setting: str, path: str) -> None:
-    """Refuses models that stages cannot compute: by their parts, and by a trial with a small copy,
-    of which two stages must say what the whole says.
+    """Refuse models that cannot be divided into stages, by their parts and by a trial.
 
     Raises:
         ConfigError: begins with `setting`.
@@ -201,7 +198,7 @@ def _tried(config: PretrainedConfig) -> str:
 
 
 def set_attention(model: PreTrainedModel) -> None:
-    """Gives a model an attention that knows caches."""
+    """Set an attention that supports KV caches."""
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # its attention does what the fused one does not know
@@ -209,8 +206,7 @@ def set_attention(model: PreTrainedModel) -> None:
 
 
 def _renumber(base: nn.Module, layers: Sequence[nn.Module], first: int) -> None:
-    """Makes these all the layers that there are: their caches count from 0, and so do the kinds
-    that the configuration lists."""
+    """Make these the only layers of the model, with caches and layer types counted from 0."""
     for layer in layers:
         for module in layer.modules():
             if isinstance(number := getattr(module, "layer_idx", None), int):

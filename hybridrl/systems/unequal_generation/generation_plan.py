@@ -1,4 +1,5 @@
-"""GenerationPlan: which layers, in how many bits, each device of a pipeline generates with.
+"""The plan of a heterogeneous generation pipeline: which layers each device computes, and in how
+many bits.
 
 Plain data: `hybridrl plan generation` makes it, a person may edit it, `rollout.engine=pipeline`
 obeys it (`rollout.plan`).
@@ -23,7 +24,7 @@ COMMAND = "`hybridrl plan generation` makes such a file."
 
 @dataclass(frozen=True)
 class Stage:
-    """What one device does.
+    """One pipeline stage: its device and the bits of its layers.
 
     Attributes:
         device: Its number among the devices that share the model.
@@ -38,7 +39,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """How a model generates over several devices.
+    """A plan that splits a model's layers into generation stages over several devices.
 
     Attributes:
         stages: In the order in which a token goes through them.
@@ -56,32 +57,32 @@ class GenerationPlan:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """The number of layers of the model."""
         return sum(len(stage.bits) for stage in self.stages)
 
     @property
     def bits(self) -> dict[int, int]:
-        """By the number of a layer."""
+        """The bits of each layer, by its number."""
         return dict(enumerate(bits for stage in self.stages for bits in stage.bits))
 
     @property
     def is_rounded(self) -> bool:
-        """Whether any layer has fewer bits than the model."""
+        """Whether any layer has fewer bits than the model's own precision."""
         return any(bits < WHOLE for bits in self.bits.values())
 
     def first_layer(self, number: int) -> int:
-        """Of a stage."""
+        """Return the number of the first layer of a stage."""
         return sum(len(stage.bits) for stage in self.stages[:number])
 
     def renumbered(self) -> GenerationPlan:
-        """With the devices that have a stage counted from 0, in the order that they have."""
+        """Return the plan with its devices renumbered from 0, in their order."""
         used = sorted(stage.device for stage in self.stages)
         stages = (replace(one, device=used.index(one.device)) for one in self.stages)
         return replace(self, stages=tuple(stages))
 
 
 def equal_plan(layers: int, stages: int, bits: int = WHOLE) -> GenerationPlan:
-    """As many layers for each device, as far as that can be, in one precision.
+    """Build a plan with equally many layers per stage, as far as possible, in one precision.
 
     Raises:
         ConfigError: if there are fewer layers than stages.
@@ -99,12 +100,12 @@ def equal_plan(layers: int, stages: int, bits: int = WHOLE) -> GenerationPlan:
 
 
 def to_json(plan: GenerationPlan) -> str:
-    """What `read_plan` reads."""
+    """Format a plan as JSON for `load_generation_plan`."""
     return json.dumps(asdict(plan), indent=1)
 
 
 def read_plan(path: str | Path) -> GenerationPlan:
-    """The plan in a file.
+    """Load the plan in a file.
 
     Raises:
         ConfigError: says what is wrong with it.
@@ -119,7 +120,7 @@ def read_plan(path: str | Path) -> GenerationPlan:
 
 
 def check_plan(plan: GenerationPlan, who: str) -> None:
-    """Refuses what no pipeline could do.
+    """Check that a plan describes a valid pipeline.
 
     Raises:
         ConfigError: begins with `who`.

@@ -43,7 +43,7 @@ def make_problem(
     described: Sequence[UnequalDevice],
     lengths: tuple[int, int],
 ) -> GenerationProblem:
-    """What is known of devices and model, without indicators: each kind of device is measured."""
+    """Build the planning problem without indicators; measure each kind of device once."""
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     samples = min(samples, config.rollout.max_sequences)
     rows = sorted({-(-samples // count) for count in (1, 2, 4, 8, 16)})
@@ -76,7 +76,8 @@ def make_problem(
 
 
 def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
-    """What the last stage does with its states: tokens are chosen and told."""
+    """Return a function that does what the last stage does after its layers: choose tokens and send
+    them."""
     rows, device, endless = len(states), states.device, 1 << 40
     chooser = Chooser(Sampling(endless), torch.zeros(1, dtype=torch.int64, device=device), None)
     group = Group([torch.zeros(1)] * rows, range(rows), 0, endless, device)
@@ -91,8 +92,8 @@ def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
 
 
 def calibrated(model: PreTrainedModel, answers: Sequence[Tensor]) -> tuple[dict[int, float], ...]:
-    """Indicators of each layer, by bits, so that those of every other layer sum up to the KL that
-    was measured with these in so few bits."""
+    """Return indicators of each layer by bits, scaled so that those of every second layer sum to
+    the KL measured with these layers rounded."""
     found = indicator(model, answers, LOW)
     scales = {}
     for bits in LOW:
@@ -108,7 +109,7 @@ def calibrated(model: PreTrainedModel, answers: Sequence[Tensor]) -> tuple[dict[
 def measured_plan(
     problem: GenerationProblem, model: PreTrainedModel, answers: Sequence[Tensor]
 ) -> GenerationPlan:
-    """The best plan whose KL, measured, is no more than `problem.max_kl`.
+    """Return the best plan whose measured KL is at most `problem.max_kl`.
 
     Raises:
         ConfigError: if none of `TRIES` is.

@@ -23,7 +23,7 @@ Curve = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one phase on one device.
+    """The measured costs of one phase (prefill or decode) on one device.
 
     Attributes:
         layer: Of one layer, by bits.
@@ -38,7 +38,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class GenerationDevice:
-    """A device.
+    """A device for stages, with its memory and its costs in each phase.
 
     Attributes:
         name: For people.
@@ -54,7 +54,7 @@ class GenerationDevice:
 
 @dataclass(frozen=True)
 class GenerationProblem:
-    """What is to be planned.
+    """The devices, links, model sizes and limits that a generation plan is made for.
 
     Attributes:
         devices: Those that there are; a plan may leave some out.
@@ -84,29 +84,29 @@ class GenerationProblem:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
         return len(self.indicators)
 
     @property
     def layer_cache(self) -> float:
-        """Bytes of the KV cache of a layer."""
+        """Return the bytes of one layer's KV cache for all samples."""
         return self.cache_bytes * self.samples * (self.prompt_tokens + self.response_tokens)
 
 
 class Seconds(NamedTuple):
-    """Of a plan: of the passes over all prompts, of all tokens after the first."""
+    """The predicted seconds of a plan: of prefill over all prompts, and of decode for all tokens
+    after the first."""
 
     prefill: float
     decode: float
 
     @property
     def total(self) -> float:
-        """Of all samples."""
         return self.prefill + self.decode
 
 
 def at(curve: Curve, rows: float) -> float:
-    """Seconds for so many samples; beyond the ends the line goes on, but never below 0."""
+    """Interpolate a cost curve at a number of samples; beyond its ends the line goes on, but never
+    below 0."""
     if len(curve) == 1:
         return curve[0][1]
     place = min(max(1, bisect_left(curve, (rows, 0.0))), len(curve) - 1)
@@ -115,12 +115,12 @@ def at(curve: Curve, rows: float) -> float:
 
 
 def rows_of(problem: GenerationProblem, micro_batches: int) -> int:
-    """Samples in the largest of so many micro-batches."""
+    """Return the number of samples in the largest micro-batch."""
     return -(-problem.samples // micro_batches)
 
 
 class StageCosts(NamedTuple):
-    """Of one phase in one order of devices.
+    """The costs of each stage in one phase, for one order of devices.
 
     Attributes:
         layer: By stage and bits.
@@ -136,7 +136,7 @@ class StageCosts(NamedTuple):
 def stage_costs(
     problem: GenerationProblem, order: Sequence[int], micro_batches: int, prefill: bool
 ) -> StageCosts:
-    """Seconds of a micro-batch."""
+    """Compute the seconds of one micro-batch on each stage and link."""
     rows, last = rows_of(problem, micro_batches), len(order) - 1
     tokens = rows * (problem.prompt_tokens if prefill else 1)
     found = StageCosts([], [], [])
@@ -152,7 +152,7 @@ def stage_costs(
 
 
 def seconds_of(problem: GenerationProblem, plan: GenerationPlan) -> Seconds:
-    """How long a plan will take for all samples.
+    """Predict how long a plan takes for all samples.
 
     With S stages, m micro-batches and n tokens: prefill is a pipeline that fills once, ``sum_s P_s
     + (m p - 1) max_s P_s`` with p pieces of each micro-batch. In decode a micro-batch's next token
@@ -172,7 +172,7 @@ def seconds_of(problem: GenerationProblem, plan: GenerationPlan) -> Seconds:
 
 
 def decode_seconds(times: Sequence[float], micro_batches: int, tokens: int) -> float:
-    """Of all tokens after the first; see `seconds_of`."""
+    """Predict the seconds of all tokens after the first; see `predict_generation_time`."""
     if tokens < 2:
         return 0.0
     slowest, whole = max(times), sum(times)
@@ -181,7 +181,7 @@ def decode_seconds(times: Sequence[float], micro_batches: int, tokens: int) -> f
 
 
 def memory_of(problem: GenerationProblem, plan: GenerationPlan) -> list[float]:
-    """Bytes that each stage takes."""
+    """Compute the bytes of each stage: weights, KV cache, embedding and head."""
     found = []
     for number, stage in enumerate(plan.stages):
         size = sum(problem.layer_bytes[bits] + problem.layer_cache for bits in stage.bits)
@@ -192,12 +192,12 @@ def memory_of(problem: GenerationProblem, plan: GenerationPlan) -> list[float]:
 
 
 def kl_of(problem: GenerationProblem, plan: GenerationPlan) -> float:
-    """What the indicators say."""
+    """Sum the indicators of a plan's layers, in nats per token."""
     return sum(problem.indicators[layer].get(bits, 0.0) for layer, bits in plan.bits.items())
 
 
 def check_problem(problem: GenerationProblem) -> None:
-    """Refuses numbers that mean nothing.
+    """Refuse a problem whose numbers are missing, not finite or out of range.
 
     Raises:
         ConfigError: names them.
@@ -232,7 +232,7 @@ def check_problem(problem: GenerationProblem) -> None:
 
 
 def _times(costs: StageCosts, plan: GenerationPlan) -> list[float]:
-    """Of all stages and links."""
+    """Return the seconds of all stages and links."""
     stages: list[Any] = list(zip(plan.stages, costs.layer, costs.fixed, strict=True))
     return [
         *(sum(layer[bits] for bits in stage.bits) + fixed for stage, layer, fixed in stages),

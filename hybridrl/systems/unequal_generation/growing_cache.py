@@ -1,5 +1,4 @@
-"""The KV cache of a group of samples in memory that is taken ahead: a token writes its own place,
-and nothing is copied but when there is no more room."""
+"""A KV cache for a micro-batch, with room taken ahead so that a token is written without a copy."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ STEP = 64
 
 
 class GrowingCache(Cache):
-    """The cache of `layers` layers for `rows` samples.
+    """A KV cache of `layers` layers for `rows` samples; prompts may pass some samples at a time.
 
     The prompts may pass in pieces, some samples at a time: see `begin`.
     """
@@ -24,23 +23,23 @@ class GrowingCache(Cache):
         super().__init__(layers=[GrowingLayer(rows) for _ in range(layers)])
 
     def begin(self, start: int, stop: int) -> None:
-        """What comes is of the samples from `start` to `stop`, from their first token on."""
+        """Start the prefill of the samples from `start` to `stop`."""
         for layer in self.layers:
             layer.piece, layer.length = slice(start, stop), 0
 
     def whole(self) -> None:
-        """What comes is of all samples."""
+        """End the prefill: the next tokens are those of all samples."""
         for layer in self.layers:
             layer.piece = slice(None)
 
     def keep(self, rows: Tensor) -> None:
-        """Drops all samples but these."""
+        """Drop all samples but these."""
         for layer in self.layers:
             layer.keep(rows)
 
 
 class GrowingLayer(CacheLayerMixin):
-    """Keys and values ``[samples, heads, tokens, width]`` of a layer."""
+    """The keys and values ``[samples, heads, tokens, width]`` of one layer."""
 
     is_sliding = False
 
@@ -56,7 +55,7 @@ class GrowingLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Adds tokens; gives all of these samples."""
+        """Add tokens and return all keys and values of these samples."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.length = self.length, self.length + key_states.shape[2]
@@ -72,7 +71,7 @@ class GrowingLayer(CacheLayerMixin):
         return found[0], found[1]
 
     def keep(self, rows: Tensor) -> None:
-        """See `GrowingCache.keep`."""
+        """Drop all samples but these."""
         self._rows = len(rows)
         if self.is_initialized:
             self.keys, self.values = self.keys[rows], self.values[rows]
@@ -87,14 +86,14 @@ class GrowingLayer(CacheLayerMixin):
         return -1
 
     def _room_for(self, like: Tensor, tokens: int) -> Tensor:
-        """Memory for what there is, `like`, and as much again or `STEP`."""
+        """Allocate room for the tokens there are and half as many more, or `_MIN_ROOM`."""
         _, heads, new, width = like.shape
         room = tokens + new + max(STEP, tokens // 2)
         return like.new_empty((self._rows, heads, room, width))
 
 
 def positions_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor | None, Tensor]:
-    """Mask and positions of prompts that are filled up on the left to the longest.
+    """Return mask and positions of prompts that are padded on the left to the longest.
 
     Returns:
         ``[samples, longest]`` each; no mask where all are equally long.

@@ -9,7 +9,7 @@ from scipy.sparse import csr_array
 
 
 class IntegerProgram:
-    """Finds variables from 0 on that make ``goal @ x`` least.
+    """A program that finds the variables, from 0 up, for which ``goal @ x`` is least.
 
     Args:
         goal: Of each variable.
@@ -28,7 +28,7 @@ class IntegerProgram:
         self._high: list[float] = []
 
     def row(self, where: ArrayLike, values: ArrayLike, low: float, high: float) -> None:
-        """``low <= values @ x[where] <= high``."""
+        """Add the constraint ``low <= values @ x[where] <= high``."""
         places = np.asarray(where).ravel()
         self._where.append(places)
         self._values.append(np.broadcast_to(np.asarray(values, float), places.shape))
@@ -38,7 +38,7 @@ class IntegerProgram:
     def solve(
         self, *, below: float = np.inf, gap: float = 0.0, relaxed: bool = False
     ) -> tuple[float, NDArray[np.float64]] | None:
-        """The least goal and its variables; None: there are none.
+        """Return the least goal and its variables; None if there is no solution.
 
         Args:
             below: Only what is as low as this counts.

@@ -1,5 +1,5 @@
-"""PipelineRollout: a model that generates over several devices, unequal ones if need be. Each has
-some neighbouring layers, in as many bits as a plan says.
+"""An engine that generates on a pipeline of devices, unequal ones if need be, as a plan says. Each
+has some neighbouring layers, in as many bits as a plan says.
 
 Zhao et al. 2024, "LLM-PQ" (arXiv:2403.01136), on the layers of transformers; `planner` makes the
 plans.
@@ -36,8 +36,8 @@ from hybridrl.systems.unequal_generation.stage_links import StageLinks
 
 
 class PipelineRollout(BatchedEngine):
-    """One stage of a replica, with its weights; all ranks of the replica make the same calls, and
-    get the same samples. Building it is collective over the world.
+    """One stage of a pipeline that generates; all ranks of the replica make the same calls.
+    Building it is collective over the world.
 
     Prompts of similar length run together, `max_sequences` at a time, in the groups that the plan
     says; what a sample draws is what it draws from `TransformersRollout`, but for rounding.
@@ -82,7 +82,7 @@ class PipelineRollout(BatchedEngine):
                 writer.write(name, (0,) * tensor.ndim, tensor)
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
-        """The parameters of this stage, whole; of others nothing."""
+        """Return the parameters of this stage whole, and no piece of others."""
         return {
             name: (Piece(whole(shape), name, (0,) * len(shape)),) if name in self._tensors else ()
             for name, shape in shapes.items()
@@ -116,7 +116,7 @@ class PipelineRollout(BatchedEngine):
     def _generate(
         self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling
     ) -> list[tuple[list[int], list[float], str]]:
-        """Tokens, log-probabilities and what ended each sample."""
+        """Generate one batch; return tokens, log-probabilities and finish reason of each sample."""
         count = min(self._plan.decode_micro_batches, len(prompts))
         bounds = [len(prompts) * number // count for number in range(count + 1)]
         layers = len(self._plan.stages[self._links.stage].bits)
@@ -152,7 +152,7 @@ def _plan_of(path: str, config: RolloutConfig) -> GenerationPlan:
 
 
 class RoundingWriter(WeightWriter):
-    """Rounds the weights of low-bit layers when they are there whole, one after the other.
+    """A weight writer that rounds each low-bit layer when its weight is complete.
 
     Args:
         tensors: Parameters, or the layers that keep them rounded.

@@ -1,5 +1,4 @@
-"""One batch on its way through the stages: groups follow each other so closely that every stage
-has work while the tokens of other groups are under way."""
+"""The generation of one batch in micro-batches that follow each other so that no stage waits."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from hybridrl.systems.unequal_generation.stage_links import Message, StageLinks,
 
 
 class PipelineRun:
-    """Generates what `groups` are to become; every stage makes one of the same groups, and each
-    visits them in the same order.
+    """A generation of micro-batches, which every stage visits in the same order.
 
     Args:
         stage: This rank's layers.
@@ -44,7 +42,7 @@ class PipelineRun:
         self.log_probs: list[list[list[float]]] = [[[] for _ in g.token_ids] for g in groups]
 
     def run(self) -> None:
-        """Until every sample has ended."""
+        """Run prefill and decode until every sample has ended."""
         self._prefill()
         while any(not group.is_over for group in self._groups):
             for number, group in enumerate(self._groups):
@@ -94,7 +92,7 @@ class PipelineRun:
         self._end_pass(number, group, found)
 
     def _end_pass(self, number: int, group: Group, found: Tensor) -> None:
-        """After all rows of a group: its next tokens are chosen, or will be told."""
+        """Sample a micro-batch's next tokens on the last stage; on others start to receive them."""
         if not self._links.is_last:
             self._tokens[number] = self._links.expect_tokens(len(group.rows))
             return
@@ -111,7 +109,7 @@ class PipelineRun:
         group.take(tokens)
 
     def _after(self, number: int) -> int:
-        """The group that is visited after this one."""
+        """Return the number of the micro-batch that is visited next."""
         places = [*range(number + 1, len(self._groups)), *range(number + 1)]
         return next(place for place in places if not self._groups[place].is_over)
 

@@ -40,7 +40,7 @@ def plan_generation(
     pieces: Sequence[int] = PIECES,
     gap: float = GAP,
 ) -> GenerationPlan:
-    """The plan that takes least time, within memory and KL.
+    """Find the plan that takes least time within memory and KL.
 
     Args:
         micro_batches, pieces: Of decode and prefill, that are tried.
@@ -79,7 +79,7 @@ def plan_generation(
 
 
 def _described(problem: GenerationProblem, plan: GenerationPlan) -> GenerationPlan:
-    """With names and predictions."""
+    """Return the plan with device names and predictions."""
     seconds = seconds_of(problem, plan)
     tokens = problem.samples * problem.response_tokens
     return GenerationPlan(
@@ -101,7 +101,8 @@ def _described(problem: GenerationProblem, plan: GenerationPlan) -> GenerationPl
 def _choices(
     problem: GenerationProblem, micro_batches: Sequence[int], pieces: Sequence[int]
 ) -> Iterator[Choice]:
-    """Each order of each selection of devices, once for equal devices."""
+    """Yield each order of each selection of devices, once for equal devices, with each division
+    into micro-batches."""
     kinds = [_kind(problem, number) for number in range(len(problem.devices))]
     seen = set()
     for size in range(1, min(len(kinds), problem.layers) + 1):
@@ -117,7 +118,7 @@ def _choices(
 
 
 def _kind(problem: GenerationProblem, number: int) -> str:
-    """The same for devices that may take each other's place."""
+    """Return a key that is equal for devices that may take each other's place."""
     device, own = problem.devices[number], problem.links[number]
     into = [links[number] for links in problem.links]
     others = sorted(str(link) for place, link in enumerate(own) if place != number)
@@ -126,7 +127,7 @@ def _kind(problem: GenerationProblem, number: int) -> str:
 
 
 def _what_is_lacking(problem: GenerationProblem) -> str:
-    """Why there is no plan."""
+    """Explain why there is no plan."""
     least = {bits: problem.layer_bytes[bits] + problem.layer_cache for bits in problem.layer_bytes}
     lightest, widest = min(least, key=least.__getitem__), max(least)
     ends = problem.embedding_bytes + problem.head_bytes

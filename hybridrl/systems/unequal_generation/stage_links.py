@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send each other while they generate: states go on, tokens go back.
+"""The links between stages of a generation pipeline: hidden states go on, tokens come back.
 
 Each way has process groups of its own. NCCL does what two ranks ask of one group in the order in
 which they ask, and a stage that sends states while tokens are on their way to it would wait for
@@ -19,8 +19,8 @@ Message = tuple[dist.Work, Tensor]
 
 
 class StageLinks:
-    """This rank's place in its pipeline. Building it is collective over the world, whose ranks
-    share a model block by block.
+    """The process groups that link this rank's stage with the others. Building it is collective
+    over the world, whose ranks share a model block by block.
 
     Attributes:
         stage: The number of this rank's stage.
@@ -43,7 +43,7 @@ class StageLinks:
         self.is_last = self.stage == count - 1
 
     def send_states(self, key: Hashable, states: Tensor) -> None:
-        """To the next stage; does not wait for it.
+        """Send hidden states to the next stage without waiting.
 
         Args:
             key: See `settle`.
@@ -54,41 +54,41 @@ class StageLinks:
         self._sending.setdefault(key, []).append((work, states))
 
     def expect_states(self, *shape: int) -> Message:
-        """The next states of the stage before, when `take` waits for them."""
+        """Start to receive the next hidden states of the previous stage."""
         states = torch.empty(shape, dtype=self._dtype, device=self._device)
         before = self._ranks[self.stage - 1]
         return dist.irecv(states, group=self._states, group_src=before), states
 
     def tell_tokens(self, key: Hashable, tokens: Tensor) -> None:
-        """From the last stage to all others."""
+        """Send tokens from the last stage to all others without waiting."""
         for rank in self._ranks[:-1]:
             work = dist.isend(tokens, group=self._tokens, group_dst=rank)
             self._sending.setdefault(key, []).append((work, tokens))
 
     def expect_tokens(self, rows: int) -> Message:
-        """What the last stage will tell next."""
+        """Start to receive the next tokens of the last stage."""
         tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
         return dist.irecv(tokens, group=self._tokens, group_src=self._ranks[-1]), tokens
 
     def settle(self, key: Hashable) -> None:
-        """Waits until all messages with this key have left: those whose answer is there have."""
+        """Wait until all messages with this key have been sent."""
         for work, _ in self._sending.pop(key, ()):
             work.wait()
 
     def settle_all(self) -> None:
-        """Waits until all messages have left."""
+        """Wait until all messages have been sent."""
         for key in list(self._sending):
             self.settle(key)
 
     def from_last(self, values: Tensor) -> Tensor:
-        """The last stage's values on all."""
+        """Broadcast values of the last stage and return them on all."""
         if len(self._ranks) > 1:
             dist.broadcast(values, group=self._tokens, group_src=self._ranks[-1])
         return values
 
 
 def take(message: Message) -> Tensor:
-    """What has come, when it has."""
+    """Wait for a tensor that is being received and return it."""
     work, values = message
     work.wait()
     return values

@@ -18,7 +18,7 @@ from hybridrl.systems.unequal_generation.integer_program import IntegerProgram
 
 
 class Choice(NamedTuple):
-    """What is fixed in a program: devices in an order, micro-batches of decode, pieces of each in
+    """A candidate pipeline: devices in an order, micro-batches of decode, and pieces of each in
     prefill."""
 
     order: tuple[int, ...]
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 class StageProgram:
-    """Which layers each stage has, in how many bits.
+    """An integer program that assigns layers and their bits to stages.
 
     Three bounds say more and more of the seconds that its best plan takes, at higher and higher
     costs: of layers that can be divided at will; of a program that knows how many layers of each
@@ -54,7 +54,8 @@ class StageProgram:
         self.alike = order[:1], inner, order[-1:], count, pieces
 
     def fluid_bound(self) -> float:
-        """Of layers in the fastest precision that flow to wherever there is time."""
+        """Return the lower bound for layers in the fastest precision that can be divided at
+        will."""
         _, count, pieces = self.choice
         prefill, prefill_sum = self._flow(self._prefill)
         decode, decode_sum = self._flow(self._decode)
@@ -66,7 +67,7 @@ class StageProgram:
         return seconds
 
     def counted_bound(self, relaxed: bool) -> float | None:
-        """Of layers that need not be neighbours; None: there is no plan.
+        """Return the lower bound for layers that need not be neighbours; None if there is no plan.
 
         Args:
             relaxed: Of fractions of layers.
@@ -88,7 +89,7 @@ class StageProgram:
         return None if found is None else found[0] + self._constant
 
     def solve(self, below: float, gap: float) -> GenerationPlan | None:
-        """The best plan that takes less than `below` seconds, if there is one.
+        """Return the best plan that takes less than `below` seconds; None if there is none.
 
         Args:
             gap: Share of the time by which it may be worse than the best.
@@ -117,7 +118,7 @@ class StageProgram:
         return GenerationPlan(tuple(plan), self.choice.micro_batches, self.choice.pieces)
 
     def _flow(self, costs: StageCosts) -> tuple[float, float]:
-        """Seconds of the slowest stage's layers, and of all, at least."""
+        """Return lower bounds of the slowest stage's seconds and of the seconds of all layers."""
         fastest = np.array([min(layer.values()) for layer in costs.layer])
         layers = self.problem.layers
         slowest = layers / np.sum(1.0 / fastest) if fastest.all() else 0.0
@@ -126,7 +127,7 @@ class StageProgram:
     def _program(
         self, counts: NDArray[np.int64], size: int, integral: NDArray[np.bool_]
     ) -> IntegerProgram:
-        """Goal, times and memory.
+        """Build the program: goal, times and memory.
 
         Args:
             counts: ``[stages, bits]`` or ``[stages, bits, layers]``: the variables whose sum is the
@@ -171,11 +172,11 @@ class StageProgram:
         return program
 
     def _times(self, costs: StageCosts) -> NDArray[np.float64]:
-        """``[stages, bits]``."""
+        """Return the seconds of a layer, ``[stages, bits]``."""
         return np.array([[layer[bits] for bits in self._bits] for layer in costs.layer])
 
     def _limit_kl(self, program: IntegerProgram, layers: NDArray[np.int64]) -> None:
-        """The sum of indicators.
+        """Add the limit of the sum of indicators.
 
         Args:
             layers: ``[layers, ..., bits]``: the variables of each layer.
