@@ -29,21 +29,21 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.algorithms import Segments, negative_log_likelihood, token_weights
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.checkpoint.engine_state.state_files import MOMENTS, MOMENTS_STEM
-from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.algorithms import TokenSegments, negative_log_likelihood, token_weights
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.checkpoint.engine_state.state_files import MOMENT_NAMES, MOMENTS_STEM
+from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.checkpoint.tensors import tensor_reader as reading
-from hybridrl.checkpoint.tensors.file_plan import MODEL
+from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
-from hybridrl.controller.worker import Context, Rendezvous
+from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
+from hybridrl.parallel.process_group import join_group_world
 
 RANKS = 4
 SAMPLES, TOKENS = 4, 48
@@ -63,9 +63,9 @@ CUTS = {"saved": ParallelConfig(), "loaded": ParallelConfig(tp=2)}
 
 def make_engine(parallel: ParallelConfig) -> TrainEngine:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=NAME)
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=PACKED_ATTENTION)
     model.config.use_cache = False
-    mesh = ParallelMesh(training_mesh(RANKS, parallel), CPU)
+    mesh = ParallelMesh(build_training_mesh(RANKS, parallel), CPU)
     config = ActorConfig(parallel=parallel)
     engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", config)
     engine.start_optimizer(OptimizerConfig(learning_rate=1e-4), updates=1000)
@@ -76,14 +76,14 @@ def make_batch() -> Batch:
     """Random rows of one rank."""
     bounds = torch.arange(SAMPLES + 1) * TOKENS
     mask = torch.ones(SAMPLES * TOKENS, dtype=torch.uint8)
-    weights = token_weights(mask, "token-mean", segments=Segments.from_cu_seqlens(bounds))
+    weights = token_weights(mask, "token-mean", segments=TokenSegments.from_cu_seqlens(bounds))
     draw = lambda n: [torch.randint(CONFIG.vocab_size, (n,)) for _ in range(SAMPLES)]  # noqa: E731
     return Batch.from_columns(
         {
             "prompt_ids": draw(4),
             "response_ids": draw(TOKENS),
-            "response_mask": Ragged(mask, bounds),
-            "loss_weights": Ragged(weights / RANKS, bounds),
+            "response_mask": RaggedColumn(mask, bounds),
+            "loss_weights": RaggedColumn(weights / RANKS, bounds),
         }
     )
 
@@ -114,7 +114,7 @@ def saving(rank: int, folder: Path, rounds: int) -> dict[str, list[float]]:
     engine = make_engine(CUTS["saved"])
     engine.update(make_batch(), loss)
     engine.layout()
-    saver, found = StateSaver(engine), {}
+    saver, found = EngineStateSaver(engine), {}
     found["plans"] = [timed(lambda: saver.parts), timed(lambda: saver.parts)]
     modules, optimizers = get_state_dict(engine.model, engine.optimizer)
     state = {"model": modules, "optimizer": optimizers}
@@ -141,7 +141,7 @@ def saving(rank: int, folder: Path, rounds: int) -> dict[str, list[float]]:
 
 
 def training(
-    rank: int, engine: TrainEngine, saver: StateSaver, folder: Path, rounds: int
+    rank: int, engine: TrainEngine, saver: EngineStateSaver, folder: Path, rounds: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of a step, without and with a save under way; in turns."""
     batch, plain, beside = make_batch(), [], []
@@ -173,10 +173,10 @@ def loading(rank: int, folder: Path, rounds: int) -> dict[str, list[float]]:
         are to be."""
         weights, read = engine.local_parameters(), {}
         targets = dict(weights)
-        for kind in MOMENTS:
+        for kind in MOMENT_NAMES:
             targets |= {f"{kind}/{name}": torch.empty_like(w) for name, w in weights.items()}
         if rank == 0:
-            for stem in (MODEL, MOMENTS_STEM):
+            for stem in (MODEL_STEM, MOMENTS_STEM):
                 read |= load_file(folder / "saved" / f"{stem}.safetensors")
         for stored, target in targets.items():
             if rank:
@@ -207,7 +207,9 @@ def program(rank: int, address: str, port: int, listener: socket.socket, folder:
     torch.set_num_threads(1)
     rounds = torch.load(folder / "settings.pt")["rounds"]
     rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, RANKS, host=rank, hosts=RANKS, rendezvous=rendezvous))
+    join_group_world(
+        WorkerContext("actor", rank, RANKS, host=rank, hosts=RANKS, rendezvous=rendezvous)
+    )
     found = saving(rank, folder, rounds) | loading(rank, folder, rounds)
     torch.save(found, folder / f"{rank}.pt")
 

@@ -18,15 +18,15 @@ import torch
 from figures import interleave, report
 from other_codecs import GroupedFloat8, TopK
 
-from hybridrl.compress import Codec, GroupedIntegers
-from hybridrl.system.device_traits import synchronize
+from hybridrl.compress import Codec, GroupedIntegerCodec
+from hybridrl.system.device_traits import synchronize_device
 
 CODECS: dict[str, Codec] = {
-    "int8, group 2048": GroupedIntegers(8, 2048),
-    "int8, group 512": GroupedIntegers(8, 512),
-    "int4, group 2048": GroupedIntegers(4, 2048),
-    "int4, group 128": GroupedIntegers(4, 128),
-    "int4, group 128, Hadamard": GroupedIntegers(4, 128, hadamard=True),
+    "int8, group 2048": GroupedIntegerCodec(8, 2048),
+    "int8, group 512": GroupedIntegerCodec(8, 512),
+    "int4, group 2048": GroupedIntegerCodec(4, 2048),
+    "int4, group 128": GroupedIntegerCodec(4, 128),
+    "int4, group 128, Hadamard": GroupedIntegerCodec(4, 128, hadamard=True),
     "float8, group 128": GroupedFloat8(128),
     "top 1%": TopK(0.01),
 }
@@ -35,10 +35,10 @@ CODECS: dict[str, Codec] = {
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """Of this work alone."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    synchronize(device)
+    synchronize_device(device)
     begin = clock()
     work()
-    synchronize(device)
+    synchronize_device(device)
     return clock() - begin
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 from figures import interleave, report
 
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.controller import DP, ONE_TO_ALL, Worker, WorkerGroup, transfer
 from hybridrl.ray_backend.ray_executor import RayExecutor, ray
 
@@ -66,7 +66,7 @@ def ragged_batch() -> Batch:
     columns = {}
     for name in ("prompt_ids", "response_ids"):
         values = torch.from_numpy(generator.integers(0, 1000, size))
-        columns[name] = Ragged(values, cu_seqlens)
+        columns[name] = RaggedColumn(values, cu_seqlens)
     return Batch.from_columns(columns)
 
 

@@ -36,17 +36,17 @@ from figures import interleave, report
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
-from hybridrl.controller import Context
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.environments.episode_runner import Play, Played
+from hybridrl.controller import WorkerContext
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
+from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 from hybridrl.models import make_tiny_model
-from hybridrl.parallel.process_group import join
-from hybridrl.rollout import Sampling
+from hybridrl.parallel.process_group import join_group_world
+from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.vllm_engine import VLLMRollout
+from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.serving.agent_rollout import AgentGenerator
-from hybridrl.serving.endpoint import Endpoint
-from hybridrl.serving.template_chat import TemplateChat
+from hybridrl.serving.endpoint import ReplicaEndpoint
+from hybridrl.serving.template_chat import TemplateRenderer
 from hybridrl.system.shared_memory import remove_shared_memory
 
 CPU = torch.device("cpu")
@@ -72,16 +72,16 @@ class OtherProcess:
         self._process = spawn.Process(target=play_all, args=(theirs, turns, given_up), daemon=True)
         self._process.start()
         theirs.close()
-        self._done: list[Played] = []
+        self._done: list[EpisodeResult] = []
         self.answers: dict[str, list[tuple[int, ...]]] = {}
         self.given_up = 0
         self._notify = notify
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def start(self, group: Sequence[Play]) -> None:
+    def start(self, group: Sequence[EpisodeRequest]) -> None:
         self._pipe.send([tuple(play) for play in group])
 
-    def poll(self, wait_s: float = 0.0) -> list[Played]:
+    def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
         done, self._done = self._done, []
         return done
 
@@ -100,7 +100,7 @@ class OtherProcess:
                 return
             self.answers[session] = answers
             self.given_up += given_up
-            self._done = [*self._done, Played(key, 1.0, None, {}, None, "ok")]
+            self._done = [*self._done, EpisodeResult(key, 1.0, None, {}, None, "ok")]
             self._notify()
 
 
@@ -122,13 +122,15 @@ async def _play_all(pipe: Connection, turns: int, given_up: float) -> None:
                 group = await loop.run_in_executor(None, pipe.recv)
             except EOFError:
                 return
-            for play in map(Play._make, group):
+            for play in map(EpisodeRequest._make, group):
                 task = loop.create_task(_play(http, pipe, play, turns, given_up))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
 
 
-async def _play(http: Any, pipe: Connection, play: Play, turns: int, given_up: float) -> None:
+async def _play(
+    http: Any, pipe: Connection, play: EpisodeRequest, turns: int, given_up: float
+) -> None:
     messages, answers, lost = messages_of(play.row["number"]), [], 0
     draw = random.Random(play.session)
     headers = {"Authorization": f"Bearer {play.token}"}
@@ -152,13 +154,13 @@ async def _play(http: Any, pipe: Connection, play: Play, turns: int, given_up: f
     pipe.send((play.key, play.session, answers, lost))
 
 
-def vllm_engine(folder: Path, hidden: int, sessions: int, kv_gib: float, job: str) -> VLLMRollout:
+def vllm_engine(folder: Path, hidden: int, sessions: int, kv_gib: float, job: str) -> VLLMEngine:
     """Memory of the KV cache counts from its first use: the less there is, the sooner all of it."""
-    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
     make_tiny_model(
         folder, tokenizer, seed=0, hidden_size=hidden, layers=2, heads=hidden // 32, context=CONTEXT
     )
-    return VLLMRollout(
+    return VLLMEngine(
         EngineSetup(
             str(folder),
             str(folder),
@@ -174,11 +176,11 @@ def vllm_engine(folder: Path, hidden: int, sessions: int, kv_gib: float, job: st
     )
 
 
-def served(engine: VLLMRollout, turns: int, given_up: float) -> AgentGenerator:
-    tokenizer = build_tokenizer(TEXT, chat=True)
-    endpoint = Endpoint(
+def served(engine: VLLMEngine, turns: int, given_up: float) -> AgentGenerator:
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
+    endpoint = ReplicaEndpoint(
         tokenizer,
-        TemplateChat(tokenizer),
+        TemplateRenderer(tokenizer),
         model="tiny",
         vocabulary=len(tokenizer),
         context_length=CONTEXT,
@@ -187,11 +189,11 @@ def served(engine: VLLMRollout, turns: int, given_up: float) -> AgentGenerator:
     return AgentGenerator(engine, endpoint, programs, EnvironmentConfig())
 
 
-def throughput(engine: VLLMRollout, sessions: int, tokens: int, rounds: int) -> None:
-    chat = TemplateChat(build_tokenizer(TEXT, chat=True))
+def throughput(engine: VLLMEngine, sessions: int, tokens: int, rounds: int) -> None:
+    chat = TemplateRenderer(build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True))
     prompts = [torch.tensor(chat.prompt(messages_of(n), [])) for n in range(sessions)]
     batch = Batch.from_columns({"prompt_ids": prompts, "number": list(range(sessions))})
-    sampling = Sampling(tokens, min_tokens=tokens)  # as many in both arms
+    sampling = SamplingSettings(tokens, min_tokens=tokens)  # as many in both arms
     seeds = itertools.count(0, sessions)
     rollout = served(engine, 1, 0.0)
 
@@ -210,7 +212,7 @@ def throughput(engine: VLLMRollout, sessions: int, tokens: int, rounds: int) -> 
     report("endpoint_throughput", ours, direct, ">= 0.9", "tokens/s")
 
 
-def load(engine: VLLMRollout, sessions: int, minutes: float) -> None:
+def load(engine: VLLMEngine, sessions: int, minutes: float) -> None:
     rollout = served(engine, 3, GIVEN_UP)
     programs, process = rollout.programs, psutil.Process()
     numbers = list(range(sessions))
@@ -219,7 +221,7 @@ def load(engine: VLLMRollout, sessions: int, minutes: float) -> None:
     episodes = answered = lost = doubled = late = 0
     until = time.monotonic() + 60 * minutes
     while time.monotonic() < until:
-        made = rollout.generate(batch, Sampling(32), seed=episodes)
+        made = rollout.generate(batch, SamplingSettings(32), seed=episodes)
         recorded = Counter(sampled_turns(made))
         received = Counter(ids for answers in programs.answers.values() for ids in answers)
         episodes += len(made)
@@ -268,7 +270,7 @@ def main() -> None:
     sessions = options.sessions or (200 if options.load else 64)
     job = f"hybridrl-{os.getpid()}-endpoint"
     with tempfile.TemporaryDirectory() as folder:
-        join(Context("generator", 0, 1))
+        join_group_world(WorkerContext("generator", 0, 1))
         hidden, kv_gib = (64, 0.1) if options.load else (options.hidden, 1.0)
         engine = vllm_engine(Path(folder), hidden, sessions, kv_gib, job)
         try:

@@ -29,12 +29,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl import Job, load_config
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.models.log_probs import token_log_probs
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import ACCELERATORS, present
-from hybridrl.planner.step.step_calls import Lengths
-from hybridrl.system.device_traits import synchronize
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import ACCELERATORS, add_device_memory
+from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.system.device_traits import synchronize_device
 
 SIZES: dict[str, dict[str, Any]] = {
     "full": {  # Qwen2.5-1.5B
@@ -88,11 +88,11 @@ def main() -> None:
 
 def open_job(folder: str, size: dict[str, Any], chosen: argparse.Namespace) -> Job:
     """A GRPO job whose model has random weights and the letters of the built-in task."""
-    from hybridrl.data.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.data.tasks import load_task
 
     rows, prompt, response = size["samples"]
-    tokenizer = build_tokenizer(load_task(load_config([]).data.task).CHARACTERS)
+    tokenizer = build_character_tokenizer(load_task(load_config([]).data.task).CHARACTERS)
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
     config = Qwen2Config(**size["model"], **ids, tie_word_embeddings=True)
     torch.manual_seed(0)
@@ -126,8 +126,8 @@ def make_batch(rows: int, prompt: int, response: int, vocabulary: int) -> Batch:
     ids = torch.randint(vocabulary, (rows, prompt), generator=generator)
     answers = torch.randint(vocabulary, (tokens,), generator=generator)
 
-    def column(values: Tensor) -> Ragged:
-        return Ragged(values, bounds)
+    def column(values: Tensor) -> RaggedColumn:
+        return RaggedColumn(values, bounds)
 
     return Batch.from_columns(
         {
@@ -151,7 +151,7 @@ def measure(job: Job, batch: Batch, size: dict[str, Any], chosen: argparse.Names
     def ours() -> float:
         begin = time.perf_counter()
         actor.update_actor(reference).get()
-        synchronize(device)
+        synchronize_device(device)
         return time.perf_counter() - begin
 
     _precision(engine, batch, job, chosen.dtype)
@@ -199,10 +199,10 @@ def product_rate(device: torch.device, dtype: str, side: int) -> tuple[float, st
     a, b = (torch.randn(side, side, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     best = float("inf")
     for _ in range(10):
-        synchronize(device)
+        synchronize_device(device)
         begin = time.perf_counter()
         a @ b
-        synchronize(device)
+        synchronize_device(device)
         best = min(best, time.perf_counter() - begin)
     return 2 * side**3 / best, f"the best of ten products of {side} x {side}"
 
@@ -251,7 +251,7 @@ class HandWritten:
         self.optimizer.zero_grad()
         with torch.no_grad():
             torch._foreach_copy_(list(self.model.parameters()), self.master)
-        synchronize(self.device)
+        synchronize_device(self.device)
         return time.perf_counter() - begin
 
 
@@ -260,11 +260,11 @@ def _memory(
 ) -> None:
     """The most that tensors take while training, against the plan."""
     _, prompt, response = size["samples"]
-    plan = make_plan(
+    plan = build_job_plan(
         job.config,
-        present(job.executor.cluster),
+        add_device_memory(job.executor.cluster),
         job.placement,
-        Lengths.alike(prompt, response),
+        SampleLengths.alike(prompt, response),
         roles=job.roles,
     )
     parts = next(
@@ -308,11 +308,11 @@ def _offload(engine: Any, device: torch.device) -> None:
     bytes_held = 12 * sum(p.numel() for p in engine.model.parameters())
     trips = []
     for _ in range(3):
-        synchronize(device)
+        synchronize_device(device)
         begin = time.perf_counter()
         engine.offload()
         engine.onload()
-        synchronize(device)
+        synchronize_device(device)
         trips.append(time.perf_counter() - begin)
     report("offload_round_trip", 2 * bytes_held / min(trips), 25e9, ">= 1", "bytes/s")
 
@@ -331,7 +331,7 @@ def _head(engine: Any, device: torch.device, tokens: int, size: dict[str, Any]) 
         states.grad = weight.grad = None
         begin = time.perf_counter()
         work().backward()
-        synchronize(device)
+        synchronize_device(device)
         return time.perf_counter() - begin
 
     def plain() -> Tensor:

@@ -44,15 +44,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from choice_cases import least, random_case, way
 from netlab import Host, network
 
-from hybridrl.controller import Context
+from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.parallel.compressed_collectives import INT4, INT8, CompressedReduceScatter, Hop
+from hybridrl.parallel.compressed_collectives import (
+    INT4_CODEC,
+    INT8_CODEC,
+    CompressedReduceScatter,
+    ReductionHop,
+)
 from hybridrl.parallel.gradient_reduction import make_reduce_scatter
-from hybridrl.parallel.measured_reduction import MeasuredSums, UnitSum
+from hybridrl.parallel.measured_reduction import MeasuredReduceScatter, UnitReduceScatter
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
-from hybridrl.parallel.reduction_choice import FULL, IN_ORDER, ON_A_STREAM, Bucket, choose
-from hybridrl.parallel.reduction_timing import HopWay
+from hybridrl.parallel.process_group import join_group_world
+from hybridrl.parallel.reduction_choice import (
+    FULL_REDUCTION,
+    NO_OVERLAP,
+    STREAM_OVERLAP,
+    GradientBucket,
+    choose_methods,
+)
+from hybridrl.parallel.reduction_timing import ReductionMethod
 
 CPU = torch.device("cpu")
 PORT = 29641
@@ -92,9 +103,9 @@ class Nobody:
 
 
 def measured(
-    units: Sequence[FSDPModule], values: Sequence[int], ways: Sequence[HopWay]
-) -> MeasuredSums:
-    sums = MeasuredSums(ways, dist.group.WORLD, CPU)
+    units: Sequence[FSDPModule], values: Sequence[int], ways: Sequence[ReductionMethod]
+) -> MeasuredReduceScatter:
+    sums = MeasuredReduceScatter(ways, dist.group.WORLD, CPU)
     sums.install(units, values)
     return sums
 
@@ -113,19 +124,22 @@ def backwards(name: str, limit: float) -> dict[str, Any]:
         layer.set_gradient_divide_factor(1.0)
         layer.set_force_sum_reduction_for_comms(True)
     values = [inputs * outputs for inputs, outputs in sizes]
-    hops = {"float32": None, "int8": INT8, "int4": INT4, "top_k": Largest()}
-    ways = [HopWay(name, [Hop(dist.group.WORLD, codec)]) for name, codec in hops.items()]
+    hops = {"float32": None, "int8": INT8_CODEC, "int4": INT4_CODEC, "top_k": Largest()}
+    ways = [
+        ReductionMethod(name, [ReductionHop(dist.group.WORLD, codec)])
+        for name, codec in hops.items()
+    ]
     autos = {"auto": measured(layers, values, ways[:3])}
     autos["auto_top_k"] = measured(layers, values, ways)
     arms: dict[str, Sequence[Any]] = {arm: auto.units for arm, auto in autos.items()}
-    arms[FULL] = [UnitSum(Nobody(), 0)] * len(layers)
+    arms[FULL_REDUCTION] = [UnitReduceScatter(Nobody(), 0)] * len(layers)
     for one in ways[1:]:
         arms[one.name] = [one.sums] * len(layers)
     inputs = torch.randn(tokens, sizes[0][0])
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     order = list(arms)
     until = time.monotonic() + limit
-    while agreed(time.monotonic() < until) or len(seconds[FULL]) < LEAST_ROUNDS:
+    while agreed(time.monotonic() < until) or len(seconds[FULL_REDUCTION]) < LEAST_ROUNDS:
         order = [*order[1:], order[0]]
         for arm in order:
             for layer, one in zip(layers, arms[arm], strict=True):
@@ -161,7 +175,7 @@ def two_level(limit: float) -> dict[str, float]:
     ranks = dist.get_world_size()
     arms = {
         "two_level_int4": make_reduce_scatter("two_level_int4", [list(range(ranks))]),
-        "float32": CompressedReduceScatter([Hop(dist.group.WORLD, None)]),
+        "float32": CompressedReduceScatter([ReductionHop(dist.group.WORLD, None)]),
     }
     values, out = torch.randn(TWO_LEVEL_VALUES), torch.empty(TWO_LEVEL_VALUES // ranks)
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -176,7 +190,9 @@ def two_level(limit: float) -> dict[str, float]:
 def run_rank(rank: int, ranks: int, address: str, limit: float) -> None:
     torch.set_num_threads(1)
     listener = socket.create_server((address, PORT)) if rank == 0 else None
-    join(Context("actor", rank, ranks, rendezvous=Rendezvous(address, PORT, listener)))
+    join_group_world(
+        WorkerContext("actor", rank, ranks, rendezvous=Rendezvous(address, PORT, listener))
+    )
     if ranks > 2:
         found: dict[str, Any] = two_level(limit)
     else:
@@ -229,7 +245,7 @@ def tell(link: str, found: dict[str, Any]) -> None:
             report(name, seconds[auto], seconds[best], "<= 1.03", "s")
         for arm in ("int8", "int4", "top_k"):
             name = f"gradient_choice.{link}.{model}.all_{arm}"
-            report(name, seconds[arm], seconds[FULL], "as it is", "s")
+            report(name, seconds[arm], seconds[FULL_REDUCTION], "as it is", "s")
 
 
 def choices() -> None:
@@ -237,13 +253,15 @@ def choices() -> None:
     close, cases = 0, 200
     for seed in range(cases):
         buckets, ways, overlap = random_case(seed)
-        close += choose(buckets, ways, overlap).seconds <= 1.03 * least(buckets, ways, overlap)
+        close += choose_methods(buckets, ways, overlap).seconds <= 1.03 * least(
+            buckets, ways, overlap
+        )
     report("gradient_choice.within_3_percent_of_the_best", close, cases, ">= 0.95", "cases")
-    ways = [way(FULL), *(way(f"{n}", n / 10, n * 1e6, n / 1e4) for n in range(1, 9))]
-    buckets = [Bucket(10_000 + number, number / 100) for number in range(200)]
-    for name, overlap in (("in_order", IN_ORDER), ("on_a_stream", ON_A_STREAM)):
+    ways = [way(FULL_REDUCTION), *(way(f"{n}", n / 10, n * 1e6, n / 1e4) for n in range(1, 9))]
+    buckets = [GradientBucket(10_000 + number, number / 100) for number in range(200)]
+    for name, overlap in (("in_order", NO_OVERLAP), ("on_a_stream", STREAM_OVERLAP)):
         begin = time.process_time()
-        choose(buckets, ways, overlap)
+        choose_methods(buckets, ways, overlap)
         taken = time.process_time() - begin
         report(f"gradient_choice.200_units.{name}", taken, 0.2, "<= 1", "s")
 

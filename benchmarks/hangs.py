@@ -26,11 +26,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
-    from hybridrl.ray_backend.connection import start
+    from hybridrl.ray_backend.connection import start_local_cluster
     from hybridrl.ray_backend.ray_executor import RayExecutor
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # for the hosts
-    start(RANKS)
+    start_local_cluster(RANKS)
     for way in WAYS:
         right, slowest = 0, 0.0
         for number in range(rounds):

@@ -27,12 +27,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.algorithms import negative_log_likelihood
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
-from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig, RolloutConfig
-from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.layout.boxes import local_pieces, whole
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.parallel.process_group import join
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, ParallelConfig, RolloutConfig
+from hybridrl.controller.worker import Rendezvous, WorkerContext
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.layout.boxes import full_box, make_local_pieces
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.parallel.process_group import join_group_world
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.reference_worker import ReferenceWorker
 from hybridrl.workers.training_engines import ModelSource
@@ -120,10 +120,10 @@ def make_model(folder: Path, layers: int) -> int:
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     read = lru_cache(maxsize=1)(lambda name: torch.randn(shapes[name]).mul_(0.02))
-    pieces = {name: local_pieces(name, whole(shape)) for name, shape in shapes.items()}
-    write_tensors(folder, Layout(shapes, {0: pieces}), 0, read, torch.float32, None)
+    pieces = {name: make_local_pieces(name, full_box(shape)) for name, shape in shapes.items()}
+    write_tensors(folder, TensorLayout(shapes, {0: pieces}), 0, read, torch.float32, None)
     config.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_character_tokenizer().save_pretrained(folder)
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -133,10 +133,10 @@ def program(
     torch.set_num_threads(1)
     case = CASES[name]
     rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    context = Context("actor", rank, RANKS, host=rank, hosts=RANKS, rendezvous=rendezvous)
-    join(context)
+    context = WorkerContext("actor", rank, RANKS, host=rank, hosts=RANKS, rendezvous=rendezvous)
+    join_group_world(context)
     source = ModelSource(str(folder / "model"), str(folder / "model"), "float32", 256, (1,))
-    config = ActorConfig(parallel=case.parallel, lora=LoraSettings(rank=case.lora))
+    config = ActorConfig(parallel=case.parallel, lora=LoraAdapterConfig(rank=case.lora))
     watch = Watch()
     if case.is_frozen:
         worker = ReferenceWorker(context, source, config, temperature=1.0)

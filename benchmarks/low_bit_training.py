@@ -36,8 +36,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.compress.codec import Codec
-from hybridrl.parallel.compressed_collectives import INT4, INT8
-from hybridrl.parallel.weight_gathers import DIFFERENCES, add_difference
+from hybridrl.parallel.compressed_collectives import INT4_CODEC, INT8_CODEC
+from hybridrl.parallel.weight_gathers import DIFFERENCE_CODEC, apply_encoded_difference
 
 RANKS, NODES = 4, ((0, 1), (2, 3))
 ROWS, LENGTH = 3, 96
@@ -134,7 +134,7 @@ def train(arm: str, seed: int, steps: int, texts: tuple[Tensor, Tensor]) -> dict
         optimizer, lambda n: min((n + 1) / 50, (steps - n) / (steps - 50))
     )
     held = in_parts(main).bfloat16()
-    sum_gradients = two_levels(INT4) if arm == "all" else exact
+    sum_gradients = two_levels(INT4_CODEC) if arm == "all" else exact
     generator, errors = torch.Generator().manual_seed(seed), []
     for step in range(steps):
         given = torch.stack([gradient(model, draw(texts[0], generator)) for _ in range(RANKS)])
@@ -155,9 +155,13 @@ def gather(arm: str, wanted: Tensor, held: Tensor) -> None:
         if arm in ("full", "nudged"):
             old.copy_(new)
         elif arm == "direct":
-            old.copy_(DIFFERENCES.decode(DIFFERENCES.encode(new.float()), len(new), torch.float32))
+            old.copy_(
+                DIFFERENCE_CODEC.decode(
+                    DIFFERENCE_CODEC.encode(new.float()), len(new), torch.float32
+                )
+            )
         else:
-            add_difference(old, DIFFERENCES.encode(new.float() - old))
+            apply_encoded_difference(old, DIFFERENCE_CODEC.encode(new.float() - old))
 
 
 def in_parts(tensors: Sequence[Tensor]) -> Tensor:
@@ -205,7 +209,7 @@ def exact(given: Tensor) -> Tensor:
 
 
 def hop(given: dict[int, Tensor], ranks: Sequence[int], codec: Codec) -> dict[int, Tensor]:
-    """What `hybridrl.parallel.compressed_collectives.Hop` gives each of these ranks."""
+    """What `hybridrl.parallel.compressed_collectives.ReductionHop` gives each of these ranks."""
     parts = {rank: given[rank].view(len(ranks), -1) for rank in ranks}
     found = {}
     for place, rank in enumerate(ranks):
@@ -235,7 +239,7 @@ def two_levels(codec: Codec) -> Way:
         order = [rank for same in zip(*NODES, strict=True) for rank in same]
         found = dict(enumerate(given.view(RANKS, RANKS, -1)[:, order].flatten(1)))
         for ranks in NODES:
-            found |= hop(found, ranks, INT8)
+            found |= hop(found, ranks, INT8_CODEC)
         for ranks in zip(*NODES, strict=True):
             found |= hop(found, ranks, codec)
         return torch.stack([found[rank] for rank in range(RANKS)])
@@ -245,8 +249,8 @@ def two_levels(codec: Codec) -> Way:
 
 def look(given: Tensor, model: Qwen2ForCausalLM) -> list[dict[str, float]]:
     """For each matrix, how far each way's sum of its gradient is off, over that gradient's norm."""
-    plain = replace(INT4, hadamard=False)
-    ways = {"hadamard": two_levels(INT4), "two levels": two_levels(plain)}
+    plain = replace(INT4_CODEC, hadamard=False)
+    ways = {"hadamard": two_levels(INT4_CODEC), "two levels": two_levels(plain)}
     ways["one level"] = one_level(plain)
     whole = exact(given)
     off = {name: way(given) - whole for name, way in ways.items()}

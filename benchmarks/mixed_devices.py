@@ -35,15 +35,15 @@ from netlab import Host, network
 from hybridrl.algorithms import TokenLoss
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.controller.worker import Context, Rendezvous
+from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.rank_mesh import Mesh
-from hybridrl.models import CausalPolicy, load_model, tiny_config
+from hybridrl.layout.rank_mesh import RankMesh
+from hybridrl.models import CausalPolicy, load_model, make_tiny_config
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
-from hybridrl.quantization.low_bit_linear import decoder_layers, linears
-from hybridrl.quantization.output_kl import indicator, token_kl
-from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.parallel.process_group import join_group_world
+from hybridrl.quantization.low_bit_linear import find_decoder_layers, find_linear_layers
+from hybridrl.quantization.output_kl import measure_sensitivity, token_kl
+from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import TRAINING, PrecisionPlan
 from hybridrl.systems.low_bits.precision_planning import make_plan
 from hybridrl.systems.unequal_devices import UnequalDevice
@@ -58,12 +58,12 @@ ARMS = ("alone", "whole", "int8", "plan")
 def make_model(folder: Path, layers: int, hidden: int) -> None:
     """Layers with weights of different sizes, some with outliers, as trained models have."""
     torch.manual_seed(0)
-    config = tiny_config(hidden_size=hidden, layers=layers, heads=hidden // 64, context=LENGTH)
+    config = make_tiny_config(hidden_size=hidden, layers=layers, heads=hidden // 64, context=LENGTH)
     config.vocab_size = VOCABULARY
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for number, layer in enumerate(decoder_layers(model)):
-            for linear in linears(layer).values():
+        for number, layer in enumerate(find_decoder_layers(model)):
+            for linear in find_linear_layers(layer).values():
                 heavy = (0.2 * (number % 4) * torch.randn_like(linear.weight)).exp()
                 linear.weight.mul_(heavy * (1 + 0.5 * (number % 3)))
     model.save_pretrained(folder)
@@ -95,7 +95,7 @@ def rank_program(rank: int, address: str, folder: Path, options: argparse.Namesp
     torch.set_num_threads(1)
     listener = socket.create_server((address, PORT)) if rank == 0 else None
     meeting = Rendezvous(address, PORT, listener)
-    join(Context("actor", rank, 2, host=rank, hosts=2, rendezvous=meeting))
+    join_group_world(WorkerContext("actor", rank, 2, host=rank, hosts=2, rendezvous=meeting))
     link = measured_link()
     file = folder / "plan.json"
     if rank == 0:
@@ -112,11 +112,11 @@ def rank_program(rank: int, address: str, folder: Path, options: argparse.Namesp
     bits = {"plan": plan.of_rank(rank), "int8": dict.fromkeys(range(plan.layers if rank else 0), 8)}
     engines = {}
     for arm in ARMS:
-        mesh = ParallelMesh(Mesh({"dp": 1 if arm == "alone" else 2}), CPU)
+        mesh = ParallelMesh(RankMesh({"dp": 1 if arm == "alone" else 2}), CPU)
         if arm == "alone" and rank:
             continue
         model = load_model(str(folder), "float32")
-        learn_in(model, bits.get(arm, {}))
+        enable_low_bit_training(model, bits.get(arm, {}))
         engine = TrainEngine(CausalPolicy(model), mesh, CPU, "float32", ActorConfig())
         engine.start_optimizer(OptimizerConfig(learning_rate=3e-4), 1000)
         engines[arm] = engine
@@ -163,7 +163,7 @@ def explained(folder: Path, layers: int) -> float:
     """Rank correlation of indicators and measured KL over layers, the least of both bits."""
     model = load_model(str(folder), "float32").requires_grad_(False).eval()
     samples = [torch.randint(VOCABULARY, (LENGTH,)) for _ in range(4)]
-    said = indicator(model, samples, (8, 4))
+    said = measure_sensitivity(model, samples, (8, 4))
     found = []
     for bits in (8, 4):
         measured = [token_kl(model, samples, {n: bits}) for n in range(layers)]

@@ -34,44 +34,48 @@ from netlab import Host, network
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.controller import Context
+from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.models import load_config, load_model, make_tiny_model
-from hybridrl.parallel.process_group import join
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.models import load_model, load_model_config, make_tiny_model
+from hybridrl.parallel.process_group import join_group_world
 from hybridrl.quantization.output_kl import token_kl
-from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.engine_requests import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.system.cluster_spec import Link
-from hybridrl.systems.unequal_generation.cost_probe import probe_costs, slowed, with_sizes
-from hybridrl.systems.unequal_generation.decoder_stage import set_attention
+from hybridrl.system.cluster_spec import LinkSpec
+from hybridrl.systems.unequal_generation.cost_probe import (
+    add_model_sizes,
+    measure_phase_costs,
+    scale_costs,
+)
+from hybridrl.systems.unequal_generation.decoder_stage import set_cached_attention
 from hybridrl.systems.unequal_generation.generation_plan import (
-    WHOLE,
+    FULL_PRECISION_BITS,
     GenerationPlan,
-    Stage,
-    equal_plan,
+    GenerationStage,
+    make_equal_plan,
 )
 from hybridrl.systems.unequal_generation.generation_planning import (
-    calibrated,
-    choice,
-    measured_plan,
+    calibrate_indicators,
+    find_measured_plan,
+    make_sampling_step,
 )
 from hybridrl.systems.unequal_generation.generation_problem import (
-    Costs,
     GenerationDevice,
     GenerationProblem,
-    kl_of,
-    seconds_of,
+    PhaseCosts,
+    predict_generation_time,
+    sum_indicators,
 )
-from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
-from hybridrl.systems.unequal_generation.plan_search import plan_generation
+from hybridrl.systems.unequal_generation.pipeline_engine import PipelineEngine
+from hybridrl.systems.unequal_generation.plan_search import search_generation_plan
 
 CPU = torch.device("cpu")
 SHARES = (1.0, 0.5)
 PERIOD_US = 10_000
 SAMPLES, PROMPT, RESPONSE = 48, 32, 24
 PORT = 29713
-BITS = (4, 8, WHOLE)
+BITS = (4, 8, FULL_PRECISION_BITS)
 PING_BYTES = (1 << 10, 1 << 22)
 
 
@@ -105,7 +109,7 @@ def solving() -> None:
     for number, speed in enumerate((1.0, 0.8, 0.5, 0.3)):
         phases = [_invented(per, speed) for per in (4e-3, 4e-4)]
         devices.append(GenerationDevice(f"d{number}", 2.0**34, *phases))
-    links = tuple(tuple(Link(1e9, 1e-4) for _ in devices) for _ in devices)
+    links = tuple(tuple(LinkSpec(1e9, 1e-4) for _ in devices) for _ in devices)
     indicators = tuple(
         {16: 0.0, 8: 1e-4 * draw.uniform(0.2, 3), 4: 2e-3 * draw.uniform(0.2, 3)} for _ in range(32)
     )
@@ -115,7 +119,7 @@ def solving() -> None:
         *(4096.0, 2.0**27, 2.0**27, 2048.0),
     )
     begin = time.process_time()
-    plan_generation(problem)
+    search_generation_plan(problem)
     report("plan_32_layers_4_devices", time.process_time() - begin, 5.0, "<= 1", "s of a core")
 
 
@@ -132,7 +136,7 @@ def unequal_hosts() -> Iterator[list[Host]]:
 
 
 def _compare(folder: Path, hosts: list[Host], chosen: Any, deadline: float) -> None:
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     heads = max(1, chosen.hidden // 64)
     path = make_tiny_model(
         folder / "model",
@@ -144,16 +148,16 @@ def _compare(folder: Path, hosts: list[Host], chosen: Any, deadline: float) -> N
         context=2 * (PROMPT + RESPONSE),
     )
     model = load_model(str(path), "float32")
-    set_attention(model)
+    set_cached_attention(model)
     with torch.inference_mode():
         answers = [_drawn(model, prompt) for prompt in _prompts(8)]
     answers = [answer.clone() for answer in answers]
-    indicators = calibrated(model, answers)
+    indicators = calibrate_indicators(model, answers)
     budget = 0.5 * token_kl(model, answers, dict.fromkeys(range(chosen.layers), 8))
     _start(folder, hosts, chosen.dtype, probe=True)
     problem = _problem(folder, path, chosen.dtype, indicators, budget)
-    plan = measured_plan(problem, model, answers)
-    plans = {"chosen": plan, "equal, whole": equal_plan(chosen.layers, 2)}
+    plan = find_measured_plan(problem, model, answers)
+    plans = {"chosen": plan, "equal, whole": make_equal_plan(chosen.layers, 2)}
     draw = random.Random(0)
     for number in range(chosen.random):
         plans[f"random {number}"] = _random_plan(problem, draw)
@@ -176,9 +180,11 @@ def _report(
     if others:
         best = max(others.values())
         report("mixed_against_best_random_plan", rate["chosen"], best, ">= 0.95", unit)
-    predicted = seconds_of(problem, plans["chosen"]).total
+    predicted = predict_generation_time(problem, plans["chosen"]).total
     report("mixed_predicted_seconds", predicted, took["chosen"], "0.88 to 1.12", "s")
-    off = [abs(seconds_of(problem, plans[name]).total / took[name] - 1) for name in took]
+    off = [
+        abs(predict_generation_time(problem, plans[name]).total / took[name] - 1) for name in took
+    ]
     report("mixed_predictions_off", statistics.median(off), 0.12, "<= 1", "share, all plans")
     stages = [
         (s.device, len(s.bits), s.bits.count(8), s.bits.count(4)) for s in plans["chosen"].stages
@@ -194,7 +200,7 @@ def _report(
     print(json.dumps(said), flush=True)
     for name, plan in plans.items():
         if name in took:
-            seconds = seconds_of(problem, plan)
+            seconds = predict_generation_time(problem, plan)
             layers = [
                 (s.device, len(s.bits), s.bits.count(8), s.bits.count(4)) for s in plan.stages
             ]
@@ -208,31 +214,35 @@ def _problem(
     found = json.loads((folder / "costs.json").read_text())
     prefill, decode = (_costs(found[name]) for name in ("prefill", "decode"))
     devices = tuple(
-        GenerationDevice(f"{share} cores", 2.0**33, slowed(prefill, share), slowed(decode, share))
+        GenerationDevice(
+            f"{share} cores", 2.0**33, scale_costs(prefill, share), scale_costs(decode, share)
+        )
         for share in SHARES
     )
     latency, per_byte = found["link"]
-    link = Link(1 / max(per_byte, 1e-18), latency)
+    link = LinkSpec(1 / max(per_byte, 1e-18), latency)
     problem = GenerationProblem(
         *(devices, ((link, link), (link, link)), indicators, budget, SAMPLES, PROMPT, RESPONSE),
         *({}, 0.0, 0.0, 0.0, 0.0),
     )
-    return with_sizes(problem, load_config(str(path)), dtype)
+    return add_model_sizes(problem, load_model_config(str(path)), dtype)
 
 
-def _costs(data: dict[str, Any]) -> Costs:
+def _costs(data: dict[str, Any]) -> PhaseCosts:
     def curve(points: list[list[float]]) -> tuple[tuple[int, float], ...]:
         return tuple((int(rows), seconds) for rows, seconds in points)
 
     layer = {int(bits): curve(points) for bits, points in data["layer"].items()}
-    return Costs(layer, curve(data["head"]), curve(data["stage"]))
+    return PhaseCosts(layer, curve(data["head"]), curve(data["stage"]))
 
 
-def _invented(per_row: float, speed: float) -> Costs:
+def _invented(per_row: float, speed: float) -> PhaseCosts:
     def curve(factor: float) -> tuple[tuple[int, float], ...]:
         return tuple((rows, (1e-4 + factor * per_row * rows) / speed) for rows in (1, 16, 64))
 
-    return Costs({4: curve(0.45), 8: curve(0.6), 16: curve(1.0)}, curve(0.5), ((1, 1e-4 / speed),))
+    return PhaseCosts(
+        {4: curve(0.45), 8: curve(0.6), 16: curve(1.0)}, curve(0.5), ((1, 1e-4 / speed),)
+    )
 
 
 def _random_plan(problem: GenerationProblem, draw: random.Random) -> GenerationPlan:
@@ -241,12 +251,16 @@ def _random_plan(problem: GenerationProblem, draw: random.Random) -> GenerationP
         cut = draw.randrange(1, problem.layers)
         low = draw.random()
         bits = [
-            draw.choice((4, 8)) if draw.random() < low else WHOLE for _ in range(problem.layers)
+            draw.choice((4, 8)) if draw.random() < low else FULL_PRECISION_BITS
+            for _ in range(problem.layers)
         ]
         order = draw.sample(range(2), 2)
-        stages = (Stage(order[0], tuple(bits[:cut])), Stage(order[1], tuple(bits[cut:])))
+        stages = (
+            GenerationStage(order[0], tuple(bits[:cut])),
+            GenerationStage(order[1], tuple(bits[cut:])),
+        )
         plan = GenerationPlan(stages, draw.choice((1, 2, 3, 4)), draw.choice((1, 2)))
-        if kl_of(problem, plan) <= problem.max_kl:
+        if sum_indicators(problem, plan) <= problem.max_kl:
             return plan
 
 
@@ -270,8 +284,8 @@ def _meet(rank: int, address: str) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     listener = socket.create_server((address, PORT)) if rank == 0 else None
-    join(
-        Context(
+    join_group_world(
+        WorkerContext(
             "generator", rank, 2, host=rank, hosts=2, rendezvous=Rendezvous(address, PORT, listener)
         )
     )
@@ -292,8 +306,10 @@ def _probe(rank: int, address: str, folder: Path, dtype: str) -> None:
         seconds.append(statistics.median(turns))
     if rank == 0:
         rows = sorted({-(-SAMPLES // count) for count in (1, 2, 4, 8, 16)})
-        config = load_config(str(folder / "model"))
-        prefill, decode = probe_costs(config, dtype, CPU, rows, PROMPT, RESPONSE, choice, BITS)
+        config = load_model_config(str(folder / "model"))
+        prefill, decode = measure_phase_costs(
+            config, dtype, CPU, rows, PROMPT, RESPONSE, make_sampling_step, BITS
+        )
         per_byte = max(0.0, (seconds[1] - seconds[0]) / (PING_BYTES[1] - PING_BYTES[0]))
         found = {"prefill": asdict(prefill), "decode": asdict(decode)}
         found["link"] = [seconds[0], per_byte]
@@ -327,13 +343,13 @@ def _generate(rank: int, address: str, folder: Path, dtype: str) -> None:
     dist.barrier()
 
 
-def _engine(folder: Path, data: dict[str, Any], dtype: str, rank: int) -> PipelineRollout | None:
+def _engine(folder: Path, data: dict[str, Any], dtype: str, rank: int) -> PipelineEngine | None:
     """None: this host has no part in the plan."""
-    stages = tuple(Stage(s["device"], tuple(s["bits"])) for s in data["stages"])
+    stages = tuple(GenerationStage(s["device"], tuple(s["bits"])) for s in data["stages"])
     if rank not in [stage.device for stage in stages]:
         return None
     plan = GenerationPlan(stages, data["decode_micro_batches"], data["prefill_pieces"])
-    return PipelineRollout(
+    return PipelineEngine(
         EngineSetup(
             str(folder / "model"), str(folder / "model"), dtype, eos_token_ids=[1], device=CPU
         ),
@@ -342,14 +358,14 @@ def _engine(folder: Path, data: dict[str, Any], dtype: str, rank: int) -> Pipeli
     )
 
 
-def _seconds(engine: PipelineRollout | None, tokens: int, samples: int = SAMPLES) -> float:
+def _seconds(engine: PipelineEngine | None, tokens: int, samples: int = SAMPLES) -> float:
     import torch.distributed as dist
 
     prompts = Batch.from_columns({"prompt_ids": _prompts(samples)})
     dist.barrier()
     begin = time.perf_counter()
     if engine is not None:
-        engine.generate(prompts, Sampling(tokens, min_tokens=tokens), seed=0)
+        engine.generate(prompts, SamplingSettings(tokens, min_tokens=tokens), seed=0)
     dist.barrier()
     return time.perf_counter() - begin
 

@@ -28,13 +28,13 @@ from pathlib import Path
 import numpy as np
 from figures import report
 
-from hybridrl.planner.step.operator_work import OPS, Work
+from hybridrl.planner.step.operator_work import OPERATORS, OperatorWork
 from hybridrl.systems.operator_costs.cost_model import (
     CostTable,
     DeviceProfile,
-    OperatorCosts,
+    OperatorCostModel,
     choose_representative,
-    roofline,
+    roofline_seconds,
 )
 
 FEW = 50
@@ -49,11 +49,12 @@ DEVICES = {
 }
 MEASURE = """
 import json, sys
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.planner.machine.cluster_probe import probe_cluster
-from hybridrl.systems.operator_costs.calibration import FAMILIES, calibrate
-one = probe_cluster(Cluster.of_one_node("cpu", 1), ".")
-found = {f: calibrate(one, "float32", [f], json.loads(sys.argv[1])).to_data() for f in FAMILIES}
+from hybridrl.systems.operator_costs.calibration import MODEL_FAMILIES, measure_operators
+one = probe_cluster(ClusterSpec.of_one_node("cpu", 1), ".")
+rows = json.loads(sys.argv[1])
+found = {f: measure_operators(one, "float32", [f], rows).to_data() for f in MODEL_FAMILIES}
 print(json.dumps(found))
 """
 
@@ -103,7 +104,7 @@ def joined(tables: Sequence[CostTable]) -> CostTable:
     return CostTable(device, [sample for table in tables for sample in table.samples])
 
 
-def errors(costs: OperatorCosts, table: CostTable, without: Sequence[int] = ()) -> np.ndarray:
+def errors(costs: OperatorCostModel, table: CostTable, without: Sequence[int] = ()) -> np.ndarray:
     """Relative, of each sample."""
     samples = [s for n, s in enumerate(table.samples) if n not in set(without)]
     said = costs.seconds([s.work for s in samples], table.device)
@@ -114,7 +115,7 @@ def unseen_models(families: dict[str, dict[str, CostTable]]) -> None:
     found, by_family = [], {}
     for left in next(iter(families.values())):
         seen = [joined([t for f, t in ts.items() if f != left]) for ts in families.values()]
-        costs = OperatorCosts(seen)
+        costs = OperatorCostModel(seen)
         here = [
             errors(costs, CostTable(table.device, tables[left].samples))
             for table, tables in zip(seen, families.values(), strict=True)
@@ -133,12 +134,12 @@ def unseen_devices(tables: dict[str, CostTable]) -> None:
         base = [other for known, other in tables.items() if known != name]
         works = table.works
         few = choose_representative(works, table.device, FEW)
-        costs = OperatorCosts([*base, CostTable(table.device, [table.samples[n] for n in few])])
+        costs = OperatorCostModel([*base, CostTable(table.device, [table.samples[n] for n in few])])
         ours.append(errors(costs, table, few).mean())
         draws = []
         for seed in range(5):
             picked = np.random.default_rng(seed).choice(len(works), len(few), replace=False)
-            costs = OperatorCosts(
+            costs = OperatorCostModel(
                 [*base, CostTable(table.device, [table.samples[n] for n in picked])]
             )
             draws.append(errors(costs, table, picked).mean())
@@ -155,9 +156,9 @@ def roofline_error(table: CostTable, few: Sequence[int]) -> float:
     """Of a roofline with a factor for each kind of work, fitted to some samples."""
     works = [sample.work for sample in table.samples]
     seconds = np.array([sample.seconds for sample in table.samples])
-    line = roofline(works, table.device)
-    factors = dict.fromkeys(OPS, 1.0)
-    for op in OPS:
+    line = roofline_seconds(works, table.device)
+    factors = dict.fromkeys(OPERATORS, 1.0)
+    for op in OPERATORS:
         here = [n for n in few if works[n].op == op]
         if here:
             factors[op] = float(np.exp(np.log(seconds[here] / line[here]).mean()))
@@ -168,10 +169,10 @@ def roofline_error(table: CostTable, few: Sequence[int]) -> float:
 
 def speed(tables: list[CostTable]) -> None:
     begin = time.perf_counter()
-    costs = OperatorCosts(tables)
+    costs = OperatorCostModel(tables)
     trained = time.perf_counter() - begin
     works = [sample.work for sample in tables[0].samples]
-    many: list[Work] = [works[n % len(works)] for n in range(10_000)]
+    many: list[OperatorWork] = [works[n % len(works)] for n in range(10_000)]
     begin = time.perf_counter()
     costs.seconds(many, tables[0].device)
     asked = time.perf_counter() - begin

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.compress.codec import Codec, as_float32, check_encoded, flat_values, memory_for
+from hybridrl.compress.codec import (
+    Codec,
+    allocate_encoded,
+    check_encoded,
+    flatten_values,
+    view_as_float32,
+)
 from hybridrl.compress.grouped_integers import in_groups, in_units_of_scales
 from hybridrl.errors import CodecError, ConfigError
 
@@ -59,7 +65,7 @@ class TopK:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Codec.encode`."""
-        flat, out = flat_values(values), memory_for(self, values, out)
+        flat, out = flatten_values(values), allocate_encoded(self, values, out)
         largest = flat.abs().topk(self.kept(len(flat)), sorted=False).indices
         positions = largest.sort().values
         half = len(out) // 2
@@ -70,7 +76,7 @@ class TopK:
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Codec.decode`."""
         check_encoded(self, encoded, numel, dtype)
-        positions, values = as_float32(encoded).view(2, -1)
+        positions, values = view_as_float32(encoded).view(2, -1)
         flat = torch.zeros(numel, dtype=dtype, device=encoded.device)
         flat[positions.view(torch.int32).long()] = values.to(dtype)
         return flat
@@ -102,7 +108,7 @@ class ErrorFeedback:
         Raises:
             CodecError: if the tensor before had another number of values.
         """
-        wanted = flat_values(values).float()
+        wanted = flatten_values(values).float()
         if self.lost is not None:
             if len(self.lost) != len(wanted):
                 raise CodecError(
@@ -133,7 +139,7 @@ class GroupedFloat8:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Codec.encode`."""
-        flat, out = flat_values(values), memory_for(self, values, out)
+        flat, out = flatten_values(values), allocate_encoded(self, values, out)
         scales = torch.empty(-(-flat.numel() // self.group), device=flat.device)
         largest = torch.finfo(torch.float8_e4m3fn).max
         units = in_units_of_scales(in_groups(flat.float(), self.group), largest, scales)
@@ -145,5 +151,5 @@ class GroupedFloat8:
         """See `Codec.decode`."""
         check_encoded(self, encoded, numel, dtype)
         codes = encoded[self.size(numel) - numel :].view(torch.float8_e4m3fn).float()
-        scales = as_float32(encoded[: self.size(numel) - numel])
+        scales = view_as_float32(encoded[: self.size(numel) - numel])
         return (in_groups(codes, self.group) * scales[:, None]).view(-1)[:numel].to(dtype)

@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.batch.batch import Batch
 from hybridrl.models import CausalPolicy, PackedSamples
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 SAMPLES, LONGEST, PROMPT, ROUNDS = 32, 256, 8, 7
 
@@ -51,7 +51,7 @@ def lengths_with_mean(share: float) -> np.ndarray:
 def main() -> None:
     torch.set_num_threads(1)
     ours, theirs = model(), model()
-    ours.set_attn_implementation(NAME)
+    ours.set_attn_implementation(PACKED_ATTENTION)
     policy = CausalPolicy(ours)
     for share in (0.3, 0.6):
         lengths = lengths_with_mean(share)

@@ -17,26 +17,26 @@ import time
 from figures import SMOKE, report
 
 from hybridrl.job.config_resolution import load_config
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.planner.search.placement_search import search
-from hybridrl.planner.search.placement_space import Shape
-from hybridrl.planner.search.planned_costs import PlannedCosts
-from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.planner.search.placement_search import search_placements
+from hybridrl.planner.search.placement_space import PlacementShape
+from hybridrl.planner.search.planned_costs import PlannedSearchCosts
+from hybridrl.planner.step.step_calls import SampleLengths
 
 DEVICES = (16, 32, 64, 96, 128)
 PLACEMENTS = {
-    "together": Shape((("actor", "reference", "critic", "reward"),)),
-    "halves": Shape((("actor", "reference"), ("critic", "reward"))),
-    "apart": Shape((("actor",), ("reference",), ("critic",), ("reward",))),
+    "together": PlacementShape((("actor", "reference", "critic", "reward"),)),
+    "halves": PlacementShape((("actor", "reference"), ("critic", "reward"))),
+    "apart": PlacementShape((("actor",), ("reference",), ("critic",), ("reward",))),
 }
 FOUND = {
     "13b": {16: "together", 32: "together", 64: "together", 128: "apart"},
     "34b": {32: "together", 64: "together", 96: "halves", 128: "halves"},
 }
 """What the paper's measurements say is best, by size and devices."""
-LENGTHS = Lengths.alike(1024, 1024)
+LENGTHS = SampleLengths.alike(1024, 1024)
 DEADLINE_S = 5.0 if SMOKE else 120.0
 
 
@@ -78,12 +78,12 @@ def best_seconds(size: str, devices: int) -> dict[str, float]:
         "actor.updates_per_step=8",
         "algorithm.kl_coefficient=0.01",
     ]
-    cluster = named(f"{devices // 8}x8xA100@25Gbps")
-    with with_described_models(load_config(settings), None) as config:
-        costs = PlannedCosts(config, cluster, Rates.known(cluster, "bfloat16"), LENGTHS)
+    cluster = parse_cluster(f"{devices // 8}x8xA100@25Gbps")
+    with materialize_named_models(load_config(settings), None) as config:
+        costs = PlannedSearchCosts(config, cluster, DeviceRates.known(cluster, "bfloat16"), LENGTHS)
         found = {}
         for name, shape in PLACEMENTS.items():
-            report_ = search(costs, deadline_s=DEADLINE_S, among=[shape])
+            report_ = search_placements(costs, deadline_s=DEADLINE_S, among=[shape])
             if report_.best:
                 found[name] = report_.best[0].step
     return found

@@ -119,13 +119,13 @@ def main() -> None:
 
 def make_model(folder: Path) -> Path:
     """The model of the scoring arm, which every host can read."""
-    from hybridrl.data.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.data.tasks.arithmetic import CHARACTERS
     from hybridrl.models import make_tiny_model
 
     # Larger than what FSDP gathers whole, and keeps (`hybridrl.parallel.fsdp`), as real models are.
     shape = {"hidden_size": 768, "layers": 10, "heads": 12, "context": 128}
-    return make_tiny_model(folder / "model", build_tokenizer(CHARACTERS), seed=0, **shape)
+    return make_tiny_model(folder / "model", build_character_tokenizer(CHARACTERS), seed=0, **shape)
 
 
 def overlap_seconds(folder: Path, algorithm: str, devices: Sequence[str]) -> float:
@@ -205,9 +205,9 @@ def make_scorers_slow(algorithm: str) -> None:
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     for kind, name in SCORERS:
-        worker, keywords = roles.KINDS[kind]
+        worker, keywords = roles.WORKER_BUILDERS[kind]
         calls = 2 if algorithm == "remax" and kind == "reward" else 1
-        roles.KINDS[kind] = (slow(worker, name, SECONDS / calls), keywords)
+        roles.WORKER_BUILDERS[kind] = (slow(worker, name, SECONDS / calls), keywords)
 
 
 def step_seconds(host: Host, folder: Path, placement: list[str], address: str, steps: int) -> float:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridrl.planner.step.step_calls import Lengths
+    from hybridrl.planner.step.step_calls import SampleLengths
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -127,7 +127,7 @@ def run(name: str, mode: str) -> dict[str, tuple[float, float]]:
 def child(mode: str, name: str) -> None:
     """Runs a setting and prints what was predicted and what was measured."""
     from hybridrl import Job, load_config
-    from hybridrl.planner.step.step_calls import Lengths
+    from hybridrl.planner.step.step_calls import SampleLengths
 
     model, overrides = SETTINGS.get(name, ({}, []))
     with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +147,7 @@ def child(mode: str, name: str) -> None:
                 records.append(job.executor.take_records())
             table = batch.collect(["prompt_ids", "response_ids"])
             prompts, responses = (table.lengths(n) for n in ("prompt_ids", "response_ids"))
-            lengths = Lengths(prompts.mean(), responses.mean(), responses.max())
+            lengths = SampleLengths(prompts.mean(), responses.mean(), responses.max())
         if mode == "time":
             found = times(job, lengths, seconds, records)
         else:
@@ -162,12 +162,12 @@ def make_model(folder: Path, vocabulary: int, **shape: int) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from hybridrl.data.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.data.tasks.arithmetic import CHARACTERS
-    from hybridrl.models import tiny_config
+    from hybridrl.models import make_tiny_config
 
-    tokenizer = build_tokenizer(CHARACTERS)
-    config = tiny_config(context=256, **shape)
+    tokenizer = build_character_tokenizer(CHARACTERS)
+    config = make_tiny_config(context=256, **shape)
     config.vocab_size = vocabulary
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     config.bos_token_id = tokenizer.bos_token_id
@@ -242,15 +242,15 @@ def _tensor_peaks(profile: Any, spans: list[tuple[str, str, int, int]]) -> dict[
     return found
 
 
-def predict(job: Any, lengths: Lengths, mode: str) -> dict[str, float]:
+def predict(job: Any, lengths: SampleLengths, mode: str) -> dict[str, float]:
     """Bytes of the fullest device by role and phase; of tensors alone without the process."""
     from dataclasses import replace
 
-    from hybridrl.planner.job_plan import make_plan
-    from hybridrl.planner.machine.device_catalog import present
+    from hybridrl.planner.job_plan import build_job_plan
+    from hybridrl.planner.machine.device_catalog import add_device_memory
 
     config = replace(job.config, model=replace(job.config.model, path=job.model_path))
-    plan = make_plan(config, present(job.executor.cluster), job.placement, lengths)
+    plan = build_job_plan(config, add_device_memory(job.executor.cluster), job.placement, lengths)
     found: dict[str, float] = {}
     for device in plan.memory:
         for phase in device.phases:
@@ -262,26 +262,26 @@ def predict(job: Any, lengths: Lengths, mode: str) -> dict[str, float]:
     return found
 
 
-def times(job: Any, lengths: Lengths, seconds: list[float], records: Any) -> dict[str, Any]:
+def times(job: Any, lengths: SampleLengths, seconds: list[float], records: Any) -> dict[str, Any]:
     """Seconds of a step and of each role's phases, predicted and measured (the median)."""
     from dataclasses import replace
 
-    from hybridrl.planner.job_plan import make_plan
-    from hybridrl.planner.machine.device_catalog import present
+    from hybridrl.planner.job_plan import build_job_plan
+    from hybridrl.planner.machine.device_catalog import add_device_memory
     from hybridrl.planner.machine.device_probe import mean_of_all
-    from hybridrl.planner.machine.device_rates import Rates
+    from hybridrl.planner.machine.device_rates import DeviceRates
     from hybridrl.planner.machine.layer_probe import LayerRuns, measure_layers
 
     config = replace(job.config, model=replace(job.config.model, path=job.model_path))
-    cluster = present(job.executor.cluster)
-    plan = make_plan(config, cluster, job.placement, lengths)
+    cluster = add_device_memory(job.executor.cluster)
+    plan = build_job_plan(config, cluster, job.placement, lengths)
     batch = plan.batches["actor", "train"]
     begin = time.perf_counter()
     length = plan.sizes.sample_tokens
     runs = LayerRuns.of_job(job.model_path, config.model.dtype, batch.tokens, length)
-    rates = Rates(**mean_of_all(measure_layers, cluster, runs), source="a probe")
+    rates = DeviceRates(**mean_of_all(measure_layers, cluster, runs), source="a probe")
     print(f"probe: {time.perf_counter() - begin:.1f} s {rates}", file=sys.stderr)
-    plan = make_plan(config, cluster, job.placement, lengths, rates)
+    plan = build_job_plan(config, cluster, job.placement, lengths, rates)
     found = {"step": (plan.times.step, statistics.median(seconds[KEPT_FROM:]))}
     for (role, phase), predicted in plan.times.phases.items():
         of_steps = []

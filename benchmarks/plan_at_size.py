@@ -23,12 +23,23 @@ from figures import SMOKE, report
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from weight_transitions import Parameter, shard_box
 
-from hybridrl.layout.boxes import OfRank, Piece, extent, local_pieces, whole
-from hybridrl.layout.tensor_layout import Layout, peak, redundant
-from hybridrl.layout.transfer_planner import plan
-from hybridrl.parallel.parameter_layout import Said, layout_of
-from hybridrl.system.device_traits import message_bytes
-from hybridrl.weights.parcel_transfer import Load, loads_of, parts_of, room_of, schedule, streams_of
+from hybridrl.layout.boxes import Piece, RankPieces, box_shape, full_box, make_local_pieces
+from hybridrl.layout.tensor_layout import (
+    TensorLayout,
+    compute_peak_elements,
+    compute_redundant_elements,
+)
+from hybridrl.layout.transfer_planner import plan_transfer
+from hybridrl.parallel.parameter_layout import PackedRankPieces, merge_rank_pieces
+from hybridrl.system.device_traits import default_bucket_bytes
+from hybridrl.weights.parcel_transfer import (
+    RankLoad,
+    compute_rank_loads,
+    compute_round_capacity,
+    group_into_streams,
+    schedule,
+    split_stream,
+)
 
 ALLOWED_BYTES = 200_000_000
 HEAD_DIM = 128
@@ -98,7 +109,7 @@ CASES = {
 }
 
 
-def all_said(case: Case, parameters: dict[str, Parameter]) -> list[Said]:
+def all_said(case: Case, parameters: dict[str, Parameter]) -> list[PackedRankPieces]:
     """What all ranks say of what they train, as it reaches each of them."""
     found = []
     for rank in range(case.trainers):
@@ -107,40 +118,42 @@ def all_said(case: Case, parameters: dict[str, Parameter]) -> list[Said]:
             if each not in known:
                 tp = [] if each.dim is None else [(each.dim, rank % case.tp, case.tp)]
                 shards = [*tp, (0, rank // case.tp, case.trainers // case.tp)]
-                known[each] = local_pieces("", shard_box(each.shape, shards))
-        said = Said.of_pieces({name: known[each] for name, each in parameters.items()})
+                known[each] = make_local_pieces("", shard_box(each.shape, shards))
+        said = PackedRankPieces.of_pieces({name: known[each] for name, each in parameters.items()})
         found.append(pickle.loads(pickle.dumps(said)))
     return found
 
 
-def pieces_generated(parameters: dict[str, Parameter], index: int, count: int) -> OfRank:
+def pieces_generated(parameters: dict[str, Parameter], index: int, count: int) -> RankPieces:
     """What one of `count` tensor-parallel ranks of a replica holds, fused as vLLM does it."""
     found, rows = {}, {}
     for name, (shape, dim, _) in parameters.items():
-        box = whole(shape) if dim is None else shard_box(shape, [(dim, index, count)])
+        box = full_box(shape) if dim is None else shard_box(shape, [(dim, index, count)])
         layer, _, leaf = name.rpartition(".")
         tensor = f"{layer}.{FUSED.get(leaf, leaf)}"
         first = rows.get(tensor, 0)
-        rows[tensor] = first + extent(box)[0]
+        rows[tensor] = first + box_shape(box)[0]
         found[name] = (Piece(box, tensor, (first, *(0 for _ in shape[1:]))),)
     return found
 
 
-def prepare(case: Case, rank: int, said: list[Said], generated: list[OfRank]) -> None:
+def prepare(
+    case: Case, rank: int, said: list[PackedRankPieces], generated: list[RankPieces]
+) -> None:
     """What `WeightSync` and `Reshard` do of a rank's own before the first sync."""
     shapes = {name: each.shape for name, each in case.model.parameters().items()}
-    source = layout_of([shapes] * case.trainers, said)
+    source = merge_rank_pieces([shapes] * case.trainers, said)
     first = case.trainers if case.separated else 0
     receivers = range(first, first + case.trainers)
-    target = Layout(shapes, {r: generated[(r - first) % case.rollout_tp] for r in receivers})
-    own = plan(source, target, rank)
-    peak(source.of(rank), target.of(rank))
-    redundant(source.of(rank), target.of(rank))
-    streams = streams_of(own.moves)
-    load = loads_of(streams).get(rank, Load())
-    cut = schedule(load, room_of(message_bytes("cuda"), torch.bfloat16))
+    target = TensorLayout(shapes, {r: generated[(r - first) % case.rollout_tp] for r in receivers})
+    own = plan_transfer(source, target, rank)
+    compute_peak_elements(source.of(rank), target.of(rank))
+    compute_redundant_elements(source.of(rank), target.of(rank))
+    streams = group_into_streams(own.moves)
+    load = compute_rank_loads(streams).get(rank, RankLoad())
+    cut = schedule(load, compute_round_capacity(default_bucket_bytes("cuda"), torch.bfloat16))
     for stream in streams:
-        parts_of(stream, cut)
+        split_stream(stream, cut)
 
 
 def measure(name: str, traces: bool, results: multiprocessing.Queue) -> None:

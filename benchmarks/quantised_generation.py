@@ -29,10 +29,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from hybridrl.algorithms.corrections import mismatch
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.controller.worker import Context
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.parallel.process_group import join
-from hybridrl.rollout import Sampling
+from hybridrl.controller.worker import WorkerContext
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.parallel.process_group import join_group_world
+from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.system.shared_memory import remove_shared_memory
 
@@ -79,8 +79,8 @@ def measure_generation(rounds: int) -> None:
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(CONFIG).eval()
         model.save_pretrained(folder)
-        build_tokenizer().save_pretrained(folder)
-        join(Context("benchmark", 0, 1))
+        build_character_tokenizer().save_pretrained(folder)
+        join_group_world(WorkerContext("benchmark", 0, 1))
         engines = {name: make_engine(folder, *arm) for name, arm in ARMS.items()}
         ids = torch.randint(2, CONFIG.vocab_size, (PROMPTS, PROMPT_TOKENS))
         batch = Batch.from_columns({"prompt_ids": [row.tolist() for row in ids]})
@@ -103,9 +103,9 @@ def measure_generation(rounds: int) -> None:
 
 
 def make_engine(folder: str, quantization: str, dtype: str) -> Any:
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMEngine
 
-    return VLLMRollout(
+    return VLLMEngine(
         EngineSetup(
             folder,
             folder,
@@ -123,7 +123,7 @@ def make_engine(folder: str, quantization: str, dtype: str) -> Any:
 def draw(engine: Any, batch: Batch) -> tuple[Batch, float]:
     """Samples of one length, and how long they took."""
     began = time.perf_counter()
-    samples = engine.generate(batch, Sampling(max_tokens=TOKENS, min_tokens=TOKENS), seed=1)
+    samples = engine.generate(batch, SamplingSettings(max_tokens=TOKENS, min_tokens=TOKENS), seed=1)
     return samples, time.perf_counter() - began
 
 

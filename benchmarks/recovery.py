@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from figures import report
 from victims import Victim
 
-from hybridrl.main import PREEMPTED
+from hybridrl.main import EXIT_PREEMPTED
 
 JOB = [
     *("rollout=transformers", "devices=cpu", "num_devices=2", "trainer.steps=1000000"),
@@ -50,7 +50,7 @@ def main() -> None:
         code, asked = victim.process.wait(GRACE_SECONDS), time.monotonic()
         seconds = asked - begin
         summary = json.loads((victim.run / "summary.json").read_text())
-        assert code == PREEMPTED and summary["recoveries"] == len(kills), victim.output
+        assert code == EXIT_PREEMPTED and summary["recoveries"] == len(kills), victim.output
         next_steps = [took for kill in kills if (took := victim.seconds_to_next_step(kill))]
     print(f"# {len(kills)} faults, {summary['steps']} steps in {seconds:.0f} s")
     report("effective time", seconds - summary["seconds_lost"], seconds, ">= 0.8", "s")

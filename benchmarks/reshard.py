@@ -31,21 +31,21 @@ from weight_transitions import Parameter, Transition, VanillaMesh, gather_all, n
 
 from hybridrl.config.schema import ActorConfig, ParallelConfig, RolloutConfig
 from hybridrl.config.schema import RolloutParallelConfig as RolloutParallel
-from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.controller.worker import Rendezvous, WorkerContext
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.boxes import extent
+from hybridrl.layout.boxes import box_shape
 from hybridrl.layout.hybrid_mesh import HybridMesh
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, load_model
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
+from hybridrl.parallel.process_group import join_group_world
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.system.shared_memory import remove_shared_memory
-from hybridrl.weights.collective_reshard import Reshard
+from hybridrl.weights.collective_reshard import CollectiveReshard
 from hybridrl.weights.weight_sync import WeightSync
-from hybridrl.weights.weight_transport import into
+from hybridrl.weights.weight_transport import make_tensor_sink
 
 RANKS, TRAIN_TP, ROLLOUT_TP = 4, 4, 2
 CPU = torch.device("cpu")
@@ -77,10 +77,10 @@ def parameters() -> dict[str, Parameter]:
     }
 
 
-def tensors(layout: Layout, rank: int) -> dict[str, torch.Tensor]:
+def tensors(layout: TensorLayout, rank: int) -> dict[str, torch.Tensor]:
     """Memory for what a rank holds."""
     return {
-        piece.tensor: torch.zeros(extent(piece.box))
+        piece.tensor: torch.zeros(box_shape(piece.box))
         for pieces in layout.pieces[rank].values()
         for piece in pieces
     }
@@ -101,17 +101,17 @@ class Change:
     def __init__(self, transition: Transition, rank: int) -> None:
         self._old = tensors(transition.training, rank)
         self._gathered = tensors(transition.gathered, rank)
-        self._gather = Reshard(transition.gather(), torch.float32, CPU)
+        self._gather = CollectiveReshard(transition.gather(), torch.float32, CPU)
         self._keep = None
         if transition.gathered is not transition.generation:
             self._new = tensors(transition.generation, rank)
-            self._keep = Reshard(transition.keep(), torch.float32, CPU)
+            self._keep = CollectiveReshard(transition.keep(), torch.float32, CPU)
         self.received = transition.gather().received()[rank] * 4
 
     def __call__(self) -> None:
-        self._gather(self._old.__getitem__, into(self._gathered))
+        self._gather(self._old.__getitem__, make_tensor_sink(self._gathered))
         if self._keep is not None:
-            self._keep(self._gathered.__getitem__, into(self._new))
+            self._keep(self._gathered.__getitem__, make_tensor_sink(self._new))
 
 
 def layouts(rank: int, rounds: int) -> dict[str, tuple[float, int]]:
@@ -137,13 +137,13 @@ def layouts(rank: int, rounds: int) -> dict[str, tuple[float, int]]:
 
 def into_vllm(folder: Path, rounds: int) -> dict[str, tuple[float, int]]:
     """As `layouts`, for an engine that trains and one of vLLM that generates."""
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMEngine
 
     parallel = ParallelConfig(tp=TRAIN_TP)
-    mesh = ParallelMesh(training_mesh(RANKS, parallel, ROLLOUT_TP), CPU)
+    mesh = ParallelMesh(build_training_mesh(RANKS, parallel, ROLLOUT_TP), CPU)
     policy = CausalPolicy(load_model(str(folder), "float32"))
     train = TrainEngine(policy, mesh, CPU, "float32", ActorConfig(parallel=parallel))
-    rollout = VLLMRollout(
+    rollout = VLLMEngine(
         EngineSetup(
             str(folder),
             str(folder),
@@ -174,7 +174,9 @@ def program(rank: int, address: str, port: int, listener: socket.socket, folder:
     torch.set_num_threads(1)
     settings = torch.load(folder / "settings.pt")
     rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, RANKS, host=rank, hosts=RANKS, rendezvous=rendezvous))
+    join_group_world(
+        WorkerContext("actor", rank, RANKS, host=rank, hosts=RANKS, rendezvous=rendezvous)
+    )
     found = layouts(rank, settings["rounds"])
     if settings["vllm"]:
         found |= into_vllm(folder / "model", settings["rounds"])
@@ -194,7 +196,7 @@ def main() -> None:
         )
         if not arguments.no_vllm:
             Qwen2ForCausalLM(CONFIG).save_pretrained(folder / "model")
-            build_tokenizer().save_pretrained(folder / "model")
+            build_character_tokenizer().save_pretrained(folder / "model")
         with socket.create_server(("127.0.0.1", 0)) as listener:
             torch.multiprocessing.start_processes(
                 program,

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from figures import interleave, report
 
-from hybridrl.sandbox.python_runner import confinement, run_python
+from hybridrl.sandbox.python_runner import find_confinement, run_python
 
 PROGRAM = "print(1 + 1)"
 WORKERS, PROGRAMS, ROUNDS = 4, 80, 5
@@ -48,7 +48,7 @@ def seconds_each(run: Callable[[int], None], programs: int = 20) -> float:
 
 
 def main() -> None:
-    found = confinement()  # tries what there is, once
+    found = find_confinement()  # tries what there is, once
     level = f"{found.namespaces} namespaces, Landlock {found.landlock}"
     ours, baseline = interleave(lambda: per_second(confined), lambda: per_second(bare), ROUNDS)
     name = f"trivial programs a second, {WORKERS} threads ({level})"

@@ -21,7 +21,7 @@ import psutil
 import torch
 from figures import SMOKE, report
 
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, BatchRef, Worker, WorkerGroup, transfer
 from hybridrl.ray_backend.ray_executor import RayExecutor
 from hybridrl.ray_backend.ray_import import ray
@@ -42,8 +42,8 @@ class Synthetic(Worker):
         size = int(cu_seqlens[-1])
         return Batch.from_columns(
             {
-                "response_ids": Ragged(torch.zeros(size, dtype=torch.long), cu_seqlens),
-                "rollout_log_probs": Ragged(torch.zeros(size), cu_seqlens),
+                "response_ids": RaggedColumn(torch.zeros(size, dtype=torch.long), cu_seqlens),
+                "rollout_log_probs": RaggedColumn(torch.zeros(size), cu_seqlens),
             }
         )
 
@@ -74,7 +74,7 @@ def advantages(batch: Batch) -> Batch:
 
 def prompts(number: int) -> Batch:
     cu_seqlens = torch.arange(number + 1) * PROMPT
-    ids = Ragged(torch.zeros(number * PROMPT, dtype=torch.long), cu_seqlens)
+    ids = RaggedColumn(torch.zeros(number * PROMPT, dtype=torch.long), cu_seqlens)
     return Batch.from_columns({"prompt_ids": ids, "group_id": np.arange(number)})
 
 

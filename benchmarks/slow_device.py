@@ -86,10 +86,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=3)
     os.environ["RAY_AUTH_MODE"] = "disabled"  # or the jobs would need a token
-    from hybridrl.ray_backend.connection import start
+    from hybridrl.ray_backend.connection import start_local_cluster
     from hybridrl.ray_backend.ray_import import ray
 
-    start(WORKERS)  # more slots than there may be cores
+    start_local_cluster(WORKERS)  # more slots than there may be cores
     address = ray.get_runtime_context().gcs_address
     wrong, right, rounds, clean = 0, 0, 0, 0
     for _ in range(parser.parse_args().jobs):

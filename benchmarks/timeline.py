@@ -23,10 +23,10 @@ from rich.console import Console
 from hybridrl.console.line_console import LineConsole
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
-from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER
-from hybridrl.report.device_spans import IDLE, device_spans
-from hybridrl.run.loop import Loop
-from hybridrl.run.step_runner import Steps
+from hybridrl.planner.what_if.recorded_graph import DRIVER_ROLE, OTHER_PHASE
+from hybridrl.report.device_spans import IDLE, read_device_spans
+from hybridrl.run.loop import RunLoop
+from hybridrl.run.step_runner import StepRunner
 
 JOB = ["rollout=transformers", "warmup.steps=5", "eval.every=0", "observe.samples_every=0"]
 WARM = 2
@@ -37,22 +37,22 @@ class HalfRecorded:
 
     def __init__(self) -> None:
         self.begins: list[float] = []
-        self._record, self._begin = Steps._record, Steps.begin
+        self._record, self._begin = StepRunner._record, StepRunner.begin
         halves = self
 
-        def begin(steps: Steps, number: int):
+        def begin(steps: StepRunner, number: int):
             halves.begins.append(time.perf_counter())
             return halves._begin(steps, number)
 
-        def record(steps: Steps, number: int, *rest) -> None:
+        def record(steps: StepRunner, number: int, *rest) -> None:
             if number % 2:
                 halves._record(steps, number, *rest)
 
-        Steps.begin, Steps._record = begin, record
+        StepRunner.begin, StepRunner._record = begin, record
 
     def end(self) -> tuple[list[float], list[float]]:
         """Seconds of recorded steps and of the others."""
-        Steps.begin, Steps._record = self._begin, self._record
+        StepRunner.begin, StepRunner._record = self._begin, self._record
         took = [b - a for a, b in pairwise(self.begins)]
         return took[WARM::2], took[WARM + 1 :: 2]  # the first is step 1
 
@@ -62,18 +62,20 @@ def run(folder: Path, overrides: list[str]) -> None:
         Job(load_config([*JOB, f"run.directory={folder}", *overrides]), is_whole=True) as job,
         LineConsole(job.config.trainer.steps, folder.name, Console(stderr=True)) as view,
     ):
-        Loop(job, view).run()
+        RunLoop(job, view).run()
 
 
 def coverage(folder: Path) -> tuple[float, float]:
     """The shares of the time that are covered and that are explained, of the worst device."""
-    spans = device_spans(folder)
+    spans = read_device_spans(folder)
     whole = max(span.end for span in spans)
     covered, explained = [], []
     for device in {span.device for span in spans}:
         mine = [span for span in spans if span.device == device]
         said = [span.cause if span.phase == IDLE else span.phase for span in mine]
-        named = [s for s, what in zip(mine, said, strict=True) if what not in (DRIVER, OTHER)]
+        named = [
+            s for s, what in zip(mine, said, strict=True) if what not in (DRIVER_ROLE, OTHER_PHASE)
+        ]
         covered.append(sum(span.seconds for span in mine) / whole)
         explained.append(sum(span.seconds for span in named) / whole)
     return min(covered), min(explained)

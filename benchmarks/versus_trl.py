@@ -23,7 +23,7 @@ from figures import SMOKE, interleave, report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl import Job, load_config
-from hybridrl.data.character_tokenizer import CHARACTERS, build_tokenizer
+from hybridrl.data.character_tokenizer import CHARACTERS, build_character_tokenizer
 
 VOCABULARY = 128
 SIZES = {
@@ -69,7 +69,7 @@ def make_model(folder: Path, size: str) -> None:
     )
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_character_tokenizer().save_pretrained(folder)
 
 
 def write_prompts(path: Path) -> None:

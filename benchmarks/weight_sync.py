@@ -35,18 +35,18 @@ from netlab import Host, network
 from hybridrl.algorithms import PolicyObjective, group_relative
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, Config, OptimizerConfig, RolloutConfig
-from hybridrl.controller import Context
+from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import CausalPolicy, load_model, make_tiny_model
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join, join_world
-from hybridrl.placement.separation import way_of_weights
-from hybridrl.rollout import Sampling
+from hybridrl.parallel.process_group import join_group_world, join_world
+from hybridrl.placement.separation import choose_weight_transport
+from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.transformers_engine import TransformersRollout
-from hybridrl.system.cluster_spec import Device
+from hybridrl.rollout.transformers_engine import TransformersEngine
+from hybridrl.system.cluster_spec import DeviceSlot
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.weights.weight_sync import WeightSync
 
@@ -68,9 +68,9 @@ def train_engine(folder: Path, learning_rate: float, updates: int) -> TrainEngin
     return engine
 
 
-def rollout_engine(folder: Path) -> TransformersRollout:
-    tokenizer = build_tokenizer()
-    return TransformersRollout(
+def rollout_engine(folder: Path) -> TransformersEngine:
+    tokenizer = build_character_tokenizer()
+    return TransformersEngine(
         EngineSetup(
             str(folder), str(folder), "bfloat16", eos_token_ids=[tokenizer.eos_token_id], device=CPU
         ),
@@ -80,10 +80,10 @@ def rollout_engine(folder: Path) -> TransformersRollout:
 
 def learn(folder: Path, learning_rate: float, updates: int) -> None:
     """Keeps the weights after each update, as the generator would have them, in a file."""
-    join(Context("actor", 0, 1))
+    join_group_world(WorkerContext("actor", 0, 1))
     train, rollout = train_engine(folder, learning_rate, updates), rollout_engine(folder)
     sync = WeightSync.between(train, rollout, torch.bfloat16)
-    sampling, versions = Sampling(max_tokens=TOKENS), []
+    sampling, versions = SamplingSettings(max_tokens=TOKENS), []
     generator = torch.Generator().manual_seed(0)
     for update in range(updates):
         sync.run()
@@ -115,18 +115,18 @@ def end_of_link(rank: int, folder: Path, address: str) -> None:
     torch.set_num_threads(1)
     listener = socket.create_server((address, PORT)) if rank == 0 else None
     versions = torch.load(folder / "versions.pt")
-    join(Context("actor", 0, 1))
+    join_group_world(WorkerContext("actor", 0, 1))
     train = rollout = None
     if rank == 0:
         train = train_engine(folder, 0.0, 1)
     else:
         rollout = rollout_engine(folder)
     group = join_world("weights", rank, 2, Rendezvous(address, PORT, listener), "cpu")
-    ends = [Device("cpu", "0", 0), Device("cpu", "0" if address == LOOPBACK else "1", 0)]
+    ends = [DeviceSlot("cpu", "0", 0), DeviceSlot("cpu", "0" if address == LOOPBACK else "1", 0)]
     channels = {}
     for method in METHODS:
         setting = Config(rollout=RolloutConfig(weight_sync=method))
-        chosen = way_of_weights(setting, ends)[1]
+        chosen = choose_weight_transport(setting, ends)[1]
         channels[method] = WeightChannel(group, torch.bfloat16, CPU, train, rollout, method=chosen)
     seconds, sizes = dict.fromkeys(METHODS, 0.0), dict.fromkeys(METHODS, 0)
     for version, weights in enumerate(versions):
@@ -200,7 +200,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             folder = make_tiny_model(
                 Path(temporary),
-                build_tokenizer(),
+                build_character_tokenizer(),
                 seed=0,
                 hidden_size=options.hidden,
                 layers=4,

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from figures import report
 
-from hybridrl.planner.what_if.questions import Question, predict
+from hybridrl.planner.what_if.questions import WhatIfQuestion, predict_step
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -43,38 +43,38 @@ EXPLICIT = [
     *("placement=explicit", "placement.roles.actor.devices=[0,1]"),
     "placement.roles.reward.devices=[0,1]",
 ]
-QUESTIONS: dict[str, tuple[list[str], list[str], Question]] = {
+QUESTIONS: dict[str, tuple[list[str], list[str], WhatIfQuestion]] = {
     "responses twice as long": (
         [],
         ["rollout.max_tokens=96", "rollout.min_tokens=96"],
-        Question(responses=2.0),
+        WhatIfQuestion(responses=2.0),
     ),
     "twice as many prompts": (
         [],
         ["data.prompts_per_step=16"],
-        Question([("data.prompts_per_step", 16)]),
+        WhatIfQuestion([("data.prompts_per_step", 16)]),
     ),
     "gradient checkpointing": (
         [],
         ["actor.gradient_checkpointing=full"],
-        Question([("actor.gradient_checkpointing", "full")]),
+        WhatIfQuestion([("actor.gradient_checkpointing", "full")]),
     ),
     "small micro-batches": (
         [],
         ["actor.tokens_per_microbatch=128"],
-        Question([("actor.tokens_per_microbatch", 128)]),
+        WhatIfQuestion([("actor.tokens_per_microbatch", 128)]),
     ),
-    "one device": (["num_devices=2"], ["num_devices=1"], Question(devices=1)),
-    "two devices": (["num_devices=1"], ["num_devices=2"], Question(devices=2)),
+    "one device": (["num_devices=2"], ["num_devices=1"], WhatIfQuestion(devices=1)),
+    "two devices": (["num_devices=1"], ["num_devices=2"], WhatIfQuestion(devices=2)),
     "reference moved": (
         [*EXPLICIT, "placement.roles.reference.devices=[0,1]"],
         [*EXPLICIT, "placement.roles.reference.devices=[1]"],
-        Question(moves={"reference": [1]}),
+        WhatIfQuestion(moves={"reference": [1]}),
     ),
     "a slower reward": (
         ["reward.function=FOLDER/slow.py:slow"],
         ["reward.function=FOLDER/slow.py:slower"],
-        Question(longer={"reward.score": 3.0}),
+        WhatIfQuestion(longer={"reward.score": 3.0}),
     ),
 }
 SLOW = """
@@ -171,11 +171,11 @@ def compare(
     name: str,
     was: RecordedRun,
     then: RecordedRun,
-    question: Question,
+    question: WhatIfQuestion,
     errors: list[float],
     replays: list[float],
 ) -> None:
-    said = predict(was, question)
+    said = predict_step(was, question)
     errors.append(abs(said.seconds / then.seconds - 1))
     replays.append(abs(said.replayed / was.seconds - 1))
     print(f"  {name}: {was.seconds:.3f} s before", flush=True)
@@ -191,7 +191,7 @@ def ask_of_a_slow_rank(folder: Path, steps: int, errors: list[float], replays: l
         with ray_nodes(nodes=2, cpus=1, environments=environments) as nodes:
             place, address = folder / f"slow {slow}", f"ray.address={nodes[0].cluster}"
             runs[slow] = recorded(place, [*job, address], steps, RAY_ENVIRONMENT)
-    question = Question(fix_slowest=True)
+    question = WhatIfQuestion(fix_slowest=True)
     compare("without the slow rank", runs["0.3"], runs["0"], question, errors, replays)
 
 
@@ -201,11 +201,11 @@ def speed_up(folder: Path, steps: int) -> None:
     was = recorded(folder / "was", [*PATHS, f"{slow}slower", f"{fast}short"], steps)
     on = recorded(folder / "on", [*PATHS, f"{slow}quicker", f"{fast}short"], steps)
     off = recorded(folder / "off", [*PATHS, f"{slow}slower", f"{fast}shorter"], steps)
-    said = predict(was, Question(longer={"cost.score": 0.8}))
+    said = predict_step(was, WhatIfQuestion(longer={"cost.score": 0.8}))
     predicted = said.replayed - said.seconds
     report("on the path: shorter by", was.seconds - on.seconds, predicted, ">= 0.8", "s")
     report("off the path: a step", off.seconds, was.seconds, ">= 0.98", "s")
-    other = predict(was, Question(longer={"reward.score": 0.8}))
+    other = predict_step(was, WhatIfQuestion(longer={"reward.score": 0.8}))
     report("off the path: as predicted", other.seconds, other.replayed, ">= 0.98", "s")
 
 
@@ -221,7 +221,7 @@ def ask_of_links(folder: Path, steps: int, errors: list[float], replays: list[fl
     for name, was in runs.items():
         for other, then in runs.items():
             if name != other:
-                question = Question(link=RATES[other] / RATES[name])
+                question = WhatIfQuestion(link=RATES[other] / RATES[name])
                 compare(f"{name} to {other}", was, then, question, errors, replays)
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from hybridrl.job.config_resolution import load_config
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.plan_tables import memory_table, roles_table, sizes_lines
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.plan_tables import build_memory_table, build_roles_table, format_step_sizes
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*/model/config.json"))
 BEGIN = "<!-- Written by docs/generate_plans.py. -->"
@@ -29,12 +29,12 @@ def plan_of(recipe: Path) -> str:
     """
     name, devices = recipe.name, recipe.name.rpartition("_")[2]
     config = load_config([f"recipe={recipe}/config.yaml", f"model.path={recipe}/model"])
-    plan = make_plan(config, named(devices))
+    plan = build_job_plan(config, parse_cluster(devices))
     out = io.StringIO()
     console = Console(file=out, width=WIDTH)
-    for line in sizes_lines(plan):
+    for line in format_step_sizes(plan):
         console.print(line, highlight=False, markup=False)
-    for table in (roles_table(plan), memory_table(plan)):
+    for table in (build_roles_table(plan), build_memory_table(plan)):
         console.print()
         console.print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines()]

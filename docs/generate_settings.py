@@ -19,14 +19,14 @@ from generate_migration import PAGES, table_row
 
 from hybridrl.config.aliases import foreign_settings
 from hybridrl.config.schema import Config, EvalSetConfig
-from hybridrl.config.setting_names import leaves
+from hybridrl.config.setting_names import list_settings
 from hybridrl.config.setting_types import (
-    conditions,
-    default_of,
-    described,
-    hints,
+    describe_type,
+    find_condition,
+    find_default,
     is_optional,
-    plain,
+    read_type_hints,
+    strip_annotations,
 )
 
 PAGE = Path(__file__).parent / "settings.md"
@@ -45,7 +45,7 @@ def written(page: str) -> str:
 
 def sections() -> Iterator[str]:
     """A table for each group of settings, and one of other libraries' names."""
-    yield f"{len(leaves())} settings."
+    yield f"{len(list_settings())} settings."
     for name, group, where in (*_groups(Config), ("eval.sets.<name>.", EvalSetConfig, "")):
         rows = [_row(f"{name}{key}", group, key) for key in _own(group)]
         if rows:
@@ -66,22 +66,28 @@ def sections() -> Iterator[str]:
 def _groups(group: Any, prefix: str = "", where: str = "") -> Iterator[tuple[str, Any, str]]:
     """Every group of settings with its dotted name, and where it counts, outer ones first."""
     yield prefix, group, where
-    for key, hint in hints(group).items():
-        if is_dataclass(inner := plain(hint)) and f"{prefix}{key}" not in AGAIN:
+    for key, hint in read_type_hints(group).items():
+        if is_dataclass(inner := strip_annotations(hint)) and f"{prefix}{key}" not in AGAIN:
             yield from _groups(inner, f"{prefix}{key}.", _where(hint, prefix))
 
 
 def _own(group: Any) -> list[str]:
     """The settings of a group without those of groups in it. Those of a cost that rewards have,
     too, are described with them."""
-    inherited = {key for base in group.__mro__[1:] if is_dataclass(base) for key in hints(base)}
-    found = {key: plain(hint) for key, hint in hints(group).items() if key not in inherited}
+    inherited = {
+        key for base in group.__mro__[1:] if is_dataclass(base) for key in read_type_hints(base)
+    }
+    found = {
+        key: strip_annotations(hint)
+        for key, hint in read_type_hints(group).items()
+        if key not in inherited
+    }
     return [key for key, kind in found.items() if not is_dataclass(kind)]
 
 
 def _row(name: str, group: Any, key: str) -> str:
-    hint, default = hints(group)[key], default_of(group, key)
-    value = described(hint) + (", or null" if is_optional(hint) else "")
+    hint, default = read_type_hints(group)[key], find_default(group, key)
+    value = describe_type(hint) + (", or null" if is_optional(hint) else "")
     meaning = _docstrings(group).get(key, "")
     meaning = f"{meaning} {_where(hint, name.rpartition('.')[0] + '.')}".strip()
     shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n...\n").strip()
@@ -90,7 +96,7 @@ def _row(name: str, group: Any, key: str) -> str:
 
 def _where(hint: Any, group: str) -> str:
     """Where a setting of the group, or a group in it, counts."""
-    said = " and ".join(str(one) for one in conditions(hint))
+    said = " and ".join(str(one) for one in find_condition(hint))
     return f"Counts with {said.replace('`.', f'`{group}')}." if said else ""
 
 

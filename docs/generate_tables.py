@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.algorithms import DirectPreference, PolicyObjective
+from hybridrl.algorithms import PolicyObjective, PreferenceObjective
 from hybridrl.batch.batch import LIBRARY_COLUMNS
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import Worker
-from hybridrl.controller.transfer_protocol import Transfer
+from hybridrl.controller.transfer_protocol import TransferSpec
 from hybridrl.trainers.policy_trainer import PolicyTrainer
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
@@ -59,7 +59,7 @@ class Group(NamedTuple):
 
 
 POLICY = {"objective": PolicyObjective(), "rollout": RolloutConfig(routing_replay=True)}
-PAIRS = {**POLICY, "objective": DirectPreference()}
+PAIRS = {**POLICY, "objective": PreferenceObjective()}
 EPISODES = {**POLICY, "rollout": RolloutConfig(episode="tools.py:Tool")}
 GROUPS = [
     Group("`actor`", ActorWorker, POLICY, ("update_preference",)),
@@ -134,7 +134,7 @@ def _rows(group: Group) -> list[str]:
 
 
 def _row(name: str, method: Any, built: Mapping[str, Any]) -> str:
-    transfer: Transfer = method.__transfer__
+    transfer: TransferSpec = method.__transfer__
     signature = inspect.signature(method)
     call = f"`{name}({', '.join(list(signature.parameters)[1:])})`"
     if transfer.returns_batch:
@@ -147,11 +147,11 @@ def _row(name: str, method: Any, built: Mapping[str, Any]) -> str:
     return f"| {call} | {_reads(transfer, built)} | {gives} |"
 
 
-def _of_ranks(transfer: Transfer) -> str:
+def _of_ranks(transfer: TransferSpec) -> str:
     return "" if transfer.protocol.answers == "one" else "of each rank "
 
 
-def _reads(transfer: Transfer, built: Mapping[str, Any]) -> str:
+def _reads(transfer: TransferSpec, built: Mapping[str, Any]) -> str:
     wanted = transfer.wanted(built)
     if wanted is None:
         return ""
@@ -170,7 +170,7 @@ def _reads(transfer: Transfer, built: Mapping[str, Any]) -> str:
     return f"{listed}; where there: {', '.join(possible)}" if possible else listed
 
 
-def _named(transfer: Transfer) -> list[str]:
+def _named(transfer: TransferSpec) -> list[str]:
     """Names outside the library's list that a method reads where they are there."""
     if callable(transfer.may_read):
         return []

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
-from hybridrl.trainers.trainer import LEARNED_FROM, Trainer
+from hybridrl.trainers.trainer import UPDATE_COLUMNS, Trainer
 from hybridrl.trainers.update_columns import loss_weights
 
 
@@ -60,4 +60,4 @@ class Imitate(Trainer):
             return batch, []
         best = batch.take(rows.numpy())
         best |= best.apply(partial(loss_weights, mode="token-mean"), ["response_mask"])
-        return batch, [actor.update_supervised(best.select(*LEARNED_FROM))]
+        return batch, [actor.update_supervised(best.select(*UPDATE_COLUMNS))]

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from hybridrl import load_config
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.main import run
 from hybridrl.models import make_tiny_model
 
@@ -29,7 +29,13 @@ if __name__ == "__main__":
     folder.mkdir(exist_ok=True)
     write_data(folder / "prompts.jsonl")
     make_tiny_model(
-        folder / "model", build_tokenizer(), seed=0, hidden_size=64, layers=2, heads=2, context=64
+        folder / "model",
+        build_character_tokenizer(),
+        seed=0,
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        context=64,
     )
     run(
         load_config(

@@ -16,8 +16,8 @@ from hybridrl.algorithms import whiten
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers.policy_trainer import PolicyTrainer
-from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import SAMPLE
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS
 
 READ = ["ref_log_probs", "rollout_log_probs", "response_mask"]
 
@@ -33,10 +33,10 @@ class Distill(PolicyTrainer):
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
-        return {**standard("actor", "reward"), "teacher": RoleSpec("reference")}
+        return {**standard_roles("actor", "reward"), "teacher": RoleSpec("reference")}
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
         batch = self.samples()
-        batch |= self.groups["teacher"].compute_ref_log_prob(batch.select(*SAMPLE))
+        batch |= self.groups["teacher"].compute_ref_log_prob(batch.select(*SAMPLE_COLUMNS))
         batch |= batch.apply(towards, READ, makes=["advantages"])
         return batch, self.learn(batch, "ref_log_probs")

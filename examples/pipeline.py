@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from hybridrl import load_config
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.main import run
 from hybridrl.models import make_tiny_model
 
@@ -85,7 +85,7 @@ if __name__ == "__main__":
     write_data()
     start = make_tiny_model(
         FOLDER / "start",
-        build_tokenizer(LETTERS + "="),
+        build_character_tokenizer(LETTERS + "="),
         **{"seed": 0, "hidden_size": 128, "layers": 2, "heads": 4, "context": 64},
     )
     sft, _ = stage("sft", "examples", start, "2e-3", 120)

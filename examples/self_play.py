@@ -11,7 +11,7 @@ from functools import partial
 
 from hybridrl import Batch
 from hybridrl.trainers.policy_trainer import PolicyTrainer
-from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import GROUP_COLUMNS, group_advantages
 
@@ -19,7 +19,7 @@ from hybridrl.trainers.update_columns import GROUP_COLUMNS, group_advantages
 class SelfPlay(PolicyTrainer):
     @classmethod
     def roles(cls, config):
-        return {**standard("actor", "reward"), "asker": RoleSpec("actor", saves_as="asker")}
+        return {**standard_roles("actor", "reward"), "asker": RoleSpec("actor", saves_as="asker")}
 
     def step(self):
         asked = self.next_batch().repeat(tries := self.config.rollout.samples_per_prompt)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Batch", "Episode", "Job", "Turn", "load_config"]
 
-_HOMES = {
+_EXPORTS = {
     "Batch": "hybridrl.batch.batch",
     "Episode": "hybridrl.batch.turn",
     "Job": "hybridrl.job.job",
@@ -26,6 +26,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'hybridrl' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_EXPORTS[name]), name)

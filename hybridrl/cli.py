@@ -14,7 +14,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.errors import HybridRLError, nearest
+from hybridrl.errors import HybridRLError, suggest_name
 from hybridrl.system.redaction import redact_output, register_secrets
 
 COMMANDS = {
@@ -59,7 +59,7 @@ COMMANDS = {
 `add_arguments`, which adds the command's arguments to its parser, and `run`, which takes the parsed
 arguments and returns the exit code. Only the module of the requested command is imported, because
 others may import torch, which takes seconds and may be broken when `doctor` runs."""
-REFUSED, INTERRUPTED = 2, 130
+EXIT_CONFIG_ERROR, EXIT_INTERRUPTED = 2, 130
 """Exit codes for wrong settings and what does not fit, as of `python -m hybridrl.main`; and for
 Ctrl-C, as of any command."""
 
@@ -73,11 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = next((word for word in given if not word.startswith("-")), "")
     if name and name not in COMMANDS:
         settings = shlex.join(word for word in given[given.index(name) + 1 :] if "=" in word)
-        _refuse(
-            f"There is no command `{name}`.{nearest(name, COMMANDS)} To train: "
+        _exit_with_error(
+            f"There is no command `{name}`.{suggest_name(name, COMMANDS)} To train: "
             f"{f'python -m hybridrl.main {settings}'.rstrip()}. For the commands: hybridrl --help."
         )
-    parser = parser_of([name])
+    parser = build_parser([name])
     chosen, words = parser.parse_known_args(given)
     # Settings of a job may stand anywhere among the options, which argparse has no way to say.
     takes_settings = hasattr(chosen, "settings")
@@ -86,23 +86,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if takes_settings:
         chosen.settings = words
     try:
-        sys.exit(command(chosen.command).run(chosen))
+        sys.exit(load_command(chosen.command).run(chosen))
     except HybridRLError as error:
-        _refuse(str(error))
+        _exit_with_error(str(error))
     except PermissionError as error:
-        _refuse(f"{error.filename} may not be read by this user, or written.")
+        _exit_with_error(f"{error.filename} may not be read by this user, or written.")
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(EXIT_INTERRUPTED)
 
 
-def _refuse(sentence: str) -> NoReturn:
+def _exit_with_error(sentence: str) -> NoReturn:
     console = Console(stderr=True, force_jupyter=False)
     console.print("error:", style="bold red", end=" ")
     console.print(sentence, markup=False, highlight=False, soft_wrap=True)
-    sys.exit(REFUSED)
+    sys.exit(EXIT_CONFIG_ERROR)
 
 
-def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
+def build_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     """Build the parser of the `hybridrl` command line.
 
     Args:
@@ -116,11 +116,11 @@ def parser_of(names: Sequence[str]) -> argparse.ArgumentParser:
     for name, (_, what) in COMMANDS.items():
         one = commands.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.")
         if name in names:
-            command(name).add_arguments(one)
+            load_command(name).add_arguments(one)
     return parser
 
 
-def command(name: str) -> ModuleType:
+def load_command(name: str) -> ModuleType:
     """Import the module of `hybridrl.commands` that implements a command."""
     return importlib.import_module(f"hybridrl.commands.{COMMANDS[name][0]}")
 

@@ -98,7 +98,7 @@ class RewardError(HybridRLError):
     """A reward function could not be loaded, or failed while `reward.on_error` is `fail`."""
 
 
-class MachineError(RewardError):
+class UnsupportedMachineError(RewardError):
     """This machine cannot do what a reward function needs; no score is right then, so
     `reward.on_error` has no say. Says what is missing."""
 
@@ -141,12 +141,12 @@ class CallTimeoutError(LostError):
     """A call outlived `controller.timeout_s`. Names role, rank and method; carries all stacks."""
 
 
-class Preempted(KeyboardInterrupt):
+class PreemptionInterrupt(KeyboardInterrupt):
     """SIGTERM or SIGHUP ended a run that can resume from a checkpoint, so whoever stopped it may
     start it again."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return ' Did you mean `x`?' for the known name that is closest to this one or begins with it,
     or an empty string."""
     names = list(known)
@@ -162,7 +162,7 @@ class StorageError(HybridRLError):
     """A file of the run could not be written. Names the path, the free space and the cure."""
 
 
-class Problems:
+class ErrorCollector:
     """A collector of errors from independent checks, so that all of them are reported at once:
 
     problems = Problems()
@@ -214,13 +214,13 @@ class Problems:
             raise ConfigError(*sentences)
 
 
-def check_all(checks: Iterable[Callable[..., object]], *arguments: object) -> None:
+def run_all_checks(checks: Iterable[Callable[..., object]], *arguments: object) -> None:
     """Call all checks with these arguments, also after some have failed, and report every problem.
 
     Raises:
         HybridRLError: with the problems of all that refuse.
     """
-    problems = Problems()
+    problems = ErrorCollector()
     for check in checks:
         with problems.noted():
             check(*arguments)

@@ -29,29 +29,29 @@ from rich.console import Console
 
 from hybridrl import __version__
 from hybridrl.cli import COMMANDS
-from hybridrl.config.effective_settings import idle
-from hybridrl.config.load import shown
+from hybridrl.config.effective_settings import find_ineffective_settings
+from hybridrl.config.load import format_effective_yaml
 from hybridrl.config.schema import Config
-from hybridrl.config.sweep import jobs
+from hybridrl.config.sweep import expand_sweep
 from hybridrl.errors import (
     ConfigError,
     DataError,
     HybridRLError,
     MissingPackageError,
-    Preempted,
+    PreemptionInterrupt,
 )
 from hybridrl.job.config_resolution import load_config
-from hybridrl.run.signals import Interrupts, leave
+from hybridrl.run.signals import SignalHandler, exit_after_signal
 from hybridrl.system.redaction import redact_output, register_secrets
 
 if TYPE_CHECKING:
-    from hybridrl.console.run_view import StepView
-    from hybridrl.job.job import Function
+    from hybridrl.console.run_view import RunView
+    from hybridrl.job.job import UserFunction
     from hybridrl.trainers.trainer import Trainer
 
-WRONG_SETTING, FAILED, INTERRUPTED = 2, 1, Interrupts.INTERRUPTED
+EXIT_CONFIG_ERROR, EXIT_FAILURE, EXIT_INTERRUPTED = 2, 1, SignalHandler.INTERRUPTED
 """Exit codes."""
-PREEMPTED = 75
+EXIT_PREEMPTED = 75
 """The exit code after SIGTERM if there are checkpoints to resume from: `EX_TEMPFAIL` of
 sysexits.h, "try again later". (143 is what a shell reports for any program that SIGTERM ended,
 saved or not.)"""
@@ -62,32 +62,32 @@ def main() -> None:
     redact_output()
     for argument in sys.argv[1:]:
         register_secrets(argument)
-    chosen, further = _parser().parse_known_intermixed_args()
+    chosen, further = _build_parser().parse_known_intermixed_args()
     try:
         if __name__ == "__main__" and callable(signal.getsignal(signal.SIGINT)):
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        _refuse_commands(chosen.settings)
-        _refuse_flags(further)
+        _reject_commands(chosen.settings)
+        _reject_unknown_flags(further)
         if chosen.cfg:
             _print_settings(load_config(chosen.settings))
         elif chosen.multirun:
-            for config in [load_config(overrides) for overrides in jobs(chosen.settings)]:
+            for config in [load_config(overrides) for overrides in expand_sweep(chosen.settings)]:
                 run(config)
         else:
             run(load_config(chosen.settings))
-    except Preempted:
-        leave(PREEMPTED)
+    except PreemptionInterrupt:
+        exit_after_signal(EXIT_PREEMPTED)
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        exit_after_signal(EXIT_INTERRUPTED)
     except HybridRLError as error:
-        _complain(error)
-        sys.exit(_code_of(error))
+        _print_error(error)
+        sys.exit(_get_exit_code(error))
 
 
 def run(
     config: Config,
     *,
-    reward: Function | Sequence[Function] | None = None,
+    reward: UserFunction | Sequence[UserFunction] | None = None,
     data: Any = None,
     trainer: type[Trainer] | None = None,
 ) -> dict[str, Any]:
@@ -103,89 +103,94 @@ def run(
         Preempted: after SIGTERM, when the run can go on from a checkpoint.
     """
     from hybridrl.data.job_data import with_rows
-    from hybridrl.job.config_resolution import with_objects
+    from hybridrl.job.config_resolution import apply_python_objects
 
-    config = with_objects(config, reward, data, trainer)
+    config = apply_python_objects(config, reward, data, trainer)
     if config.run.dry:
         with TemporaryDirectory() as folder:
-            _look(config if data is None else with_rows(config, data, Path(folder)))
+            _run_dry(config if data is None else with_rows(config, data, Path(folder)))
         return {}
-    from hybridrl.checks.settings.training_checks import idle_encodings
+    from hybridrl.checks.settings.training_checks import find_ineffective_encodings
     from hybridrl.console.run_console import make_console
     from hybridrl.job.job import Job
-    from hybridrl.run.loop import Loop
-    from hybridrl.run_files.summary import accuracy_name, final_sentence
-    from hybridrl.systems.low_bits.role_plans import precision_notices
+    from hybridrl.run.loop import RunLoop
+    from hybridrl.run_files.summary import format_final_sentence, resolve_accuracy_name
+    from hybridrl.systems.low_bits.role_plans import list_precision_notices
     from hybridrl.trainers import load_trainer
-    from hybridrl.trainers.objectives import correction_notice
-    from hybridrl.trainers.policy_trainer import notices_of_kl
+    from hybridrl.trainers.objectives import format_correction_notice
+    from hybridrl.trainers.policy_trainer import list_kl_notices
 
     def end_now(signal: str) -> None:
         view.message(f"{signal}: ended before the first step.")
-        raise Preempted(signal) if config.checkpoint.wanted else KeyboardInterrupt(signal)
+        raise PreemptionInterrupt(signal) if config.checkpoint.wanted else KeyboardInterrupt(signal)
 
     kind, name = config.trainer.name, config.run.name
     title = f"HybridRL {kind}" if name == kind else f"HybridRL {kind}: {name}"
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
-    terminated = PREEMPTED if config.checkpoint.wanted else INTERRUPTED
+    terminated = EXIT_PREEMPTED if config.checkpoint.wanted else EXIT_INTERRUPTED
     with (
-        make_console(steps, title, accuracy=accuracy_name(config.reward, short=True)) as view,
-        Interrupts(config.recover, terminated) as interrupts,
+        make_console(
+            steps, title, accuracy=resolve_accuracy_name(config.reward, short=True)
+        ) as view,
+        SignalHandler(config.recover, terminated) as interrupts,
     ):
         interrupts.on_terminate = end_now
         with (
             Job(config, view.phase, data=data, is_whole=True) as job,
-            _told_before_closing(view, interrupts),
+            _report_error_before_closing(view, interrupts),
         ):
             # It brings in the libraries of the models, which the job imports while Ray starts.
-            from hybridrl.planner.plan_tables import short
+            from hybridrl.planner.plan_tables import format_start_summary
 
-            view.message(overview(job, short(job.plan) if job.plan else []))
+            view.message(overview(job, format_start_summary(job.plan) if job.plan else []))
             choices = (
                 *job.settings_notices,
                 job.placement_notice,
-                correction_notice(config, job.trainer_class),
+                format_correction_notice(config, job.trainer_class),
                 job.plan_notice,
-                *notices_of_kl(config),
-                *precision_notices(config, job.groups),
+                *list_kl_notices(config),
+                *list_precision_notices(config, job.groups),
             )
             here = replace(config, devices=job.executor.cluster.kind)
-            unused = (*idle(here), *idle_encodings(config, job.roles, job.placement))
+            unused = (
+                *find_ineffective_settings(here),
+                *find_ineffective_encodings(config, job.roles, job.placement),
+            )
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)
-            loop = Loop(job, view)
+            loop = RunLoop(job, view)
             interrupts.on_terminate, interrupts.on_interrupt = loop.preempt, loop.interrupt
             summary = loop.run()
-        accuracy = accuracy_name(config.reward)
-        view.close(final_sentence(summary, job.directory.path, accuracy))
+        accuracy = resolve_accuracy_name(config.reward)
+        view.close(format_final_sentence(summary, job.directory.path, accuracy))
     return summary
 
 
 @contextmanager
-def _told_before_closing(view: StepView, interrupts: Interrupts) -> Iterator[None]:
+def _report_error_before_closing(view: RunView, interrupts: SignalHandler) -> Iterator[None]:
     """Print the error of a run as soon as it occurs, because closing may take long or hang."""
-    code = FAILED
+    code = EXIT_FAILURE
     try:
         yield
         code = 0
     except HybridRLError as error:
-        code = _code_of(error)
+        code = _get_exit_code(error)
         view.close()
-        _complain(error)
+        _print_error(error)
         raise
     finally:
         view.phase("closing")
         interrupts.closing(code)
 
 
-def _look(config: Config) -> None:
+def _run_dry(config: Config) -> None:
     """Check everything and print the settings, without starting anything."""
     from hybridrl.checks.check_list import Need
-    from hybridrl.job.preflight import preflight
+    from hybridrl.job.preflight import run_preflight
 
-    unseen = preflight(config, Need.FOLDER, Need.MACHINE)
-    for sentence in (*unseen, *idle(config)):
+    unseen = run_preflight(config, Need.FOLDER, Need.MACHINE)
+    for sentence in (*unseen, *find_ineffective_settings(config)):
         Console(stderr=True, force_jupyter=False).print(
             sentence, markup=False, highlight=False, soft_wrap=True
         )
@@ -195,7 +200,7 @@ def _look(config: Config) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hybridrl.main", description=__doc__, allow_abbrev=False
     )
@@ -215,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _refuse_commands(words: Sequence[str]) -> None:
+def _reject_commands(words: Sequence[str]) -> None:
     if named := COMMANDS.keys() & {*words[:1]}:
         raise ConfigError(
             f"`{named.pop()}` is a command of the program `hybridrl`, and this one runs jobs. "
@@ -223,7 +228,7 @@ def _refuse_commands(words: Sequence[str]) -> None:
         )
 
 
-def _refuse_flags(flags: Sequence[str]) -> None:
+def _reject_unknown_flags(flags: Sequence[str]) -> None:
     if flags:
         raise ConfigError(
             f"{' '.join(flags)}: there is no such option; see --help. For settings in a file of "
@@ -233,16 +238,16 @@ def _refuse_flags(flags: Sequence[str]) -> None:
 
 def _print_settings(config: Config) -> None:
     Console(force_jupyter=False).print(
-        shown(config), markup=False, highlight=False, soft_wrap=True, end=""
+        format_effective_yaml(config), markup=False, highlight=False, soft_wrap=True, end=""
     )
 
 
-def _code_of(error: HybridRLError) -> int:
+def _get_exit_code(error: HybridRLError) -> int:
     is_wrong = isinstance(error, ConfigError | DataError | MissingPackageError)
-    return WRONG_SETTING if is_wrong else FAILED
+    return EXIT_CONFIG_ERROR if is_wrong else EXIT_FAILURE
 
 
-def _complain(error: HybridRLError) -> None:
+def _print_error(error: HybridRLError) -> None:
     if error.told:
         return
     error.told = True

@@ -11,12 +11,12 @@ import time
 import traceback
 from collections.abc import Callable
 
-from hybridrl.data.character_tokenizer import TEXT
-from hybridrl.environments.episode_runner import Played
-from hybridrl.rollout.engine_requests import Finished, Sampling
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
+from hybridrl.environments.episode_runner import EpisodeResult
+from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings
 from hybridrl.rollout.rollout_engine import RolloutEngine
-from hybridrl.serving.endpoint import Endpoint
-from hybridrl.serving.template_chat import TemplateChat
+from hybridrl.serving.endpoint import ReplicaEndpoint
+from hybridrl.serving.template_chat import TemplateRenderer
 
 PLAIN = """\
 {%- if tools %}{{ '<|im_start|>system\\n' }}
@@ -76,7 +76,7 @@ def merging_tokenizer(template: str):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = TEXT.translate(str.maketrans({" ": "Ġ", "\n": "Ċ"}))
+    letters = PRINTABLE_CHARACTERS.translate(str.maketrans({" ": "Ġ", "\n": "Ċ"}))
     tokens = [*SPECIAL, *letters, *MERGED]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [(pair[0], pair[1]) for pair in MERGED]
@@ -162,7 +162,7 @@ class ScriptedEngine(RolloutEngine):
             sample[4] = length + (self.pace or 0)
             if sample[4] >= len(tokens) and self.pace:
                 del self.running[key]
-                done.append(Finished(key, request.prompt_ids, tokens, log_probs, reason))
+                done.append(EngineOutput(key, request.prompt_ids, tokens, log_probs, reason))
         self.sampled += [(one.prompt_ids, one.token_ids, one.log_probs) for one in done]
         return done
 
@@ -193,7 +193,7 @@ class ThreadPrograms:
 
     def __init__(self, play, notify):
         self.play, self.notify = play, notify
-        self.done: queue.SimpleQueue[Played] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[EpisodeResult] = queue.SimpleQueue()
         self.groups = []
 
     def start(self, group):
@@ -202,10 +202,14 @@ class ThreadPrograms:
             threading.Thread(target=self._run, args=(play,), daemon=True).start()
 
     def _run(self, play):
-        played = Played(play.key, float("nan"), None, {}, None, "error")
+        played = EpisodeResult(play.key, float("nan"), None, {}, None, "error")
         try:
             found = self.play(play)
-            found = found if isinstance(found, Played) else played._replace(reward=found, kind="ok")
+            found = (
+                found
+                if isinstance(found, EpisodeResult)
+                else played._replace(reward=found, kind="ok")
+            )
         except Exception:
             found = played._replace(failure=traceback.format_exc())
         self.done.put(found)
@@ -227,13 +231,13 @@ class ThreadPrograms:
 class Pump:
     """Polls an engine for an endpoint in a thread, as `AgentGenerator` does."""
 
-    def __init__(self, endpoint: Endpoint, engine: RolloutEngine):
+    def __init__(self, endpoint: ReplicaEndpoint, engine: RolloutEngine):
         self.endpoint, self.engine, self.stopping = endpoint, engine, False
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self):
-        from hybridrl.serving.request_exchange import Answer
+        from hybridrl.serving.request_exchange import EngineReply
 
         exchange, running = self.endpoint.exchange, set()
         while not self.stopping:
@@ -248,7 +252,7 @@ class Pump:
             if running:
                 done = self.engine.poll()
                 running.difference_update(one.key for one in done)
-                exchange.answer([Answer(one, [3] * len(one.token_ids)) for one in done])
+                exchange.answer([EngineReply(one, [3] * len(one.token_ids)) for one in done])
                 if exchange.streams:
                     exchange.grow(self.engine.partial())
 
@@ -258,10 +262,10 @@ class Pump:
         self.thread.join(60)
 
 
-def endpoint_of(tokenizer, context=None, **options) -> Endpoint:
+def endpoint_of(tokenizer, context=None, **options) -> ReplicaEndpoint:
     """An endpoint with the template's chat."""
     options = {"model": "m", "vocabulary": len(tokenizer), "context_length": 4096} | options
-    return Endpoint(tokenizer, TemplateChat(tokenizer, context), **options)
+    return ReplicaEndpoint(tokenizer, TemplateRenderer(tokenizer, context), **options)
 
 
-TRAINED = Sampling(256, temperature=0.7)
+TRAINED = SamplingSettings(256, temperature=0.7)

@@ -136,11 +136,11 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
     from transformers import AutoModelForCausalLM
 
     from hybridrl.algorithms import PolicyObjective
-    from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+    from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
     from hybridrl.engine.train_engine import TrainEngine
-    from hybridrl.layout.training_mesh import training_mesh
-    from hybridrl.models import CausalPolicy, load_config
-    from hybridrl.models.packed_attention import NAME
+    from hybridrl.layout.training_mesh import build_training_mesh
+    from hybridrl.models import CausalPolicy, load_model_config
+    from hybridrl.models.packed_attention import PACKED_ATTENTION
     from hybridrl.parallel.parallel_mesh import ParallelMesh
     from hybridrl.weights.weight_sync import WeightSync
 
@@ -153,11 +153,11 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
     with Accelerator(spy) as device:
         began = time.perf_counter()
         share = config.rollout.parallel.tp
-        at = training_mesh(job.devices, config.actor.parallel, share)
+        at = build_training_mesh(job.devices, config.actor.parallel, share)
         mesh = ParallelMesh(at, DEVICE, config.actor.parallel.shards)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
-                load_config(folder), dtype=torch.float32, attn_implementation=NAME
+                load_model_config(folder), dtype=torch.float32, attn_implementation=PACKED_ATTENTION
             )
         model.config.use_cache = False
         for module in model.modules():
@@ -198,7 +198,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
             del copy, sync
         with device.phase("save"):
             began = time.perf_counter()
-            parts = StateSaver(engine).parts
+            parts = EngineStateSaver(engine).parts
             seconds["saving"] = time.perf_counter() - began
     first = device.phases.pop("first update")
     assert first.peak <= device.phases["train"].peak
@@ -226,16 +226,18 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
 def _planned(config, devices):
     """Bytes of the actor on its first device, by phase, as the planner has it; and rows of a rank
     in an update."""
-    from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
-    from hybridrl.planner.job_roles import Planner
-    from hybridrl.planner.machine.device_catalog import named
+    from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
+    from hybridrl.planner.job_roles import JobRoles
+    from hybridrl.planner.machine.device_catalog import parse_cluster
     from hybridrl.planner.memory.device_memory import _generating
-    from hybridrl.planner.step.step_calls import sizes_of
+    from hybridrl.planner.step.step_calls import compute_step_sizes
 
-    cluster = named(f"{devices}xH100")
+    cluster = parse_cluster(f"{devices}xH100")
     memory = cluster.memory_of(0)
-    placement = check_placement(config, cluster, None)
-    planner = Planner(config, cluster, placement, sizes_of(config), wanted_roles(config, None))
+    placement = resolve_placement(config, cluster, None)
+    planner = JobRoles(
+        config, cluster, placement, compute_step_sizes(config), resolve_roles(config, None)
+    )
     part, train = planner.part("actor", 0), planner.batches["actor", "train"]
     there = part.resident()
     parameters = there.get("parameters", 0.0)  # the moments come with the first update
@@ -252,13 +254,13 @@ def _planned(config, devices):
 def _batch(rows: int):
     import torch
 
-    from hybridrl.batch.batch import Batch, Ragged
+    from hybridrl.batch.batch import Batch, RaggedColumn
 
     prompt, response = LENGTHS
     bounds = torch.arange(rows + 1) * response
 
     def column(value):
-        return Ragged(torch.full((rows * response,), value), bounds)
+        return RaggedColumn(torch.full((rows * response,), value), bounds)
 
     return Batch.from_columns(
         {

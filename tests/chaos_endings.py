@@ -27,7 +27,7 @@ from chaos import _left_in_shared_memory
 from safetensors import safe_open
 from victims import PATTERNS, Victim, shared_memory
 
-from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.run_status import read_run_status
 
 DEADLINE, TO_KILLED, TO_STOPPED, TO_END = 10, 30.0, 15.0, 240.0
 """Seconds: of a call; from a kill to the end; beyond the deadline after a stop; of a whole job."""
@@ -144,7 +144,7 @@ def _faults(victim: Victim, drawn: Round, pid: int) -> list[str]:
     faults = []
     ending, code = ENDINGS[drawn.act, drawn.kind], victim.process.returncode
     errors = re.findall(r"^error: .*$", victim.output, re.MULTILINE)
-    state, why = state_of(victim.run)
+    state, why = read_run_status(victim.run)
     expected = {0: "finished", 1: "failed", -9: "killed"}.get(code, "")
     if "Ray has ended the driver with it" in victim.output:
         expected = "killed"

@@ -18,12 +18,12 @@ from tiers import few_of
 
 import hybridrl
 from hybridrl.sandbox.confined import landlock
-from hybridrl.sandbox.python_runner import Limits, Outcome
+from hybridrl.sandbox.python_runner import SandboxLimits, SandboxResult
 
 NOBODY = 65534
 SECRET = "a-secret-of-the-caller"
 # Processor time ends what does not end by itself: wall time says how busy the machine is.
-FAST = Limits(wall_s=60.0, cpu_s=3)
+FAST = SandboxLimits(wall_s=60.0, cpu_s=3)
 SOURCE = Path(hybridrl.__file__).parent
 # An ordinary user may be unable to read this checkout, so the files are copied to where it can.
 FILES = (
@@ -93,7 +93,9 @@ class Caller:
             **options,
         )
 
-    def ask(self, source: str, stdin: str = "", limits: Limits = FAST, bare: bool = False) -> dict:
+    def ask(
+        self, source: str, stdin: str = "", limits: SandboxLimits = FAST, bare: bool = False
+    ) -> dict:
         source = textwrap.dedent(source)
         job = {
             "source": source if bare else PRELUDE + source,
@@ -110,14 +112,14 @@ class Caller:
     def receive(self) -> dict:
         return json.loads(self.process.stdout.readline())
 
-    def run(self, source: str, stdin: str = "", limits: Limits = FAST) -> Outcome:
+    def run(self, source: str, stdin: str = "", limits: SandboxLimits = FAST) -> SandboxResult:
         answer = self.ask(source, stdin, limits)
         assert "refused" not in answer, answer
-        outcome = Outcome(**answer)
+        outcome = SandboxResult(**answer)
         assert "ESCAPED" not in outcome.stdout, outcome.stdout
         return outcome
 
-    def run_well(self, source: str, stdin: str = "", limits: Limits = FAST) -> str:
+    def run_well(self, source: str, stdin: str = "", limits: SandboxLimits = FAST) -> str:
         """Runs a program that has to end well, and gives what it printed."""
         outcome = self.run(source, stdin, limits)
         assert outcome.ended == "ok", outcome
@@ -189,7 +191,7 @@ def missing_for(who, level, user):
     if who == "root" and os.geteuid() != 0:
         return "the tests do not run as root"
     if level == "none":
-        return "" if landlock.version() else "the kernel has no Landlock"
+        return "" if landlock.find_landlock_version() else "the kernel has no Landlock"
     flags = {"root": 0x20000, "user": 0x10000000}[level]  # CLONE_NEWNS, CLONE_NEWUSER
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({flags}) != 0)"
     options = {} if user is None else {"user": user, "group": user, "extra_groups": []}

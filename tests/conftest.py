@@ -67,9 +67,9 @@ def mesh(process_group):
     """Of this process alone, on the CPU."""
     import torch
 
-    from hybridrl.controller import Context
+    from hybridrl.controller import WorkerContext
     from hybridrl.parallel.parallel_mesh import ParallelMesh
-    from hybridrl.parallel.process_group import join
+    from hybridrl.parallel.process_group import join_group_world
 
-    join(Context("actor", 0, 1))
+    join_group_world(WorkerContext("actor", 0, 1))
     return ParallelMesh.data_parallel(torch.device("cpu"), 1)

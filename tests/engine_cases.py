@@ -7,12 +7,12 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hybridrl.algorithms import PolicyObjective, Segments, token_weights
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.algorithms import PolicyObjective, TokenSegments, token_weights
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine, token_columns
 from hybridrl.models import CausalPolicy, PackedSamples
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -58,7 +58,7 @@ def make_model():
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
     model.config.use_cache = False
     return model
 
@@ -70,18 +70,18 @@ def make_batch(mode="token-mean"):
     tokens = int(responses[-1])
 
     def column(scale, shift=0.0):
-        return Ragged(scale * torch.randn(tokens, generator=generator) + shift, responses)
+        return RaggedColumn(scale * torch.randn(tokens, generator=generator) + shift, responses)
 
     mask = torch.rand(tokens, generator=generator) < 0.8
     weights = token_weights(
-        mask, mode, length_norm=30, segments=Segments.from_cu_seqlens(responses)
+        mask, mode, length_norm=30, segments=TokenSegments.from_cu_seqlens(responses)
     )
     return Batch.from_columns(
         {
             "prompt_ids": [torch.randint(23, (n,), generator=generator) for n, _ in LENGTHS],
             "response_ids": [torch.randint(23, (n,), generator=generator) for _, n in LENGTHS],
-            "response_mask": Ragged(mask, responses),
-            "loss_weights": Ragged(weights, responses),
+            "response_mask": RaggedColumn(mask, responses),
+            "loss_weights": RaggedColumn(weights, responses),
             "advantages": torch.randn(len(LENGTHS), generator=generator),
             "log_probs": column(0.5, -3.0),
             "ref_log_probs": column(0.5, -3.0),
@@ -111,7 +111,7 @@ def plain_update(batch, objective):
     outputs = policy(samples, TEMPERATURE)
     columns = token_columns(batch, CPU)
     mask = columns["response_mask"].bool()
-    segments = Segments.from_cu_seqlens(samples.response_bounds, mask)
+    segments = TokenSegments.from_cu_seqlens(samples.response_bounds, mask)
     loss, metrics = objective(outputs, columns, segments)
     value = (loss * columns["loss_weights"])[mask].sum()
     value.backward()

@@ -9,12 +9,16 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from hybridrl.compress import GroupedIntegers
-from hybridrl.compress.group_kernels import decode, encode
+from hybridrl.compress import GroupedIntegerCodec
+from hybridrl.compress.group_kernels import decode_groups, encode_groups
 
 CODECS = [
-    *(GroupedIntegers(8, 2048), GroupedIntegers(8, 64, hadamard=True), GroupedIntegers(4, 32)),
-    *(GroupedIntegers(4, 128, hadamard=True), GroupedIntegers(4, 4096)),
+    *(
+        GroupedIntegerCodec(8, 2048),
+        GroupedIntegerCodec(8, 64, hadamard=True),
+        GroupedIntegerCodec(4, 32),
+    ),
+    *(GroupedIntegerCodec(4, 128, hadamard=True), GroupedIntegerCodec(4, 4096)),
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,13 +62,13 @@ def main() -> None:
             groups = -(-numel // codec.group)
             scales = torch.full((groups,), 5.0)
             codes = torch.full((len(wanted) - 4 * groups,), 0x5A, dtype=torch.uint8)
-            encode(values, scales, codes, codec.largest, **codec.kind())
+            encode_groups(values, scales, codes, codec.largest, **codec.kind())
             case = f"{codec}, {numel} values of {dtype}"
             assert same(scales, wanted[: 4 * groups].view(torch.float32)), f"scales of {case}"
             assert codes.equal(wanted[4 * groups :]), f"codes of {case}"
             for dtype in DTYPES:
                 decoded = torch.full((numel,), 5.0, dtype=dtype)
-                decode(decoded, scales, codes, **codec.kind())
+                decode_groups(decoded, scales, codes, **codec.kind())
                 assert same(decoded, codec.decode(wanted, numel, dtype)), f"{dtype} of {case}"
 
 

@@ -5,8 +5,8 @@ import math
 import torch
 from hypothesis import strategies as st
 
-from hybridrl.layout.boxes import Piece, extent, subtract_all, volume, whole
-from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.boxes import Piece, box_numel, box_shape, full_box, subtract_boxes
+from hybridrl.layout.tensor_layout import TensorLayout
 
 NOTHING = -1.0
 
@@ -26,12 +26,12 @@ def boxes_in(draw, shape):
 @st.composite
 def partitions(draw, shape):
     """Disjoint boxes that make up the tensor."""
-    parts = [whole(shape)]
+    parts = [full_box(shape)]
     for _ in range(draw(st.integers(0, 4))):
         box = draw(boxes_in(shape))
         hole = parts.pop(draw(st.integers(0, len(parts) - 1)))
-        left = subtract_all(hole, [box])
-        parts += left + subtract_all(hole, left)
+        left = subtract_boxes(hole, [box])
+        parts += left + subtract_boxes(hole, left)
     return parts
 
 
@@ -61,7 +61,7 @@ def layout_pairs(draw, disjoint_ranks=False):
                 add(pieces, name, draw(boxes_in(shape)))
 
     def layout(pieces):
-        return Layout(
+        return TensorLayout(
             tensors, {r: {n: tuple(p) for n, p in here.items()} for r, here in pieces.items()}
         )
 
@@ -84,7 +84,7 @@ def empty_tensors(layout, rank):
     sizes = {}
     for pieces in layout.pieces.get(rank, {}).values():
         for piece in pieces:
-            ends = [at + n for at, n in zip(piece.start, extent(piece.box), strict=True)]
+            ends = [at + n for at, n in zip(piece.start, box_shape(piece.box), strict=True)]
             known = sizes.get(piece.tensor, ends)
             sizes[piece.tensor] = [max(pair) for pair in zip(known, ends, strict=True)]
     return {name: torch.full(size, NOTHING) for name, size in sizes.items()}
@@ -92,7 +92,7 @@ def empty_tensors(layout, rank):
 
 def local(tensor, piece):
     """The part of a local tensor that a piece is."""
-    inner = zip(piece.start, extent(piece.box), strict=True)
+    inner = zip(piece.start, box_shape(piece.box), strict=True)
     return tensor[tuple(slice(at, at + n) for at, n in inner)]
 
 
@@ -117,6 +117,6 @@ def elements(layout, rank):
         int(number)
         for name, pieces in layout.pieces.get(rank, {}).items()
         for piece in pieces
-        if volume(piece.box)
+        if box_numel(piece.box)
         for number in cut(values[name], piece.box).flatten()
     }

@@ -7,10 +7,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from weight_transitions import shard_box
 
-from hybridrl.layout.boxes import Piece, extent, whole
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.training_mesh import DATA
-from hybridrl.parallel.parameter_layout import Said, layout_of, pieces_of, whole_shape
+from hybridrl.layout.boxes import Piece, box_shape, full_box
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.training_mesh import DATA_AXES
+from hybridrl.parallel.parameter_layout import (
+    PackedRankPieces,
+    find_parameter_pieces,
+    full_shape,
+    merge_rank_pieces,
+)
 
 CUT = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 0),
@@ -25,12 +30,12 @@ def training_layout_of(engine):
     """As every rank's engine would say."""
     mesh = engine.mesh.mesh
     parameters = dict(engine.model.inner.named_parameters())
-    shapes = {name: whole_shape(p, engine.cuts.get(name)) for name, p in parameters.items()}
+    shapes = {name: full_shape(p, engine.cuts.get(name)) for name, p in parameters.items()}
     alike = {}  # parameters that are cut alike lie alike
     for name, parameter in parameters.items():
         key = parameter.shape, engine.cuts.get(name)
         alike.setdefault(str(key), []).append(name)
-    places = {rank: place for data in mesh.groups(*DATA) for place, rank in enumerate(data)}
+    places = {rank: place for data in mesh.groups(*DATA_AXES) for place, rank in enumerate(data)}
     said = []
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
@@ -38,17 +43,17 @@ def training_layout_of(engine):
         with patch.object(DeviceMesh, "get_coordinate", lambda _, here=places[rank]: [here]):
             found = {}
             for names in alike.values():
-                one = pieces_of("", parameters[names[0]], engine.cuts.get(names[0]), tp)
+                one = find_parameter_pieces("", parameters[names[0]], engine.cuts.get(names[0]), tp)
                 found |= dict.fromkeys(names, one)
-        said.append(Said.of_pieces({name: found[name] for name in parameters}))
+        said.append(PackedRankPieces.of_pieces({name: found[name] for name in parameters}))
     assert all(isinstance(p, DTensor) for p in parameters.values())
-    return layout_of([shapes] * len(said), said)
+    return merge_rank_pieces([shapes] * len(said), said)
 
 
 def generation_layout_of(shapes, ranks, tp):
     """As vLLM holds a model on every `tp` consecutive ranks."""
     alike = [_part(shapes, index, tp) for index in range(tp)]
-    return Layout(shapes, {rank: alike[rank % tp] for rank in range(ranks)})
+    return TensorLayout(shapes, {rank: alike[rank % tp] for rank in range(ranks)})
 
 
 def _part(shapes, index, tp):
@@ -57,7 +62,7 @@ def _part(shapes, index, tp):
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         dim = CUT.get(leaf) if len(shape) < 3 else (1 if leaf == "gate_up_proj" else 2)
         if dim is None or tp == 1:
-            boxes = [whole(shape)]
+            boxes = [full_box(shape)]
         elif leaf == "gate_up_proj":
             boxes = [_half(shape, dim, half, index, tp) for half in range(2)]
         else:
@@ -67,7 +72,7 @@ def _part(shapes, index, tp):
             start = [0] * len(box)
             if dim is not None:
                 start[dim] = at
-                at += extent(box)[dim]
+                at += box_shape(box)[dim]
             pieces.append(Piece(box, name, tuple(start)))
         found[name] = tuple(pieces)
     return found
@@ -84,7 +89,8 @@ def memory_of(pieces, dtype, device):
     found = {}
     for held in pieces.values():
         ends = [
-            [at + n for at, n in zip(piece.start, extent(piece.box), strict=True)] for piece in held
+            [at + n for at, n in zip(piece.start, box_shape(piece.box), strict=True)]
+            for piece in held
         ]
         shape = [max(sides) for sides in zip(*ends, strict=True)]
         found[held[0].tensor] = torch.empty(shape, dtype=dtype, device=device)

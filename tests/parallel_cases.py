@@ -16,8 +16,8 @@ from transformers import (
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import CausalPolicy
-from hybridrl.models.packed_attention import NAME
-from hybridrl.parallel.parameter_layout import pieces_of, whole_shape
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
 
 ARCHITECTURES = {
     "qwen2": Qwen2Config,
@@ -53,7 +53,7 @@ def make_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
     model.config.use_cache = False
     return model
 
@@ -80,8 +80,8 @@ def parts(engine, of=lambda parameter: parameter):
         parted = engine.cuts.get(name)
         value = of(parameter).detach()
         local = value.to_local() if isinstance(value, DTensor) else value
-        pieces = pieces_of(name, parameter, parted, index)
-        found[name] = whole_shape(parameter, parted), pieces, local.clone()
+        pieces = find_parameter_pieces(name, parameter, parted, index)
+        found[name] = full_shape(parameter, parted), pieces, local.clone()
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.models import make_tiny_model
 
@@ -143,7 +143,7 @@ class Folders(NamedTuple):
 
 def make_folders(root):
     """Models of one layer, adapters, functions and rows of data."""
-    tokenizer = build_tokenizer(CHARACTERS)
+    tokenizer = build_character_tokenizer(CHARACTERS)
     shape = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 64}
     for name, seed in (("model", 7), ("teacher", 8)):
         make_tiny_model(root / name, tokenizer, seed=seed, **shape)

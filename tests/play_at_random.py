@@ -19,8 +19,8 @@ from pathlib import Path
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl import load_config
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
+from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 from hybridrl.models import make_tiny_model
 
 
@@ -43,7 +43,7 @@ def main() -> None:
         plays = []
         for number, row in enumerate(pool.rows(chosen.episodes)):
             url = endpoint.url(session := f"s{number}")
-            plays.append(Play(number, row, url, endpoint.token, session, False))
+            plays.append(EpisodeRequest(number, row, url, endpoint.token, session, False))
         pool.start(plays)
         found = []
         while len(found) < len(plays):
@@ -62,7 +62,7 @@ def main() -> None:
     shape = {"hidden_size": chosen.hidden, "layers": chosen.layers, "heads": 4}
     make_tiny_model(
         chosen.folder / "model",
-        build_tokenizer(TEXT, chat=True),
+        build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True),
         seed=chosen.seed,
         context=chosen.context,
         **shape,

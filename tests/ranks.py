@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.parallel.process_group import join
+from hybridrl.controller.worker import Rendezvous, WorkerContext
+from hybridrl.parallel.process_group import join_group_world
 
 # The process that ranks are forked from has these imported; it starts once for all tests.
 MODULES = [
@@ -34,7 +34,9 @@ def run_ranks(program, folder, world, *arguments):
 
 def _joined(rank, program, world, address, port, listener, folder, arguments):
     rendezvous = Rendezvous(address, port, listener if rank == 0 else None)
-    join(Context("actor", rank, world, host=rank, hosts=world, rendezvous=rendezvous))
+    join_group_world(
+        WorkerContext("actor", rank, world, host=rank, hosts=world, rendezvous=rendezvous)
+    )
     torch.save(program(rank, *arguments), folder / f"{rank}.pt")
     if dist.is_initialized():  # vLLM may have ended it
         dist.barrier()  # who ends first breaks the connections of those that still work

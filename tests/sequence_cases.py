@@ -14,9 +14,9 @@ from transformers import (
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel
 
@@ -73,7 +73,9 @@ def make_model(name, **settings):
     auto_class = AutoModelForCausalLM if policy else AutoModelForSequenceClassification
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto_class.from_config(kind(**(shape | own | settings)), attn_implementation=NAME)
+        model = auto_class.from_config(
+            kind(**(shape | own | settings)), attn_implementation=PACKED_ATTENTION
+        )
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.data += 0.3 * torch.randn_like(parameter)
@@ -127,7 +129,7 @@ def layout(name, rank):
     """This rank's place in a layout, or None for a rank that the layout leaves out. Collective."""
     dp, ring, ulysses = LAYOUTS[name]
     ranks = dp * ring * ulysses
-    mesh = ParallelMesh(training_mesh(ranks, ParallelConfig(ring=ring, ulysses=ulysses)), CPU)
+    mesh = ParallelMesh(build_training_mesh(ranks, ParallelConfig(ring=ring, ulysses=ulysses)), CPU)
     if rank >= ranks:
         return None
     return SimpleNamespace(

@@ -5,8 +5,8 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.load import to_config
-from hybridrl.config.presets import CHOSEN
+from hybridrl.config.load import build_config
+from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
 from hybridrl.job.config_resolution import load_config
 
@@ -23,9 +23,9 @@ LEARNS = [
 
 def configured(overrides: Sequence[str] = ()) -> Config:
     """As `load_config`, but each choice of presets is composed only once."""
-    chosen = tuple(o for o in overrides if o.partition("=")[0] in CHOSEN)
+    chosen = tuple(o for o in overrides if o.partition("=")[0] in DEFAULT_PRESETS)
     others = [o for o in overrides if o not in chosen]
-    return to_config(OmegaConf.merge(_preset(chosen), OmegaConf.from_dotlist(others)))
+    return build_config(OmegaConf.merge(_preset(chosen), OmegaConf.from_dotlist(others)))
 
 
 @cache

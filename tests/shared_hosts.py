@@ -18,7 +18,7 @@ from hybridrl.job.job import Job
 from hybridrl.ray_backend.call_transport import DirectTransport
 from hybridrl.ray_backend.ray_executor import RayExecutor
 from hybridrl.ray_backend.ray_import import ray
-from hybridrl.system.cluster_spec import DEFAULT_CPU_SLOTS, Cluster
+from hybridrl.system.cluster_spec import DEFAULT_CPU_SLOTS, ClusterSpec
 
 NUMBER = 4
 PRELOAD = ["hybridrl.workers.actor_worker", "hybridrl.rollout.vllm_engine"]
@@ -70,7 +70,7 @@ class SharedHosts:
             self._start()
         Executor.__init__(self._executor)
         self._executor._transport = DirectTransport(self._executor._hosts)
-        self._executor.cluster = Cluster(self._devices[:number])
+        self._executor.cluster = ClusterSpec(self._devices[:number])
         return self._executor
 
     def job(self, config: Config, *arguments: Any, **options: Any) -> Job:
@@ -99,5 +99,5 @@ class SharedHosts:
         self._executor._transport = DirectTransport(self._executor._hosts)
         Executor.__init__(self._executor)
         self._executor.run_directory = None
-        self._executor.cluster = Cluster(self._devices)
+        self._executor.cluster = ClusterSpec(self._devices)
         WorkerGroup(self._executor, "sweeper", Sweeper, everyone).ready()

@@ -23,11 +23,23 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import Box, Piece, boxes_of_range, chunk_range, local_pieces, whole
+from hybridrl.layout.boxes import (
+    Box,
+    Piece,
+    chunk_range,
+    flat_range_boxes,
+    full_box,
+    make_local_pieces,
+)
 from hybridrl.layout.hybrid_mesh import HybridMesh
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
-from hybridrl.layout.tensor_layout import Layout, Plan, peak, redundant
-from hybridrl.layout.transfer_planner import plan
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
+from hybridrl.layout.tensor_layout import (
+    TensorLayout,
+    TransferPlan,
+    compute_peak_elements,
+    compute_redundant_elements,
+)
+from hybridrl.layout.transfer_planner import plan_transfer
 
 
 @dataclass(frozen=True)
@@ -38,12 +50,12 @@ class VanillaMesh(HybridMesh):
     train, and keep both.
     """
 
-    def coordinates(self, rank: int) -> dict[str, Coordinate]:
+    def coordinates(self, rank: int) -> dict[str, MeshCoordinate]:
         """As `HybridMesh.coordinates`."""
-        training = Mesh({"dp": self.dp, "pp": self.pp, "tp": self.tp})
+        training = RankMesh({"dp": self.dp, "pp": self.pp, "tp": self.tp})
         axes = {"dp": self.dp, "micro_dp": self.micro_dp}
         axes |= {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp}
-        found = training.coordinates(rank) | Mesh(axes).coordinates(rank)
+        found = training.coordinates(rank) | RankMesh(axes).coordinates(rank)
         return self._place(**{axis: place.index for axis, place in found.items()})
 
 
@@ -71,25 +83,25 @@ class Transition:
         generation: What it keeps of that.
     """
 
-    training: Layout
-    gathered: Layout
-    generation: Layout
+    training: TensorLayout
+    gathered: TensorLayout
+    generation: TensorLayout
 
-    def gather(self) -> Plan:
+    def gather(self) -> TransferPlan:
         """All moves of the transition."""
-        return plan(self.training, self.gathered)
+        return plan_transfer(self.training, self.gathered)
 
-    def keep(self) -> Plan:
+    def keep(self) -> TransferPlan:
         """Copies inside each rank from what it gathered to what it generates with."""
-        return plan(self.gathered, self.generation)
+        return plan_transfer(self.gathered, self.generation)
 
     def peak(self) -> dict[int, int]:
         """Elements of parameters on each rank at the fullest moment."""
-        return peak(self.training, self.gathered, self.generation)
+        return compute_peak_elements(self.training, self.gathered, self.generation)
 
     def redundant(self) -> dict[int, int]:
         """Elements on each rank that are kept for training only while it generates."""
-        return redundant(self.training, self.generation)
+        return compute_redundant_elements(self.training, self.generation)
 
 
 def nested(mesh: HybridMesh, parameters: Mapping[str, Parameter]) -> Transition:
@@ -114,17 +126,17 @@ def gather_all(mesh: VanillaMesh, parameters: Mapping[str, Parameter]) -> Transi
     return Transition(flat_layout(mesh.size, parameters), everything, generation)
 
 
-def training_layout(mesh: HybridMesh, parameters: Mapping[str, Parameter]) -> Layout:
+def training_layout(mesh: HybridMesh, parameters: Mapping[str, Parameter]) -> TensorLayout:
     """Stages over `pp`, cut dims over `tp`, replicas over `dp`."""
     return _layout(mesh, parameters, "pp", "tp", 1)
 
 
-def generation_layout(mesh: HybridMesh, parameters: Mapping[str, Parameter]) -> Layout:
+def generation_layout(mesh: HybridMesh, parameters: Mapping[str, Parameter]) -> TensorLayout:
     """Training stages side by side in `rollout_pp` stages, cut dims over `rollout_tp`."""
     return _layout(mesh, parameters, "rollout_pp", "rollout_tp", mesh.pp // mesh.rollout_pp)
 
 
-def flat_layout(ranks: int, parameters: Mapping[str, Parameter]) -> Layout:
+def flat_layout(ranks: int, parameters: Mapping[str, Parameter]) -> TensorLayout:
     """ZeRO-3: one run of each flattened parameter per rank, ``ceil(elements / ranks)`` long."""
     pieces: dict[int, dict[str, tuple[Piece, ...]]] = {rank: {} for rank in range(ranks)}
     for name, parameter in parameters.items():
@@ -132,18 +144,20 @@ def flat_layout(ranks: int, parameters: Mapping[str, Parameter]) -> Layout:
         for rank, here in pieces.items():
             ((start, stop),) = shard_box((elements,), [(0, rank, ranks)])
             here[name] = flat_pieces(name, parameter.shape, start, stop)
-    return Layout(_shapes(parameters), pieces)
+    return TensorLayout(_shapes(parameters), pieces)
 
 
-def whole_layout(ranks: int, parameters: Mapping[str, Parameter]) -> Layout:
+def whole_layout(ranks: int, parameters: Mapping[str, Parameter]) -> TensorLayout:
     """Everything on every rank."""
-    here = {name: local_pieces(name, whole(each.shape)) for name, each in parameters.items()}
-    return Layout(_shapes(parameters), dict.fromkeys(range(ranks), here))
+    here = {
+        name: make_local_pieces(name, full_box(each.shape)) for name, each in parameters.items()
+    }
+    return TensorLayout(_shapes(parameters), dict.fromkeys(range(ranks), here))
 
 
 def _layout(
     mesh: HybridMesh, parameters: Mapping[str, Parameter], pp: str, tp: str, stages: int
-) -> Layout:
+) -> TensorLayout:
     pieces: dict[int, dict[str, tuple[Piece, ...]]] = {}
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
@@ -151,8 +165,8 @@ def _layout(
         for name, (shape, dim, stage) in parameters.items():
             if stage // stages == at[pp].index:
                 shards = [] if dim is None else [(dim, at[tp].index, at[tp].size)]
-                pieces[rank][name] = local_pieces(name, shard_box(shape, shards))
-    return Layout(_shapes(parameters), pieces)
+                pieces[rank][name] = make_local_pieces(name, shard_box(shape, shards))
+    return TensorLayout(_shapes(parameters), pieces)
 
 
 def _shapes(parameters: Mapping[str, Parameter]) -> dict[str, tuple[int, ...]]:
@@ -181,7 +195,7 @@ def shard_box(
     Returns:
         A box, possibly empty.
     """
-    box = list(whole(shape))
+    box = list(full_box(shape))
     for dim, index, count in shards:
         if not (-len(box) <= dim < len(box) and 0 <= index < count):
             raise ConfigError(
@@ -200,5 +214,5 @@ def flat_pieces(name: str, shape: Sequence[int], start: int, stop: int) -> tuple
     Each box is one run of the flat shard; as a local tensor of its own shape, a view of that run,
     it is called ``{name}/0``, ``{name}/1`` and so on.
     """
-    boxes = boxes_of_range(shape, start, stop)
+    boxes = flat_range_boxes(shape, start, stop)
     return tuple(Piece(box, f"{name}/{i}", (0,) * len(box)) for i, box in enumerate(boxes))

@@ -6,76 +6,87 @@ exactly 0 off the mask, computed in float32 at least, and no argument is changed
 """
 
 from hybridrl.algorithms.advantages import (
+    broadcast_to_tokens,
     gae,
     reinforce_plus_plus,
     remax,
     returns_to_go,
-    spread,
 )
 from hybridrl.algorithms.corrections import importance_weights
-from hybridrl.algorithms.credit import least_of, part_advantages, part_numbers, rewards_at
-from hybridrl.algorithms.distillation_loss import Distillation
+from hybridrl.algorithms.credit import (
+    min_form_rewards,
+    part_advantages,
+    part_numbers,
+    place_part_rewards,
+)
+from hybridrl.algorithms.distillation_loss import DistillationObjective
 from hybridrl.algorithms.group_advantages import (
+    find_informative_rows,
     group_relative,
-    keep_informative,
     leave_one_out,
     optimal_reward_baseline,
     pass_at_k,
     reinforce_plus_plus_baseline,
 )
-from hybridrl.algorithms.kl import AdaptiveKL, FixedKL, kl
+from hybridrl.algorithms.kl import AdaptiveKLController, FixedKLController, estimate_kl
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.loss_weights import token_weights
-from hybridrl.algorithms.packed_turns import Turns
+from hybridrl.algorithms.packed_turns import PackedTurns
 from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
 from hybridrl.algorithms.policy_objective import PolicyObjective
-from hybridrl.algorithms.preference_losses import BradleyTerry, DirectPreference
-from hybridrl.algorithms.reward_terms import overlong_penalty, shape_rewards, shorter_reward
-from hybridrl.algorithms.segments import Segments, divide_by_std, masked_mean, masked_var, whiten
+from hybridrl.algorithms.preference_losses import BradleyTerryObjective, PreferenceObjective
+from hybridrl.algorithms.reward_terms import overlong_penalty, relative_length_reward, shape_rewards
+from hybridrl.algorithms.segments import (
+    TokenSegments,
+    divide_by_std,
+    masked_mean,
+    masked_var,
+    whiten,
+)
 from hybridrl.algorithms.sequence_losses import gmpo, gspo
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
 
 __all__ = [
-    "AdaptiveKL",
-    "BradleyTerry",
-    "DirectPreference",
-    "Distillation",
-    "FixedKL",
+    "AdaptiveKLController",
+    "BradleyTerryObjective",
+    "DistillationObjective",
+    "FixedKLController",
     "LagrangeMultiplier",
+    "PackedTurns",
     "PolicyObjective",
-    "Segments",
+    "PreferenceObjective",
     "TokenLoss",
-    "Turns",
+    "TokenSegments",
+    "broadcast_to_tokens",
     "cispo",
     "divide_by_std",
+    "estimate_kl",
+    "find_informative_rows",
     "gae",
     "gmpo",
     "group_relative",
     "gspo",
     "importance_weights",
-    "keep_informative",
-    "kl",
-    "least_of",
     "leave_one_out",
     "masked_mean",
     "masked_var",
+    "min_form_rewards",
     "negative_log_likelihood",
     "optimal_reward_baseline",
     "overlong_penalty",
     "part_advantages",
     "part_numbers",
     "pass_at_k",
+    "place_part_rewards",
     "ppo_clip",
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "relative_length_reward",
     "remax",
     "returns_to_go",
-    "rewards_at",
     "sapo",
     "shape_rewards",
-    "shorter_reward",
-    "spread",
     "token_weights",
     "value_loss",
     "whiten",

@@ -1,8 +1,8 @@
 """Advantages per token, from rewards along a response.
 
-Tokens are padded ``[rows, time]``, or packed ``[tokens]`` with the `Segments` that tell the rows.
-Time runs along the tokens under the mask only: a hole (tool output, a user's turn) is skipped,
-whatever its length, and receives 0. What is computed is as large as there are tokens.
+Tokens are padded ``[rows, time]``, or packed ``[tokens]`` with the `TokenSegments` that tell the
+rows. Time runs along the tokens under the mask only: a hole (tool output, a user's turn) is
+skipped, whatever its length, and receives 0. What is computed is as large as there are tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.segments import Segments, as_float, on_mask, samples_of, whiten
+from hybridrl.algorithms.segments import (
+    TokenSegments,
+    apply_mask,
+    as_float,
+    resolve_segments,
+    whiten,
+)
 
 
 @torch.no_grad()
@@ -21,7 +27,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 1.0,
     *,
-    segments: Segments | None = None,
+    segments: TokenSegments | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute generalised advantage estimation: advantages and returns.
 
@@ -31,31 +37,31 @@ def gae(
     arXiv:1506.02438, equation 16.
     """
     rewards, values = as_float(rewards, values)
-    samples = samples_of(mask, segments)
+    samples = resolve_segments(mask, segments)
     held = samples.mask
     row, known = samples.row[held], values[held]
     deltas = rewards[held] + gamma * _later(known, row, 1) - known
-    advantages = discounted_to_go(deltas, row, gamma * lam)
+    advantages = discounted_cumsum(deltas, row, gamma * lam)
     return _onto(held, advantages), _onto(held, advantages + known)
 
 
 @torch.no_grad()
 def reinforce_plus_plus(
-    rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: Segments | None = None
+    rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: TokenSegments | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages and returns of REINFORCE++.
 
     Returns are the discounted rewards to go; advantages are the returns whitened over the
     tokens of the batch, so every row depends on all. Hu 2025, arXiv:2501.03262.
     """
-    samples = samples_of(mask, segments)
+    samples = resolve_segments(mask, segments)
     returns = _returns(rewards, samples, gamma)
     return whiten(returns, samples.mask), returns
 
 
 @torch.no_grad()
 def remax(
-    rewards: Tensor, greedy_scores: Tensor, mask: Tensor, *, segments: Segments | None = None
+    rewards: Tensor, greedy_scores: Tensor, mask: Tensor, *, segments: TokenSegments | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the advantages and returns of ReMax.
 
@@ -63,31 +69,31 @@ def remax(
     the greedy answer to the same prompt, greedy_scores ``[rows]``. Rows do not depend on each
     other. Li 2023, arXiv:2310.10505.
     """
-    samples = samples_of(mask, segments)
+    samples = resolve_segments(mask, segments)
     returns = _returns(rewards, samples, 1.0)
     return returns - samples.spread(greedy_scores), returns
 
 
 @torch.no_grad()
-def spread(row_values: Tensor, mask: Tensor) -> Tensor:
+def broadcast_to_tokens(row_values: Tensor, mask: Tensor) -> Tensor:
     """Put a per-row value ``[rows]`` on each token of its row, 0 off the mask; detached.
     Detached."""
-    return Segments.from_mask(mask).spread(row_values)
+    return TokenSegments.from_mask(mask).spread(row_values)
 
 
 @torch.no_grad()
 def returns_to_go(
-    rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: Segments | None = None
+    rewards: Tensor, mask: Tensor, gamma: float = 1.0, *, segments: TokenSegments | None = None
 ) -> Tensor:
     """Compute the discounted rewards from each token on, that token's included. Rows do not depend
     on each other."""
-    return _returns(rewards, samples_of(mask, segments), gamma)
+    return _returns(rewards, resolve_segments(mask, segments), gamma)
 
 
-def _returns(rewards: Tensor, samples: Segments, gamma: float) -> Tensor:
+def _returns(rewards: Tensor, samples: TokenSegments, gamma: float) -> Tensor:
     (rewards,) = as_float(rewards)
     held = samples.mask
-    return _onto(held, discounted_to_go(rewards[held], samples.row[held], gamma))
+    return _onto(held, discounted_cumsum(rewards[held], samples.row[held], gamma))
 
 
 def _onto(held: Tensor, kept: Tensor) -> Tensor:
@@ -103,11 +109,11 @@ def _later(x: Tensor, row: Tensor, steps: int) -> Tensor:
     x, row: ``[tokens]``, those under the mask, one row after the other, and the row of each.
     """
     found = torch.zeros_like(x)
-    found[:-steps] = on_mask(x[steps:], row[steps:] == row[:-steps])
+    found[:-steps] = apply_mask(x[steps:], row[steps:] == row[:-steps])
     return found
 
 
-def discounted_to_go(x: Tensor, row: Tensor, discount: float) -> Tensor:
+def discounted_cumsum(x: Tensor, row: Tensor, discount: float) -> Tensor:
     """Compute y_t = x_t + discount y_{t+1} along each row; x and row as for `_later`.
 
     Sums over windows that double: after k rounds y_t holds the next 2^k terms. This takes

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.segments import (
-    Segments,
+    TokenSegments,
+    apply_mask,
     as_bool,
     as_float,
-    on_mask,
-    require_known,
-    samples_of,
+    check_known_name,
+    resolve_segments,
 )
 from hybridrl.errors import ConfigError
 
@@ -30,7 +30,7 @@ def importance_weights(
     low: float | None = None,
     high: float | None = 2.0,
     *,
-    segments: Segments | None = None,
+    segments: TokenSegments | None = None,
 ) -> Tensor:
     """Compute weights that turn tokens of the rollout engine into tokens of the trainer; detached.
 
@@ -42,15 +42,15 @@ def importance_weights(
       framework secretly brings you off-policy RL training"); ``low`` is not used.
     * ``mask``: w inside [low, high] and 0 outside (IcePop, arXiv:2510.18855). No bound, no test.
     """
-    require_known("level", level, ("token", "sequence"))
-    require_known("mode", mode, ("truncate", "mask"))
+    check_known_name("level", level, ("token", "sequence"))
+    check_known_name("mode", mode, ("truncate", "mask"))
     if low is not None and high is not None and low > high:
         raise ConfigError(f"`low` is {low} and `high` is {high}; expected low <= high.")
     mask = as_bool(mask)
     log_probs, rollout_log_probs = as_float(log_probs, rollout_log_probs)
-    difference = on_mask(log_probs - rollout_log_probs, mask).clamp(-20.0, 20.0)
+    difference = apply_mask(log_probs - rollout_log_probs, mask).clamp(-20.0, 20.0)
     if level == "sequence":
-        samples = samples_of(mask, segments)
+        samples = resolve_segments(mask, segments)
         difference = samples.spread(samples.sum(difference).clamp(-20.0, 20.0))
     weights = difference.exp()
     if mode == "truncate":
@@ -61,5 +61,5 @@ def importance_weights(
             inside = inside & (weights >= low)
         if high is not None:
             inside = inside & (weights <= high)
-        weights = on_mask(weights, inside)
-    return on_mask(weights, mask)
+        weights = apply_mask(weights, inside)
+    return apply_mask(weights, mask)

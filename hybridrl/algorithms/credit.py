@@ -1,8 +1,8 @@
 """Credit for parts of a response: steps of a solution, turns of an episode.
 
 A part is a run of tokens with a number, from 0 in each row. Tokens are packed ``[tokens]``, with
-the `Segments` that tell the rows; those off the mask belong to no part and receive 0. Nothing here
-knows what the parts are.
+the `TokenSegments` that tell the rows; those off the mask belong to no part and receive 0. Nothing
+here knows what the parts are.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import returns_to_go
 from hybridrl.algorithms.group_advantages import group_relative
-from hybridrl.algorithms.segments import Segments, as_float
+from hybridrl.algorithms.segments import TokenSegments, as_float
 
-MIN_TEMPERATURE = 0.1
+_MIN_TEMPERATURE = 0.1
 
 
 @torch.no_grad()
-def rewards_at(ends: Tensor, rewards: Tensor, row: Tensor, segments: Segments) -> Tensor:
+def place_part_rewards(
+    ends: Tensor, rewards: Tensor, row: Tensor, segments: TokenSegments
+) -> Tensor:
     """Place the rewards of parts on the tokens that they end with, ``[tokens]``.
 
     Where that token is off the mask (a tool said it), it is the last one before it on the mask, or
@@ -34,7 +36,7 @@ def rewards_at(ends: Tensor, rewards: Tensor, row: Tensor, segments: Segments) -
 
 
 @torch.no_grad()
-def part_numbers(ends: Tensor, row: Tensor, segments: Segments) -> Tensor:
+def part_numbers(ends: Tensor, row: Tensor, segments: TokenSegments) -> Tensor:
     """Return the number of the part that each token is in, int64 ``[tokens]``."""
     places, has_place = _places(ends, row, segments)
     is_end = torch.zeros(segments.mask.shape, dtype=torch.long, device=segments.row.device)
@@ -49,7 +51,7 @@ def part_advantages(
     rewards: Tensor,
     numbers: Tensor,
     groups: Tensor,
-    segments: Segments,
+    segments: TokenSegments,
     scale: str = "std",
     gamma: float = 1.0,
 ) -> Tensor:
@@ -79,7 +81,7 @@ def part_advantages(
 
 
 @torch.no_grad()
-def least_of(rewards: Tensor, row: Tensor, temperature: float = MIN_TEMPERATURE) -> Tensor:
+def min_form_rewards(rewards: Tensor, row: Tensor, temperature: float = _MIN_TEMPERATURE) -> Tensor:
     """Weigh each part's reward by the softmax of -reward / temperature in its row, ``[parts]``.
 
     What an answer is worth is then its worst step, and no further steps can add to it. PURE, Cheng
@@ -94,7 +96,7 @@ def least_of(rewards: Tensor, row: Tensor, temperature: float = MIN_TEMPERATURE)
     return rewards * weights / total.index_add(0, row, weights)[row]
 
 
-def _places(ends: Tensor, row: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+def _places(ends: Tensor, row: Tensor, segments: TokenSegments) -> tuple[Tensor, Tensor]:
     """Return the token of each part's reward, and whether its row has one, bool ``[parts]``."""
     mask = segments.mask
     if not len(mask) or not len(ends):
@@ -111,11 +113,11 @@ def _places(ends: Tensor, row: Tensor, segments: Segments) -> tuple[Tensor, Tens
     return torch.where(inside, found, 0), inside
 
 
-def _sizes(segments: Segments) -> Tensor:
+def _sizes(segments: TokenSegments) -> Tensor:
     """Return the tokens of each row, holes included."""
     return segments.row.bincount(minlength=segments.rows)
 
 
-def _starts(segments: Segments) -> Tensor:
+def _starts(segments: TokenSegments) -> Tensor:
     sizes = _sizes(segments)
     return sizes.cumsum(0) - sizes

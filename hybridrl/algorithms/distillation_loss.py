@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hybridrl.algorithms.segments import Segments, on_mask, require_known
+from hybridrl.algorithms.segments import TokenSegments, apply_mask, check_known_name
 from hybridrl.algorithms.token_loss import TokenLoss
 
-DISTANCES = ("reverse", "forward")
+KL_DIRECTIONS = ("reverse", "forward")
 
 
 @dataclass(frozen=True)
-class Distillation:
+class DistillationObjective:
     """The objective KL(student, teacher), or KL(teacher, student), at each token. Agarwal et al.
     2024, arXiv:2306.13649, equation 6 with lambda = 1: samples are the student's, and no gradient
     goes through how they were drawn.
@@ -29,7 +29,7 @@ class Distillation:
     needs: ClassVar = ("teacher_ids", "teacher_log_probs")
 
     def __post_init__(self) -> None:
-        require_known("distillation.loss", self.kind, DISTANCES)
+        check_known_name("distillation.loss", self.kind, KL_DIRECTIONS)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -37,8 +37,8 @@ class Distillation:
         return {"kind": self.kind}
 
     def __call__(
-        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: TokenSegments
     ) -> TokenLoss:
         """Return the loss per token, `[tokens]`, from the outputs `divergence` and `entropy`."""
-        found = on_mask(outputs["divergence"], segments.mask)
+        found = apply_mask(outputs["divergence"], segments.mask)
         return TokenLoss(found, {"entropy": outputs["entropy"].detach()})

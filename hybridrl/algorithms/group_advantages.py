@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.segments import (
-    Groups,
-    Segments,
+    RowGroups,
+    TokenSegments,
+    apply_mask,
     as_float,
-    on_mask,
-    require_known,
-    samples_of,
+    check_known_name,
+    resolve_segments,
     whiten,
 )
 
-SCALES = ("std", "batch", "none")
+ADVANTAGE_SCALES = ("std", "batch", "none")
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def group_relative(scores: Tensor, groups: Tensor, scale: str = "std", eps: floa
     arXiv:2402.03300, section 4.1); ``none`` leaves the division out (Dr. GRPO, Liu 2025,
     arXiv:2503.20783); ``batch`` divides by the standard deviation of all scores of the batch.
     """
-    members = Groups.of(groups)
+    members = RowGroups.of(groups)
     return _scaled(members.centred(scores), scores, members, scale, eps)
 
 
@@ -41,7 +41,7 @@ def leave_one_out(scores: Tensor, groups: Tensor) -> Tensor:
 
     RLOO: Ahmadian 2024, arXiv:2402.14740.
     """
-    members = Groups.of(groups)
+    members = RowGroups.of(groups)
     # s_i - (S - s_i) / (n - 1) = (s_i - S / n) n / (n - 1)
     return members.centred(scores) * members.size / (members.size - 1).clamp(min=1)
 
@@ -54,7 +54,7 @@ def optimal_reward_baseline(scores: Tensor, lengths: Tensor, groups: Tensor) -> 
     OPO: Hao 2025, arXiv:2505.23585, the baseline of least gradient variance when the squared
     gradient of an answer grows with its length.
     """
-    members = Groups.of(groups)
+    members = RowGroups.of(groups)
     anchored, weights = as_float(members.anchored(scores), lengths)
     total = members.sum(weights)
     baseline = members.sum(weights * anchored) / total
@@ -69,7 +69,7 @@ def pass_at_k(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1
     The score of a group is that of its best answer; this is what the best one adds to it
     (leave-one-out of the maximum; Tang 2025, arXiv:2503.19595).
     """
-    members = Groups.of(groups)
+    members = RowGroups.of(groups)
     (scores,) = as_float(scores)
     is_best = scores == members.max(scores)
     alone = (members.sum(is_best.to(scores.dtype)) == 1) & (members.size > 1)
@@ -80,7 +80,7 @@ def pass_at_k(scores: Tensor, groups: Tensor, scale: str = "std", eps: float = 1
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(
-    scores: Tensor, groups: Tensor, mask: Tensor, *, segments: Segments | None = None
+    scores: Tensor, groups: Tensor, mask: Tensor, *, segments: TokenSegments | None = None
 ) -> Tensor:
     """Compute the score minus its group's mean on every token, whitened over the batch.
 
@@ -88,30 +88,32 @@ def reinforce_plus_plus_baseline(
     Returns advantages shaped like the mask; every row depends on all.
     REINFORCE++-baseline: Hu 2025, arXiv:2501.03262.
     """
-    members = Groups.of(groups)
-    samples = samples_of(mask, segments)
+    members = RowGroups.of(groups)
+    samples = resolve_segments(mask, segments)
     advantages = whiten(samples.spread(members.centred(scores)), samples.mask)
     # Whitening shifts the mean, also for a row that had nothing to be compared with.
-    return on_mask(advantages, (members.size > 1)[samples.row])
+    return apply_mask(advantages, (members.size > 1)[samples.row])
 
 
 @torch.no_grad()
-def keep_informative(scores: Tensor, groups: Tensor) -> Tensor:
+def find_informative_rows(scores: Tensor, groups: Tensor) -> Tensor:
     """Return bool ``[rows]``: false for every row of a group whose scores are all equal.
 
     Such a group has no advantage and so no gradient. DAPO's dynamic sampling, Yu 2025,
     arXiv:2503.14476, section 3.2.
     """
-    members = Groups.of(groups)
+    members = RowGroups.of(groups)
     (scores,) = as_float(scores)
     return members.max(scores) != members.min(scores)
 
 
-def _scaled(advantages: Tensor, scores: Tensor, members: Groups, scale: str, eps: float) -> Tensor:
-    require_known("scale", scale, SCALES)
+def _scaled(
+    advantages: Tensor, scores: Tensor, members: RowGroups, scale: str, eps: float
+) -> Tensor:
+    check_known_name("scale", scale, ADVANTAGE_SCALES)
     if scale == "none":
         return advantages
     if scale == "std":
         return advantages / (members.std(scores) + eps)
-    batch = Groups.of(torch.zeros_like(members.index))
+    batch = RowGroups.of(torch.zeros_like(members.index))
     return advantages / (batch.std(scores) + eps)

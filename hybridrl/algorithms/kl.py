@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.segments import as_float, on_mask, require_known
+from hybridrl.algorithms.segments import apply_mask, as_float, check_known_name
 from hybridrl.errors import ConfigError
 
-ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-IN_REWARD = "k1"
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+REWARD_KL_ESTIMATOR = "k1"
 """The estimator of a KL in the reward: through the policy gradient no other has the gradient of the
 divergence. Near the reference k3 has a few per cent of it, in another direction."""
-IN_LOSS = "k3+"
+LOSS_KL_ESTIMATOR = "k3+"
 """The estimator of a KL in the loss."""
 
 
-def kl(
+def estimate_kl(
     log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, mask: Tensor | None = None
 ) -> Tensor:
     """Estimate KL(policy || reference) per token, from the log-probabilities of sampled tokens.
@@ -31,14 +31,14 @@ def kl(
     A suffix ``+`` keeps the value and takes the gradient of k2 instead (straight-through). As a
     loss, k2 is the one whose expected gradient is that of the divergence: k1's is 0, and k3's is
     that of the opposite direction and vanishes where its value is clamped (x < -2.6). In a reward
-    only the value counts: see `IN_REWARD`.
+    only the value counts: see `REWARD_KL_ESTIMATOR`.
 
     Shapes: any, all alike. The gradient goes to ``log_probs`` only. With a ``mask`` the result
     is 0 off it, for any input there.
     """
-    require_known("estimator", estimator, ESTIMATORS)
+    check_known_name("estimator", estimator, KL_ESTIMATORS)
     log_probs, ref_log_probs = as_float(log_probs, ref_log_probs.detach())
-    x = on_mask(log_probs - ref_log_probs, mask)
+    x = apply_mask(log_probs - ref_log_probs, mask)
     name = estimator.removesuffix("+")
     if name == estimator:
         return _value(x, name)
@@ -59,7 +59,7 @@ def _value(x: Tensor, name: str) -> Tensor:
 
 
 @dataclass
-class FixedKL:
+class FixedKLController:
     """A KL coefficient that does not change."""
 
     coefficient: float
@@ -75,7 +75,7 @@ class FixedKL:
         """Do nothing."""
 
 
-class AdaptiveKL:
+class AdaptiveKLController:
     """A KL coefficient that steers the divergence towards a target.
 
     `update` multiplies it by 1 + clip(current / target - 1, -0.2, 0.2) * steps / horizon.

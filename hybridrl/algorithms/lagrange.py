@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 
-SMOOTHED = 4
+_SMOOTHED_UPDATES = 4
 """Updates over whose costs the violation is averaged."""
 
 
@@ -40,8 +40,8 @@ class LagrangeMultiplier:
         self.limit = limit
         self.rate = rate
         self.most = most
-        self._violations: deque[float] = deque(maxlen=SMOOTHED)
-        self._squares: deque[float] = deque(maxlen=SMOOTHED)
+        self._violations: deque[float] = deque(maxlen=_SMOOTHED_UPDATES)
+        self._squares: deque[float] = deque(maxlen=_SMOOTHED_UPDATES)
 
     def update(self, costs: Tensor) -> None:
         """Take one step of gradient ascent with the costs of a step.
@@ -71,5 +71,5 @@ class LagrangeMultiplier:
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.value = min(state["value"], self.most)
-        self._violations = deque(state["violations"], maxlen=SMOOTHED)
-        self._squares = deque(state["squares"], maxlen=SMOOTHED)
+        self._violations = deque(state["violations"], maxlen=_SMOOTHED_UPDATES)
+        self._squares = deque(state["squares"], maxlen=_SMOOTHED_UPDATES)

@@ -10,10 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.segments import Segments, on_mask, require_known, samples_of
+from hybridrl.algorithms.segments import (
+    TokenSegments,
+    apply_mask,
+    check_known_name,
+    resolve_segments,
+)
 from hybridrl.errors import ConfigError
 
-MODES = (
+AGGREGATION_MODES = (
     "token-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
@@ -28,7 +33,7 @@ def token_weights(
     mode: str,
     *,
     length_norm: float | None = None,
-    segments: Segments | None = None,
+    segments: TokenSegments | None = None,
 ) -> Tensor:
     """Compute weights shaped like the mask, such that the loss is ``(weights * loss).sum()``.
 
@@ -47,10 +52,10 @@ def token_weights(
     Raises `ConfigError` for an unknown mode, and for packed tokens without ``length_norm`` in
     the mode that needs it: a pack does not tell how long a response might have been.
     """
-    require_known("mode", mode, MODES)
+    check_known_name("mode", mode, AGGREGATION_MODES)
     dtype = torch.float64 if mask.dtype == torch.float64 else torch.float32
     padded = segments is None
-    segments = samples_of(mask, segments)
+    segments = resolve_segments(mask, segments)
     held = segments.mask
     lengths = segments.lengths.to(dtype)
     rows = (lengths > 0).sum().clamp(min=1).to(dtype)
@@ -65,7 +70,7 @@ def token_weights(
         weight = 1.0 / (rows * _length_norm(held, length_norm, padded))
     else:
         weight = torch.ones_like(rows)
-    return on_mask(weight.expand(held.shape), held)
+    return apply_mask(weight.expand(held.shape), held)
 
 
 def _length_norm(mask: Tensor, length_norm: float | None, padded: bool) -> float:

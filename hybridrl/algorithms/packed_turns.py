@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.advantages import discounted_to_go
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.advantages import discounted_cumsum
+from hybridrl.algorithms.segments import TokenSegments
 
 
-class Turns(NamedTuple):
+class PackedTurns(NamedTuple):
     """The turns of some samples, whose tokens are packed, one sample after the other.
 
     Attributes:
@@ -31,7 +31,9 @@ class Turns(NamedTuple):
     turn: Tensor
 
     @classmethod
-    def of(cls, segments: Segments, turn: Tensor, rewards: Tensor, counts: Tensor) -> Turns:
+    def of(
+        cls, segments: TokenSegments, turn: Tensor, rewards: Tensor, counts: Tensor
+    ) -> PackedTurns:
         """Find the turns of the samples of packed ``segments``.
 
         turn: ``[tokens]``, the number of each token's turn in its sample, from 0. counts:
@@ -59,9 +61,9 @@ class Turns(NamedTuple):
             place[begins],
         )
 
-    def segments(self, mask: Tensor) -> Segments:
+    def segments(self, mask: Tensor) -> TokenSegments:
         """Return segments in which each run is a sample; mask: ``[tokens]``. ``[tokens]``."""
-        return Segments(self.run, mask, len(self.turn))
+        return TokenSegments(self.run, mask, len(self.turn))
 
     def placed(self, mask: Tensor) -> Tensor:
         """Place the reward of each turn on its last token under the mask, ``[tokens]``."""
@@ -77,7 +79,7 @@ class Turns(NamedTuple):
         rest = scores - torch.zeros_like(scores).index_add(0, self.sample, self.rewards)
         rewards = self.rewards.index_add(0, self.ends, rest.float())
         rewards = rewards.index_add(0, self.turn, -penalty.float())
-        return discounted_to_go(rewards, self.sample, gamma)[self.turn]
+        return discounted_cumsum(rewards, self.sample, gamma)[self.turn]
 
     def groups(self, groups: Tensor) -> Tensor:
         """Return group ids of runs, ``[runs]``: equal for like turns in samples of one group.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.segments import as_float, on_mask
+from hybridrl.algorithms.segments import apply_mask, as_float
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.errors import ConfigError
 
@@ -39,15 +39,17 @@ def ppo_clip(
     """
     if dual_clip is not None and dual_clip <= 1.0:
         raise ConfigError(f"`dual_clip` is {dual_clip}; expected a number above 1, or none.")
-    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
     ratio = difference.exp()
-    loss, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
     dual_clipped = torch.zeros_like(loss, dtype=torch.bool)
     if dual_clip is not None:
         ceiling = -advantages * dual_clip
         dual_clipped = (advantages < 0) & (loss > ceiling)
         loss = torch.where(dual_clipped, ceiling, loss)
-    return leave(loss, ratio, difference, mask, clipped, dual_clipped)
+    return build_token_loss(loss, ratio, difference, mask, clipped, dual_clipped)
 
 
 def cispo(
@@ -64,10 +66,14 @@ def cispo(
     The weight is clipped, not the update: every token keeps a gradient.
     CISPO: MiniMax-M1 2025, arXiv:2506.13585.
     """
-    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
     ratio = difference.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return leave(-weight * advantages * log_probs, ratio, difference, mask, weight != ratio)
+    return build_token_loss(
+        -weight * advantages * log_probs, ratio, difference, mask, weight != ratio
+    )
 
 
 def reinforce(
@@ -81,8 +87,10 @@ def reinforce(
 
     Williams 1992, Machine Learning 8.
     """
-    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
-    return leave(-advantages * log_probs, difference.exp(), difference, mask)
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
+    return build_token_loss(-advantages * log_probs, difference.exp(), difference, mask)
 
 
 def sapo(
@@ -102,25 +110,27 @@ def sapo(
     for name, value in (("tau_positive", tau_positive), ("tau_negative", tau_negative)):
         if value <= 0:
             raise ConfigError(f"`{name}` is {value}; expected a positive number.")
-    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
     ratio = difference.exp()
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau
-    return leave(-advantages * gate, ratio, difference, mask)
+    return build_token_loss(-advantages * gate, ratio, difference, mask)
 
 
-def enter(
+def prepare_loss_inputs(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log_probs, d and A in one dtype, 0 off the mask."""
     log_probs, old_log_probs, advantages = as_float(
         log_probs, old_log_probs.detach(), advantages.detach()
     )
-    difference = on_mask(log_probs - old_log_probs, mask).clamp(-20.0, 20.0)
-    return on_mask(log_probs, mask), difference, on_mask(advantages, mask)
+    difference = apply_mask(log_probs - old_log_probs, mask).clamp(-20.0, 20.0)
+    return apply_mask(log_probs, mask), difference, apply_mask(advantages, mask)
 
 
-def clipped_objective(
+def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Return the pessimistic clipped loss, and where the clip decided it."""
@@ -129,7 +139,7 @@ def clipped_objective(
     return torch.maximum(free, held), held > free
 
 
-def leave(
+def build_token_loss(
     loss: Tensor,
     ratio: Tensor,
     difference: Tensor,
@@ -146,6 +156,6 @@ def leave(
         "ratio": ratio,
     }
     return TokenLoss(
-        on_mask(loss, mask),
-        {name: on_mask(x.detach().to(loss.dtype), mask) for name, x in metrics.items()},
+        apply_mask(loss, mask),
+        {name: apply_mask(x.detach().to(loss.dtype), mask) for name, x in metrics.items()},
     )

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridrl.algorithms.corrections import importance_weights
-from hybridrl.algorithms.kl import IN_LOSS, kl
-from hybridrl.algorithms.registry import accepted, policy_loss
-from hybridrl.algorithms.segments import Segments, on_mask, require_known
+from hybridrl.algorithms.kl import LOSS_KL_ESTIMATOR, estimate_kl
+from hybridrl.algorithms.registry import filter_arguments, find_policy_loss
+from hybridrl.algorithms.segments import TokenSegments, apply_mask, check_known_name
 from hybridrl.algorithms.token_loss import TokenLoss
 from hybridrl.errors import ConfigError
 
-CORRECTIONS = ("none", "truncate", "mask")
+CORRECTION_MODES = ("none", "truncate", "mask")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PolicyObjective:
         policy_loss: See `registry.policy_loss`.
         options: Its keyword options.
         kl_coefficient: With a value other than 0 the column `ref_log_probs` is needed.
-        kl_estimator: See `kl`; None: `kl.IN_LOSS`.
+        kl_estimator: See `estimate_kl`; None: `kl.IN_LOSS`.
         entropy_coefficient: Weight of the entropy bonus.
         correction: `none`, or the mode of `importance_weights`, of which `correction_level`, `_low`
             and `_high` are the other arguments. Its column is `rollout_log_probs`.
@@ -50,14 +50,14 @@ class PolicyObjective:
     needs: ClassVar = ("advantages",)
 
     def __post_init__(self) -> None:
-        policy_loss(self.policy_loss)
-        require_known("algorithm.correction", self.correction, CORRECTIONS)
+        find_policy_loss(self.policy_loss)
+        check_known_name("algorithm.correction", self.correction, CORRECTION_MODES)
 
     def __call__(
         self,
         outputs: Mapping[str, Tensor],
         columns: Mapping[str, Tensor],
-        segments: Segments,
+        segments: TokenSegments,
     ) -> TokenLoss:
         """Return the loss per token, `[tokens]`.
 
@@ -96,17 +96,17 @@ class PolicyObjective:
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
         if "ref_log_probs" in columns:
-            estimator = self.kl_estimator or IN_LOSS
-            divergence = kl(log_probs, columns["ref_log_probs"], estimator, mask=mask)
+            estimator = self.kl_estimator or LOSS_KL_ESTIMATOR
+            divergence = estimate_kl(log_probs, columns["ref_log_probs"], estimator, mask=mask)
             if self.kl_coefficient:
                 loss = loss + self.kl_coefficient * divergence
             metrics["kl"] = divergence.detach()
         return TokenLoss(loss, metrics)
 
     def _policy_loss(
-        self, log_probs: Tensor, old: Tensor, advantages: Tensor, segments: Segments
+        self, log_probs: Tensor, old: Tensor, advantages: Tensor, segments: TokenSegments
     ) -> TokenLoss:
-        function = policy_loss(self.policy_loss)
+        function = find_policy_loss(self.policy_loss)
         offered = {
             "log_probs": log_probs,
             "old_log_probs": old,
@@ -114,7 +114,7 @@ class PolicyObjective:
             "mask": segments.mask,
             "segments": segments,
         }
-        found = function(**accepted(function, offered), **self.options)
+        found = function(**filter_arguments(function, offered), **self.options)
         if not isinstance(found, TokenLoss) or found.loss.shape != log_probs.shape:
             raise ConfigError(
                 f"algorithm.policy_loss={self.policy_loss} must return hybridrl.algorithms."
@@ -123,15 +123,15 @@ class PolicyObjective:
         return found
 
     @staticmethod
-    def _mismatch(old: Tensor, rollout: Tensor, segments: Segments) -> dict[str, Tensor]:
+    def _mismatch(old: Tensor, rollout: Tensor, segments: TokenSegments) -> dict[str, Tensor]:
         """How far the trainer's log-probabilities are from the rollout engine's, per token: k1 and
         k3 of KL(rollout || trainer), the absolute gap, and the importance weight with its square;
         and per row the trainer's perplexity over the engine's."""
-        gap = on_mask(rollout - old, segments.mask)
+        gap = apply_mask(rollout - old, segments.mask)
         weight = gap.neg().clamp(-20.0, 20.0).exp()
         return {
             "mismatch_kl": gap,
-            "mismatch_k3": kl(rollout, old, "k3", mask=segments.mask),
+            "mismatch_k3": estimate_kl(rollout, old, "k3", mask=segments.mask),
             "mismatch_abs_max": gap.abs(),
             "mismatch_weight": weight,
             "mismatch_weight_square": weight.square(),

@@ -14,14 +14,14 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.algorithms.segments import Segments, require_known
+from hybridrl.algorithms.segments import TokenSegments, check_known_name
 from hybridrl.algorithms.token_loss import TokenLoss
 
 PREFERENCE_LOSSES = ("sigmoid", "ipo")
 
 
 @dataclass(frozen=True)
-class DirectPreference:
+class PreferenceObjective:
     """The DPO or IPO objective, whose scores of two responses are log-ratios to the reference.
 
     With h = chosen - rejected log-ratio: `sigmoid` is -log sigmoid(beta h) (Rafailov 2023,
@@ -45,10 +45,10 @@ class DirectPreference:
     needs: ClassVar = ("ref_log_probs",)
 
     def __post_init__(self) -> None:
-        require_known("preference.loss", self.loss, PREFERENCE_LOSSES)
+        check_known_name("preference.loss", self.loss, PREFERENCE_LOSSES)
 
     def __call__(
-        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: TokenSegments
     ) -> TokenLoss:
         """Return the loss per token, `[tokens]`, of `log_probs` and the column `ref_log_probs`."""
         differences = outputs["log_probs"] - columns["ref_log_probs"]
@@ -66,7 +66,7 @@ class DirectPreference:
 
 
 @dataclass(frozen=True)
-class BradleyTerry:
+class BradleyTerryObjective:
     """The objective of a reward model, -log sigmoid(chosen - rejected - margin) + centre (chosen +
     rejected)^2 (Ouyang 2022, arXiv:2203.02155; Eisenstein 2023, arXiv:2312.09244). Eisenstein 2023,
     arXiv:2312.09244).
@@ -78,7 +78,7 @@ class BradleyTerry:
     centre: float = 0.0
 
     def __call__(
-        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: TokenSegments
     ) -> TokenLoss:
         """Return the loss per token, `[tokens]`, of the output `values`, of which the last of a row
         is its score, and the column `margin`, if there is one."""
@@ -90,7 +90,7 @@ class BradleyTerry:
         return _on_both(loss, chosen - rejected, segments)
 
 
-def _on_both(loss: Tensor, margin: Tensor, segments: Segments) -> TokenLoss:
+def _on_both(loss: Tensor, margin: Tensor, segments: TokenSegments) -> TokenLoss:
     margin = margin.detach()
     metrics = {"pair_margin": margin, "pair_accuracy": (margin > 0).to(margin.dtype)}
     spread = {f"{name}_by_row": x.repeat_interleave(2) for name, x in metrics.items()}

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.kl import kl
-from hybridrl.algorithms.segments import Groups, Segments, as_float, on_mask, samples_of
+from hybridrl.algorithms.kl import estimate_kl
+from hybridrl.algorithms.segments import (
+    RowGroups,
+    TokenSegments,
+    apply_mask,
+    as_float,
+    resolve_segments,
+)
 from hybridrl.errors import ConfigError
 
 
@@ -19,19 +25,19 @@ def shape_rewards(
     coefficient: float,
     estimator: str,
     *,
-    segments: Segments | None = None,
+    segments: TokenSegments | None = None,
 ) -> Tensor:
     """Compute rewards per token: the score on a row's last token, minus coefficient * kl on each.
 
     scores: ``[rows]``; the others ``[rows, time]``, or packed ``[tokens]`` with ``segments``. The
     last token is the last under the mask; a row without tokens has no place for its score, and
-    rows do not depend on each other. estimator: see `kl`; in a reward it should be ``k1``.
+    rows do not depend on each other. estimator: see `estimate_kl`; in a reward it should be ``k1``.
     Ziegler 2019, arXiv:1909.08593, section 2.
     """
-    samples = samples_of(mask, segments)
-    penalty = coefficient * kl(log_probs, ref_log_probs, estimator, mask=samples.mask)
+    samples = resolve_segments(mask, segments)
+    penalty = coefficient * estimate_kl(log_probs, ref_log_probs, estimator, mask=samples.mask)
     scores, penalty = as_float(scores, penalty)
-    return on_mask(samples.spread(scores), samples.ends) - penalty
+    return apply_mask(samples.spread(scores), samples.ends) - penalty
 
 
 @torch.no_grad()
@@ -53,7 +59,7 @@ def overlong_penalty(lengths: Tensor, limit: int, buffer: int, factor: float = 1
 
 
 @torch.no_grad()
-def shorter_reward(lengths: Tensor, right: Tensor, groups: Tensor) -> Tensor:
+def relative_length_reward(lengths: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     """Compute a reward for being shorter than the others of a group, to be added to scores.
 
     With s = 0.5 - (length - shortest) / (longest - shortest) of its group: s where the answer is
@@ -61,7 +67,7 @@ def shorter_reward(lengths: Tensor, right: Tensor, groups: Tensor) -> Tensor:
     are of one length. Groups do not depend on each other. lengths, groups: ``[rows]``; right: bool
     ``[rows]``. Kimi k1.5 2025, arXiv:2501.12599, section 2.3.3.
     """
-    members = Groups.of(groups)
+    members = RowGroups.of(groups)
     (lengths,) = as_float(lengths)
     shortest, longest = members.min(lengths), members.max(lengths)
     spread = longest - shortest

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 
 def as_float(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -24,25 +24,25 @@ def as_bool(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask != 0
 
 
-def on_mask(x: Tensor, mask: Tensor | None) -> Tensor:
+def apply_mask(x: Tensor, mask: Tensor | None) -> Tensor:
     """Return x on the mask and exactly 0 off it, in value and in gradient; without a mask return x.
     No mask leaves x as it is."""
     return x if mask is None else torch.where(as_bool(mask), x, 0.0)
 
 
-def require_known(setting: str, value: str, known: Iterable[str]) -> None:
+def check_known_name(setting: str, value: str, known: Iterable[str]) -> None:
     """Refuse a name that is not among the known ones, and suggest the nearest."""
     names = list(known)
     if value not in names:
         listed = ", ".join(f"`{name}`" for name in names)
         raise ConfigError(
             f"`{setting}` is `{value}`, which is not known; expected one of {listed}."
-            + nearest(value, names)
+            + suggest_name(value, names)
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Segments:
+class TokenSegments:
     """The samples that a tensor of tokens is made of.
 
     Losses that need a whole sample (GSPO, GMPO, sequence-level weights) speak to tokens through
@@ -59,7 +59,7 @@ class Segments:
     rows: int
 
     @classmethod
-    def from_mask(cls, mask: Tensor) -> Segments:
+    def from_mask(cls, mask: Tensor) -> TokenSegments:
         """Build the segments of a padded ``[rows, time]`` mask; holes and empty rows are
         allowed."""
         if mask.dim() != 2:
@@ -72,7 +72,7 @@ class Segments:
         return cls(row, as_bool(mask), rows)
 
     @classmethod
-    def from_cu_seqlens(cls, cu_seqlens: Tensor, mask: Tensor | None = None) -> Segments:
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, mask: Tensor | None = None) -> TokenSegments:
         """Build the segments of a packed ``[tokens]`` layout.
 
         cu_seqlens: integers ``[rows + 1]`` from 0 to the number of tokens; sample i is
@@ -92,14 +92,14 @@ class Segments:
         row = row.to(mask.device)
         return cls(row, as_bool(mask), rows)
 
-    def within(self, mask: Tensor) -> Segments:
+    def within(self, mask: Tensor) -> TokenSegments:
         """Return the same samples with only those of their tokens that are also under the mask."""
         if mask.shape != self.mask.shape:
             raise ConfigError(
                 f"The mask has shape {tuple(mask.shape)} and the segments tell of tokens of "
                 f"shape {tuple(self.mask.shape)}; they must be made for one layout."
             )
-        return Segments(self.row, self.mask & as_bool(mask), self.rows)
+        return TokenSegments(self.row, self.mask & as_bool(mask), self.rows)
 
     @property
     def ends(self) -> Tensor:
@@ -122,7 +122,7 @@ class Segments:
         """Return the sum of x over the tokens of each sample, ``[rows]``; 0 for an empty sample."""
         (x,) = as_float(x)
         totals = torch.zeros(self.rows, dtype=x.dtype, device=x.device)
-        return totals.index_add(0, self.row.reshape(-1), on_mask(x, self.mask).reshape(-1))
+        return totals.index_add(0, self.row.reshape(-1), apply_mask(x, self.mask).reshape(-1))
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean of x over the tokens of each sample, ``[rows]``; 0 for an empty one."""
@@ -138,16 +138,16 @@ class Segments:
     def spread(self, values: Tensor) -> Tensor:
         """Put a per-sample value ``[rows]`` on each token of its sample; 0 off the mask."""
         (values,) = as_float(values)
-        return on_mask(values[self.row], self.mask)
+        return apply_mask(values[self.row], self.mask)
 
 
-def samples_of(mask: Tensor, segments: Segments | None) -> Segments:
+def resolve_segments(mask: Tensor, segments: TokenSegments | None) -> TokenSegments:
     """Return the segments of a padded mask ``[rows, time]``, or `segments` within a packed mask."""
-    return Segments.from_mask(mask) if segments is None else segments.within(mask)
+    return TokenSegments.from_mask(mask) if segments is None else segments.within(mask)
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class RowGroups:
     """The rows of a batch by group; the group numbers may be any integers, in any order.
 
     Attributes:
@@ -161,7 +161,7 @@ class Groups:
     count: int
 
     @classmethod
-    def of(cls, groups: Tensor) -> Groups:
+    def of(cls, groups: Tensor) -> RowGroups:
         _, index, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         return cls(index, sizes[index], sizes.numel())
 
@@ -208,7 +208,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     """
     (x,) = as_float(x)
     mask = as_bool(mask)
-    return on_mask(x, mask).sum() / mask.sum().clamp(min=1)
+    return apply_mask(x, mask).sum() / mask.sum().clamp(min=1)
 
 
 def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
@@ -232,7 +232,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     whitened = _centre(x, mask) / (masked_var(x, mask) + 1e-8).sqrt()
     if not shift_mean:
         whitened = whitened + masked_mean(x, mask)
-    return on_mask(whitened, mask & (mask.sum() >= 2))
+    return apply_mask(whitened, mask & (mask.sum() >= 2))
 
 
 def divide_by_std(x: Tensor, mask: Tensor) -> Tensor:
@@ -245,13 +245,13 @@ def divide_by_std(x: Tensor, mask: Tensor) -> Tensor:
     (x,) = as_float(x)
     std, mean = masked_var(x, mask).sqrt(), masked_mean(x, mask)
     divisor = torch.maximum(std, mean.abs() / 10.0)
-    return on_mask(x, mask) / torch.where(divisor > 0, divisor, 1.0)
+    return apply_mask(x, mask) / torch.where(divisor > 0, divisor, 1.0)
 
 
 def _centre(x: Tensor, mask: Tensor) -> Tensor:
     """Return x minus its mean, 0 off the mask."""
     (x,) = as_float(x)
-    centred = on_mask(on_mask(x, mask) - masked_mean(x, mask), mask)
+    centred = apply_mask(apply_mask(x, mask) - masked_mean(x, mask), mask)
     # The first mean is off by a rounding of x itself, which whitening a constant would blow up
     # by 1e4. The mean of what is left over is small, and so is its rounding.
-    return on_mask(centred - masked_mean(centred, mask), mask)
+    return apply_mask(centred - masked_mean(centred, mask), mask)

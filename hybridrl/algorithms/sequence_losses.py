@@ -1,6 +1,6 @@
 """Policy losses whose ratio belongs to the whole response rather than to one token.
 
-They take the `Segments` of the tokens, and a micro-batch must hold whole answers.
+They take the `TokenSegments` of the tokens, and a micro-batch must hold whole answers.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.policy_losses import clipped_objective, enter, leave
-from hybridrl.algorithms.segments import Segments
+from hybridrl.algorithms.policy_losses import (
+    build_token_loss,
+    clipped_surrogate,
+    prepare_loss_inputs,
+)
+from hybridrl.algorithms.segments import TokenSegments
 from hybridrl.algorithms.token_loss import TokenLoss
 
 
@@ -18,7 +22,7 @@ def gspo(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    segments: Segments,
+    segments: TokenSegments,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> TokenLoss:
@@ -30,13 +34,15 @@ def gspo(
     GSPO: Zheng 2025, arXiv:2507.18071, in its token form; the default clip range is the paper's.
     """
     mask = segments.mask
-    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
     mean = segments.spread(segments.mean((log_probs - old_log_probs).detach()))
     # Subtracted first, the log-probability cancels exactly; added to the mean first, it would
     # round it by as much as the narrow clip range can see.
     ratio = (mean + (log_probs - log_probs.detach())).clamp(max=10.0).exp()
-    loss, clipped = clipped_objective(ratio, advantages, clip_low, clip_high)
-    return leave(loss, ratio, difference, mask, clipped)
+    loss, clipped = clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    return build_token_loss(loss, ratio, difference, mask, clipped)
 
 
 def gmpo(
@@ -44,7 +50,7 @@ def gmpo(
     old_log_probs: Tensor,
     advantages: Tensor,
     *,
-    segments: Segments,
+    segments: TokenSegments,
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> TokenLoss:
@@ -56,9 +62,11 @@ def gmpo(
     GMPO: Zhao 2025, arXiv:2507.20673, with its token-level clip.
     """
     mask = segments.mask
-    log_probs, difference, advantages = enter(log_probs, old_log_probs, advantages, mask)
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
     held = torch.where(
         advantages > 0, difference.clamp(max=clip_high), difference.clamp(min=-clip_low)
     )
     ratio = segments.spread(segments.mean(held)).exp()
-    return leave(-advantages * ratio, ratio, difference, mask, held != difference)
+    return build_token_loss(-advantages * ratio, ratio, difference, mask, held != difference)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms.segments import as_float, on_mask
+from hybridrl.algorithms.segments import apply_mask, as_float
 
 
 class TokenLoss(NamedTuple):
@@ -25,7 +25,7 @@ class TokenLoss(NamedTuple):
 def negative_log_likelihood(log_probs: Tensor, *, mask: Tensor | None = None) -> TokenLoss:
     """Return the supervised loss, -log_probs, on tokens of any shape; 0 off a given mask."""
     (log_probs,) = as_float(log_probs)
-    return TokenLoss(-on_mask(log_probs, mask), {})
+    return TokenLoss(-apply_mask(log_probs, mask), {})
 
 
 def value_loss(
@@ -44,7 +44,7 @@ def value_loss(
     Clipping as in Engstrom 2020, arXiv:2005.12729.
     """
     values, old_values, returns = as_float(values, old_values.detach(), returns.detach())
-    values, old_values, returns = (on_mask(x, mask) for x in (values, old_values, returns))
+    values, old_values, returns = (apply_mask(x, mask) for x in (values, old_values, returns))
     squares = (values - returns).square()
     clipped = torch.zeros_like(squares)
     if clip is not None:

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from hybridrl.batch.read_only import read_only
+from hybridrl.batch.read_only import make_read_only
 
 
-class Ragged(NamedTuple):
+class RaggedColumn(NamedTuple):
     """A column with a list of numbers per row: `values` `[tokens]`, and `cu_seqlens` `[rows + 1]`
     with row i at `values[cu_seqlens[i]:cu_seqlens[i + 1]]`."""
 
@@ -35,12 +35,12 @@ class Ragged(NamedTuple):
         return list(rows) if is_plain else [row.as_subclass(type(self.values)) for row in rows]
 
 
-def is_number(arrow_type: pa.DataType) -> bool:
+def is_numeric_type(arrow_type: pa.DataType) -> bool:
     """Return whether a column of this Arrow type is read as a tensor."""
     return bool(pa.types.is_integer(arrow_type) or pa.types.is_floating(arrow_type))
 
 
-def is_ragged(arrow_type: pa.DataType) -> bool:
+def is_ragged_type(arrow_type: pa.DataType) -> bool:
     """Return whether a column of this Arrow type is read as a `RaggedColumn`: lists of numbers. The
     library writes `large_list`; JSON and Parquet files have the other list types."""
     is_list = (
@@ -48,7 +48,7 @@ def is_ragged(arrow_type: pa.DataType) -> bool:
         or pa.types.is_list(arrow_type)
         or pa.types.is_fixed_size_list(arrow_type)
     )
-    return is_list and is_number(arrow_type.value_type)
+    return is_list and is_numeric_type(arrow_type.value_type)
 
 
 def json_column(values: Sequence[Any]) -> pa.Array:
@@ -66,18 +66,18 @@ def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
     return cells
 
 
-def to_ragged(array: pa.Array) -> Ragged:
+def to_ragged(array: pa.Array) -> RaggedColumn:
     """Convert an Arrow column of lists of numbers without copying the numbers."""
     if not pa.types.is_large_list(array.type):
         array = array.cast(pa.large_list(array.type.value_type))
     offsets = _plain(array.offsets)
-    return Ragged(to_torch(array.flatten()), offsets - offsets[0])
+    return RaggedColumn(to_tensor(array.flatten()), offsets - offsets[0])
 
 
-def to_torch(array: pa.Array) -> torch.Tensor:
+def to_tensor(array: pa.Array) -> torch.Tensor:
     """Convert an Arrow column of numbers to a read-only tensor without copying it; missing numbers
     are NaN."""
-    return read_only(_plain(array))
+    return make_read_only(_plain(array))
 
 
 def _plain(array: pa.Array) -> torch.Tensor:
@@ -100,7 +100,7 @@ def to_arrow(values: Any) -> pa.Array:
     if that is not possible."""
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values
-    if isinstance(values, Ragged):
+    if isinstance(values, RaggedColumn):
         offsets = _to_numpy(values.cu_seqlens).astype(np.int64)
         return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(_to_numpy(values.values)))
     if isinstance(values, torch.Tensor | np.ndarray):

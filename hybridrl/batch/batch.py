@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch.arrow_columns import (
-    Ragged,
-    is_number,
-    is_ragged,
+    RaggedColumn,
+    is_numeric_type,
+    is_ragged_type,
     python_values,
     to_arrow,
     to_ragged,
-    to_torch,
+    to_tensor,
 )
-from hybridrl.errors import DataError, nearest
+from hybridrl.errors import DataError, suggest_name
 
-ROUTES = "routed_experts"
+ROUTED_EXPERTS = "routed_experts"
 """Which experts took each token but a sample's last, in all layers one after the other."""
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """The tokens that a teacher finds likeliest in the place of each response token, as many for every
@@ -41,7 +41,7 @@ MASKS = ("response_mask", "branch_response_mask")
 LIBRARY_COLUMNS = frozenset(
     {
         # of tokens
-        *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTES),
+        *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTED_EXPERTS),
         *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
         *("returns", "cost_returns", "advantages", "loss_weights"),
         *(TEACHER_IDS, TEACHER_LOG_PROBS, "turn"),
@@ -62,7 +62,7 @@ of functions that are only looked at begin with `check/`, those of an environmen
 `environment/`."""
 
 
-def is_of_data(column: str) -> bool:
+def is_user_column(column: str) -> bool:
     """Return whether a column of this name belongs to the user's data and not to the library."""
     return column not in LIBRARY_COLUMNS and not column.startswith(LIBRARY_PREFIXES)
 
@@ -82,8 +82,8 @@ def sampled_tokens(batch: Batch) -> torch.Tensor:
 class Batch:
     """An immutable table of samples.
 
-    `batch["scores"]` gives a tensor, `batch["response_ids"]` a `Ragged`, `batch["answer"]` a list
-    of strings. Every operation returns a new batch that shares the old one's buffers.
+    `batch["scores"]` gives a tensor, `batch["response_ids"]` a `RaggedColumn`, `batch["answer"]` a
+    list of strings. Every operation returns a new batch that shares the old one's buffers.
     """
 
     def __init__(self, table: pa.Table) -> None:
@@ -94,7 +94,7 @@ class Batch:
         """Build a batch from tensors, arrays, `RaggedColumn`s, lists of 1-D tensors, or plain
         lists.
 
-        A tensor `[rows, k]` becomes a column of lists, as a `Ragged` does.
+        A tensor `[rows, k]` becomes a column of lists, as a `RaggedColumn` does.
 
         Raises:
             DataError: if the columns do not have one length, or one cannot be stored; names the
@@ -142,25 +142,25 @@ class Batch:
         if name not in self:
             raise DataError(
                 f"The batch has no column `{name}`; it has {', '.join(self.columns)}."
-                + nearest(name, self.columns)
+                + suggest_name(name, self.columns)
             )
         column = self.table.column(name)
         return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
     def __getitem__(self, name: str) -> Any:
         array = self.array(name)
-        if is_ragged(array.type):
+        if is_ragged_type(array.type):
             return to_ragged(array)
-        if is_number(array.type):
-            return to_torch(array)
+        if is_numeric_type(array.type):
+            return to_tensor(array)
         return python_values(array)
 
-    def ragged(self, name: str) -> Ragged:
+    def ragged(self, name: str) -> RaggedColumn:
         """Return the token-level column `name`; raise `DataError` if it holds one value per row."""
         array = self.array(name)
         if pa.types.is_null(array.type) and not len(array):  # made of no rows, it has no type
             array = pa.array([], pa.large_list(pa.int64()))
-        if not is_ragged(array.type):
+        if not is_ragged_type(array.type):
             raise DataError(f"The column `{name}` holds one value per sample, not one per token.")
         return to_ragged(array)
 
@@ -205,7 +205,7 @@ class Batch:
     def take(self, rows: RowNumbers) -> Batch:
         """Return the rows with these numbers, in this order, or those where a mask is true (see
         `resolve_row_numbers`). Consecutive rows are not copied."""
-        rows = row_numbers(rows, len(self))
+        rows = resolve_row_numbers(rows, len(self))
         if len(rows) and (np.diff(rows) == 1).all():
             return self.slice(int(rows[0]), int(rows[-1]) + 1)
         return Batch(self.table.take(pa.array(rows)).combine_chunks())
@@ -260,7 +260,7 @@ class Batch:
     def rows_for_users(self) -> list[dict[str, Any]]:
         """Return one dictionary per row with the columns that user functions get: all but the
         library's own (`LIBRARY_COLUMNS`)."""
-        return _rows_of(self.table.select(list(filter(is_of_data, self.columns))))
+        return _rows_of(self.table.select(list(filter(is_user_column, self.columns))))
 
     def write_parquet(self, path: Path) -> None:
         """Write the rows as they are; pandas, polars and DuckDB read the file."""
@@ -284,7 +284,7 @@ RowNumbers = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | torch.Tensor
 """Numbers of rows, or a mask of all rows."""
 
 
-def row_numbers(rows: RowNumbers, count: int | None) -> npt.NDArray[np.int64]:
+def resolve_row_numbers(rows: RowNumbers, count: int | None) -> npt.NDArray[np.int64]:
     """Return row numbers as an int64 array: the numbers given, or the positions where a boolean
     mask is true.
 

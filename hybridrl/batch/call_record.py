@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from hybridrl.errors import ConfigError
 
-WEIGHT, COLUMN, LOSS, GRADIENT = range(4)
+IN_WEIGHT, IN_COLUMN, IN_LOSS, IN_GRADIENT = range(4)
 """Where a number that is not finite may be: in a weight, in a column of a batch, in its loss, in
 the gradient of a weight."""
 
 
-class Fault(NamedTuple):
+class NonFiniteValue(NamedTuple):
     """The first non-finite number that a rank found, and where.
 
     Attributes:
-        order: `WEIGHT`, `COLUMN`, `LOSS` or `GRADIENT`: what comes earlier in an update is the
-            likelier cause.
+        order: `IN_WEIGHT`, `IN_COLUMN`, `IN_LOSS` or `IN_GRADIENT`: what comes earlier in an update
+            is the likelier cause.
         where: For people.
     """
 
@@ -29,7 +29,7 @@ class Fault(NamedTuple):
     where: str
 
 
-class Span(NamedTuple):
+class PhaseSpan(NamedTuple):
     """An uninterrupted phase inside a call.
 
     Attributes:
@@ -43,12 +43,12 @@ class Span(NamedTuple):
     waited: float = 0.0
 
 
-BREAK_SECONDS = 1e-3
+_MERGE_GAP_SECONDS = 1e-3
 """A phase that comes again sooner than that has not been left."""
 
 
 @dataclass
-class Record:
+class CallRecord:
     """The record of a call on one rank.
 
     Attributes:
@@ -78,14 +78,14 @@ class Record:
     start: float = 0.0
     end: float = 0.0
     phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    spans: list[Span] = field(default_factory=list)
+    spans: list[PhaseSpan] = field(default_factory=list)
     peaks: dict[str, int] = field(default_factory=dict)
     phase: str = ""
     progress: float = 0.0
     waited: float | None = None
     tokens: int = 0
     stage: int = 0
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[NonFiniteValue] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -93,13 +93,13 @@ class Record:
     host: int = -1
     reads: tuple[int, ...] = ()
 
-    def add_span(self, span: Span) -> None:
+    def add_span(self, span: PhaseSpan) -> None:
         """Add a phase that has just ended, merged with the last span if it continues it."""
         if self.spans:
             last = self.spans[-1]
-            if last.phase == span.phase and 0 <= span.start - last.end < BREAK_SECONDS:
+            if last.phase == span.phase and 0 <= span.start - last.end < _MERGE_GAP_SECONDS:
                 waited = last.waited + span.waited
-                self.spans[-1] = Span(last.phase, last.start, span.end, waited)
+                self.spans[-1] = PhaseSpan(last.phase, last.start, span.end, waited)
                 return
         self.spans.append(span)
 

@@ -22,7 +22,7 @@ _WRITE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 _WRITE_NOTHING = {"requires_grad_", "share_memory_"}
 
 
-class ReadOnly(Tensor):
+class ReadOnlyTensor(Tensor):
     """A tensor whose memory must not be written.
 
     In-place operations on it raise. What shares its memory (views, parts, `detach()`, a `.to()`
@@ -47,7 +47,7 @@ class ReadOnly(Tensor):
             result = func(*args, **kwargs)
             if func is Tensor.as_subclass:
                 return result
-            return _protected(result, (*args, *kwargs.values()))
+            return _protect_shared(result, (*args, *kwargs.values()))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.as_subclass(Tensor)
@@ -63,39 +63,39 @@ class ReadOnly(Tensor):
         return self
 
 
-def read_only(tensor: Tensor) -> Tensor:
+def make_read_only(tensor: Tensor) -> Tensor:
     """Return a read-only tensor on the same memory."""
-    return tensor.as_subclass(ReadOnly)
+    return tensor.as_subclass(ReadOnlyTensor)
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call would write into a read-only tensor."""
     if kwargs:
-        if (out := kwargs.get("out")) is not None and _holds(out):
+        if (out := kwargs.get("out")) is not None and _is_read_only(out):
             return True
-        if kwargs.get("inplace") and args and _holds(args[0]):
+        if kwargs.get("inplace") and args and _is_read_only(args[0]):
             return True
     ends = name.endswith("_") and not name.endswith("__") and name not in _WRITE_NOTHING
     if not ends and name not in _WRITE:
         return False
-    return _holds(args[0] if args else kwargs.get("input"))
+    return _is_read_only(args[0] if args else kwargs.get("input"))
 
 
-def _holds(value: Any) -> bool:
+def _is_read_only(value: Any) -> bool:
     if isinstance(value, tuple | list):
-        return any(isinstance(each, ReadOnly) for each in value)
-    return isinstance(value, ReadOnly)
+        return any(isinstance(each, ReadOnlyTensor) for each in value)
+    return isinstance(value, ReadOnlyTensor)
 
 
-def _protected(result: Any, arguments: tuple[Any, ...]) -> Any:
+def _protect_shared(result: Any, arguments: tuple[Any, ...]) -> Any:
     """Return the result, read-only where it shares memory with a read-only argument."""
     if isinstance(result, Tensor):
         if type(result) is Tensor and _shares(result, arguments):
-            return result.as_subclass(ReadOnly)
+            return result.as_subclass(ReadOnlyTensor)
     elif isinstance(result, np.ndarray):
         result.flags.writeable = False
     elif isinstance(result, tuple | list) and result and isinstance(result[0], Tensor):
-        kept = [_protected(each, arguments) for each in result]
+        kept = [_protect_shared(each, arguments) for each in result]
         if isinstance(result, list):
             return kept
         is_named = type(result) is not tuple  # what `max(dim)` and others return
@@ -108,7 +108,7 @@ def _shares(result: Tensor, arguments: tuple[Any, ...]) -> bool:
     for value in arguments:
         several = value if isinstance(value, tuple | list) else (value,)
         for each in several:
-            if isinstance(each, ReadOnly) and _memory(each) == memory:
+            if isinstance(each, ReadOnlyTensor) and _memory(each) == memory:
                 return True
     return False
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from hybridrl.errors import ConfigError
 
 
-def blocks_of_runs(values: Sequence[int], parts: int) -> list[range]:
+def split_by_runs(values: Sequence[int], parts: int) -> list[range]:
     """Split rows into `parts` consecutive blocks with about equally many runs of equal neighbouring
     values, never splitting a run."""
     begins = [row for row in range(len(values)) if row == 0 or values[row] != values[row - 1]]
@@ -24,7 +24,7 @@ def blocks_of_runs(values: Sequence[int], parts: int) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
-def pack(
+def pack_rows(
     lengths: Iterable[int],
     budget: int,
     *,
@@ -82,19 +82,20 @@ def _rectangles(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(rows) for rows in lists]
 
 
-KEPT = 0.95
-"""Of the mean cost of a part, the share that it fills with its own rows in `partition_nearby`. With
+_KEPT_SHARE = 0.95
+"""Of the mean cost of a part, the share that it fills with its own rows in `balance_rows`. With
 256 parts of 8 rows of uneven length the costliest part came out 1.01 of the mean, and a part had
 rows of 2.3 blocks; the largest differencing method had 1.01, and rows of 7.9 blocks."""
 
 
-def partition_nearby(costs: Sequence[float], parts: int) -> list[list[int]]:
+def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
     """Divide rows into parts of nearly equal cost, most of them in the part of their block.
 
     The rows are cut into equal blocks of neighbours, and only what is needed for balance changes
     sides, so little moves when the rows of a block lie together. The costs of two parts never
-    differ by more than the largest cost of a row. (A part keeps its costliest rows up to `KEPT` of
-    the mean; the rest go, the costliest first, to the cheapest part: list scheduling, Graham 1969.)
+    differ by more than the largest cost of a row. (A part keeps its costliest rows up to
+    `_KEPT_SHARE` of the mean; the rest go, the costliest first, to the cheapest part: list
+    scheduling, Graham 1969.)
 
     Args:
         costs: Of each row; finite, 0 or more.
@@ -113,7 +114,7 @@ def partition_nearby(costs: Sequence[float], parts: int) -> list[list[int]]:
             raise ConfigError(
                 f"Row {row} has a cost of {value}; expected a finite number, 0 or more."
             )
-    goal = KEPT * sum(values) / parts
+    goal = _KEPT_SHARE * sum(values) / parts
     lists: list[list[int]] = []
     loads: list[tuple[float, int]] = []
     moving: list[int] = []

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-FAILURES = ("error", "crash", "timeout", "memory", "output")
+EPISODE_FAILURES = ("error", "crash", "timeout", "memory", "output")
 """How an environment in a process of its own may fail to play an episode: finish reasons."""
 
 

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.layout.boxes import extent, whole, windows
+from hybridrl.checkpoint.tensors.remote_files import (
+    RemoteTensorReader,
+    load_manifests,
+    open_tensor_reader,
+)
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.layout.boxes import box_shape, full_box, split_box
 from hybridrl.system.locations import Location
 
 WINDOW_ELEMENTS = 4 << 20
@@ -31,23 +35,23 @@ def compare_weights(before: Location, after: Location) -> dict[str, dict[str, An
     return found
 
 
-def _weights(folder: Location) -> dict[str, TensorFiles | TensorsApart]:
+def _weights(folder: Location) -> dict[str, TensorReader | RemoteTensorReader]:
     """Return, by the name of a weight, the files that have it."""
-    lists = open_lists(folder)
+    lists = load_manifests(folder)
     stems = {box.file.split(".")[0].split("-")[0] for one in lists for box in one.boxes}
-    opened = [open_tensors(folder, stem, lists) for stem in sorted(stems - {"moments"})]
+    opened = [open_tensor_reader(folder, stem, lists) for stem in sorted(stems - {"moments"})]
     return {name: files for files in opened for name in files.shapes}
 
 
 def _change(
-    name: str, old: TensorFiles | TensorsApart, new: TensorFiles | TensorsApart
+    name: str, old: TensorReader | RemoteTensorReader, new: TensorReader | RemoteTensorReader
 ) -> dict[str, float]:
     largest = moved = size = changed = 0.0
     total = 0
-    for box in windows(whole(old.shapes[name]), WINDOW_ELEMENTS):
+    for box in split_box(full_box(old.shapes[name]), WINDOW_ELEMENTS):
         values: list[Tensor] = []
         for files in (old, new):
-            values.append(torch.empty(extent(box)))
+            values.append(torch.empty(box_shape(box)))
             files.read(name, box, values[-1])
         change = (values[1] - values[0]).double()
         largest = max(largest, float(change.abs().max()))

@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.tensors.file_plan import MODEL
+from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
 from hybridrl.checkpoint.tensors.rank_manifest import CARRIED, is_list
-from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.remote_files import (
+    RemoteTensorReader,
+    load_manifests,
+    open_tensor_reader,
+)
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import local_pieces, whole
-from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.boxes import full_box, make_local_pieces
+from hybridrl.layout.tensor_layout import TensorLayout
 from hybridrl.system.bounded_files import load_json, load_object, read_text
 from hybridrl.system.dtypes import DTYPES, with_dtype
-from hybridrl.system.locations import Location, write_whole
+from hybridrl.system.locations import Location, write_atomically
 from hybridrl.system.storage import explain_write_errors
 
 ADAPTER = "adapter_model"
@@ -53,7 +57,7 @@ def export_model(source: Location, files: list[str], target: Path, dtype: str, m
                 text = read_text(source / name)
                 if name == "config.json":
                     text = json.dumps(with_dtype(json.loads(text), dtype), indent=2) + "\n"
-                write_whole(target / name, text.encode())
+                write_atomically(target / name, text.encode())
         numbers = load_object(source / NUMBERS)
         carried = {name: tensors.dtypes[name] for name in numbers.get(CARRIED, ())}
         _write(tensors, target, stem, DTYPES[dtype], most, carried)
@@ -74,13 +78,13 @@ def saved_dtype(settings: Mapping[str, Any]) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _weights(folder: Location) -> tuple[TensorFiles | TensorsApart, str]:
+def _weights(folder: Location) -> tuple[TensorReader | RemoteTensorReader, str]:
     """Open the weights of a role, or its adapters."""
-    lists = open_lists(folder)
-    for stem in (MODEL, ADAPTER):
+    lists = load_manifests(folder)
+    for stem in (MODEL_STEM, ADAPTER):
         files = {box.file for one in lists for box in one.boxes}
         if any(file.startswith((f"{stem}.", f"{stem}-")) for file in files):
-            return open_tensors(folder, stem, lists), stem
+            return open_tensor_reader(folder, stem, lists), stem
     raise ConfigError(
         f"{folder} holds parameters in another form than transformers stores them in. Resume the "
         "run with trainer.steps at this step: it leaves the model in its model/."
@@ -88,7 +92,7 @@ def _weights(folder: Location) -> tuple[TensorFiles | TensorsApart, str]:
 
 
 def _write(
-    tensors: TensorFiles | TensorsApart,
+    tensors: TensorReader | RemoteTensorReader,
     target: Path,
     stem: str,
     dtype: torch.dtype,
@@ -104,9 +108,11 @@ def _write(
     @lru_cache(maxsize=1)
     def read(name: str) -> Tensor:
         tensor = torch.empty(tensors.shapes[name], dtype=carried.get(name, torch.float32))
-        tensors.read(name, whole(tensor.shape), tensor)
+        tensors.read(name, full_box(tensor.shape), tensor)
         return tensor
 
     shapes = {name: tuple(shape) for name, shape in tensors.shapes.items()}
-    mine = {name: local_pieces(name, whole(shape)) for name, shape in shapes.items()}
-    write_tensors(target, Layout(shapes, {0: mine}), 0, read, dtype, None, most, stem, carried)
+    mine = {name: make_local_pieces(name, full_box(shape)) for name, shape in shapes.items()}
+    write_tensors(
+        target, TensorLayout(shapes, {0: mine}), 0, read, dtype, None, most, stem, carried
+    )

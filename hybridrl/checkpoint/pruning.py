@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 
 @dataclass(frozen=True)
@@ -79,5 +79,5 @@ def check_figure(setting: str, named: str, figures: Mapping[str, float]) -> None
         )
     raise ConfigError(
         f"{setting}={named}: no evaluation of this run gives `{name}`; there are "
-        f"{', '.join(sorted(figures))}.{nearest(name, figures)}"
+        f"{', '.join(sorted(figures))}.{suggest_name(name, figures)}"
     )

@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checkpoint.store import (
-    COMPLETE,
-    StepFolders,
-    step_of,
-    steps_folder,
+    COMPLETE_FILE,
+    CheckpointStore,
+    parse_step_folder,
+    resolve_checkpoint_folder,
     stored_steps_folder,
 )
 from hybridrl.checkpoint.stored_settings import differences, load_stored, named_code
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.run_files.run_paths import CHECKPOINTS, SETTINGS
-from hybridrl.system.locations import UNREACHABLE, Location, location_of
+from hybridrl.run_files.run_paths import CHECKPOINTS_FOLDER, SETTINGS
+from hybridrl.system.locations import UNREACHABLE_HINT, Location, parse_location
 
 if TYPE_CHECKING:
     from hybridrl.trainers.role_spec import RoleSpec
@@ -50,7 +50,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """A point that a run resumes from.
 
     Attributes:
@@ -80,7 +80,7 @@ def find_source(config: Config) -> Source | None:
     return _forked(config, config.fork) if source is None and config.fork is not None else source
 
 
-def named_source(setting: str, named: str) -> Source:
+def find_resume_source(setting: str, named: str) -> Source:
     """Return what is at a place: a run, its folder of checkpoints, or one of its steps.
 
     Args:
@@ -91,12 +91,12 @@ def named_source(setting: str, named: str) -> Source:
     """
     said = f"{setting}={named}" if setting else named
     try:
-        place = location_of(named)
+        place = parse_location(named)
     except ConfigError as error:
         raise ConfigError(f"{said}: {error}") from None
     if isinstance(place, Path):
         place = place.resolve()
-    step = step_of(place)
+    step = parse_step_folder(place)
     with _readable(said):
         if not place.is_dir():
             raise ConfigError(
@@ -109,7 +109,7 @@ def named_source(setting: str, named: str) -> Source:
         elif isinstance(place, Path) and (place / SETTINGS).is_file():
             found = _in_run(said, place, None)
         found = found or _in_folder(said, place)
-    if found is None and isinstance(place, Path) and (place / CHECKPOINTS).is_dir():
+    if found is None and isinstance(place, Path) and (place / CHECKPOINTS_FOLDER).is_dir():
         raise ConfigError(
             f"{said}: {place} has no complete checkpoint, or its {SETTINGS} is lost: copy one back "
             "from a step's folder."
@@ -122,9 +122,9 @@ def named_source(setting: str, named: str) -> Source:
     return found
 
 
-def find_checkpoint(
+def find_resume_point(
     config: Config, settings: Mapping[str, Any], roles: Mapping[str, RoleSpec]
-) -> Resumed:
+) -> ResumePoint:
     """Return the checkpoint that `resume` or `fork` asks for, with every file as it was written.
 
     Args:
@@ -139,8 +139,8 @@ def find_checkpoint(
     if source is None or source.forks:
         _check_unused(config)
     if source is None:
-        return Resumed(run)
-    folders = StepFolders(source.steps)
+        return ResumePoint(run)
+    folders = CheckpointStore(source.steps)
     step, notices = folders.newest(source.step)
     if step is None:
         raise ConfigError(
@@ -167,7 +167,7 @@ def find_checkpoint(
     if config.resume != AUTO and (code := named_code(before)):
         notices.append(f"The settings of that run name code that this one runs: {', '.join(code)}")
     changed = [f"changed: {line}" for line in differences(before, settings)]
-    return Resumed(run, step, folder, notices + changed)
+    return ResumePoint(run, step, folder, notices + changed)
 
 
 def _resumed(config: Config) -> Source | None:
@@ -180,7 +180,7 @@ def _resumed(config: Config) -> Source | None:
             )
         with _readable(f"run.directory={directory} or its checkpoint.folder"):
             return _in_run("resume=auto", directory, config.checkpoint.folder)
-    found = named_source("resume", str(config.resume))
+    found = find_resume_source("resume", str(config.resume))
     if found.run is None and directory is None:
         raise ConfigError(
             f"resume={config.resume} names checkpoints that are not in a run's folder. Set "
@@ -197,14 +197,14 @@ def _resumed(config: Config) -> Source | None:
 
 
 def _forked(config: Config, fork: str) -> Source:
-    found = named_source("fork", fork)
+    found = find_resume_source("fork", fork)
     directory, folder = config.run.directory, config.checkpoint.folder
     if directory is not None and Path(directory).resolve() == found.run:
         raise ConfigError(
             f"fork={fork}: the new run needs a folder of its own, and run.directory is that "
             "of the old one. Give another, or write resume= to go on in the old one."
         )
-    if folder is not None and _resolved(location_of(folder)) == _resolved(found.steps):
+    if folder is not None and _resolved(parse_location(folder)) == _resolved(found.steps):
         raise ConfigError(
             f"fork={fork}: checkpoint.folder={folder} holds the checkpoints of the old run. "
             "Set it to another folder for those of the new one."
@@ -215,7 +215,7 @@ def _forked(config: Config, fork: str) -> Source:
 def _in_run(said: str, run: Path, folder: str | None) -> Source | None:
     """Return the checkpoints of a run, in the folder that is given, else that its settings name,
     else its own; None if it has none."""
-    steps = stored_steps_folder(run) if folder is None else steps_folder(run, folder)
+    steps = stored_steps_folder(run) if folder is None else resolve_checkpoint_folder(run, folder)
     found = _in_folder(said, steps, settings=run / SETTINGS)
     return None if found is None else replace(found, run=run)
 
@@ -229,16 +229,16 @@ def _in_folder(
         settings: Of their run; else, or if they are not there, those of the newest step count.
     """
     try:
-        found = [path for path in folder.iterdir() if step_of(path) is not None]
-        found = [path for path in found if (path / COMPLETE).is_file()]
+        found = [path for path in folder.iterdir() if parse_step_folder(path) is not None]
+        found = [path for path in found if (path / COMPLETE_FILE).is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return None
     run = None
-    if settings is None and isinstance(folder, Path) and folder.name == CHECKPOINTS:
+    if settings is None and isinstance(folder, Path) and folder.name == CHECKPOINTS_FOLDER:
         run, settings = folder.parent, folder.parent / SETTINGS
     if found and settings is not None and settings.is_file():
         return Source(said, folder, settings, step, run)
-    found.sort(key=lambda path: (step_of(path) == step, path.name), reverse=True)
+    found.sort(key=lambda path: (parse_step_folder(path) == step, path.name), reverse=True)
     for path in found:
         if (path / SETTINGS).is_file():
             return Source(said, folder, path / SETTINGS, step)
@@ -266,10 +266,10 @@ def _check_unused(config: Config) -> None:
     if (folder := config.checkpoint.folder) is None:
         return
     try:
-        steps = StepFolders(location_of(folder)).steps()
+        steps = CheckpointStore(parse_location(folder)).steps()
     except OSError as error:
         raise ConfigError(
-            f"checkpoint.folder={folder} could not be read: {error}. {UNREACHABLE}"
+            f"checkpoint.folder={folder} could not be read: {error}. {UNREACHABLE_HINT}"
         ) from error
     if steps:
         raise ConfigError(

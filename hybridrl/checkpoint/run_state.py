@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
 
 DRIVER = "driver.json"
-MADE_WITH = "made_with.json"
+MODEL_IDENTITY_FILE = "made_with.json"
 MOST_BYTES = 4 << 30
 """Of `driver.json`: a user's sampler may keep something of each row."""
 TOKENS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
@@ -137,7 +137,7 @@ class DataIdentity:
         return f" The first row differs after {same} characters: it was {was} and is {now_is}."
 
 
-def check_plain(whose: str, state: Any) -> None:
+def check_plain_data(whose: str, state: Any) -> None:
     """Refuse a state that would come back from a JSON file as something else.
 
     Raises:
@@ -165,7 +165,9 @@ def _is_plain(state: Any) -> bool:
     return state is None or isinstance(state, bool | int | float | str)
 
 
-def made_with(model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def describe_model_identity(
+    model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
     """Return which model and tokenizer a job learns with, as plain data.
 
     Args:
@@ -182,24 +184,24 @@ def made_with(model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> d
     }
 
 
-def check_made_with(folder: Location, now: Mapping[str, Any]) -> None:
+def check_model_identity(folder: Location, now: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another model or tokenizer, before any worker is built.
 
     Args:
         folder: The checkpoint's.
-        now: What `made_with` says of this job.
+        now: What `describe_model_identity` says of this job.
 
     Raises:
         ConfigError: names what differs.
     """
     try:
-        before = load_json(folder / MADE_WITH)
+        before = load_json(folder / MODEL_IDENTITY_FILE)
         old, new = before["model"], now["model"]
         tokens, crc32 = before["tokenizer"]["tokens"], before["tokenizer"]["crc32"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{folder / MADE_WITH} could not be read ({type(error).__name__}: {error}). Resume "
-            "from another step."
+            f"{folder / MODEL_IDENTITY_FILE} could not be read ({type(error).__name__}: {error}). "
+            "Resume from another step."
         ) from error
     cure = "Take the model of that run, or begin a new run from its weights: model.path="
     if keys := sorted(key for key in {**old, **new} if old.get(key) != new.get(key)):

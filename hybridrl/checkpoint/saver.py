@@ -19,21 +19,27 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.checkpoint.copies.memory_copies import MemoryCopies
 from hybridrl.checkpoint.pruning import KeepRule, check_figure, metric_of
-from hybridrl.checkpoint.resume import Resumed
-from hybridrl.checkpoint.run_state import DRIVER, MADE_WITH, DataIdentity, RunState, check_plain
-from hybridrl.checkpoint.store import StepFolders, steps_folder
-from hybridrl.checkpoint.warm_model import keep_copies, load_copies, warms_up
+from hybridrl.checkpoint.resume import ResumePoint
+from hybridrl.checkpoint.run_state import (
+    DRIVER,
+    MODEL_IDENTITY_FILE,
+    DataIdentity,
+    RunState,
+    check_plain_data,
+)
+from hybridrl.checkpoint.store import CheckpointStore, resolve_checkpoint_folder
+from hybridrl.checkpoint.warm_model import has_warmup, load_warm_model, save_warm_model
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.errors import HybridRLError, LostError, WorkerError
 from hybridrl.run_files.run_paths import SETTINGS
-from hybridrl.system.locations import write_whole
+from hybridrl.system.locations import write_atomically
 from hybridrl.system.storage import explain_write_errors
 
 if TYPE_CHECKING:
     from hybridrl.controller import Handle
     from hybridrl.job.job import Job
-    from hybridrl.run.watchers.nan_guard import Guard
-    from hybridrl.run.watchers.tripwires import Tripwires
+    from hybridrl.run.watchers.nan_guard import NanGuard
+    from hybridrl.run.watchers.tripwires import TripwireWatcher
     from hybridrl.system.locations import Location
     from hybridrl.trainers.trainer import Trainer
 
@@ -43,7 +49,7 @@ BETWEEN_FAILURES = 50_000 * 3600.0
 days (The Llama 3 Herd of Models, 2024, section 3.3.4)."""
 
 
-class Checkpoints:
+class CheckpointSaver:
     """Saves the steps of a run as checkpoints: starts, completes and abandons them, and prunes old
     ones.
 
@@ -58,17 +64,19 @@ class Checkpoints:
         job: Job,
         trainer: Trainer,
         summary: dict[str, Any],
-        watches: Mapping[str, Guard | Tripwires],
+        watches: Mapping[str, NanGuard | TripwireWatcher],
     ) -> None:
         self.job, self.trainer, self.summary, self.watches = job, trainer, summary, watches
         settings = job.config.checkpoint
-        self._folders = StepFolders(steps_folder(job.directory.path.absolute(), settings.folder))
+        self._folders = CheckpointStore(
+            resolve_checkpoint_folder(job.directory.path.absolute(), settings.folder)
+        )
         self._keep = KeepRule(settings.keep_last, settings.keep_every, settings.best)
         copies = job.keep_copies()
         self._copies = None if copies is None else MemoryCopies(copies)
-        self._when = WhenToSave(settings, len(job.executor.cluster.devices))
-        self._warmed_up = warms_up(job)
-        self._saving: Saving | None = None
+        self._when = SaveSchedule(settings, len(job.executor.cluster.devices))
+        self._warmed_up = has_warmup(job)
+        self._saving: PendingCheckpoint | None = None
 
     def is_due(self, step: int, last: int) -> bool:
         """Return whether the schedule saves this step, whatever its metrics are."""
@@ -115,7 +123,7 @@ class Checkpoints:
                 self.job.keep_copies()
                 copy = self._copies.at(step)
             asynchronous = self.job.config.checkpoint.asynchronous
-            self._saving = Saving(step, part, groups, asynchronous, copy)
+            self._saving = PendingCheckpoint(step, part, groups, asynchronous, copy)
         self.job.beside.called(self.job.executor.take_records())
         # Samples of later steps must not depend on weights that a resumed run does not have.
         self.job.publish()
@@ -128,7 +136,7 @@ class Checkpoints:
             with self._discarded_if_it_fails(self._saving.step):
                 self._saving.ask()
 
-    def poll(self) -> Saving | None:
+    def poll(self) -> PendingCheckpoint | None:
         """Complete the pending checkpoint if all workers have reported that it is on the disk,
         prune the oldest, and return it; None if there is none or it is not written yet. Waits for
         no worker.
@@ -141,7 +149,7 @@ class Checkpoints:
         with self._discarded_if_it_fails(self._saving.step):
             return self._complete() if self._saving.is_written() else None
 
-    def finish(self, limit: float | None = None) -> Saving | None:
+    def finish(self, limit: float | None = None) -> PendingCheckpoint | None:
         """Wait for the pending checkpoint, at most `limit` seconds (None: without limit), and
         complete it as `poll` does. After the limit it is abandoned."""
         if self._saving is None:
@@ -178,7 +186,7 @@ class Checkpoints:
             raise
 
     @contextlib.contextmanager
-    def _forgotten_if_unreadable(self, found: Resumed) -> Iterator[None]:
+    def _forgotten_if_unreadable(self, found: ResumePoint) -> Iterator[None]:
         """Discard a copy in memory that cannot be read, so that the run resumes from the files.
 
         Raises:
@@ -194,16 +202,16 @@ class Checkpoints:
             self._copies.discard(found.step)
             raise LostError(f"The copy in memory could not be read. {error}") from error
 
-    def _complete(self) -> Saving:
+    def _complete(self) -> PendingCheckpoint:
         saving, begin = self._saving, time.perf_counter()
         folder = self._folders.at(saving.step)
         self._check_owner()
         with explain_write_errors(folder):
-            write_whole(folder / DRIVER, self._driver.encode())
-            write_whole(folder / MADE_WITH, json.dumps(self.job.made_with).encode())
-            write_whole(folder / SETTINGS, self.job.directory.config_file.read_bytes())
+            write_atomically(folder / DRIVER, self._driver.encode())
+            write_atomically(folder / MODEL_IDENTITY_FILE, json.dumps(self.job.made_with).encode())
+            write_atomically(folder / SETTINGS, self.job.directory.config_file.read_bytes())
         if self.job.config.checkpoint.folder is not None:
-            keep_copies(self.job, self._folders.path)
+            save_warm_model(self.job, self._folders.path)
         self._folders.complete(saving.step, self._evaluated, self._roles())
         self._saving = None
         self._folders.prune(self._keep)
@@ -220,7 +228,7 @@ class Checkpoints:
         it."""
         return max(self._folders.steps(), default=self.job.resumed.step)
 
-    def newest(self) -> Resumed:
+    def newest(self) -> ResumePoint:
         """Return what a run resumes from after losing workers: its newest intact step, or where it
         began. If a copy of the step is in the memory of nodes, no other file is read.
 
@@ -232,14 +240,14 @@ class Checkpoints:
             newest = steps[-1]
             if self._copies.newest() == newest:
                 copy = self._copies.at(newest)
-                return Resumed(run, newest, self._folders.at(newest), copy=copy)
+                return ResumePoint(run, newest, self._folders.at(newest), copy=copy)
             missed = [f"No whole copy of step {newest} is in memory; its files are read."]
         step, notices = self._folders.newest()
         if step is None:
             return replace(self.job.resumed, run=run)  # of a fork, the step of another run
-        return Resumed(run, step, self._folders.at(step), missed + notices)
+        return ResumePoint(run, step, self._folders.at(step), missed + notices)
 
-    def load(self, found: Resumed) -> int:
+    def load(self, found: ResumePoint) -> int:
         """Restore the models and the state of a run from a resume point; without a checkpoint, from
         the beginning. Return the number of steps that are done. Files of later steps are removed.
 
@@ -254,7 +262,7 @@ class Checkpoints:
             self._data.check(state, found.folder)
             best = self._keep.best
             is_of_set = best is not None and metric_of(best).startswith("eval/")  # may come later
-            if best is not None and not is_of_set and (figures := _evaluated(found)):
+            if best is not None and not is_of_set and (figures := _merge_evaluated_metrics(found)):
                 check_figure("checkpoint.best", best, figures)
             self.job.feed.load_state(state.feed)
             self.trainer.load_state(state.trainer)
@@ -268,7 +276,7 @@ class Checkpoints:
             # As that run did, whatever the settings of this one say.
             self._warmed_up = state.warmed_up
             if self._warmed_up:
-                load_copies(self.job, but=self._roles(), steps=found.folder.parent)
+                load_warm_model(self.job, but=self._roles(), steps=found.folder.parent)
             self.job.publish()
             self.job.executor.take_records()
             self.summary |= state.summary
@@ -292,8 +300,8 @@ class Checkpoints:
         """Return what is to stand in `driver.json`."""
         config, feed, trainer = self.job.config, self.job.feed.state(), self.trainer.state()
         of_samplers = feed.get("sampler", feed.get("sources"))
-        check_plain(f"data.sampler={config.data.sampler}", of_samplers)
-        check_plain(f"trainer.name={config.trainer.name}", trainer)
+        check_plain_data(f"data.sampler={config.data.sampler}", of_samplers)
+        check_plain_data(f"trainer.name={config.trainer.name}", trainer)
         return RunState(
             step,
             feed,
@@ -307,13 +315,13 @@ class Checkpoints:
         ).to_json()
 
 
-def _evaluated(found: Resumed) -> Mapping[str, float]:
+def _merge_evaluated_metrics(found: ResumePoint) -> Mapping[str, float]:
     """Return the figures that are known of the evaluations of a run."""
-    folders = StepFolders(found.folder.parent)
+    folders = CheckpointStore(found.folder.parent)
     return {name: value for step in folders.figures().values() for name, value in step.items()}
 
 
-class Saving:
+class PendingCheckpoint:
     """A checkpoint in progress: the workers of a job write their states to the folders of a step.
 
     Workers that have `start_saving` and `finish_saving` write while the program goes on; others
@@ -409,7 +417,7 @@ class Saving:
         return True
 
 
-class WhenToSave:
+class SaveSchedule:
     """The schedule of one run, from its settings and from the measured cost of its checkpoints.
 
     Args:
@@ -446,10 +454,10 @@ class WhenToSave:
         checkpoint, which is saved at once."""
         if self._stall is None:
             return not self._has_begun
-        return passed >= best_interval(self._stall, self._between_failures)
+        return passed >= optimal_interval(self._stall, self._between_failures)
 
 
-def best_interval(cost: float, between_failures: float) -> float:
+def optimal_interval(cost: float, between_failures: float) -> float:
     """Return the seconds between checkpoints that lose the least time to saving and to repeated
     work: Young's first-order interval with Daly's correction (J. T. Daly, "A higher order estimate
     of the optimum checkpoint interval for restart dumps", 2006, equation 37).

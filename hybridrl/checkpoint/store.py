@@ -27,38 +27,38 @@ from typing import Any
 from hybridrl.checkpoint.pruning import KeepRule
 from hybridrl.checkpoint.tensors.rank_manifest import (
     crc32_of,
-    damage,
-    files_there,
+    find_damage,
+    find_missing_data,
     is_list,
-    lacking,
-    read_lists,
+    list_written_files,
+    read_manifests,
 )
-from hybridrl.config.secrets import hides_password
+from hybridrl.config.secrets import has_redacted_password
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.run_files.run_paths import CHECKPOINTS
+from hybridrl.run_files.run_paths import CHECKPOINTS_FOLDER
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import load_object
 from hybridrl.system.locations import (
     Location,
     RemotePath,
-    location_of,
-    remove,
-    sizes_below,
-    sync_names,
-    write_whole,
+    list_file_sizes,
+    parse_location,
+    remove_location,
+    sync_directory,
+    write_atomically,
 )
 from hybridrl.system.storage import explain_write_errors
 
-COMPLETE = "complete.json"
+COMPLETE_FILE = "complete.json"
 """The file that a step's folder has when it is complete."""
-BEST = "best.json"
+BEST_FILE = "best.json"
 _STEP = re.compile(r"step-(\d{6,})")
-_READERS = 4
+_READER_THREADS = 4
 """Files that are read at once for their checksums, which use no Python lock."""
 
 
 @dataclass(frozen=True)
-class Completed:
+class Checkpoint:
     """A complete checkpoint: its files, the metrics evaluated after it, and its time.
 
     Attributes:
@@ -84,7 +84,7 @@ class Completed:
         return sorted({name.split("/")[0] for name in self.files if "/" in name})
 
 
-class StepFolders:
+class CheckpointStore:
     """The steps that one run has saved.
 
     Args:
@@ -93,7 +93,7 @@ class StepFolders:
 
     def __init__(self, path: Location) -> None:
         self.path = path
-        self._known: dict[int, Completed] = {}
+        self._known: dict[int, Checkpoint] = {}
 
     def at(self, step: int) -> Location:
         """Return the folder of a step, whether it is there or not."""
@@ -101,11 +101,11 @@ class StepFolders:
 
     def steps(self) -> list[int]:
         """Return the complete steps, the oldest first."""
-        return [step for step in self._named() if (self.at(step) / COMPLETE).is_file()]
+        return [step for step in self._named() if (self.at(step) / COMPLETE_FILE).is_file()]
 
     def unfinished(self) -> list[int]:
         """Return the steps that are being written, or were when their run was killed."""
-        return [step for step in self._named() if not (self.at(step) / COMPLETE).is_file()]
+        return [step for step in self._named() if not (self.at(step) / COMPLETE_FILE).is_file()]
 
     def begin(self, step: int) -> Location:
         """Return an empty folder to write a step in.
@@ -134,18 +134,18 @@ class StepFolders:
         """
         folder = self.at(step)
         with explain_write_errors(folder):
-            files = _contents(folder, apart=_written_together(folder))
+            files = measure_files(folder, apart=list_manifest_files(folder))
             if missing := set(parts) - {name.partition("/")[0] for name in files}:
                 raise StorageError(
                     f"{folder} has nothing of what the workers of `{min(missing)}` wrote there. "
                     "They and the driver must see the same files: set checkpoint.folder to a place "
                     "that all nodes share (memory:// is of one process)."
                 )
-            completed = Completed(step, files, dict(figures or {}), time.time())
+            completed = Checkpoint(step, files, dict(figures or {}), time.time())
             text = json.dumps(vars(completed), indent=1)
-            write_whole(folder / COMPLETE, f"{text}\n".encode())
+            write_atomically(folder / COMPLETE_FILE, f"{text}\n".encode())
             if isinstance(self.path, Path):
-                sync_names(self.path)
+                sync_directory(self.path)
         self._known[step] = completed
         return folder
 
@@ -156,19 +156,19 @@ class StepFolders:
         except OSError:
             return  # it does not count anyway, and the next job removes it
 
-    def completed(self, step: int) -> Completed:
+    def completed(self, step: int) -> Checkpoint:
         """Return what was noted of a complete step.
 
         Raises:
             OSError, ValueError: if its list cannot be read.
         """
         if step not in self._known:
-            read = load_object(self.at(step) / COMPLETE)
+            read = load_object(self.at(step) / COMPLETE_FILE)
             if not isinstance(read.get("files"), dict):
                 raise ValueError("it lists no files")
             if not isinstance(read.get("step"), int):
                 raise ValueError("it names no step")
-            self._known[step] = Completed(
+            self._known[step] = Checkpoint(
                 read["step"], read["files"], read.get("figures", {}), read.get("time", 0.0)
             )
         return self._known[step]
@@ -195,7 +195,7 @@ class StepFolders:
             best = rule.best_of(steps)
             if best is not None:
                 noted = {"step": best, "folder": self.at(best).name, **steps[best]}
-                write_whole(self.path / BEST, f"{json.dumps(noted, indent=1)}\n".encode())
+                write_atomically(self.path / BEST_FILE, f"{json.dumps(noted, indent=1)}\n".encode())
             outdated = sorted(steps.keys() - rule.kept(steps))
             for step in outdated:
                 self._remove(step)
@@ -221,25 +221,25 @@ class StepFolders:
                 return f"{folder} was written as step {completed.step}, and has been renamed since"
             listed = completed.files
             if not listed:
-                return f"{folder / COMPLETE} lists no files"
-            sizes = sizes_below(folder)
+                return f"{folder / COMPLETE_FILE} lists no files"
+            sizes = list_file_sizes(folder)
             for name, expected in listed.items():
                 if name not in sizes:
                     return f"{folder / name} is missing"
                 if sizes[name] != expected["size"]:
                     return f"{folder / name} has {sizes[name]} bytes instead of {expected['size']}"
-            found = _contents(folder, {name for name in listed if "crc32" not in listed[name]})
+            found = measure_files(folder, {name for name in listed if "crc32" not in listed[name]})
             for name, expected in listed.items():
                 if found[name] != expected:
                     return f"{folder / name} is not what was written (its crc32 differs)"
-            for role in _roles(folder):
-                lists = read_lists(folder / role)
-                if fault := lacking(folder / role, lists):
+            for role in _list_roles_with_manifests(folder):
+                lists = read_manifests(folder / role)
+                if fault := find_missing_data(folder / role, lists):
                     return fault
-                if contents and (fault := damage(folder / role, lists)):
+                if contents and (fault := find_damage(folder / role, lists)):
                     return fault
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"{folder / COMPLETE} could not be read ({type(error).__name__}: {error})"
+            return f"{folder / COMPLETE_FILE} could not be read ({type(error).__name__}: {error})"
         return ""
 
     def newest(self, at_most: int | None = None) -> tuple[int | None, list[str]]:
@@ -271,28 +271,28 @@ class StepFolders:
             paths = [p for p in self.path.iterdir() if isinstance(p, RemotePath) or p.is_dir()]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(step for path in paths if (step := step_of(path)) is not None)
+        return sorted(step for path in paths if (step := parse_step_folder(path)) is not None)
 
     def _remove(self, step: int) -> None:
         """Remove a step, first what says that it is complete: the run may be killed in between."""
         self._known.pop(step, None)
-        remove(self.at(step) / COMPLETE)
-        remove(self.at(step))
+        remove_location(self.at(step) / COMPLETE_FILE)
+        remove_location(self.at(step))
 
 
-def step_of(place: Location) -> int | None:
+def parse_step_folder(place: Location) -> int | None:
     """Return the step whose folder this is by its name; None if it is none."""
     found = _STEP.fullmatch(place.name)
     return int(found[1]) if found else None
 
 
-def steps_folder(run: Path, folder: str | None) -> Location:
+def resolve_checkpoint_folder(run: Path, folder: str | None) -> Location:
     """Return where the steps of a run are.
 
     Args:
         folder: As `checkpoint.folder` says.
     """
-    return run / CHECKPOINTS if folder is None else location_of(folder)
+    return run / CHECKPOINTS_FOLDER if folder is None else parse_location(folder)
 
 
 def stored_steps_folder(run: Path) -> Location:
@@ -303,12 +303,12 @@ def stored_steps_folder(run: Path) -> Location:
     """
     checkpoint = RunReader(run).settings().get("checkpoint")
     folder = checkpoint.get("folder") if isinstance(checkpoint, dict) else None
-    if isinstance(folder, str) and hides_password(folder):
+    if isinstance(folder, str) and has_redacted_password(folder):
         raise ConfigError(
             f"The checkpoints of {run} are at {folder}, of which the password is not written "
             f"down. Give it again: resume=auto run.directory={run} checkpoint.folder=<URL>."
         )
-    return steps_folder(run, folder if isinstance(folder, str) else None)
+    return resolve_checkpoint_folder(run, folder if isinstance(folder, str) else None)
 
 
 def list_checkpoints(run: RunReader) -> tuple[list[dict[str, Any]], str]:
@@ -317,15 +317,15 @@ def list_checkpoints(run: RunReader) -> tuple[list[dict[str, Any]], str]:
     URL: what stands in a folder must not send whoever looks at it to other machines."""
     try:
         folder = stored_steps_folder(run.path)
-        found = [] if isinstance(folder, RemotePath) else _entries(StepFolders(folder))
+        found = [] if isinstance(folder, RemotePath) else _entries(CheckpointStore(folder))
     except (ConfigError, OSError) as error:
         return [], str(error)
-    return found, "" if folder == run.path / CHECKPOINTS else str(folder)
+    return found, "" if folder == run.path / CHECKPOINTS_FOLDER else str(folder)
 
 
-def _entries(folders: StepFolders) -> list[dict[str, Any]]:
+def _entries(folders: CheckpointStore) -> list[dict[str, Any]]:
     try:
-        best = load_object(folders.path / BEST).get("step")
+        best = load_object(folders.path / BEST_FILE).get("step")
     except (OSError, ValueError):
         best = None
     found: list[dict[str, Any]] = []
@@ -339,32 +339,33 @@ def _entries(folders: StepFolders) -> list[dict[str, Any]]:
     return found
 
 
-def _roles(folder: Location) -> list[str]:
+def _list_roles_with_manifests(folder: Location) -> list[str]:
     """Return the folders of a step with files that several ranks wrote."""
-    names = (name.split("/") for name in sizes_below(folder))
+    names = (name.split("/") for name in list_file_sizes(folder))
     return sorted({name[0] for name in names if len(name) == 2 and is_list(name[1])})
 
 
-def _written_together(folder: Location) -> set[str]:
+def list_manifest_files(folder: Location) -> set[str]:
     """Return the files whose checksums ranks have listed.
 
     Raises:
         StorageError: if one of them is not written to its end.
     """
     names = set()
-    for role in _roles(folder):
-        lists = read_lists(folder / role)
-        if fault := lacking(folder / role, lists):
+    for role in _list_roles_with_manifests(folder):
+        lists = read_manifests(folder / role)
+        if fault := find_missing_data(folder / role, lists):
             raise StorageError(f"The checkpoint in {folder} was not completed: {fault}.")
-        names |= {f"{role}/{file}" for file in files_there(lists)}
+        names |= {f"{role}/{file}" for file in list_written_files(lists)}
     return names
 
 
-def _contents(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
-    """Return size and crc32 of every file but `COMPLETE`; of those in `apart` the size alone."""
-    sizes = {name: size for name, size in sizes_below(folder).items() if name != COMPLETE}
+def measure_files(folder: Location, apart: set[str]) -> dict[str, dict[str, int]]:
+    """Return size and crc32 of every file but `COMPLETE_FILE`; of those in `apart` the size
+    alone."""
+    sizes = {name: size for name, size in list_file_sizes(folder).items() if name != COMPLETE_FILE}
     read = [name for name in sizes if name not in apart]
-    with ThreadPoolExecutor(_READERS) as readers:
+    with ThreadPoolExecutor(_READER_THREADS) as readers:
         sums = readers.map(lambda name: crc32_of(folder / name, [(0, sizes[name])]), read)
         crc32 = dict(zip(read, sums, strict=True))
     return {

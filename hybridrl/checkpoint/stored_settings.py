@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.config.presets import leaves
-from hybridrl.config.schema import LOSSY_SYNC
+from hybridrl.config.presets import flatten_settings
+from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS
 from hybridrl.config.setting_names import without_old_settings
 from hybridrl.errors import ConfigError
 from hybridrl.system.bounded_files import load_yaml
@@ -52,7 +52,7 @@ def named_code(settings: Mapping[str, Any]) -> list[str]:
     """
     return [
         f"{key}={text}"
-        for key, value in leaves(settings)
+        for key, value in flatten_settings(settings)
         for text in (value if isinstance(value, list) else [value])
         if isinstance(text, str) and (_CODE.fullmatch(text) or "${" in text or key == COMMAND)
     ]
@@ -65,7 +65,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Args:
         before, now: Settings as nested mappings.
     """
-    old, new = dict(leaves(before)), dict(leaves(now))
+    old, new = dict(flatten_settings(before)), dict(flatten_settings(now))
     keys = [key for key in {**old, **new} if key not in _PLACES and old.get(key) != new.get(key)]
     learns = {key: changes_learning(key, old.get(key), new.get(key)) for key in keys}
     keys.sort(key=lambda key: (not learns[key], key))
@@ -80,5 +80,5 @@ def changes_learning(key: str, *values: Any) -> bool:
     """Return whether a change of this setting to or from these values changes what the run
     learns."""
     if key == "rollout.weight_sync":
-        return any(value in LOSSY_SYNC for value in values)
+        return any(value in LOSSY_WEIGHT_SYNCS for value in values)
     return _SAME_LEARNING.match(key) is None

@@ -7,9 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.config.model_start import ACTOR
+from hybridrl.config.model_start import ACTOR_ROLE
 from hybridrl.errors import ConfigError
-from hybridrl.system.locations import Location, copy_files, remove, sizes_below
+from hybridrl.system.locations import Location, copy_files, list_file_sizes, remove_location
 from hybridrl.system.storage import explain_write_errors
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ FOLDER = "warm_model"
 """Its folder in that of the run."""
 
 
-def load_copies(job: Job, but: Collection[str] = (), steps: Location | None = None) -> None:
+def load_warm_model(job: Job, but: Collection[str] = (), steps: Location | None = None) -> None:
     """Load the warmed-up actor into the models that begin as copies of it.
 
     Args:
@@ -37,7 +37,7 @@ def load_copies(job: Job, but: Collection[str] = (), steps: Location | None = No
         if kept:
             part = folder.with_name(f".{FOLDER}.part")
             with explain_write_errors(part):
-                remove(part)
+                remove_location(part)
                 copy_files(kept[0], part)
                 part.rename(folder)
     if copies and not folder.is_dir():
@@ -49,7 +49,7 @@ def load_copies(job: Job, but: Collection[str] = (), steps: Location | None = No
         group.load_weights(str(folder))
 
 
-def keep_copies(job: Job, steps: Location) -> None:
+def save_warm_model(job: Job, steps: Location) -> None:
     """Put what warm-up left beside checkpoints that are not in the run's folder, once.
 
     Raises:
@@ -57,17 +57,17 @@ def keep_copies(job: Job, steps: Location) -> None:
     """
     folder = warm_folder(job)
     with explain_write_errors(steps):
-        if folder.is_dir() and sizes_below(folder) != sizes_below(steps / FOLDER):
+        if folder.is_dir() and list_file_sizes(folder) != list_file_sizes(steps / FOLDER):
             copy_files(folder, steps / FOLDER)
 
 
-def warms_up(job: Job) -> bool:
+def has_warmup(job: Job) -> bool:
     """Return whether a run of this job begins with a warm-up."""
     return bool(
         job.config.warmup.steps
         and job.examples is not None
         and job.trainer_class.TRAINS
-        and ACTOR in job.groups
+        and ACTOR_ROLE in job.groups
     )
 
 
@@ -82,4 +82,4 @@ def warm_copies(job: Job, but: Collection[str] = ()) -> list[WorkerGroup]:
         if spec.is_copy(role, job.config) and role not in but
     ]
     # With LoRA the actor is its own reference.
-    return [group for group in found if group is not job.groups[ACTOR]]
+    return [group for group in found if group is not job.groups[ACTOR_ROLE]]

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
 
-from hybridrl.checks.data.reward_data_checks import check_rewards, check_sets
-from hybridrl.checks.data.row_checks import ROW_CHECKS, check_rubrics, check_teachers
+from hybridrl.checks.data.reward_data_checks import check_eval_set_rewards, check_reward_data
+from hybridrl.checks.data.row_checks import ROW_CHECKS, check_rubrics, check_teacher_columns
 from hybridrl.checks.folder.resume_checks import check_run_folder, check_source
 from hybridrl.checks.machine.device_checks import check_open_files
 from hybridrl.checks.machine.placement_checks import check_devices
@@ -26,8 +26,8 @@ from hybridrl.checks.settings.role_checks import check_roles
 from hybridrl.checks.settings.rollout_checks import ROLLOUT_CHECKS
 from hybridrl.checks.settings.training_checks import TRAINING_CHECKS
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_types import with_defaults, wrong_values
-from hybridrl.errors import ConfigError, Problems
+from hybridrl.config.setting_types import find_invalid_values, reset_to_defaults
+from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.trainers.role_spec import RoleSpec
 
 
@@ -54,22 +54,29 @@ CHECKS: Mapping[Need, tuple[Callable[..., list[str] | None], ...]] = {
     Need.MACHINE: (check_open_files, check_devices),
     Need.FOLDER: (check_run_folder, check_source),
     Need.DATA: ROW_CHECKS,
-    Need.SCORED_DATA: (check_rewards, check_teachers, check_rubrics, check_sets),
+    Need.SCORED_DATA: (
+        check_reward_data,
+        check_teacher_columns,
+        check_rubrics,
+        check_eval_set_rewards,
+    ),
 }
 
 
-def run_checks(problems: Problems, *needs: Need, config: Config, **given: Any) -> list[str]:
+def run_checks(problems: ErrorCollector, *needs: Need, config: Config, **given: Any) -> list[str]:
     """Call all checks of some groups; return their remarks.
 
     Args:
         problems: Gets what they refuse.
         given: What they read besides the settings, by the names of their parameters.
     """
-    wrong = dict(wrong_values(config))
+    wrong = dict(find_invalid_values(config))
     if Need.SETTINGS in needs and wrong:
         with problems.noted():
             raise ConfigError(*wrong.values())
-    given["config"] = with_defaults(config, wrong)  # so that what is wrong besides is found, too
+    given["config"] = reset_to_defaults(
+        config, wrong
+    )  # so that what is wrong besides is found, too
     remarks: list[str] = []
     for check_one in (one for need in needs for one in CHECKS[need]):
         with problems.noted(besides=wrong):
@@ -88,7 +95,7 @@ def check(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
         ConfigError: names each setting, its value, what was expected and what to do.
         MissingPackageError: names the extra to install, if nothing else is wrong.
     """
-    problems = Problems()
+    problems = ErrorCollector()
     # A recipe for other machines can be looked at on this one.
     needs = (Need.SETTINGS,) if config.run.dry else (Need.SETTINGS, Need.MACHINE)
     run_checks(problems, *needs, config=config, roles=roles)

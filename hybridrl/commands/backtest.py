@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from hybridrl.commands.output import show, show_json
+from hybridrl.commands.output import print_for_people, print_json
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
-    from hybridrl.planner.what_if.backtest import Tested
+    from hybridrl.planner.what_if.backtest import BacktestResult
 
 
 def run(chosen: argparse.Namespace) -> int:
@@ -25,18 +25,18 @@ def run(chosen: argparse.Namespace) -> int:
     """
     runs = [RecordedRun.at(Path(folder)) for folder in chosen.backtest]
     # It brings torch, which takes seconds; a wrong folder is refused without it.
-    from hybridrl.planner.what_if.backtest import backtest, keep
+    from hybridrl.planner.what_if.backtest import backtest_runs, save_errors
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()
-    found = backtest(runs)
-    keep(found)
+    found = backtest_runs(runs)
+    save_errors(found)
     if chosen.json:
-        return show_json([one._asdict() | {"error": one.error} for one in found])
-    return show(_table(found), "", *_summary(found))
+        return print_json([one._asdict() | {"error": one.error} for one in found])
+    return print_for_people(_build_backtest_table(found), "", *_summarize_errors(found))
 
 
-def _table(found: list[Tested]) -> Table:
+def _build_backtest_table(found: list[BacktestResult]) -> Table:
     table = Table(title="seconds of a step", title_justify="left", box=None)
     for column in ("", "", "predicted", "measured", "off by"):
         table.add_column(column, justify="right" if table.columns[1:] else "left")
@@ -46,11 +46,15 @@ def _table(found: list[Tested]) -> Table:
     return table
 
 
-def _summary(found: list[Tested]) -> list[str]:
-    from hybridrl.planner.what_if.backtest import ASKED, PLAN, REPLAY
+def _summarize_errors(found: list[BacktestResult]) -> list[str]:
+    from hybridrl.planner.what_if.backtest import (
+        PLAN_PREDICTION,
+        REPLAY_PREDICTION,
+        WHAT_IF_PREDICTION,
+    )
 
     lines = []
-    for kind in (PLAN, REPLAY, ASKED):
+    for kind in (PLAN_PREDICTION, REPLAY_PREDICTION, WHAT_IF_PREDICTION):
         if errors := [abs(one.error) for one in found if one.kind == kind]:
             lines.append(
                 f"{kind}: off by {statistics.median(errors):.1%} in the median of {len(errors)}, "

@@ -15,22 +15,22 @@ from typing import Any
 from rich.table import Table
 
 from hybridrl.checkpoint.pruning import KeepRule, check_figure
-from hybridrl.checkpoint.resume import Source, named_source
-from hybridrl.checkpoint.store import COMPLETE, StepFolders
+from hybridrl.checkpoint.resume import Source, find_resume_source
+from hybridrl.checkpoint.store import COMPLETE_FILE, CheckpointStore
 from hybridrl.checkpoint.stored_settings import differences, load_stored
-from hybridrl.checkpoint.tensors.rank_manifest import read_lists
-from hybridrl.commands.output import show, show_json
+from hybridrl.checkpoint.tensors.rank_manifest import read_manifests
+from hybridrl.commands.output import print_for_people, print_json
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import load_object
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.system.formatting import readable_bytes, readable_seconds
+from hybridrl.system.formatting import format_bytes, format_seconds
 from hybridrl.system.locations import Location
 
-DAMAGED = 1
-"""Exit code of `verify` where a step is not as it was written."""
-REWARD = "reward/mean"
+_DAMAGED_EXIT_CODE = 1
+"""Exit code of `_verify_checkpoints` where a step is not as it was written."""
+_REWARD_METRIC = "reward/mean"
 """What is shown of the training step itself, besides what was evaluated after it."""
 _ONE_RUN = "a run's folder, or the folder or URL of its checkpoints"
 _ONE_STEP = "a step's folder or URL; of a run its newest"
@@ -88,18 +88,18 @@ def run(chosen: argparse.Namespace) -> int:
         HybridRLError: if it cannot be done.
     """
     actions = {
-        **{"list": list_steps, "inspect": inspect, "verify": verify},
-        **{"export": export, "diff": diff, "prune": prune},
+        **{"list": _list_checkpoints, "inspect": inspect, "verify": _verify_checkpoints},
+        **{"export": export_model, "diff": diff, "prune": _prune_checkpoints},
     }
     return actions[chosen.action](chosen)
 
 
-def list_steps(chosen: argparse.Namespace) -> int:
+def _list_checkpoints(chosen: argparse.Namespace) -> int:
     """Show the steps of a run."""
-    source = named_source("", chosen.run)
-    folders = StepFolders(source.steps)
-    figures, rewards = folders.figures(), _rewards(source)
-    best = _rule(source).best_of(figures)
+    source = find_resume_source("", chosen.run)
+    folders = CheckpointStore(source.steps)
+    figures, rewards = folders.figures(), _read_rewards(source)
+    best = _resolve_keep_rule(source).best_of(figures)
     rows = []
     for step in sorted({*folders.steps(), *folders.unfinished()}):
         row: dict[str, Any] = {"step": step, "state": "not complete"}
@@ -112,29 +112,29 @@ def list_steps(chosen: argparse.Namespace) -> int:
                 row |= {"bytes": noted.bytes, "time": noted.time}
         rows.append(row)
     if chosen.json:
-        return show_json({"folder": str(folders.path), "steps": rows})
+        return print_json({"folder": str(folders.path), "steps": rows})
     table = Table("step", "size", "age", "state", "metrics")
     for row in rows:
-        size = readable_bytes(row["bytes"]) if "bytes" in row else ""
-        age = readable_seconds(time.time() - row["time"]) if "time" in row else ""
+        size = format_bytes(row["bytes"]) if "bytes" in row else ""
+        age = format_seconds(time.time() - row["time"]) if "time" in row else ""
         state = f"{row['state']}, the best" if row.get("best") else row["state"]
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in row.get("metrics", {}).items())
         table.add_row(str(row["step"]), size, age, state, metrics)
-    return show(table)
+    return print_for_people(table)
 
 
-def verify(chosen: argparse.Namespace) -> int:
+def _verify_checkpoints(chosen: argparse.Namespace) -> int:
     """Read all of a run's steps."""
-    source = named_source("", chosen.run)
-    folders = StepFolders(source.steps)
+    source = find_resume_source("", chosen.run)
+    folders = CheckpointStore(source.steps)
     steps = folders.steps() if source.step is None else [source.step]
     faults = {step: folders.fault(step) for step in steps}
     if chosen.json:
-        show_json({"steps": [{"step": step, "fault": fault} for step, fault in faults.items()]})
+        print_json({"steps": [{"step": step, "fault": fault} for step, fault in faults.items()]})
     else:
         lines = [f"step {step}: {fault or 'as it was written'}" for step, fault in faults.items()]
-        show(*(lines or ["There are no complete steps."]))
-    return DAMAGED if any(faults.values()) else 0
+        print_for_people(*(lines or ["There are no complete steps."]))
+    return _DAMAGED_EXIT_CODE if any(faults.values()) else 0
 
 
 def inspect(chosen: argparse.Namespace) -> int:
@@ -147,23 +147,23 @@ def inspect(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"{folders.at(step)} is damaged: {error}.") from error
     if chosen.json:
         known = {"step": step, "bytes": noted.bytes, "time": noted.time, "metrics": noted.figures}
-        return show_json(known | roles)
-    size = readable_bytes(noted.bytes)
-    show(f"step {step} in {folders.path}: {size} in {len(noted.files)} files")
+        return print_json(known | roles)
+    size = format_bytes(noted.bytes)
+    print_for_people(f"step {step} in {folders.path}: {size} in {len(noted.files)} files")
     for role, found in roles.items():
         numbers = {**found["counters"], **found["counters"].get("counters", {})}
         text = ", ".join(f"{k} {v}" for k, v in numbers.items() if k != "counters")
-        show(f"\n{role}, written by {found['ranks']} ranks; {text}")
+        print_for_people(f"\n{role}, written by {found['ranks']} ranks; {text}")
         table = Table("tensor", "dtype", "shape", "boxes", "file")
         for name, tensor in found["tensors"].items():
             shape = " x ".join(map(str, tensor["shape"])) or "()"
             boxes = str(len(tensor["boxes"]))
             table.add_row(name, tensor["dtype"], shape, boxes, ", ".join(tensor["files"]))
-        show(table)
+        print_for_people(table)
     return 0
 
 
-def export(chosen: argparse.Namespace) -> int:
+def export_model(chosen: argparse.Namespace) -> int:
     """Write the model of a role as a Hugging Face folder of its own."""
     from hybridrl.checkpoint.export import export_model, saved_dtype
 
@@ -184,8 +184,8 @@ def export(chosen: argparse.Namespace) -> int:
     most = int(chosen.file_gib * 2**30)
     size = export_model(folders.at(step) / role, files, target, dtype, most)
     if chosen.json:
-        return show_json({"step": step, "role": role, "folder": str(target), "bytes": size})
-    return show(f"{target}: {role} of step {step}, {readable_bytes(size)} of {dtype}")
+        return print_json({"step": step, "role": role, "folder": str(target), "bytes": size})
+    return print_for_people(f"{target}: {role} of step {step}, {format_bytes(size)} of {dtype}")
 
 
 def diff(chosen: argparse.Namespace) -> int:
@@ -198,9 +198,9 @@ def diff(chosen: argparse.Namespace) -> int:
     roles = {role: compare_weights(first / role, second / role) for role in sorted(shared)}
     settings = differences(load_stored(first / SETTINGS), load_stored(second / SETTINGS))
     if chosen.json:
-        return show_json({"before": old, "after": new, "roles": roles, "settings": settings})
+        return print_json({"before": old, "after": new, "roles": roles, "settings": settings})
     for role, tensors in roles.items():
-        show(f"{role}, step {old} -> {new}")
+        print_for_people(f"{role}, step {old} -> {new}")
         table = Table("weight", "largest change", "relative change", "share changed")
         for name, change in tensors.items():
             if (other := change.get("other")) is not None:
@@ -208,22 +208,22 @@ def diff(chosen: argparse.Namespace) -> int:
             else:
                 largest, relative = change["largest"], change["relative"]
                 table.add_row(name, f"{largest:.3g}", f"{relative:.3g}", f"{change['changed']:.1%}")
-        show(table)
-    return show(*(f"changed: {line}" for line in settings))
+        print_for_people(table)
+    return print_for_people(*(f"changed: {line}" for line in settings))
 
 
-def prune(chosen: argparse.Namespace) -> int:
+def _prune_checkpoints(chosen: argparse.Namespace) -> int:
     """Remove the steps that the rule does not keep."""
-    source = named_source("", chosen.run)
+    source = find_resume_source("", chosen.run)
     if source.step is not None:
         raise ConfigError(
             f"{chosen.run} is a single step. Name the run, or the folder of its steps."
         )
-    rule = _rule(source, chosen.keep_last, chosen.keep_every, chosen.best)
+    rule = _resolve_keep_rule(source, chosen.keep_last, chosen.keep_every, chosen.best)
     for option, value, least in (("last", rule.last, 1), ("every", rule.every, 0)):
         if value < least:
             raise ConfigError(f"--keep-{option} {value}: must be {least} or more.")
-    folders = StepFolders(source.steps)
+    folders = CheckpointStore(source.steps)
     if chosen.best is not None:
         known = {name: 0.0 for step in folders.figures().values() for name in step}
         check_figure("checkpoint.best", chosen.best, known)
@@ -233,12 +233,12 @@ def prune(chosen: argparse.Namespace) -> int:
     else:
         removed = folders.prune(rule)
     if chosen.json:
-        return show_json({"removed": removed, "dry_run": chosen.dry_run})
+        return print_json({"removed": removed, "dry_run": chosen.dry_run})
     steps = ", ".join(map(str, removed)) or "none"
-    return show(f"steps {'that would be ' if chosen.dry_run else ''}removed: {steps}")
+    return print_for_people(f"steps {'that would be ' if chosen.dry_run else ''}removed: {steps}")
 
 
-def _rule(
+def _resolve_keep_rule(
     source: Source, last: int | None = None, every: int | None = None, best: str | None = None
 ) -> KeepRule:
     """Return the rule of the run's settings, but for what is given."""
@@ -250,20 +250,22 @@ def _rule(
     )
 
 
-def _rewards(source: Source) -> dict[int, dict[str, float]]:
+def _read_rewards(source: Source) -> dict[int, dict[str, float]]:
     """Return the mean reward of each step, where the run's own folder is here."""
     rows = [] if source.run is None else RunReader(source.run).rows()
-    return {row["step"]: {REWARD: row[REWARD]} for row in rows if REWARD in row}
+    return {
+        row["step"]: {_REWARD_METRIC: row[_REWARD_METRIC]} for row in rows if _REWARD_METRIC in row
+    }
 
 
-def _one_step(named: str) -> tuple[Source, StepFolders, int]:
+def _one_step(named: str) -> tuple[Source, CheckpointStore, int]:
     """Return the step that is named, of a run the newest that is complete.
 
     Raises:
         ConfigError: if it is not complete, or if there is none.
     """
-    source = named_source("", named)
-    folders = StepFolders(source.steps)
+    source = find_resume_source("", named)
+    folders = CheckpointStore(source.steps)
     steps = folders.steps()
     step = source.step if source.step is not None else max(steps, default=None)
     if step is None or step not in steps:
@@ -275,14 +277,14 @@ def _one_step(named: str) -> tuple[Source, StepFolders, int]:
         folders.completed(step)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{folders.at(step) / COMPLETE} could not be read ({error}). Bring it back from a "
+            f"{folders.at(step) / COMPLETE_FILE} could not be read ({error}). Bring it back from a "
             "copy, or name another step."
         ) from error
     return source, folders, step
 
 
 def _describe_role(folder: Location) -> dict[str, Any]:
-    lists = read_lists(folder)
+    lists = read_manifests(folder)
     tensors: dict[str, Any] = {}
     for rank, one in enumerate(lists):
         for box in one.boxes:

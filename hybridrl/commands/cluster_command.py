@@ -9,12 +9,12 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hybridrl.commands.output import show
+from hybridrl.commands.output import print_for_people
 from hybridrl.commands.plan_options import devices_here
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
-SECONDS_TO_MS, GIGA = 1e3, 1e9
+SECONDS_TO_MS, _GIGA = 1e3, 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,22 +47,22 @@ def run(chosen: argparse.Namespace) -> int:
         sys.stdout.write(found.to_json() + "\n")
         return 0
     where = f"kept in {file}" if file else "not kept: the cache folder cannot be written"
-    return show(_table(found), where)
+    return print_for_people(_build_speed_table(found), where)
 
 
-def _table(cluster: Cluster) -> Table:
+def _build_speed_table(cluster: ClusterSpec) -> Table:
     (name,) = cluster.model_names
     model, host = cluster.models[name], cluster.hosts[cluster.nodes[0]]
     table = Table(title=str(cluster), title_justify="left", box=None, pad_edge=False)
     for column, side in (("of a device", "left"), ("", "right"), ("", "left")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for precision, flops in model.flops.items():
-        table.add_row(f"products, {precision}", f"{flops / GIGA:,.1f}", "GFLOP/s")
-    table.add_row("memory, read and written", f"{model.bandwidth / GIGA:,.1f}", "GB/s")
+        table.add_row(f"products, {precision}", f"{flops / _GIGA:,.1f}", "GFLOP/s")
+    table.add_row("memory, read and written", f"{model.bandwidth / _GIGA:,.1f}", "GB/s")
     table.add_row("a small operation", f"{model.small_op * 1e6:,.1f}", "microseconds")
-    table.add_row("from another device", f"{host.inside.bandwidth / GIGA:,.2f}", "GB/s")
+    table.add_row("from another device", f"{host.inside.bandwidth / _GIGA:,.2f}", "GB/s")
     table.add_row("until it begins", f"{host.inside.latency * SECONDS_TO_MS:,.3f}", "ms")
     if host.store is not None:
-        table.add_row("to the disk", f"{host.store.bandwidth / GIGA:,.2f}", "GB/s")
+        table.add_row("to the disk", f"{host.store.bandwidth / _GIGA:,.2f}", "GB/s")
         table.add_row("until it begins", f"{host.store.latency * SECONDS_TO_MS:,.3f}", "ms")
     return table

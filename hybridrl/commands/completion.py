@@ -12,10 +12,10 @@ from collections.abc import Iterator
 
 from hybridrl.errors import ConfigError
 
-SHELLS = ("bash", "zsh", "fish")
-SETTINGS = "plan"
+_SHELLS = ("bash", "zsh", "fish")
+_SETTINGS_COMMAND = "plan"
 """The subcommand that takes settings of a job."""
-BASH = """\
+_BASH_TEMPLATE = """\
 # Add to ~/.bashrc: source <(hybridrl completion bash)
 _hybridrl_settings="@SETTINGS@"
 _hybridrl_presets="@PRESETS@"
@@ -67,16 +67,18 @@ _hybridrl_main() {
 
 complete -o default -F _hybridrl hybridrl
 """
-BASH_PYTHON = """\
+_BASH_PYTHON_TEMPLATE = """\
 # bash-completion loads what completes Python only when it is wanted.
 { complete -p python || _comp_load python || _completion_loader python; } &>/dev/null
 [[ $(complete -p python 2>/dev/null) =~ -F\\ ([^ ]+) && ${BASH_REMATCH[1]} != _hybridrl_main ]] &&
     _hybridrl_before=${BASH_REMATCH[1]}
 complete -o default -F _hybridrl_main python python3
 """
-ZSH = "# Add to ~/.zshrc: source <(hybridrl completion zsh)\nautoload -Uz compinit bashcompinit\n"
-ZSH += "(( $+functions[compdef] )) || compinit\nbashcompinit\n"
-ZSH_PYTHON = """\
+_ZSH_HEADER = (
+    "# Add to ~/.zshrc: source <(hybridrl completion zsh)\nautoload -Uz compinit bashcompinit\n"
+)
+_ZSH_HEADER += "(( $+functions[compdef] )) || compinit\nbashcompinit\n"
+_ZSH_PYTHON_TEMPLATE = """\
 _hybridrl_python() {
     if [[ " $words " == *" -m hybridrl.main "* ]]; then
         _bash_complete -o default -F _hybridrl_main
@@ -87,8 +89,10 @@ _hybridrl_python() {
 [[ $_comps[python] == _hybridrl_python ]] || _hybridrl_zsh_before=${_comps[python]:-_python}
 compdef _hybridrl_python python python3
 """
-FISH = "# Write to a file: hybridrl completion fish > ~/.config/fish/completions/hybridrl.fish"
-MAIN = "--help --version --cfg --multirun"
+_FISH_HEADER = (
+    "# Write to a file: hybridrl completion fish > ~/.config/fish/completions/hybridrl.fish"
+)
+_MAIN_OPTIONS = "--help --version --cfg --multirun"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,22 +108,24 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ConfigError: for another shell.
     """
-    from hybridrl.cli import COMMANDS, parser_of
+    from hybridrl.cli import COMMANDS, build_parser
 
-    if chosen.shell not in SHELLS:
+    if chosen.shell not in _SHELLS:
         raise ConfigError(f"{chosen.shell}: must be bash, zsh or fish.")
-    parser = parser_of([*COMMANDS])
+    parser = build_parser([*COMMANDS])
     if chosen.shell == "fish":
-        script = fish(parser)
+        script = _render_fish_script(parser)
     elif chosen.shell == "zsh":
-        script = ZSH + bash(parser) + ZSH_PYTHON
+        script = _ZSH_HEADER + _render_bash_script(parser) + _ZSH_PYTHON_TEMPLATE
     else:
-        script = bash(parser) + BASH_PYTHON
+        script = _render_bash_script(parser) + _BASH_PYTHON_TEMPLATE
     sys.stdout.write(script)
     return 0
 
 
-def words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, list[str]]]:
+def _list_completions(
+    parser: argparse.ArgumentParser, path: str = ""
+) -> Iterator[tuple[str, list[str]]]:
     """Yield the subcommands and options at each command path: `""`, `/checkpoint`,
     `/checkpoint/list`.
 
@@ -133,22 +139,22 @@ def words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str
         found += [option for option in action.option_strings if option.startswith("--")]
     yield path, [*inner, *found]
     for name, one in inner.items():
-        yield from words(one, f"{path}/{name}")
+        yield from _list_completions(one, f"{path}/{name}")
 
 
-def settings() -> list[str]:
+def list_setting_completions() -> list[str]:
     """List all settings and presets with their `=`."""
-    from hybridrl.config.presets import CHOSEN
-    from hybridrl.config.setting_names import leaves
+    from hybridrl.config.presets import DEFAULT_PRESETS
+    from hybridrl.config.setting_names import list_settings
 
-    return sorted({f"{name}=" for name in (*leaves(), *CHOSEN, "recipe")})
+    return sorted({f"{name}=" for name in (*list_settings(), *DEFAULT_PRESETS, "recipe")})
 
 
 def preset_values() -> dict[str, tuple[str, ...]]:
     """What the groups of presets may be set to, such as `algorithm`."""
-    from hybridrl.config.presets import CHOSEN, names
+    from hybridrl.config.presets import DEFAULT_PRESETS, list_presets
 
-    return {group: names(group) for group in CHOSEN}
+    return {group: list_presets(group) for group in DEFAULT_PRESETS}
 
 
 def preset_words() -> list[str]:
@@ -156,13 +162,13 @@ def preset_words() -> list[str]:
     return [f"{group}={name}" for group, names in preset_values().items() for name in names]
 
 
-def bash(parser: argparse.ArgumentParser) -> str:
+def _render_bash_script(parser: argparse.ArgumentParser) -> str:
     """Render the script for bash, which zsh runs with its own prologue; without the completion of
     `python`."""
-    known = dict(words(parser))
+    known = dict(_list_completions(parser))
     cases = []
     for path, those in known.items():
-        more = " $_hybridrl_settings" if path == f"/{SETTINGS}" else ""
+        more = " $_hybridrl_settings" if path == f"/{_SETTINGS_COMMAND}" else ""
         cases.append(f'        "{path}") _hybridrl_complete "{" ".join(those)}{more}" ;;')
     presets = preset_values()
     values = [
@@ -172,21 +178,24 @@ def bash(parser: argparse.ArgumentParser) -> str:
     replaced = {
         "PRESETS": " ".join(preset_words()),
         "VALUES": "\n".join(values),
-        "SETTINGS": " ".join(settings()),
+        "SETTINGS": " ".join(list_setting_completions()),
         "PATHS": " | ".join(f'"{path}"' for path in known if path),
         "WORDS": "\n".join(cases),
-        "MAIN": MAIN,
+        "MAIN": _MAIN_OPTIONS,
     }
-    script = BASH
+    script = _BASH_TEMPLATE
     for name, text in replaced.items():
         script = script.replace(f"@{name}@", text)
     return script
 
 
-def fish(parser: argparse.ArgumentParser) -> str:
+def _render_fish_script(parser: argparse.ArgumentParser) -> str:
     """Render the script for fish."""
-    lines = [FISH, f"set -g _hybridrl_settings {' '.join([*settings(), *preset_words()])}"]
-    known = dict(words(parser))
+    lines = [
+        _FISH_HEADER,
+        f"set -g _hybridrl_settings {' '.join([*list_setting_completions(), *preset_words()])}",
+    ]
+    known = dict(_list_completions(parser))
     for path, those in known.items():
         names = path.split("/")[1:]
         deeper = [one.rpartition("/")[2] for one in known if one.rpartition("/")[0] == path and one]
@@ -197,6 +206,7 @@ def fish(parser: argparse.ArgumentParser) -> str:
             kind = f"-l {word[2:]}" if word.startswith("--") else f"-a {word}"
             lines.append(f"complete -c hybridrl -n '{when}' {kind}")
     lines.append(
-        f"complete -c hybridrl -n '__fish_seen_subcommand_from {SETTINGS}' -a '$_hybridrl_settings'"
+        f"complete -c hybridrl -n '__fish_seen_subcommand_from {_SETTINGS_COMMAND}' -a "
+        "'$_hybridrl_settings'"
     )
     return "\n".join(lines) + "\n"

@@ -9,18 +9,22 @@ from pathlib import Path
 
 from rich.text import Text
 
-from hybridrl.commands.output import show, show_json
-from hybridrl.doctor.check_runner import examine, families
-from hybridrl.doctor.finding import Finding, State
+from hybridrl.commands.output import print_for_people, print_json
+from hybridrl.doctor.check_runner import list_checks, run_doctor_checks
+from hybridrl.doctor.finding import DoctorFinding, FindingState
 from hybridrl.errors import ConfigError
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.formatting import format_seconds
 
-FAULTY = 1
+_PROBLEM_EXIT_CODE = 1
 """Exit code where something would keep jobs from training."""
-SECONDS = 9.0
-SPARE_S = 1.0
+_DEFAULT_SECONDS = 9.0
+_RESERVED_SECONDS = 1.0
 """Of the time, for what is done after imports have ended."""
-COLOURS = {State.OK: "green", State.NOTE: "yellow", State.PROBLEM: "bold red"}
+_STATE_COLORS = {
+    FindingState.OK: "green",
+    FindingState.NOTE: "yellow",
+    FindingState.PROBLEM: "bold red",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--runs", default="runs", metavar="FOLDER", help="the folder that runs are made in (runs)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help=f"the most that it takes ({SECONDS:g})"
+        "--seconds",
+        type=float,
+        default=_DEFAULT_SECONDS,
+        help=f"the most that it takes ({_DEFAULT_SECONDS:g})",
     )
     parser.add_argument("--json", action="store_true", help="as data")
 
@@ -43,40 +50,42 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         ConfigError: for a time in which nothing could be looked at.
     """
-    if not SPARE_S < chosen.seconds <= 3600:
-        raise ConfigError(f"--seconds {chosen.seconds:g}: must be above {SPARE_S:g}, 3600 at most.")
+    if not _RESERVED_SECONDS < chosen.seconds <= 3600:
+        raise ConfigError(
+            f"--seconds {chosen.seconds:g}: must be above {_RESERVED_SECONDS:g}, 3600 at most."
+        )
     began = time.monotonic()
-    checks = families(Path(chosen.runs).expanduser(), chosen.seconds - SPARE_S)
-    found = examine(checks, chosen.seconds)
+    checks = list_checks(Path(chosen.runs).expanduser(), chosen.seconds - _RESERVED_SECONDS)
+    found = run_doctor_checks(checks, chosen.seconds)
     seconds = time.monotonic() - began
     count = Counter(finding.state for finding in found)
     if chosen.json:
-        show_json(
+        print_json(
             {
                 "findings": [finding._asdict() for finding in found],
-                "problems": count[State.PROBLEM],
-                "notes": count[State.NOTE],
+                "problems": count[FindingState.PROBLEM],
+                "notes": count[FindingState.NOTE],
                 "seconds": seconds,
             }
         )
     else:
-        show(*map(_line, found), "", _summary(count, seconds))
-    return FAULTY if count[State.PROBLEM] else 0
+        print_for_people(*map(_format_finding, found), "", _summarize_findings(count, seconds))
+    return _PROBLEM_EXIT_CODE if count[FindingState.PROBLEM] else 0
 
 
-def _line(finding: Finding) -> Text:
+def _format_finding(finding: DoctorFinding) -> Text:
     line = Text.assemble(
-        (f"{finding.state:<9}", COLOURS[finding.state]), f"{finding.topic}: {finding.what}"
+        (f"{finding.state:<9}", _STATE_COLORS[finding.state]), f"{finding.topic}: {finding.what}"
     )
     if finding.cure:
         line.append(f"\n{'':<9}-> {finding.cure}")
     return line
 
 
-def _summary(count: Counter[State], seconds: float) -> str:
+def _summarize_findings(count: Counter[FindingState], seconds: float) -> str:
     found = [
         f"{number} {state}{'s' * (number != 1)}"
-        for state in (State.PROBLEM, State.NOTE)
+        for state in (FindingState.PROBLEM, FindingState.NOTE)
         if (number := count[state])
     ]
-    return f"{', '.join(found) or 'all is well'}, in {readable_seconds(seconds)}"
+    return f"{', '.join(found) or 'all is well'}, in {format_seconds(seconds)}"

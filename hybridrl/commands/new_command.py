@@ -10,16 +10,16 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from hybridrl.commands.output import show
+from hybridrl.commands.output import print_for_people
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.system.storage import write_error_sentence
+from hybridrl.system.storage import format_write_error
 
-TEMPLATES = resources.files("hybridrl.commands") / "project"
-SUFFIX = ".in"
+TEMPLATE_FOLDER = resources.files("hybridrl.commands") / "project"
+_TEMPLATE_SUFFIX = ".in"
 """Behind the name of a template, so that it is taken for no module of ours."""
-DRIVER = "driver.py"
-NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-DRIVER_ROW = "| `driver.py` | the algorithm, a page: what is generated, scored, learned |\n"
+_DRIVER_FILE = "driver.py"
+_PROJECT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_DRIVER_README_ROW = "| `driver.py` | the algorithm, a page: what is generated, scored, learned |\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(
             f"{chosen.name} is a word of Python. Choose another name for the project."
         )
-    if not NAME.fullmatch(name):
+    if not _PROJECT_NAME.fullmatch(name):
         raise ConfigError(
             f"{chosen.name}: a project's name begins with a letter and has letters, digits, - and "
             "_, 64 at most."
@@ -56,29 +56,31 @@ def run(chosen: argparse.Namespace) -> int:
     words = {
         "NAME": name,
         "PYTHON": shlex.quote(sys.executable),
-        "PROGRAM": DRIVER if chosen.driver else "-m hybridrl.main",
-        "DRIVER_ROW": DRIVER_ROW if chosen.driver else "",
+        "PROGRAM": _DRIVER_FILE if chosen.driver else "-m hybridrl.main",
+        "DRIVER_ROW": _DRIVER_README_ROW if chosen.driver else "",
     }
     texts = {
-        template.name.removesuffix(SUFFIX): filled(template.read_text(encoding="utf-8"), words)
-        for template in TEMPLATES.iterdir()
-        if template.name.endswith(SUFFIX)
+        template.name.removesuffix(_TEMPLATE_SUFFIX): _fill_template(
+            template.read_text(encoding="utf-8"), words
+        )
+        for template in TEMPLATE_FOLDER.iterdir()
+        if template.name.endswith(_TEMPLATE_SUFFIX)
     }
     if not chosen.driver:
-        del texts[DRIVER]
+        del texts[_DRIVER_FILE]
     try:
         folder.mkdir(parents=True)
         for file, text in sorted(texts.items()):
             (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise StorageError(write_error_sentence(folder, error, "NAME")) from error
-    return show(
+        raise StorageError(format_write_error(folder, error, "NAME")) from error
+    return print_for_people(
         f"{folder}: {', '.join(sorted(texts))}",
         f"next: cd {shlex.quote(str(folder))} && make test && make train",
     )
 
 
-def filled(template: str, words: dict[str, str]) -> str:
+def _fill_template(template: str, words: dict[str, str]) -> str:
     """Replace the `@NAME@` placeholders of a template."""
     for key, word in words.items():
         template = template.replace(f"@{key}@", word)

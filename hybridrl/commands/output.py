@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 
-def show(*what: Any) -> int:
+def print_for_people(*what: Any) -> int:
     """Print texts and tables for a person; return the exit code 0."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     for each in what:
@@ -18,7 +18,7 @@ def show(*what: Any) -> int:
     return 0
 
 
-def show_json(found: Mapping[str, Any] | Sequence[Any]) -> int:
+def print_json(found: Mapping[str, Any] | Sequence[Any]) -> int:
     """Print data for a program; return the exit code 0."""
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0

@@ -10,13 +10,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hybridrl.commands.plan_options import cluster_of, lengths_of, planned, tiny_of
+from hybridrl.commands.plan_options import (
+    parse_lengths,
+    planned,
+    resolve_cluster,
+    resolve_tiny_model,
+)
 from hybridrl.errors import ConfigError
 
-GENERATION, PRECISION = "generation", "precision"
+GENERATION_PLAN, PRECISION_PLAN = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
 
-AUTO = (
+_AUTO_PLACEMENT_NOTICE = (
     "With placement=auto a start searches for a placement; this is the plan of flattening. Add "
     "--search for what it would find."
 )
@@ -92,8 +97,8 @@ def run(chosen: argparse.Namespace) -> int:
         HybridRLError: for what is wrong with settings or options, and for what does not fit.
     """
     settings = list(chosen.settings)
-    kind = settings.pop(0) if settings[:1] in ([GENERATION], [PRECISION]) else ""
-    _check_words(chosen, kind)
+    kind = settings.pop(0) if settings[:1] in ([GENERATION_PLAN], [PRECISION_PLAN]) else ""
+    _check_options(chosen, kind)
     if chosen.backtest:
         from hybridrl.commands import backtest
 
@@ -102,64 +107,64 @@ def run(chosen: argparse.Namespace) -> int:
         from hybridrl.commands import plan_search
 
         plan_search.run(chosen, settings)
-    elif kind == GENERATION:
+    elif kind == GENERATION_PLAN:
         from hybridrl.commands import plan_generation
 
         plan_generation.run(chosen, settings)
-    elif kind == PRECISION:
+    elif kind == PRECISION_PLAN:
         from hybridrl.commands import plan_precision
 
         plan_precision.run(chosen, settings)
     else:
-        _plan(chosen, settings)
+        _plan_job(chosen, settings)
     return 0
 
 
-def _plan(chosen: argparse.Namespace, settings: list[str]) -> None:
+def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
     config, unnamed = planned(settings)
-    lengths = lengths_of(chosen.lengths)
+    lengths = parse_lengths(chosen.lengths)
     # These bring torch and transformers, which take seconds; wrong words are refused without them.
-    from hybridrl.config.changed import changed
-    from hybridrl.job.preflight import preflight
+    from hybridrl.config.changed import apply_changes
+    from hybridrl.job.preflight import run_preflight
     from hybridrl.planner import plan_tables as table
-    from hybridrl.planner.fitting_settings import choose_settings, refuse
-    from hybridrl.planner.job_plan import make_plan, to_json
+    from hybridrl.planner.fitting_settings import check_plan_fits, choose_automatic_settings
+    from hybridrl.planner.job_plan import build_job_plan, job_plan_to_json
     from hybridrl.planner.machine.cluster_rates import resolve_rates
-    from hybridrl.planner.named_models import with_described_models
-    from hybridrl.planner.search.search_tables import words
+    from hybridrl.planner.named_models import materialize_named_models
+    from hybridrl.planner.search.search_tables import format_settings
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()
     is_elsewhere = chosen.devices is not None
-    unseen = preflight(config, plans=True, is_elsewhere=is_elsewhere)
-    machines = cluster_of(config, chosen.devices)
-    with with_described_models(config, tiny_of(config)) as described:
-        left = choose_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
-        described = changed(described, left)
-        plan = make_plan(described, machines, lengths=lengths)
+    unseen = run_preflight(config, plans=True, is_elsewhere=is_elsewhere)
+    machines = resolve_cluster(config, chosen.devices)
+    with materialize_named_models(config, resolve_tiny_model(config)) as described:
+        left = choose_automatic_settings(described, machines, lengths, is_elsewhere=is_elsewhere)
+        described = apply_changes(described, left)
+        plan = build_job_plan(described, machines, lengths=lengths)
         if plan.fits():
             rates = resolve_rates(described, machines, lengths)
-            plan = make_plan(described, machines, lengths=lengths, rates=rates)
+            plan = build_job_plan(described, machines, lengths=lengths, rates=rates)
         if chosen.json:
-            sys.stdout.write(to_json(plan, left) + "\n")
+            sys.stdout.write(job_plan_to_json(plan, left) + "\n")
         else:
             console = Console(width=None if sys.stdout.isatty() else 160)
-            for line in table.sizes_lines(plan):
+            for line in table.format_step_sizes(plan):
                 console.print(line, highlight=False, markup=False)
-            said = f"Chosen: {', '.join(words(tuple(left)))}." if left else ""
-            searched = AUTO if config.placement.strategy == "auto" else ""
+            said = f"Chosen: {', '.join(format_settings(tuple(left)))}." if left else ""
+            searched = _AUTO_PLACEMENT_NOTICE if config.placement.strategy == "auto" else ""
             for notice in filter(None, (unnamed, said, searched, plan.notice, *unseen)):
                 console.print(notice, highlight=False, markup=False)
-            for shown in table.tables(plan):
+            for shown in table.build_plan_tables(plan):
                 console.print()
                 console.print(shown)
-        refuse(plan)
+        check_plan_fits(plan)
 
 
-def _check_words(chosen: argparse.Namespace, kind: str) -> None:
+def _check_options(chosen: argparse.Namespace, kind: str) -> None:
     """Refuse options that this kind of plan does not take, and an output file that cannot be
     written, before anything is measured."""
-    if chosen.role is not None and kind != PRECISION:
+    if chosen.role is not None and kind != PRECISION_PLAN:
         raise ConfigError(f"--role {chosen.role} is for `hybridrl plan precision`. Leave it out.")
     for option in ("price", "within", "deadline"):
         if getattr(chosen, option) is not None and not chosen.search:

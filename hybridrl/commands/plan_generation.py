@@ -17,31 +17,38 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridrl.checks.machine.device_checks import devices_here
-from hybridrl.commands.plan_options import lengths_of
+from hybridrl.commands.plan_options import parse_lengths
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.job.job_inputs import load_rows
-from hybridrl.models import load_config as load_model_config
+from hybridrl.job.job_inputs import load_job_rows
 from hybridrl.models import load_model, load_tokenizer
-from hybridrl.planner.computation_dtype import kind_here, with_dtype
-from hybridrl.planner.machine.device_catalog import present
-from hybridrl.system.formatting import readable_bytes, readable_seconds
+from hybridrl.models import load_model_config as load_model_config
+from hybridrl.planner.computation_dtype import detect_device_kind, resolve_dtype
+from hybridrl.planner.machine.device_catalog import add_device_memory
+from hybridrl.system.formatting import format_bytes, format_seconds
 from hybridrl.system.storage import explain_write_errors
-from hybridrl.systems.unequal_devices import UnequalDevice, load_devices
-from hybridrl.systems.unequal_generation.decoder_stage import check_stages, set_attention
-from hybridrl.systems.unequal_generation.generation_plan import BITS, GenerationPlan, to_json
+from hybridrl.systems.unequal_devices import UnequalDevice, load_unequal_devices
+from hybridrl.systems.unequal_generation.decoder_stage import (
+    check_decoder_stages,
+    set_cached_attention,
+)
+from hybridrl.systems.unequal_generation.generation_plan import (
+    GENERATION_BITS,
+    GenerationPlan,
+    format_generation_plan,
+)
 from hybridrl.systems.unequal_generation.generation_planning import (
-    calibrated,
-    make_problem,
-    measured_plan,
+    build_generation_problem,
+    calibrate_indicators,
+    find_measured_plan,
 )
 from hybridrl.systems.unequal_generation.generation_problem import (
     GenerationProblem,
-    memory_of,
+    compute_stage_memory,
 )
 
-SAMPLES, SAMPLE_TOKENS = 16, 96
+_CALIBRATION_SAMPLES, _CALIBRATION_TOKENS = 16, 96
 """With so many samples of the model's own, so long at most, bits are judged."""
 
 
@@ -58,34 +65,36 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             f"model.path={path}: bits are chosen by what they change of a model's responses, so "
             "set model.path to the folder of the model."
         )
-    kind = kind_here(config.devices)
-    described = _described(config, chosen.devices, kind)
+    kind = detect_device_kind(config.devices)
+    described = _read_device_descriptions(config, chosen.devices, kind)
     architecture = load_model_config(path)
-    check_stages(architecture, "hybridrl plan generation", path)
-    config = with_dtype(config, kind)
-    samples = _samples(config, load_tokenizer(config.model.tokenizer or path))
+    check_decoder_stages(architecture, "hybridrl plan generation", path)
+    config = resolve_dtype(config, kind)
+    samples = _read_prompts(config, load_tokenizer(config.model.tokenizer or path))
     model = load_model(path, "float32")
-    set_attention(model)
-    answers = _answers(model, samples)
-    problem = make_problem(config, architecture, described, _lengths(config, chosen, samples))
-    problem = replace(problem, indicators=calibrated(model, answers))
-    plan = measured_plan(problem, model, answers)
+    set_cached_attention(model)
+    answers = _generate_responses(model, samples)
+    problem = build_generation_problem(
+        config, architecture, described, _resolve_lengths(config, chosen, samples)
+    )
+    problem = replace(problem, indicators=calibrate_indicators(model, answers))
+    plan = find_measured_plan(problem, model, answers)
     if chosen.out:
         file = Path(chosen.out).expanduser()
         with explain_write_errors(file):
-            file.write_text(to_json(plan) + "\n")
+            file.write_text(format_generation_plan(plan) + "\n")
     if chosen.json:
-        sys.stdout.write(to_json(plan) + "\n")
+        sys.stdout.write(format_generation_plan(plan) + "\n")
         return
     console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_table(plan, problem))
-    for line in _lines(plan, chosen.out):
+    console.print(_build_plan_table(plan, problem))
+    for line in _describe_plan(plan, chosen.out):
         console.print(line, highlight=False, markup=False)
 
 
-def _described(config: Config, path: str | None, kind: str) -> list[UnequalDevice]:
+def _read_device_descriptions(config: Config, path: str | None, kind: str) -> list[UnequalDevice]:
     """The devices of the file, or those that are here; what the file does not say is as here."""
-    cluster = present(devices_here(config))
+    cluster = add_device_memory(devices_here(config))
     here, entries = len(cluster.devices), [UnequalDevice("")] * len(cluster.devices)
     if path is not None:
         if not path.endswith(".json"):
@@ -93,7 +102,7 @@ def _described(config: Config, path: str | None, kind: str) -> list[UnequalDevic
                 f"--devices {path}: `hybridrl plan generation` measures devices, so it takes a "
                 "JSON file that describes them, and its name has to end with .json."
             )
-        entries = load_devices(path, ("name", "share", "memory_gib", "device"))
+        entries = load_unequal_devices(path, ("name", "share", "memory_gib", "device"))
     found = []
     for number, one in enumerate(entries):
         device = one.device or ("cpu" if kind == "cpu" else f"{kind}:{number % here}")
@@ -102,24 +111,24 @@ def _described(config: Config, path: str | None, kind: str) -> list[UnequalDevic
     return found
 
 
-def _lengths(
+def _resolve_lengths(
     config: Config, chosen: argparse.Namespace, prompts: Sequence[Tensor]
 ) -> tuple[int, int]:
     """Return the tokens of a prompt and of a response, from `--lengths` or the settings."""
-    if (said := lengths_of(chosen.lengths)) is not None:
+    if (said := parse_lengths(chosen.lengths)) is not None:
         return math.ceil(said.prompt), math.ceil(said.response)
     return max(len(prompt) for prompt in prompts), config.rollout.max_tokens
 
 
-def _samples(config: Config, tokenizer: Any) -> list[Tensor]:
+def _read_prompts(config: Config, tokenizer: Any) -> list[Tensor]:
     """Read some of the job's prompts."""
-    rows = load_rows(config, "prompts", tokenizer)[0].training["prompt_ids"].rows()
+    rows = load_job_rows(config, "prompts", tokenizer)[0].training["prompt_ids"].rows()
     if not rows:
         raise ConfigError("data: there is no prompt, and bits are judged by responses to some.")
-    return [row.clone() for row in rows[:SAMPLES]]
+    return [row.clone() for row in rows[:_CALIBRATION_SAMPLES]]
 
 
-def _answers(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
+def _generate_responses(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
     """Sample responses from the model, because KL matters on the policy's own responses."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -127,7 +136,7 @@ def _answers(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
             model.generate(
                 prompt[None],
                 attention_mask=torch.ones_like(prompt[None]),
-                max_new_tokens=SAMPLE_TOKENS,
+                max_new_tokens=_CALIBRATION_TOKENS,
                 **{"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
                 use_cache=True,
             )[0]
@@ -135,26 +144,34 @@ def _answers(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
         ]
 
 
-def _table(plan: GenerationPlan, problem: GenerationProblem) -> Table:
+def _build_plan_table(plan: GenerationPlan, problem: GenerationProblem) -> Table:
     table = Table(title="generation")
-    for name in ("stage", "device", "layers", *(f"in {bits} bits" for bits in BITS), "memory"):
+    for name in (
+        "stage",
+        "device",
+        "layers",
+        *(f"in {bits} bits" for bits in GENERATION_BITS),
+        "memory",
+    ):
         table.add_column(name, justify="left" if name == "device" else "right")
-    for number, (stage, size) in enumerate(zip(plan.stages, memory_of(problem, plan), strict=True)):
+    for number, (stage, size) in enumerate(
+        zip(plan.stages, compute_stage_memory(problem, plan), strict=True)
+    ):
         first = plan.first_layer(number)
         table.add_row(
             *(str(number), stage.name, f"{first}-{first + len(stage.bits) - 1}"),
-            *(str(stage.bits.count(bits)) for bits in BITS),
-            readable_bytes(size),
+            *(str(stage.bits.count(bits)) for bits in GENERATION_BITS),
+            format_bytes(size),
         )
     return table
 
 
-def _lines(plan: GenerationPlan, out: str | None) -> list[str]:
+def _describe_plan(plan: GenerationPlan, out: str | None) -> list[str]:
     said = plan.predicted
     lines = [
         f"{said['tokens_per_second']:.0f} tokens/s, as predicted: the prompts take "
-        f"{readable_seconds(said['prefill_seconds'])}, all tokens after the first "
-        f"{readable_seconds(said['decode_seconds'])}.",
+        f"{format_seconds(said['prefill_seconds'])}, all tokens after the first "
+        f"{format_seconds(said['decode_seconds'])}.",
         f"{plan.decode_micro_batches} micro-batches, of which the prompts pass in "
         f"{plan.prefill_pieces} parts.",
         f"KL {plan.kl:.2g} nats a token, measured (indicators said {said['kl']:.2g}).",

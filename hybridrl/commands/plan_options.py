@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.system.cpu_cores import count_usable_cores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from hybridrl.config.schema import Config
-    from hybridrl.planner.step.step_calls import Lengths
-    from hybridrl.system.cluster_spec import Cluster
+    from hybridrl.planner.step.step_calls import SampleLengths
+    from hybridrl.system.cluster_spec import ClusterSpec
 
 
 def planned(settings: Sequence[str]) -> tuple[Config, str]:
@@ -42,19 +42,19 @@ def planned(settings: Sequence[str]) -> tuple[Config, str]:
     )
 
 
-def cluster_of(config: Config, text: str | None) -> Cluster:
+def resolve_cluster(config: Config, text: str | None) -> ClusterSpec:
     """Return the cluster that `--devices` names, or the devices that the job gets on this
     machine."""
     from hybridrl.planner.machine import device_catalog as devices
 
     if text is not None:
-        return devices.named(text)
+        return devices.parse_cluster(text)
     from hybridrl.checks.machine.device_checks import devices_here
 
-    return devices.present(devices_here(config))
+    return devices.add_device_memory(devices_here(config))
 
 
-def devices_here(devices: str, number: int | None) -> Cluster:
+def devices_here(devices: str, number: int | None) -> ClusterSpec:
     """The devices of this machine that `--devices` and `--number` name.
 
     Raises:
@@ -64,32 +64,32 @@ def devices_here(devices: str, number: int | None) -> Cluster:
         raise ConfigError(f"--devices {devices}: must be auto, cpu or cuda.")
     import torch
 
-    from hybridrl.system.cluster_spec import Cluster, choose_devices
+    from hybridrl.system.cluster_spec import ClusterSpec, resolve_devices
 
-    gpus, cpus = torch.accelerator.device_count(), usable_cores()
-    return Cluster.of_one_node(*choose_devices(devices, number, gpus, cpus))
+    gpus, cpus = torch.accelerator.device_count(), count_usable_cores()
+    return ClusterSpec.of_one_node(*resolve_devices(devices, number, gpus, cpus))
 
 
-def tiny_of(config: Config) -> PretrainedConfig | None:
+def resolve_tiny_model(config: Config) -> PretrainedConfig | None:
     """Return the configuration of the tiny model; None if the job names a model."""
     if config.model.path is not None:
         return None
     from dataclasses import asdict
 
-    from hybridrl.job.job_inputs import tiny_tokenizer
-    from hybridrl.models import tiny_config
+    from hybridrl.job.job_inputs import build_tiny_tokenizer
+    from hybridrl.models import make_tiny_config
 
-    found = tiny_config(**asdict(config.model.tiny))
+    found = make_tiny_config(**asdict(config.model.tiny))
     if not (config.data.task or config.data.sources or config.environment.name):
         raise ConfigError(
             "model.path is not set. Set it to a folder, a hub name, or a size to plan with: "
             "llama-7b, llama-13b, llama-34b, llama-70b."
         )
-    found.vocab_size = len(tiny_tokenizer(config))
+    found.vocab_size = len(build_tiny_tokenizer(config))
     return found
 
 
-def lengths_of(text: str | None) -> Lengths | None:
+def parse_lengths(text: str | None) -> SampleLengths | None:
     """Parse `--lengths`; None if it is not given.
 
     Raises:
@@ -97,6 +97,6 @@ def lengths_of(text: str | None) -> Lengths | None:
     """
     if text is None:
         return None
-    from hybridrl.planner.sample_lengths import read_lengths
+    from hybridrl.planner.sample_lengths import parse_sample_lengths
 
-    return read_lengths(text, "--lengths")
+    return parse_sample_lengths(text, "--lengths")

@@ -11,7 +11,7 @@ from rich.console import Console
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_reader import open_run
 from hybridrl.run_files.summary import REPORT
-from hybridrl.system.formatting import readable_bytes
+from hybridrl.system.formatting import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def run(chosen: argparse.Namespace) -> int:
     from hybridrl.report.report_content import write_report
 
     file, size = write_report(shown, against, out)
-    Console().print(f"{file} ({readable_bytes(size)})", highlight=False, soft_wrap=True)
+    Console().print(f"{file} ({format_bytes(size)})", highlight=False, soft_wrap=True)
     if chosen.open:
         webbrowser.open(file.absolute().as_uri())
     return 0

@@ -9,21 +9,21 @@ from pathlib import Path
 
 from rich.table import Table
 
-from hybridrl.commands.output import show
+from hybridrl.commands.output import print_for_people
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.report.device_spans import (
     IDLE,
     PHASES,
     DeviceSpan,
-    device_spans,
-    idle_by_cause,
-    in_words,
+    format_cause,
+    read_device_spans,
+    sum_idle_by_cause,
 )
-from hybridrl.report.perfetto_trace import write_trace
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.report.perfetto_trace import write_perfetto_trace
+from hybridrl.system.formatting import format_seconds
 
-CAUSES_SHOWN = 3
-LEAST_SHARE = 0.005
+_MAX_CAUSES = 3
+_MIN_SHOWN_SHARE = 0.005
 """What is less of a device's time is not worth a word."""
 
 
@@ -46,18 +46,20 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {chosen.steps}: must be 1 or more.")
     folder = Path(chosen.run)
     try:
-        spans = device_spans(folder, chosen.steps)
+        spans = read_device_spans(folder, chosen.steps)
     except DataError as error:
         raise ConfigError(str(error)) from error
     file = Path(chosen.out) if chosen.out else folder / "trace.json"
-    write_trace(spans, file)
+    write_perfetto_trace(spans, file)
     seconds = max(span.end for span in spans) - min(span.start for span in spans)
     steps = len({span.step for span in spans})
-    lines = f"{steps} steps of {folder}: {readable_seconds(seconds)}", f"trace: {file}"
-    return show(lines[0], "", _table(spans), "", lines[1] + " (opens in ui.perfetto.dev)")
+    lines = f"{steps} steps of {folder}: {format_seconds(seconds)}", f"trace: {file}"
+    return print_for_people(
+        lines[0], "", _build_share_table(spans), "", lines[1] + " (opens in ui.perfetto.dev)"
+    )
 
 
-def _table(spans: Sequence[DeviceSpan]) -> Table:
+def _build_share_table(spans: Sequence[DeviceSpan]) -> Table:
     """Build a row for each device with the shares of its time by phase."""
     whole: dict[int, float] = defaultdict(float)
     shares: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -68,12 +70,12 @@ def _table(spans: Sequence[DeviceSpan]) -> Table:
     table = Table(title="shares of each device's time", title_justify="left", box=None)
     for column in ("device", *shown, "idle, by cause"):
         table.add_column(column, justify="right" if column in shown else "left")
-    for device, causes in idle_by_cause(spans).items():
+    for device, causes in sum_idle_by_cause(spans).items():
         cells = [f"{shares[device][phase] / whole[device]:.0%}" for phase in shown]
         said = [
-            f"{in_words(cause)} {share:.0%}"
-            for cause, share in list(causes.items())[:CAUSES_SHOWN]
-            if share > LEAST_SHARE
+            f"{format_cause(cause)} {share:.0%}"
+            for cause, share in list(causes.items())[:_MAX_CAUSES]
+            if share > _MIN_SHOWN_SHARE
         ]
         table.add_row(str(device), *cells, ", ".join(said))
     return table

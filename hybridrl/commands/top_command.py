@@ -13,9 +13,9 @@ from rich.live import Live
 
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_reader import RunReader
-from hybridrl.run_files.run_status import RUNNING, state_of
+from hybridrl.run_files.run_status import RUNNING, read_run_status
 
-PIPE_WIDTH = 120
+_PIPE_WIDTH = 120
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +41,20 @@ def run(chosen: argparse.Namespace) -> int:
     if not chosen.every > 0:
         raise ConfigError(f"--every {chosen.every:g}: must be above 0 seconds.")
     # It brings torch, which takes seconds; a wrong folder is refused without it.
-    from hybridrl.report.top_screen import screen
+    from hybridrl.report.top_screen import render_top_screen
 
     run_files = RunReader(folder)
 
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     width = console.width - 1
-    if chosen.once or not sys.stdout.isatty() or state_of(folder)[0] != RUNNING:
-        console.print(screen(run_files, width))
+    if chosen.once or not sys.stdout.isatty() or read_run_status(folder)[0] != RUNNING:
+        console.print(render_top_screen(run_files, width))
         return 0
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(screen(run_files, width), console=console, auto_refresh=False) as live,
+        Live(render_top_screen(run_files, width), console=console, auto_refresh=False) as live,
     ):
-        while state_of(folder)[0] == RUNNING:
+        while read_run_status(folder)[0] == RUNNING:
             time.sleep(chosen.every)
-            live.update(screen(run_files, console.width - 1), refresh=True)
+            live.update(render_top_screen(run_files, console.width - 1), refresh=True)
     return 0

@@ -17,7 +17,7 @@ from rich.console import Console
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_reader import check_runs
 
-_TOKEN = re.compile(r"[\w-]{16,}")
+_TOKEN_PATTERN = re.compile(r"[\w-]{16,}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,21 +43,21 @@ def run(chosen: argparse.Namespace) -> int:
     folder = Path(chosen.run).expanduser()
     check_runs(folder)
     # It brings torch, which takes seconds; a wrong folder is refused without it.
-    from hybridrl.report.report_server import HOST, Server, Site
+    from hybridrl.report.report_server import LOOPBACK_HOST, ReportServer, ReportSite
 
-    site = Site(folder)
-    token = _token(Path(chosen.token_file).expanduser()) if chosen.token_file else ""
-    with Server(site, chosen.port, token) as server:
+    site = ReportSite(folder)
+    token = _read_or_make_token(Path(chosen.token_file).expanduser()) if chosen.token_file else ""
+    with ReportServer(site, chosen.port, token) as server:
         console = Console()
         console.print(server.url, highlight=False, soft_wrap=True)
         console.print(
-            f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:{HOST}:"
+            f"Ctrl-C ends it. From another machine: ssh -L {server.server_port}:{LOOPBACK_HOST}:"
             f"{server.server_port} and this one's name, then the same address there.",
             highlight=False,
             soft_wrap=True,
         )
         try:
-            with _opened(server.url) if chosen.open else contextlib.nullcontext():
+            with _open_in_browser(server.url) if chosen.open else contextlib.nullcontext():
                 server.serve_forever()
         except KeyboardInterrupt:
             console.print()
@@ -65,7 +65,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _opened(url: str) -> Iterator[None]:
+def _open_in_browser(url: str) -> Iterator[None]:
     """Open the page through a temporary file that only this user can read, because all users of the
     machine can read a browser's command line."""
     with tempfile.NamedTemporaryFile("w", prefix="hybridrl-watch-", suffix=".html") as file:
@@ -75,7 +75,7 @@ def _opened(url: str) -> Iterator[None]:
         yield
 
 
-def _token(file: Path) -> str:
+def _read_or_make_token(file: Path) -> str:
     """Read the token of a file, or create the file with a new token, readable only by this user.
 
     Raises:
@@ -90,7 +90,7 @@ def _token(file: Path) -> str:
             found = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--token-file {file}: {error}. Name one that you can write.") from error
-    if not _TOKEN.fullmatch(found):
+    if not _TOKEN_PATTERN.fullmatch(found):
         raise ConfigError(
             f"--token-file {file} holds no token: 16 letters, digits, - or _ at least. Remove it, "
             "and a new one is made."

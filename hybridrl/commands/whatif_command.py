@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from hybridrl.commands.output import show, show_json
-from hybridrl.config.changed import changed
-from hybridrl.config.overrides import read_overrides
-from hybridrl.config.setting_types import wrong_values
-from hybridrl.errors import ConfigError, Problems
-from hybridrl.planner.step.graph_replay import Replayed
+from hybridrl.commands.output import print_for_people, print_json
+from hybridrl.config.changed import apply_changes
+from hybridrl.config.overrides import parse_overrides
+from hybridrl.config.setting_types import find_invalid_values
+from hybridrl.errors import ConfigError, ErrorCollector
+from hybridrl.planner.step.graph_replay import ReplayResult
 from hybridrl.planner.what_if.graph_changes import OWN
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.system.cluster_spec import MOST_DEVICES
+from hybridrl.system.cluster_spec import MAX_DEVICES
 
 if TYPE_CHECKING:
-    from hybridrl.planner.what_if.questions import Prediction, Question
+    from hybridrl.planner.what_if.questions import WhatIfPrediction, WhatIfQuestion
 
 _TIMES = re.compile(r"(\d+(?:\.\d+)?)x")
-SHOWN_SHARE = 0.005
+_MIN_SHOWN_SHARE = 0.005
 """Of a step: what is less of it is not worth a line."""
-RESPONSES, LINK, DEVICES = "responses", "link", "devices"
-LEFT_TO_PLANS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.every_minutes")
+_RESPONSES, _LINK, _DEVICES = "responses", "link", "devices"
+_PLANNER_SETTINGS = ("actor.tokens_per_microbatch", "reward.processes", "checkpoint.every_minutes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,15 +79,15 @@ def run(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {chosen.steps}: must be 1 or more.")
     recorded = RecordedRun.at(Path(chosen.run), chosen.steps)
     # These bring torch, which takes seconds; a wrong folder is refused without them.
-    from hybridrl.planner.what_if.backtest import spread
-    from hybridrl.planner.what_if.questions import predict
+    from hybridrl.planner.what_if.backtest import median_error
+    from hybridrl.planner.what_if.questions import predict_step
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()
-    question = question_of(recorded, chosen)
-    found = predict(recorded, question)
+    question = parse_question(recorded, chosen)
+    found = predict_step(recorded, question)
     if chosen.json:
-        return show_json(as_data(found))
+        return print_json(_build_data(found))
     lines = [
         f"{found.steps} steps of {recorded.folder}: {found.measured:.4g} s each, replayed "
         f"{found.replayed:.4g} s",
@@ -100,71 +100,75 @@ def run(chosen: argparse.Namespace) -> int:
         )
     if found.source:
         lines.append(f"plans are by {found.source}")
-    known = spread()
+    known = median_error()
     within = f" (of earlier predictions half were off by more than {known:.0%})" if known else ""
     if known is None:
         within = " (no prediction has been compared yet: hybridrl plan --backtest RUN RUN2)"
     lines.append(f"predicted: {found.seconds:.4g} s, {found.change:+.1%}{within}")
-    return show(*lines, "", _table(found, question.devices))
+    return print_for_people(*lines, "", _build_path_table(found, question.devices))
 
 
-def question_of(recorded: RecordedRun, chosen: argparse.Namespace) -> Question:
+def parse_question(recorded: RecordedRun, chosen: argparse.Namespace) -> WhatIfQuestion:
     """Parse the options to a question.
 
     Raises:
         ConfigError: if they cannot be read.
     """
-    from hybridrl.planner.machine.device_catalog import link_of
-    from hybridrl.planner.what_if.questions import Question, link_speed
+    from hybridrl.planner.machine.device_catalog import parse_link
+    from hybridrl.planner.what_if.questions import WhatIfQuestion, compute_link_speedup
 
     settings: list[tuple[str, Any]] = []
     devices, link, responses = None, 1.0, 1.0
     for text in chosen.set:
-        name, value = _pair("--set", text)
-        if name == DEVICES:
+        name, value = _split_option("--set", text)
+        if name == _DEVICES:
             if not value.isdecimal() or not int(value):
                 raise ConfigError(f"--set {text}: must be a number of devices.")
-            if int(value) > MOST_DEVICES:
-                raise ConfigError(f"--set {text}: must be {MOST_DEVICES:,} or fewer.")
+            if int(value) > MAX_DEVICES:
+                raise ConfigError(f"--set {text}: must be {MAX_DEVICES:,} or fewer.")
             devices = int(value)
-        elif name == LINK:
+        elif name == _LINK:
             times = _TIMES.fullmatch(value)
-            link = float(times[1]) if times else link_speed(recorded, link_of(text, value))
+            link = (
+                float(times[1])
+                if times
+                else compute_link_speedup(recorded, parse_link(text, value))
+            )
             if not link:
                 raise ConfigError(f"--set {text}: must be above 0.")
         else:
-            settings.append(_setting(text))
+            settings.append(_parse_setting(text))
     for name, value in settings:
-        if value is None and name in LEFT_TO_PLANS:
+        if value is None and name in _PLANNER_SETTINGS:
             raise ConfigError(f"--set {name}=null: name a number: the run has had one.")
-    if wrong := dict(wrong_values(changed(recorded.config, settings))):
+    if wrong := dict(find_invalid_values(apply_changes(recorded.config, settings))):
         raise ConfigError(*wrong.values())
     moves: dict[str, Any] = {}
     for text in chosen.move:
-        role, where = _pair("--move", text)
+        role, where = _split_option("--move", text)
         numbers = re.fullmatch(r"\d+(,\d+)*", where)
         moves[role] = [int(one) for one in where.split(",")] if numbers else where
         if numbers and len(set(moves[role])) < len(moves[role]):
             raise ConfigError(f"--move {text}: names a device twice.")
-        if numbers and max(moves[role]) > MOST_DEVICES:
-            raise ConfigError(f"--move {text}: devices have numbers up to {MOST_DEVICES:,}.")
+        if numbers and max(moves[role]) > MAX_DEVICES:
+            raise ConfigError(f"--move {text}: devices have numbers up to {MAX_DEVICES:,}.")
     longer = {}
     for text in chosen.scale:
-        name, value = _pair("--scale", text)
+        name, value = _split_option("--scale", text)
         times = _TIMES.fullmatch(value)
         if not times or not float(times[1]):
             raise ConfigError(f"--scale {text}: write how many times as long: {name}=2x.")
-        if name == RESPONSES:
+        if name == _RESPONSES:
             responses = float(times[1])
         else:
             longer[name] = float(times[1])
     fix, overlap = chosen.fix is not None, chosen.overlap is not None
-    return Question(settings, devices, link, moves, responses, longer, fix, overlap)
+    return WhatIfQuestion(settings, devices, link, moves, responses, longer, fix, overlap)
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    problems = Problems()
-    (override,) = read_overrides([text], problems) or [None]
+def _parse_setting(text: str) -> tuple[str, Any]:
+    problems = ErrorCollector()
+    (override,) = parse_overrides([text], problems) or [None]
     problems.raise_if_any()
     if override is None or override.is_preset:
         raise ConfigError(
@@ -173,16 +177,16 @@ def _setting(text: str) -> tuple[str, Any]:
     return override.key, override.value
 
 
-def _pair(option: str, text: str) -> tuple[str, str]:
+def _split_option(option: str, text: str) -> tuple[str, str]:
     name, sign, value = text.partition("=")
     if not (name and sign and value):
         raise ConfigError(f"{option} {text}: write NAME=VALUE.")
     return name, value
 
 
-def as_data(found: Prediction) -> dict[str, Any]:
+def _build_data(found: WhatIfPrediction) -> dict[str, Any]:
     """Return the prediction as plain data, in seconds of a step."""
-    from hybridrl.planner.what_if.backtest import spread
+    from hybridrl.planner.what_if.backtest import median_error
 
     return {
         "steps": found.steps,
@@ -190,15 +194,18 @@ def as_data(found: Prediction) -> dict[str, Any]:
         "replayed": found.replayed,
         "predicted": found.seconds,
         "change": found.change,
-        "spread": spread(),
+        "spread": median_error(),
         "slowest": found.slowest,
         "unseen": list(found.unseen),
         "source": found.source,
-        "critical_path": {"before": _path(found.before), "after": _path(found.after)},
+        "critical_path": {
+            "before": sum_critical_path(found.before),
+            "after": sum_critical_path(found.after),
+        },
     }
 
 
-def _path(replayed: Replayed) -> dict[str, float]:
+def sum_critical_path(replayed: ReplayResult) -> dict[str, float]:
     """Sum the seconds on the critical path by the kind of work."""
     found: defaultdict[str, float] = defaultdict(float)
     for number in replayed.critical:
@@ -208,16 +215,16 @@ def _path(replayed: Replayed) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
-def _table(found: Prediction, devices: int | None) -> Table:
+def _build_path_table(found: WhatIfPrediction, devices: int | None) -> Table:
     table = Table(title="what a step's time is made of", title_justify="left", box=None)
     for column in ("", "as it was", "", "changed", ""):
         table.add_column(column, justify="left" if not table.columns else "right")
-    paths = [_path(found.before), _path(found.after)]
+    paths = [sum_critical_path(found.before), sum_critical_path(found.after)]
     wholes = [found.before.makespan or 1.0, found.after.makespan or 1.0]
     for name in {**paths[0], **paths[1]}:
         cells = []
         shares = [path.get(name, 0.0) / whole for path, whole in zip(paths, wholes, strict=True)]
-        if max(shares) < SHOWN_SHARE:
+        if max(shares) < _MIN_SHOWN_SHARE:
             continue
         for path, share in zip(paths, shares, strict=True):
             seconds = path.get(name, 0.0)
@@ -228,7 +235,7 @@ def _table(found: Prediction, devices: int | None) -> Table:
     return table
 
 
-def _idle(replayed: Replayed, devices: int | None) -> float:
+def _idle(replayed: ReplayResult, devices: int | None) -> float:
     """The mean idle share of the first of its devices: what was taken away is not idle."""
     shares = [s for place, s in replayed.idle_shares.items() if devices is None or place < devices]
     return sum(shares) / max(1, len(shares))

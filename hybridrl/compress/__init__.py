@@ -2,6 +2,6 @@
 link."""
 
 from hybridrl.compress.codec import Codec
-from hybridrl.compress.grouped_integers import GroupedIntegers
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 
-__all__ = ["Codec", "GroupedIntegers"]
+__all__ = ["Codec", "GroupedIntegerCodec"]

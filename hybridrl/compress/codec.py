@@ -60,7 +60,7 @@ class Codec(Protocol):
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def flat_values(values: torch.Tensor) -> torch.Tensor:
+def flatten_values(values: torch.Tensor) -> torch.Tensor:
     """Return a flat view of the values without their gradient.
 
     Raises:
@@ -78,7 +78,7 @@ def flat_values(values: torch.Tensor) -> torch.Tensor:
     return values.detach().view(-1)
 
 
-def memory_for(codec: Codec, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def allocate_encoded(codec: Codec, values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return `out`, or new memory for the encoded bytes of these values.
 
     Raises:
@@ -115,7 +115,7 @@ def check_encoded(codec: Codec, encoded: torch.Tensor, numel: int, dtype: torch.
         )
 
 
-def as_float32(part: torch.Tensor) -> torch.Tensor:
+def view_as_float32(part: torch.Tensor) -> torch.Tensor:
     """Return bytes as float32 numbers: a view where they are aligned, a copy otherwise."""
     aligned = part.data_ptr() % 4 == 0 and part.storage_offset() % 4 == 0
     return (part if aligned else part.clone()).view(torch.float32)

@@ -12,17 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
-from hybridrl.compress.hadamard import REST, WIDTH
+from hybridrl.compress.hadamard import HADAMARD_WIDTH, TAIL_FACTOR
 
-SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
-MIXED = tl.constexpr(WIDTH)
-UNMIXED = tl.constexpr(REST)
-ROUNDING = tl.constexpr(1.5 * 2**23)
+_SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+_HADAMARD_WIDTH = tl.constexpr(HADAMARD_WIDTH)
+_TAIL_FACTOR = tl.constexpr(TAIL_FACTOR)
+_ROUNDING_OFFSET = tl.constexpr(1.5 * 2**23)
 """Added to a smaller number and taken away again it leaves the nearest integer."""
-VALUES_PER_PROGRAM = 2048
+_VALUES_PER_PROGRAM = 2048
 
 
-def encode(
+def encode_groups(
     flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, largest: float, **kind: int
 ) -> None:
     """Fill `scales` and `codes`.
@@ -36,7 +36,9 @@ def encode(
     _encode[(programs,)](flat, scales, codes, len(flat), **constants, enable_fp_fusion=False)
 
 
-def decode(flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, **kind: int) -> None:
+def decode_groups(
+    flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, **kind: int
+) -> None:
     """Fill `flat`; see `encode_groups`."""
     rows, programs = _programs(len(scales), kind["GROUP"])
     rounds = flat.dtype is torch.bfloat16
@@ -47,7 +49,7 @@ def decode(flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, **kind
 
 def _programs(groups: int, group: int) -> tuple[int, int]:
     """Return the groups per program and the number of programs."""
-    rows = max(1, VALUES_PER_PROGRAM // group)
+    rows = max(1, _VALUES_PER_PROGRAM // group)
     return rows, triton.cdiv(groups, rows)
 
 
@@ -67,20 +69,22 @@ def _encode(
     at = row[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     value = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
     if MIX:
-        mixed = _times_h(value * (1.0 / MIXED), ROWS, GROUP)
-        value = tl.where(at < numel // MIXED * MIXED, mixed, value * UNMIXED)
+        mixed = _times_h(value * (1.0 / _HADAMARD_WIDTH), ROWS, GROUP)
+        value = tl.where(
+            at < numel // _HADAMARD_WIDTH * _HADAMARD_WIDTH, mixed, value * _TAIL_FACTOR
+        )
     magnitude = tl.abs(value)
     finite = magnitude < float("inf")
     lost = tl.max(tl.where(finite, 0, 1), 1) > 0
     most = tl.max(tl.where(finite, magnitude, 0.0), 1)
     scale = tl.div_rn(most, tl.full([ROWS], LARGEST, tl.float32))
-    scale = tl.where(scale < SMALLEST_SCALE, 0.0, scale)
+    scale = tl.where(scale < _SMALLEST_SCALE, 0.0, scale)
     divisor = tl.where(scale == 0.0, float("inf"), scale)
     unit = tl.div_rn(value, tl.broadcast_to(divisor[:, None], (ROWS, GROUP)))
     unit = tl.where(lost[:, None], 0.0, unit)
     scale = tl.where(lost, float("nan"), scale)
     tl.store(scales + row, scale, mask=row * GROUP < numel)
-    code = ((unit + ROUNDING) - ROUNDING).to(tl.int32)
+    code = ((unit + _ROUNDING_OFFSET) - _ROUNDING_OFFSET).to(tl.int32)
     if BITS == 8:
         tl.store(codes + at, code.to(tl.uint8), mask=at < numel)
     else:
@@ -113,7 +117,9 @@ def _decode(
     unit = ((code ^ half) - half).to(tl.float32)
     if MIX:
         unmixed = _times_h(unit, ROWS, GROUP)
-        unit = tl.where(at < numel // MIXED * MIXED, unmixed, unit * (1.0 / UNMIXED))
+        unit = tl.where(
+            at < numel // _HADAMARD_WIDTH * _HADAMARD_WIDTH, unmixed, unit * (1.0 / _TAIL_FACTOR)
+        )
     scale = tl.load(scales + row, mask=row * GROUP < numel, other=0.0)
     value = unit * scale[:, None]
     if BFLOAT16:
@@ -128,9 +134,9 @@ def _decode(
 def _times_h(value, ROWS: tl.constexpr, GROUP: tl.constexpr):  # noqa: N803
     """Apply the Hadamard transform (see `hadamard._multiply_hadamard`): each value is added to the
     one at a distance, or subtracted from it."""
-    wide: tl.constexpr = ROWS * GROUP // MIXED
-    value = tl.reshape(value, (wide, MIXED))
-    lane = tl.broadcast_to(tl.arange(0, MIXED)[None, :], (wide, MIXED))
+    wide: tl.constexpr = ROWS * GROUP // _HADAMARD_WIDTH
+    value = tl.reshape(value, (wide, _HADAMARD_WIDTH))
+    lane = tl.broadcast_to(tl.arange(0, _HADAMARD_WIDTH)[None, :], (wide, _HADAMARD_WIDTH))
     for stage in tl.static_range(5):
         other = tl.gather(value, lane ^ (1 << stage), 1)
         value = tl.where(((lane >> stage) & 1) == 1, other - value, value + other)

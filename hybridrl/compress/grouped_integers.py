@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.compress.codec import as_float32, check_encoded, flat_values, memory_for
-from hybridrl.compress.hadamard import mix, unmix
+from hybridrl.compress.codec import allocate_encoded, check_encoded, flatten_values, view_as_float32
+from hybridrl.compress.hadamard import apply_hadamard, invert_hadamard
 from hybridrl.errors import ConfigError
-from hybridrl.system.device_traits import runs_triton, values_at_a_time
+from hybridrl.system.device_traits import has_triton, values_per_chunk
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Groups with a smaller scale are zeros: below it float32 loses digits, and some devices round to
@@ -20,7 +20,7 @@ SMALLEST_GROUP, LARGEST_GROUP = 32, 8192
 
 
 @dataclass(frozen=True)
-class GroupedIntegers:
+class GroupedIntegerCodec:
     """A codec to symmetric integers: round(x / scale), to nearest with ties to even, in -127..127
     or -7..7, where scale = max |x| / 127 or / 7 of its group. Source: SDP4Bit, arXiv 2410.15526.
 
@@ -35,8 +35,8 @@ class GroupedIntegers:
     Args:
         bits: 8 or 4.
         group: Values that share a scale: a power of two from 32 to 8192.
-        hadamard: Mix each 32 values before rounding and undo it after (see `mix`; the last
-            `numel % 32` values are only scaled). It helps where few values are far larger than
+        hadamard: Mix each 32 values before rounding and undo it after (see `apply_hadamard`; the
+            last `numel % 32` values are only scaled). It helps where few values are far larger than
             their neighbours. The norm of 32 errors is then at most 16 scales of what is mixed.
 
     Raises:
@@ -68,13 +68,13 @@ class GroupedIntegers:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Codec.encode`."""
-        flat, out = flat_values(values), memory_for(self, values, out)
+        flat, out = flatten_values(values), allocate_encoded(self, values, out)
         scales = torch.empty(self._groups(flat.numel()), device=flat.device)
         codes = out[4 * len(scales) :]
-        if runs_triton(flat.device.type):
-            from hybridrl.compress.group_kernels import encode
+        if has_triton(flat.device.type):
+            from hybridrl.compress.group_kernels import encode_groups
 
-            encode(flat, scales, codes, self.largest, **self.kind())
+            encode_groups(flat, scales, codes, self.largest, **self.kind())
         else:
             self._encode(flat, scales, codes)
         out[: 4 * len(scales)] = scales.view(torch.uint8)
@@ -83,13 +83,13 @@ class GroupedIntegers:
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Codec.decode`."""
         check_encoded(self, encoded, numel, dtype)
-        scales = as_float32(encoded[: 4 * self._groups(numel)])
+        scales = view_as_float32(encoded[: 4 * self._groups(numel)])
         codes = encoded[4 * len(scales) :]
         flat = torch.empty(numel, dtype=dtype, device=encoded.device)
-        if runs_triton(flat.device.type):
-            from hybridrl.compress.group_kernels import decode
+        if has_triton(flat.device.type):
+            from hybridrl.compress.group_kernels import decode_groups
 
-            decode(flat, scales, codes, **self.kind())
+            decode_groups(flat, scales, codes, **self.kind())
         else:
             self._decode(flat, scales, codes)
         return flat
@@ -105,18 +105,18 @@ class GroupedIntegers:
         """The reference, whose bits every kernel gives: fills `scales` and `codes`."""
         for values, its_scales, its_codes in self._parts(flat, scales, codes):
             wanted = values.float()
-            blocks = in_groups(mix(wanted) if self.hadamard else wanted, self.group)
+            blocks = in_groups(apply_hadamard(wanted) if self.hadamard else wanted, self.group)
             units = in_units_of_scales(blocks, self.largest, its_scales)
             integers = units.view(-1).round().to(torch.int8)
-            packed = integers.view(torch.uint8) if self.bits == 8 else pack_halves(integers)
+            packed = integers.view(torch.uint8) if self.bits == 8 else pack_int4(integers)
             its_codes.copy_(packed[: len(its_codes)])
 
     def _decode(self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         """The reference, whose bits every kernel gives: fills `flat`."""
         for values, its_scales, its_codes in self._parts(flat, scales, codes):
-            integers = its_codes.view(torch.int8) if self.bits == 8 else unpack_halves(its_codes)
+            integers = its_codes.view(torch.int8) if self.bits == 8 else unpack_int4(its_codes)
             units = integers[: len(values)].float()
-            blocks = in_groups(unmix(units) if self.hadamard else units, self.group)
+            blocks = in_groups(invert_hadamard(units) if self.hadamard else units, self.group)
             blocks = blocks * its_scales[:, None]
             values.copy_(blocks.view(-1)[: len(values)])
 
@@ -124,7 +124,7 @@ class GroupedIntegers:
         self, flat: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Whole groups of all three, as many as a cache holds at a time."""
-        groups = max(1, values_at_a_time(flat.device.type) // self.group)
+        groups = max(1, values_per_chunk(flat.device.type) // self.group)
         for at in range(0, len(scales), groups):
             first, last = at * self.group, (at + groups) * self.group
             part = slice(first * self.bits // 8, last * self.bits // 8)
@@ -154,20 +154,22 @@ def in_units_of_scales(blocks: torch.Tensor, largest: float, scales: torch.Tenso
     return units
 
 
-FIRST = 0 if sys.byteorder == "little" else 8
+_FIRST_BYTE_SHIFT = 0 if sys.byteorder == "little" else 8
 """Where the first of two neighbouring bytes lies in their 16 bits."""
 
 
-def pack_halves(integers: torch.Tensor) -> torch.Tensor:
+def pack_int4(integers: torch.Tensor) -> torch.Tensor:
     """Pack an even number of int8 values in -8..7 into half as many bytes; the first of two is in
     the lower half."""
     pairs = integers.view(torch.int16)
-    return (((pairs >> FIRST) & 0xF) | (((pairs >> (8 - FIRST)) & 0xF) << 4)).to(torch.uint8)
+    return (
+        ((pairs >> _FIRST_BYTE_SHIFT) & 0xF) | (((pairs >> (8 - _FIRST_BYTE_SHIFT)) & 0xF) << 4)
+    ).to(torch.uint8)
 
 
-def unpack_halves(packed: torch.Tensor) -> torch.Tensor:
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
     """Unpack each byte into two int8 values."""
     pairs = packed.to(torch.int16)
-    both = ((pairs & 0xF) << FIRST) | ((pairs >> 4) << (8 - FIRST))
+    both = ((pairs & 0xF) << _FIRST_BYTE_SHIFT) | ((pairs >> 4) << (8 - _FIRST_BYTE_SHIFT))
     # In two's complement of four bits, 8..15 stand for -8..-1.
     return both.view(torch.int8).bitwise_xor_(8).sub_(8)

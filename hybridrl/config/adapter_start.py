@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.model_start import ACTOR, model_folder
-from hybridrl.config.schema import Config, LoraSettings
+from hybridrl.config.model_start import ACTOR_ROLE, resolve_model_folder
+from hybridrl.config.schema import Config, LoraAdapterConfig
 from hybridrl.errors import ConfigError
 
 DESCRIBED = "adapter_config.json"
@@ -40,7 +40,7 @@ def with_adapters(config: Config) -> Config:
     """
     lora, model = config.actor.lora, config.model
     setting = "actor.lora.path"
-    path = model_folder(lora.path, setting, ACTOR)
+    path = resolve_model_folder(lora.path, setting, ACTOR_ROLE)
     if model.path is not None and (Path(model.path).expanduser() / DESCRIBED).is_file():
         if path is not None and Path(path).resolve() != Path(model.path).expanduser().resolve():
             raise ConfigError(
@@ -76,7 +76,7 @@ def _described(folder: Path, setting: str) -> dict[str, Any]:
     return described
 
 
-def _settings(described: dict[str, Any], folder: Path, setting: str) -> LoraSettings:
+def _settings(described: dict[str, Any], folder: Path, setting: str) -> LoraAdapterConfig:
     kind, rank, alpha = (described.get(key) for key in ("peft_type", "r", "lora_alpha"))
     targets = described.get("target_modules")
     if kind != "LORA" or not isinstance(rank, int) or not isinstance(alpha, int | float):
@@ -92,13 +92,13 @@ def _settings(described: dict[str, Any], folder: Path, setting: str) -> LoraSett
             )
     scale = math.sqrt(rank) if described.get("use_rslora") else 1.0  # then alpha / sqrt(rank)
     named = targets if isinstance(targets, str) else sorted(targets or ())
-    return LoraSettings(rank, alpha * scale, named, str(folder))
+    return LoraAdapterConfig(rank, alpha * scale, named, str(folder))
 
 
-def _check_same(given: LoraSettings, found: LoraSettings, folder: Path) -> None:
+def _check_same(given: LoraAdapterConfig, found: LoraAdapterConfig, folder: Path) -> None:
     """Refuses settings beside the folder that differ from its own."""
-    usual = LoraSettings()
-    for name in (one.name for one in fields(LoraSettings) if one.name != "path"):
+    usual = LoraAdapterConfig()
+    for name in (one.name for one in fields(LoraAdapterConfig) if one.name != "path"):
         asked, is_so = getattr(given, name), getattr(found, name)
         same = sorted(asked) == is_so if isinstance(asked, list) else asked == is_so
         if asked != getattr(usual, name) and not same:

@@ -77,7 +77,7 @@ def foreign_settings() -> tuple[ForeignSetting, ...]:
     )
 
 
-def meant(key: str, value: str = "", arguments: Iterable[str] = ()) -> str:
+def explain_alias(key: str, value: str = "", arguments: Iterable[str] = ()) -> str:
     """Return what to write in place of another library's setting; empty if no library has it.
 
     The last words of the key count, as many as are known together. Where libraries mean different

@@ -11,7 +11,7 @@ from hybridrl.config.schema import Config
 Setting = tuple[str, Any]
 
 
-def changed(config: Config, settings: Iterable[Setting]) -> Config:
+def apply_changes(config: Config, settings: Iterable[Setting]) -> Config:
     """The configuration with these settings; objects in it, such as reward functions, stay the
     same ones."""
     for name, value in settings:

@@ -14,13 +14,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from hybridrl.errors import nearest
+from hybridrl.errors import suggest_name
 
-MOST = 10**9
+_DEFAULT_MAXIMUM = 10**9
 """Largest number where nothing else is said: no count of things or seconds is larger."""
 
 
-class Bound(Protocol):
+class ValueConstraint(Protocol):
     """A constraint on a value. Its `str` is a short description for the reference page."""
 
     def refusal(self, value: Any) -> str:
@@ -29,7 +29,7 @@ class Bound(Protocol):
 
 
 @dataclass(frozen=True)
-class Range:
+class NumberRange:
     """A range of numbers from `ge` (or above `gt`) to `le` (or below `lt`).
 
     Attributes:
@@ -43,8 +43,8 @@ class Range:
     why: str = ""
 
     def refusal(self, value: Any) -> str:
-        if value > MOST and self.most is None and self.below is None:
-            return f"must be {MOST:,} or less"
+        if value > _DEFAULT_MAXIMUM and self.most is None and self.below is None:
+            return f"must be {_DEFAULT_MAXIMUM:,} or less"
         inside = (
             (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
@@ -72,13 +72,15 @@ class OneOf:
         self.names = names
 
     def refusal(self, value: Any) -> str:
-        return "" if value in self.names else f"must be {self}.{nearest(str(value), self.names)}"
+        return (
+            "" if value in self.names else f"must be {self}.{suggest_name(str(value), self.names)}"
+        )
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.names)}"
 
 
-class ListOf:
+class OneOrMoreOf:
     """A choice of one name, or a list of several."""
 
     def __init__(self, *names: str) -> None:
@@ -87,7 +89,7 @@ class ListOf:
     def refusal(self, value: Any) -> str:
         listed = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         unknown = [one for one in listed if one not in self.names]
-        return f"must be {self}.{nearest(str(unknown[0]), self.names)}" if unknown else ""
+        return f"must be {self}.{suggest_name(str(unknown[0]), self.names)}" if unknown else ""
 
     def __str__(self) -> str:
         return f"one of {', '.join(self.names)}, or a list of them"
@@ -105,7 +107,7 @@ class NotEmpty:
         return ""  # goes without saying
 
 
-class NotLonger:
+class ValidPath:
     """A file name or path within the limits of the file system."""
 
     PART, WHOLE = 255, 4095
@@ -125,7 +127,7 @@ class NotLonger:
 
 
 @dataclass(frozen=True)
-class Length:
+class ListLength:
     """A list of a fixed length."""
 
     entries: int
@@ -151,21 +153,21 @@ class IsoDate:
         return "a date such as 2026-11-25"
 
 
-class TextOrTexts:
+class NameOrNames:
     """A name or a list of names; functions may stand in their place."""
 
     def refusal(self, value: Any) -> str:
         listed = value if isinstance(value, list | tuple) else [value]
         if not all(callable(one) or (isinstance(one, str) and one.strip()) for one in listed):
             return f"must be {self}"
-        refused = [NotLonger().refusal(one) for one in listed if isinstance(one, str)]
+        refused = [ValidPath().refusal(one) for one in listed if isinstance(one, str)]
         return next(filter(None, refused), "")
 
     def __str__(self) -> str:
         return "a name or a list of names"
 
 
-class Regex:
+class RegexWithGroup:
     """A regular expression of Python's `re` with at least one group."""
 
     def refusal(self, value: str) -> str:
@@ -179,7 +181,7 @@ class Regex:
         return "a regular expression with a group"
 
 
-class With:
+class AppliesIf:
     """No bound: the setting, or the group, counts only where others are set, or have a value. Of
     several beside one setting all have to hold.
 
@@ -202,14 +204,14 @@ class With:
         )
 
 
-PositiveInt = Annotated[int, Range(least=1)]
-NonNegativeInt = Annotated[int, Range(least=0)]
-PositiveFloat = Annotated[float, Range(above=0)]
-NonNegativeFloat = Annotated[float, Range(least=0)]
-Seconds = Annotated[float, Range(above=0)]
-Share = Annotated[float, Range(above=0, below=1)]
+PositiveInt = Annotated[int, NumberRange(least=1)]
+NonNegativeInt = Annotated[int, NumberRange(least=0)]
+PositiveFloat = Annotated[float, NumberRange(above=0)]
+NonNegativeFloat = Annotated[float, NumberRange(least=0)]
+Seconds = Annotated[float, NumberRange(above=0)]
+ProperFraction = Annotated[float, NumberRange(above=0, below=1)]
 """Of something of which a part has to be left."""
-Probability = Annotated[float, Range(least=0, most=1)]
-Rate = Annotated[float, Range(above=0, most=1)]
+Probability = Annotated[float, NumberRange(least=0, most=1)]
+LearningRate = Annotated[float, NumberRange(above=0, most=1)]
 """Of learning: the optimizer moves each weight by about so much in a step."""
-Name = Annotated[str, NotLonger()]
+NameOrPath = Annotated[str, ValidPath()]

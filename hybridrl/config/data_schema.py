@@ -5,77 +5,86 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from hybridrl.config.constraints import IsoDate, Name, OneOf, PositiveInt, Share, With
+from hybridrl.config.constraints import (
+    AppliesIf,
+    IsoDate,
+    NameOrPath,
+    OneOf,
+    PositiveInt,
+    ProperFraction,
+)
 
-SUPERVISED = With("trainer.name=sft", "trainer.name=offline_distillation")
-RESPONSES = With(
+SUPERVISED = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation")
+RESPONSES = AppliesIf(
     *("trainer.name=sft", "trainer.name=offline_distillation"),
     *("trainer.name=dpo", "trainer.name=reward_model"),
 )
-PAIRS = With("trainer.name=dpo", "trainer.name=reward_model")
-FROM_FILES = With("data.path")
-RENDERED = With(
+PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=reward_model")
+_WITH_FILES = AppliesIf("data.path")
+RENDERED = AppliesIf(
     *("data.path", "rollout.episode", "rollout.serve", "environment.name"),
     *("reward.judge.path", "cost.judge.path"),
 )
-FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps", "livecodebench")
-REASONING_GYM = With("data.task=reasoning_gym")
+_ANSWER_FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps", "livecodebench")
+_WITH_REASONING_GYM = AppliesIf("data.task=reasoning_gym")
 
 
 @dataclass
 class DataConfig:
-    task: Name | None = None
+    task: NameOrPath | None = None
     """A built-in task, or null to read `path`."""
-    tasks: Annotated[list[str], REASONING_GYM] = field(default_factory=list)
+    tasks: Annotated[list[str], _WITH_REASONING_GYM] = field(default_factory=list)
     """Of reasoning-gym: the names of its tasks, as many rows of each."""
-    task_options: Annotated[dict[str, Any], REASONING_GYM] = field(default_factory=dict)
+    task_options: Annotated[dict[str, Any], _WITH_REASONING_GYM] = field(default_factory=dict)
     """Of reasoning-gym: the parameters of its tasks,
     `data.task_options.chain_sum.max_terms=4`."""
-    rows: Annotated[PositiveInt, REASONING_GYM] = 2000
+    rows: Annotated[PositiveInt, _WITH_REASONING_GYM] = 2000
     """Of reasoning-gym: how many problems to learn from, of all tasks together."""
-    path: Name | None = None
+    path: NameOrPath | None = None
     """JSON, CSV or Parquet file, folder or glob; or the name of a data set on the hub."""
-    sources: Annotated[dict[str, Any], With("data.sources")] = field(default_factory=dict)
+    sources: Annotated[dict[str, Any], AppliesIf("data.sources")] = field(default_factory=dict)
     """A mixture, by names of yours: each source has a `path` or a `task`, any other setting of
     `data` that is about columns, and `weight`, `reward` and `eval_prompts`. See docs/data.md."""
-    split: Annotated[Name | None, FROM_FILES] = None
+    split: Annotated[NameOrPath | None, _WITH_FILES] = None
     """Of a data set on the hub, or of a folder with files for several splits; null: `train`."""
-    eval_path: Annotated[Name | None, FROM_FILES] = None
+    eval_path: Annotated[NameOrPath | None, _WITH_FILES] = None
     """Held-out prompts; null: those of `path` in another split if it is a folder with files of
     several, else `eval.prompts` of its rows, drawn by `run.seed`."""
-    eval_split: Annotated[Name | None, FROM_FILES, With("data.eval_path")] = None
+    eval_split: Annotated[NameOrPath | None, _WITH_FILES, AppliesIf("data.eval_path")] = None
     """Of `eval_path`, as `split` is of `path`."""
-    prompt_column: Annotated[Name | None, FROM_FILES] = "prompt"
+    prompt_column: Annotated[NameOrPath | None, _WITH_FILES] = "prompt"
     """Text, or a list of chat messages; null for preference pairs whose responses are conversations
     that hold the prompt."""
-    answer_column: Annotated[Name | None, FROM_FILES] = "answer"
+    answer_column: Annotated[NameOrPath | None, _WITH_FILES] = "answer"
     """Passed to the reward function; null if there is none."""
     answer_format: Annotated[
-        str, OneOf("plain", *FORMATS), With(*(f"data.answer_format={one}" for one in FORMATS))
+        str,
+        OneOf("plain", *_ANSWER_FORMATS),
+        AppliesIf(*(f"data.answer_format={one}" for one in _ANSWER_FORMATS)),
     ] = "plain"
     """How rows say what is right: `plain`, the whole column; `gsm8k`, what follows its last `####`;
     `boxed`, what stands in its last `\\boxed{}`; or programs' tests as the columns of these sets
     hold them, for `hybridrl.rewards.code:passes_tests`."""
-    response_column: Annotated[Name, SUPERVISED] = "response"
+    response_column: Annotated[NameOrPath, SUPERVISED] = "response"
     """Supervised fine-tuning: the response to learn, text or chat messages."""
-    messages_column: Annotated[Name | None, SUPERVISED] = None
+    messages_column: Annotated[NameOrPath | None, SUPERVISED] = None
     """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
     reads `prompt_column` and `response_column`."""
     learn: Annotated[str, OneOf("all", "last", "each"), SUPERVISED] = "all"
     """Supervised fine-tuning: which of the assistant's turns of a conversation are learned: `all`,
     in one row if the chat template shows each as the model generates it, else in as many as it
     takes; `each` in a row of its own; or the `last` alone."""
-    chosen_column: Annotated[Name, PAIRS] = "chosen"
+    chosen_column: Annotated[NameOrPath, PAIRS] = "chosen"
     """Preference pairs: the better response, text or chat messages that end with it."""
-    rejected_column: Annotated[Name, PAIRS] = "rejected"
+    rejected_column: Annotated[NameOrPath, PAIRS] = "rejected"
     """Preference pairs: the worse response."""
-    margin_column: Annotated[Name | None, PAIRS] = None
+    margin_column: Annotated[NameOrPath | None, PAIRS] = None
     """Preference pairs: how much better the chosen response is; null: 0 for all."""
-    chat: Annotated[bool | None, FROM_FILES] = None
+    chat: Annotated[bool | None, _WITH_FILES] = None
     """Whether prompts go through the chat template; null: when they are chat messages."""
-    system_prompt: Annotated[str | None, FROM_FILES] = None
+    system_prompt: Annotated[str | None, _WITH_FILES] = None
     """What the chat template puts before each prompt; null: what the template itself has."""
-    tools_column: Annotated[Name | None, FROM_FILES] = "tools"
+    tools_column: Annotated[NameOrPath | None, _WITH_FILES] = "tools"
     """The functions that the model may call, as objects or JSON text, which the chat template puts
     into the prompt. The column may be missing; null: none, whatever the column `tools` holds."""
     chat_template_options: Annotated[dict[str, Any], RENDERED] = field(default_factory=dict)
@@ -89,19 +98,21 @@ class DataConfig:
     max_response_tokens: Annotated[PositiveInt | None, RESPONSES] = None
     """Longest response of the data, its end included (supervised fine-tuning, preference pairs);
     null: any."""
-    too_long: Annotated[str, OneOf("error", "drop"), FROM_FILES] = "error"
+    too_long: Annotated[str, OneOf("error", "drop"), _WITH_FILES] = "error"
     """What to do with longer rows: `error` or `drop`."""
-    bad_rows: Annotated[str, OneOf("error", "drop"), FROM_FILES] = "error"
+    bad_rows: Annotated[str, OneOf("error", "drop"), _WITH_FILES] = "error"
     """What to do with rows that cannot be read, such as one without an answer: `error` or `drop`,
     which counts them by reason in the log and in `data-report.json`."""
-    bad_rows_limit: Annotated[Share, With("data.bad_rows=drop")] = 0.05
+    bad_rows_limit: Annotated[ProperFraction, AppliesIf("data.bad_rows=drop")] = 0.05
     """With `data.bad_rows=drop`, the largest share of rows to leave out; more is an error."""
     prompts_per_step: PositiveInt = 64
     """Prompts, examples or pairs that a step learns from."""
-    shuffle: Annotated[bool, With("data.sampler=null")] = True
+    shuffle: Annotated[bool, AppliesIf("data.sampler=null")] = True
     """Another order in each epoch; false: that of the file."""
-    sampler: Name | None = None
+    sampler: NameOrPath | None = None
     """Chooses the rows of each step by what their samples scored: `pass_rate`, `difficulty`, or a
     class of yours, `path/to/file.py:Name`; null: each row once in an epoch. See docs/data.md."""
-    sampler_options: Annotated[dict[str, Any], With("data.sampler")] = field(default_factory=dict)
+    sampler_options: Annotated[dict[str, Any], AppliesIf("data.sampler")] = field(
+        default_factory=dict
+    )
     """Keyword arguments of the sampler."""

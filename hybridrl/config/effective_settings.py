@@ -7,11 +7,16 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from hybridrl.config.constraints import With
-from hybridrl.config.eval_sets import INHERITED
-from hybridrl.config.presets import DATA, leaves, names, preset
+from hybridrl.config.constraints import AppliesIf
+from hybridrl.config.eval_sets import INHERITED_DATA_SETTINGS
+from hybridrl.config.presets import DATA, flatten_settings, list_presets, load_preset
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_types import conditions, default_of, hints, plain
+from hybridrl.config.setting_types import (
+    find_condition,
+    find_default,
+    read_type_hints,
+    strip_annotations,
+)
 
 
 class _Setting(NamedTuple):
@@ -23,7 +28,7 @@ class _Setting(NamedTuple):
     lacks: Sequence[str]
 
 
-def that_count(settings: Any, config: Config) -> dict[str, Any]:
+def select_effective_settings(settings: Any, config: Config) -> dict[str, Any]:
     """Select the settings of a group that are set or have an effect in this job, as nested
     dictionaries."""
     found: dict[str, Any] = {}
@@ -38,15 +43,15 @@ def that_count(settings: Any, config: Config) -> dict[str, Any]:
     return found
 
 
-def idle(config: Config) -> list[str]:
+def find_ineffective_settings(config: Config) -> list[str]:
     """A sentence for each setting that is not at its default and does nothing in this job, unless
     the preset of its task or of its engine says it."""
     chosen = {DATA: config.data.task, "rollout": config.rollout.engine}
     of_presets = [
         setting
         for group, name in chosen.items()
-        if name in names(group)
-        for setting in leaves(preset(group, str(name)))
+        if name in list_presets(group)
+        for setting in flatten_settings(load_preset(group, str(name)))
     ]
     unread = [one for one in _settings(config, config) if one.lacks and not one.is_default]
     return [
@@ -56,7 +61,7 @@ def idle(config: Config) -> list[str]:
     ]
 
 
-def counts(setting: str, config: Config) -> bool:
+def is_effective(setting: str, config: Config) -> bool:
     """Whether a setting may do something in this job."""
     return any(one.name == setting and not one.lacks for one in _settings(config, config))
 
@@ -75,7 +80,7 @@ def trainer_settings(*trainers: str) -> frozenset[str]:
 def unread(config: Config, uses: frozenset[str]) -> Iterator[tuple[str, Any, str]]:
     """Yield what is set away from its default, is read by some trainers only, and not by one that
     uses these settings: its name, its value, and the trainers that read it, in words. Settings of a
-    group that every job has are left out: `idle` tells of them."""
+    group that every job has are left out: `find_ineffective_settings` tells of them."""
     for name, said in _tied_to_trainers(Config).items():
         group: Any = config
         *groups, leaf = name.split(".")
@@ -83,7 +88,7 @@ def unread(config: Config, uses: frozenset[str]) -> Iterator[tuple[str, Any, str
             group = getattr(group, part, None)
         if group is None or name in uses:
             continue
-        value, default = getattr(group, leaf), default_of(type(group), leaf)
+        value, default = getattr(group, leaf), find_default(type(group), leaf)
         if value != default and (default is None or not is_dataclass(value)):
             shown = "..." if is_dataclass(value) else value
             shown = str(value).lower() if isinstance(value, bool) else shown
@@ -91,13 +96,13 @@ def unread(config: Config, uses: frozenset[str]) -> Iterator[tuple[str, Any, str
 
 
 @cache
-def _tied_to_trainers(group: type, prefix: str = "") -> Mapping[str, Sequence[With]]:
+def _tied_to_trainers(group: type, prefix: str = "") -> Mapping[str, Sequence[AppliesIf]]:
     """Return the conditions that name trainers, by setting or group that has some."""
-    found: dict[str, Sequence[With]] = {}
-    for name, hint in hints(group).items():
-        said = [one for one in conditions(hint) if TRAINER in " ".join(one.conditions)]
+    found: dict[str, Sequence[AppliesIf]] = {}
+    for name, hint in read_type_hints(group).items():
+        said = [one for one in find_condition(hint) if TRAINER in " ".join(one.conditions)]
         found |= {f"{prefix}{name}": said} if said else {}
-        if is_dataclass(kind := plain(hint)):
+        if is_dataclass(kind := strip_annotations(hint)):
             found |= _tied_to_trainers(kind, f"{prefix}{name}.")
     return found
 
@@ -120,24 +125,24 @@ def _may_read(trainer: str, name: str) -> bool:
 def _settings(
     settings: Any, config: Config, prefix: str = "", of_group: Sequence[str] = ()
 ) -> Iterator[_Setting]:
-    for name, hint in hints(type(settings)).items():
+    for name, hint in read_type_hints(type(settings)).items():
         value, setting = getattr(settings, name), f"{prefix}{name}"
         lacks = [*of_group, *_lacking(hint, setting, prefix, config)]
         if is_dataclass(value):
             yield from _settings(value, config, f"{setting}.", lacks)
         else:
-            is_default = value == default_of(type(settings), name)
+            is_default = value == find_default(type(settings), name)
             yield _Setting(setting, value, is_default, lacks)
 
 
 def _lacking(hint: Any, setting: str, prefix: str, config: Config) -> Iterator[str]:
     """The conditions that do not hold; with a program of the user's any may."""
-    for said in conditions(hint):
-        if not any(_holds(one, setting, config) for one in said.conditions):
+    for said in find_condition(hint):
+        if not any(_condition_holds(one, setting, config) for one in said.conditions):
             yield str(said).replace("`.", f"`{prefix}")
 
 
-def _holds(condition: str, setting: str, config: Config) -> bool:
+def _condition_holds(condition: str, setting: str, config: Config) -> bool:
     name, equals, wanted = condition.partition("=")
     name, above, least = name.partition(">")
     if name.startswith("."):
@@ -165,7 +170,7 @@ def _values(name: str, setting: str, config: Config) -> Iterator[Any]:
     if group != "data":
         return
     others = [*config.data.sources.values()]
-    if setting.removeprefix("data.") in INHERITED:
+    if setting.removeprefix("data.") in INHERITED_DATA_SETTINGS:
         sets = [one for one in config.eval.sets.values() if isinstance(one, Mapping)]
         others += [one.get("data") for one in sets]
     yield from (one[leaf] for one in others if isinstance(one, Mapping) and leaf in one)

@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridrl.config.constraints import (
-    Name,
+    AppliesIf,
+    NameOrNames,
+    NameOrPath,
     NonNegativeFloat,
     NonNegativeInt,
+    NumberRange,
     PositiveInt,
-    Range,
-    TextOrTexts,
-    With,
 )
 
-SETS = With("eval.sets")
-STOPS = With(".metric")
+_WITH_EVAL_SETS = AppliesIf("eval.sets")
+_WITH_STOP_METRIC = AppliesIf(".metric")
 
 
 @dataclass
@@ -31,7 +31,7 @@ class EvalSetConfig:
     reward: dict[str, Any] = field(default_factory=dict)
     """How its responses are scored, by the names of `reward`: `reward.function`, `reward.options`,
     `reward.weights`, `reward.correct_at`; null: as the job's."""
-    function: Name | None = None
+    function: NameOrPath | None = None
     """An evaluation of yours in place of the set's own, `path/to/file.py:name`."""
     prompts: PositiveInt | None = None
     """Most prompts, drawn by `run.seed`; null: `eval.prompts`."""
@@ -45,19 +45,19 @@ class EvalSetConfig:
     """Answers to each prompt."""
     temperature: NonNegativeFloat | None = None
     """0 is greedy; null: greedy where `samples` is 1, else `rollout.temperature`."""
-    top_p: Annotated[float, Range(above=0, most=1)] | None = None
+    top_p: Annotated[float, NumberRange(above=0, most=1)] | None = None
     """Null: `rollout.top_p`."""
     top_k: NonNegativeInt | None = None
     """Null: `rollout.top_k`."""
     max_tokens: PositiveInt | None = None
     """Longest response; null: `rollout.max_tokens`."""
-    metrics: Annotated[Any, TextOrTexts()] = None
+    metrics: Annotated[Any, NameOrNames()] = None
     """A list of `accuracy` (of greedy responses), `mean@k`, `pass@k`, `maj@k` (a number for k, or k
     itself for `samples`), `score`, `length` and `truncated`; null: those that its samples give."""
-    extract: Name | None = None
+    extract: NameOrPath | None = None
     """What of a response is the answer, for `maj@k`: `boxed`, `number`, `text`, or a regular
     expression with a group; null: what the reward function compares, else `text`."""
-    by_column: Name | None = None
+    by_column: NameOrPath | None = None
     """A column of the set's data: each metric is also shown for each of its values."""
 
 
@@ -66,14 +66,14 @@ class EvalStopConfig:
     """Early stopping: the conditions on evaluations that end a run before `trainer.steps`, without
     an error."""
 
-    metric: Annotated[Name | None, With("eval.stop.metric")] = None
+    metric: Annotated[NameOrPath | None, AppliesIf("eval.stop.metric")] = None
     """A figure of the evaluations, such as `accuracy` or `eval/math/pass@8`, or `-eval/loss` where
     less is better; null: it does not."""
-    patience: Annotated[PositiveInt | None, STOPS] = None
+    patience: Annotated[PositiveInt | None, _WITH_STOP_METRIC] = None
     """After so many evaluations in a row that were not better than the best; null: not for that."""
-    least: Annotated[NonNegativeFloat, STOPS] = 0.0
+    least: Annotated[NonNegativeFloat, _WITH_STOP_METRIC] = 0.0
     """What is better by no more than this is not better."""
-    target: Annotated[float | None, STOPS] = None
+    target: Annotated[float | None, _WITH_STOP_METRIC] = None
     """When the figure is as good as this; null: not for that."""
 
 
@@ -87,15 +87,15 @@ class EvalConfig:
     """Most held-out prompts."""
     samples: PositiveInt = 1
     """k of mean@k and pass@k, measured besides when it is more than 1."""
-    by_column: Annotated[Name | None, With("data.path")] = None
+    by_column: Annotated[NameOrPath | None, AppliesIf("data.path")] = None
     """A column of the data, such as `source`: accuracy is also shown for each of its values."""
-    held_out: Annotated[bool | None, SETS] = None
+    held_out: Annotated[bool | None, _WITH_EVAL_SETS] = None
     """Whether the job's own held-out rows are evaluated beside the sets; null: where something is
     trained."""
-    sets: Annotated[dict[str, Any], SETS] = field(default_factory=dict)
+    sets: Annotated[dict[str, Any], _WITH_EVAL_SETS] = field(default_factory=dict)
     """Further sets by their names, each with data, sampling, interval, metrics and reward of its
     own."""
-    baseline: Annotated[Name | None, With("eval.baseline")] = None
+    baseline: Annotated[NameOrPath | None, AppliesIf("eval.baseline")] = None
     """What is compared with: the `evaluations.json` of another run, or the run's folder; null: the
     run's own evaluation before its first step."""
     stop: EvalStopConfig = field(default_factory=EvalStopConfig)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from hybridrl.config.eval_schema import EvalSetConfig
-from hybridrl.config.role_models import check_names, typed
+from hybridrl.config.role_models import check_group_names, parse_group
 from hybridrl.config.schema import Config, DataConfig, RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.config.task_settings import without_task
-from hybridrl.errors import ConfigError, Problems, nearest
+from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 
-HELD_OUT = "held_out"
+HELD_OUT_SET = "held_out"
 """What the job's own held-out rows are called among the sets."""
-TAKEN = (HELD_OUT, "loss", "pair_accuracy", "pair_margin")
+_RESERVED_NAMES = (HELD_OUT_SET, "loss", "pair_accuracy", "pair_margin")
 """Names that figures of evaluations have already."""
-OF_ANSWERS = ("accuracy", "score", "length", "truncated")
-AT_K = ("mean", "pass", "maj")
-INHERITED = (
+SAMPLE_METRICS = ("accuracy", "score", "length", "truncated")
+AT_K_METRICS = ("mean", "pass", "maj")
+INHERITED_DATA_SETTINGS = (
     *("prompt_column", "answer_column", "chat", "system_prompt", "max_prompt_tokens"),
     *("too_long", "answer_format", "bad_rows", "bad_rows_limit"),
     *("tools_column", "chat_template_options", "date"),
@@ -34,15 +34,22 @@ OF_TRAINING = (
     *("sampler", "sampler_options", "sources", "learn"),
 )
 """Settings of `data` that say nothing of prompts to evaluate on."""
-SCORED_BY = (
+_SET_REWARD_SETTINGS = (
     *("function", "options", "weights", "processes", "timeout_s", "on_error", "error_value"),
     *("correct_at", "env"),
 )
 """Settings of `reward` that a set may have."""
-_OF_JOB = ("processes", "timeout_s", "on_error", "error_value", "correct_at", "env")
+_INHERITED_REWARD_SETTINGS = (
+    "processes",
+    "timeout_s",
+    "on_error",
+    "error_value",
+    "correct_at",
+    "env",
+)
 
 
-class Metric(NamedTuple):
+class EvalMetric(NamedTuple):
     """A metric of an evaluation set, one of `SAMPLE_METRICS`, or of `AT_K_METRICS` with its k."""
 
     kind: str
@@ -53,7 +60,7 @@ class Metric(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SetSettings:
+class ResolvedEvalSet:
     """An evaluation set with all its settings resolved.
 
     Attributes:
@@ -70,7 +77,7 @@ class SetSettings:
     data: DataConfig | None
     reward: RewardConfig
     is_verified: bool
-    metrics: tuple[Metric, ...]
+    metrics: tuple[EvalMetric, ...]
     prompts: int
     every: int
 
@@ -95,17 +102,17 @@ class SetSettings:
         ) or (last and self.own.at_end)
 
 
-def eval_sets(config: Config) -> dict[str, SetSettings]:
+def resolve_eval_sets(config: Config) -> dict[str, ResolvedEvalSet]:
     """Resolve all sets, by name.
 
     Raises:
         ConfigError: for a name or a value that is none.
     """
-    found, problems = {}, Problems()
+    found, problems = {}, ErrorCollector()
     for name, read in config.eval.sets.items():
         if read is not None:
             with problems.noted():
-                found[name] = _set(config, name, read)
+                found[name] = _resolve_set(config, name, read)
     problems.raise_if_any()
     return found
 
@@ -120,52 +127,52 @@ def evaluates_held_out(config: Config, trains: bool) -> bool:
     return (trains or not config.eval.sets) if wanted is None else wanted
 
 
-def needs_held_out(config: Config, trains: bool) -> bool:
+def needs_held_out_rows(config: Config, trains: bool) -> bool:
     """Return whether anything is evaluated on held-out rows of the job's own data.
 
     Args:
         trains: Something is trained.
     """
-    sets = eval_sets(config).values()
+    sets = resolve_eval_sets(config).values()
     return evaluates_held_out(config, trains) or any(one.data is None for one in sets)
 
 
-def _set(config: Config, name: str, read: Any) -> SetSettings:
+def _resolve_set(config: Config, name: str, read: Any) -> ResolvedEvalSet:
     setting = Setting("eval.sets") / name
-    if not re.fullmatch(r"[\w-]+", str(name)) or name in TAKEN:
+    if not re.fullmatch(r"[\w-]+", str(name)) or name in _RESERVED_NAMES:
         raise ConfigError(
             f"{setting}: a set may not be called so. Its name is part of those of its figures and "
-            f"files: take letters, digits, `_` and `-`, and none of {', '.join(TAKEN)}."
+            f"files: take letters, digits, `_` and `-`, and none of {', '.join(_RESERVED_NAMES)}."
         )
-    own = typed(setting, EvalSetConfig(), read)
-    reward = _reward(config, setting, own.reward)
+    own = parse_group(setting, EvalSetConfig(), read)
+    reward = _resolve_reward(config, setting, own.reward)
     is_verified = own.reward.get("function") is not None
-    return SetSettings(
+    return ResolvedEvalSet(
         name,
         own,
-        _data(config, setting, own.data),
+        _resolve_data(config, setting, own.data),
         reward,
         is_verified,
-        () if own.function else _metrics(setting, own),
+        () if own.function else _resolve_metrics(setting, own),
         own.prompts or config.eval.prompts,
         config.eval.every if own.every is None else own.every,
     )
 
 
-def _data(config: Config, setting: str, read: Mapping[str, Any]) -> DataConfig | None:
+def _resolve_data(config: Config, setting: str, read: Mapping[str, Any]) -> DataConfig | None:
     if not read:
         return None
     known = [f.name for f in fields(DataConfig) if f.name not in OF_TRAINING]
-    check_names(f"{setting}.data", read, known)
-    if not set(read) - set(INHERITED):
+    check_group_names(f"{setting}.data", read, known)
+    if not set(read) - set(INHERITED_DATA_SETTINGS):
         raise ConfigError(
             f"{setting}.data says how prompts are read, but not where they are. Set "
             f"{setting}.data.path=<file>, or {setting}.data.task=<task>; or leave {setting}.data "
             "out, and the set has the job's held-out prompts."
         )
     job = without_task(config).data  # whose limits are not those of other rows
-    inherited = {name: getattr(job, name) for name in INHERITED}
-    data = typed(f"{setting}.data", replace(DataConfig(), **inherited), read)
+    inherited = {name: getattr(job, name) for name in INHERITED_DATA_SETTINGS}
+    data = parse_group(f"{setting}.data", replace(DataConfig(), **inherited), read)
     if data.task is not None and data.path is not None:
         raise ConfigError(
             f"Both {setting}.data.task={data.task} and {setting}.data.path={data.path} are set. "
@@ -174,14 +181,14 @@ def _data(config: Config, setting: str, read: Mapping[str, Any]) -> DataConfig |
     return data
 
 
-def _reward(config: Config, setting: str, read: Mapping[str, Any]) -> RewardConfig:
+def _resolve_reward(config: Config, setting: str, read: Mapping[str, Any]) -> RewardConfig:
     for model in ("model", "judge", "model_weight"):
         if model in read:
             raise ConfigError(
                 f"{setting}.reward.{model}: a set is scored by functions of its own, or as the "
                 f"job is. Set {setting}.reward.function, or leave {setting}.reward out."
             )
-    check_names(f"{setting}.reward", read, SCORED_BY)
+    check_group_names(f"{setting}.reward", read, _SET_REWARD_SETTINGS)
     if not read.get("function") and (alone := set(read) - {"function", "correct_at"}):
         raise ConfigError(
             f"{setting}.reward.{min(alone)} is about functions of the set's own, and there are "
@@ -190,13 +197,13 @@ def _reward(config: Config, setting: str, read: Mapping[str, Any]) -> RewardConf
     if read.get("function") is None:
         job = replace(config.reward, function="exact")  # it may hold functions
         own = {key: value for key, value in read.items() if key != "function"}
-        correct_at = typed(f"{setting}.reward", job, own).correct_at
+        correct_at = parse_group(f"{setting}.reward", job, own).correct_at
         return replace(config.reward, correct_at=correct_at)
-    of_job = {name: getattr(config.reward, name) for name in _OF_JOB}
-    return typed(f"{setting}.reward", replace(RewardConfig(), **of_job), read)
+    of_job = {name: getattr(config.reward, name) for name in _INHERITED_REWARD_SETTINGS}
+    return parse_group(f"{setting}.reward", replace(RewardConfig(), **of_job), read)
 
 
-def _metrics(setting: str, own: EvalSetConfig) -> tuple[Metric, ...]:
+def _resolve_metrics(setting: str, own: EvalSetConfig) -> tuple[EvalMetric, ...]:
     """Resolve the set's metrics; see `EvalSetConfig.metrics`.
 
     Raises:
@@ -209,27 +216,27 @@ def _metrics(setting: str, own: EvalSetConfig) -> tuple[Metric, ...]:
             f"would be the same. Set a temperature above 0, or {setting}.samples=1."
         )
     if own.metrics is None:
-        at_k = (Metric("mean", k), Metric("pass", k)) if k > 1 else (Metric("mean", 1),)
-        first = at_k if k > 1 or own.temperature else (Metric("accuracy"),)
-        return (*first, Metric("score"), Metric("length"))
+        at_k = (EvalMetric("mean", k), EvalMetric("pass", k)) if k > 1 else (EvalMetric("mean", 1),)
+        first = at_k if k > 1 or own.temperature else (EvalMetric("accuracy"),)
+        return (*first, EvalMetric("score"), EvalMetric("length"))
     listed = [own.metrics] if isinstance(own.metrics, str) else list(own.metrics)
     if not listed:
         raise ConfigError(
             f"{setting}.metrics=[]: nothing would be measured. Name a metric, such as accuracy, or "
             f"leave {setting}.metrics out."
         )
-    return tuple(dict.fromkeys(_metric(setting, str(name), k) for name in listed))
+    return tuple(dict.fromkeys(_parse_metric(setting, str(name), k) for name in listed))
 
 
-def _metric(setting: str, name: str, samples: int) -> Metric:
-    if name in OF_ANSWERS:
-        return Metric(name)
+def _parse_metric(setting: str, name: str, samples: int) -> EvalMetric:
+    if name in SAMPLE_METRICS:
+        return EvalMetric(name)
     kind, _, number = name.partition("@")
-    if kind not in AT_K or not (number == "k" or (number.isdecimal() and int(number))):
-        known = [*OF_ANSWERS, *(f"{kind}@k" for kind in AT_K)]
+    if kind not in AT_K_METRICS or not (number == "k" or (number.isdecimal() and int(number))):
+        known = [*SAMPLE_METRICS, *(f"{kind}@k" for kind in AT_K_METRICS)]
         raise ConfigError(
             f"{setting}.metrics has `{name}`; there are {', '.join(known)}, with a number for k."
-            f"{nearest(name, known)}"
+            f"{suggest_name(name, known)}"
         )
     k = samples if number == "k" else int(number)
     if k > samples:
@@ -237,4 +244,4 @@ def _metric(setting: str, name: str, samples: int) -> Metric:
             f"{setting}.metrics has `{name}`, which needs {k} samples of each prompt, and "
             f"{setting}.samples={samples}. Set {setting}.samples={k} or more."
         )
-    return Metric(kind, k)
+    return EvalMetric(kind, k)

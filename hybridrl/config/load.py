@@ -15,37 +15,37 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from hybridrl.config import secrets
 from hybridrl.config.adapter_start import with_adapters
-from hybridrl.config.effective_settings import that_count
-from hybridrl.config.model_start import with_model_folders
+from hybridrl.config.effective_settings import select_effective_settings
+from hybridrl.config.model_start import resolve_run_models
 from hybridrl.config.objective_schema import RewardConfig
 from hybridrl.config.overrides import (
-    Override,
-    hint_of,
-    in_brackets,
-    read_overrides,
+    SettingOverride,
+    find_setting_type,
+    parse_overrides,
+    suggest_brackets,
 )
 from hybridrl.config.presets import (
-    CHOSEN,
     DATA,
+    DEFAULT_PRESETS,
     FILES,
-    names,
-    preset,
-    presets_with,
-    settings_of_group,
+    find_presets_setting,
+    list_preset_settings,
+    list_presets,
+    load_preset,
 )
-from hybridrl.config.presets import leaves as leaves_of_preset
+from hybridrl.config.presets import flatten_settings as leaves_of_preset
 from hybridrl.config.schema import Config, is_served
-from hybridrl.config.setting_names import check_name, leaves, without_old_settings
+from hybridrl.config.setting_names import check_setting_name, list_settings, without_old_settings
 from hybridrl.config.setting_types import (
+    describe_expected,
+    explain_wrong_type,
+    find_invalid_values,
+    format_refusal,
     is_optional,
-    kind_of,
-    mistyped,
-    plain,
-    sentence,
-    wrong_values,
+    strip_annotations,
 )
 from hybridrl.config.task_settings import said_by_task, with_task_noted
-from hybridrl.errors import ConfigError, Problems, nearest
+from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.system.bounded_files import load_yaml
 
 _PLACE_OF_ROWS = re.compile(r"data(\.(task|path|sources)(\..*)?)?")
@@ -60,16 +60,16 @@ def compose_config(overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
         ConfigError: for each unknown key (names the nearest), value of the wrong type, or value
             that has to be given.
     """
-    problems = Problems()
-    read = read_overrides(overrides, problems)
+    problems = ErrorCollector()
+    read = parse_overrides(overrides, problems)
     composed, instead, is_default = _composed_for_rows(read, problems)
     if problems:  # so that what is wrong with the settings that there are is told beside it
         with problems.noted():
-            if wrong := dict(wrong_values(to_config(composed))):
+            if wrong := dict(find_invalid_values(build_config(composed))):
                 raise ConfigError(*wrong.values())
     problems.raise_if_any()
-    keys = [key for override in read for key in _settings_of(override)]
-    config = to_config(composed)
+    keys = [key for override in read for key in _list_override_settings(override)]
+    config = build_config(composed)
     if is_served(config.rollout, config.environment) and not any(map(_names_functions, read)):
         config = _without_default_function(config)
     if instead:
@@ -77,7 +77,7 @@ def compose_config(overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     return config, keys
 
 
-def _names_functions(override: Override) -> bool:
+def _names_functions(override: SettingOverride) -> bool:
     """Whether it says which reward functions there are."""
     is_group = override.key == "reward" and isinstance(override.value, Mapping)
     return override.key == "reward.function" or (is_group and "function" in override.value)
@@ -90,7 +90,7 @@ def _without_default_function(config: Config) -> Config:
     return replace(config, reward=replace(config.reward, function=[]))
 
 
-def read_settings(file: Path) -> Config:
+def load_run_config(file: Path) -> Config:
     """Load the configuration of a run from its `config.yaml`.
 
     Raises:
@@ -98,14 +98,14 @@ def read_settings(file: Path) -> Config:
     """
     try:
         stored = OmegaConf.create(without_old_settings(load_yaml(file) or {}))
-        return to_config(OmegaConf.merge(OmegaConf.structured(Config), stored))  # type: ignore[arg-type]
+        return build_config(OmegaConf.merge(OmegaConf.structured(Config), stored))  # type: ignore[arg-type]
     except (OSError, ValueError, OmegaConfBaseException) as error:
         raise ConfigError(
             f"{file} could not be read: {str(error).splitlines()[0]}. Bring it back from a copy."
         ) from error
 
 
-def to_config(config: DictConfig) -> Config:
+def build_config(config: DictConfig) -> Config:
     """Build the configuration dataclasses from a composed OmegaConf configuration.
 
     Raises:
@@ -114,17 +114,20 @@ def to_config(config: DictConfig) -> Config:
     try:
         found = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
-        raise ConfigError(_unresolved(config, error)) from None
+        raise ConfigError(_explain_unresolved(config, error)) from None
     if not isinstance(found, Config):
         raise ConfigError("The configuration is not of the schema's type; start from Config().")
-    for name, hint in leaves().items():  # OmegaConf looks at no list that refers to another value
-        value = _at(found, name)
-        if value is not None and (refusal := mistyped(hint, value)):
-            raise ConfigError(sentence(name, value, hint, refusal))
-    return with_adapters(with_model_folders(secrets.marked(found, config)))
+    for (
+        name,
+        hint,
+    ) in list_settings().items():  # OmegaConf looks at no list that refers to another value
+        value = _read_setting(found, name)
+        if value is not None and (refusal := explain_wrong_type(hint, value)):
+            raise ConfigError(format_refusal(name, value, hint, refusal))
+    return with_adapters(resolve_run_models(secrets.mark_secrets(found, config)))
 
 
-def _at(config: Config, name: str) -> Any:
+def _read_setting(config: Config, name: str) -> Any:
     """Return a setting by its dotted name; None if its group is null."""
     value: Any = config
     for part in name.split("."):
@@ -132,64 +135,72 @@ def _at(config: Config, name: str) -> Any:
     return value
 
 
-def to_yaml(config: Config) -> str:
+def format_config_yaml(config: Config) -> str:
     """Format the resolved configuration for `config.yaml`, with secrets redacted."""
-    return OmegaConf.to_yaml(OmegaConf.structured(secrets.written(_named(config))))
+    return OmegaConf.to_yaml(
+        OmegaConf.structured(secrets.redact_secrets(_replace_functions_by_names(config)))
+    )
 
 
-def shown(config: Config) -> str:
+def format_effective_yaml(config: Config) -> str:
     """Format the settings that have an effect in this job, for people to read."""
-    settings = OmegaConf.create(that_count(secrets.written(_named(config)), config))
+    settings = OmegaConf.create(
+        select_effective_settings(
+            secrets.redact_secrets(_replace_functions_by_names(config)), config
+        )
+    )
     by_task = said_by_task(config)
     head = f"# As data={config.data.task} has them: {by_task}\n" if by_task else ""
     return head + OmegaConf.to_yaml(settings)
 
 
-def to_plain(config: Config) -> dict[str, Any]:
+def config_to_dict(config: Config) -> dict[str, Any]:
     """Return the resolved configuration as nested dictionaries, with secrets redacted."""
-    return asdict(secrets.written(_named(config)))
+    return asdict(secrets.redact_secrets(_replace_functions_by_names(config)))
 
 
-def _named(config: Config) -> Config:
+def _replace_functions_by_names(config: Config) -> Config:
     """With the names of reward functions that were given as objects, and of the task alone."""
     if config.data.task is not None:
         config = replace(config, data=replace(config.data, task=str(config.data.task)))
     reward, cost = config.reward, config.cost
     if cost is not None:
-        cost = replace(cost, function=_names(cost.function))
-    return replace(config, reward=replace(reward, function=_names(reward.function)), cost=cost)
+        cost = replace(cost, function=_name_functions(cost.function))
+    return replace(
+        config, reward=replace(reward, function=_name_functions(reward.function)), cost=cost
+    )
 
 
-def _names(function: Any) -> Any:
+def _name_functions(function: Any) -> Any:
     if isinstance(function, list | tuple):
-        return [_names(one) for one in function]
+        return [_name_functions(one) for one in function]
     if not callable(function):
         return function
     return f"{function.__module__}:{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def _composed_for_rows(
-    overrides: Sequence[Override], problems: Problems
+    overrides: Sequence[SettingOverride], problems: ErrorCollector
 ) -> tuple[DictConfig, dict[str, Any], bool]:
     """The settings; of those that the preset of a built-in task decides, what they are without it;
     and whether nobody has named any data. Then the data is the environment's tasks where there is
     an environment, and none where only sets of other data are evaluated."""
-    chosen = dict(CHOSEN)
+    chosen = dict(DEFAULT_PRESETS)
     for override in overrides:
         if override.is_preset:
             with problems.noted():
-                chosen[override.key] = _preset_name(override)
+                chosen[override.key] = _resolve_preset_name(override)
     composed = _compose(chosen, overrides, problems)
     is_default = not any(_PLACE_OF_ROWS.fullmatch(override.key) for override in overrides)
     if is_default and _value(composed, "environment.name") is not None:
-        return _compose({**chosen, DATA: "environment"}, overrides, Problems()), {}, False
-    if preset(DATA, chosen[DATA])[DATA]["task"] is None:
+        return _compose({**chosen, DATA: "environment"}, overrides, ErrorCollector()), {}, False
+    if load_preset(DATA, chosen[DATA])[DATA]["task"] is None:
         return composed, {}, False
-    plain = _compose({**chosen, DATA: FILES}, overrides, Problems())
+    plain = _compose({**chosen, DATA: FILES}, overrides, ErrorCollector())
     if is_default and _value(plain, "model.path") is not None and _evaluates_only_sets(plain):
         return plain, {}, False
     instead = {}
-    for name, _ in leaves_of_preset(preset(DATA, chosen[DATA])):
+    for name, _ in leaves_of_preset(load_preset(DATA, chosen[DATA])):
         value = _value(plain, name)
         if name != "data.task" and value != _value(composed, name):
             instead[name] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
@@ -209,29 +220,29 @@ def _evaluates_only_sets(config: DictConfig) -> bool:
 
 
 def _compose(
-    chosen: Mapping[str, str], overrides: Sequence[Override], problems: Problems
+    chosen: Mapping[str, str], overrides: Sequence[SettingOverride], problems: ErrorCollector
 ) -> DictConfig:
     """Compose defaults, presets and other overrides, in this order."""
-    config = deepcopy(_with_presets(tuple(chosen.items())))
+    config = deepcopy(_compose_presets(tuple(chosen.items())))
     for override in overrides:
         if not override.is_preset:
             with problems.noted():
-                _set(config, override)
+                _apply_override(config, override)
     return config
 
 
 @cache
-def _with_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
+def _compose_presets(chosen: tuple[tuple[str, str], ...]) -> DictConfig:
     """Compose defaults and presets; cached, because tests and searches compose many
     configurations."""
-    presets = [preset(group, name) for group, name in chosen]
+    presets = [load_preset(group, name) for group, name in chosen]
     config = OmegaConf.merge(OmegaConf.structured(Config), *presets)
     assert isinstance(config, DictConfig)
     config.run.name = dict(chosen)["algorithm"]
     return config
 
 
-def _unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
+def _explain_unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
     """Explain why a reference to another setting or to the environment cannot be resolved."""
     key = str(error.full_key)
     said = OmegaConf.to_container(config)
@@ -239,40 +250,46 @@ def _unresolved(config: DictConfig, error: OmegaConfBaseException) -> str:
         said = said.get(name) if isinstance(said, dict) else None
     cause = str(error).splitlines()[0]
     if "could not be converted" in cause or "Cannot convert" in cause:
-        return f"{key}={said}: what it refers to {kind_of(hint_of(key))}."
+        return f"{key}={said}: what it refers to {describe_expected(find_setting_type(key))}."
     cause = cause.rpartition("resolving interpolation: ")[2].strip('"')
     return f"{key}={said}: {cause[:1].lower()}{cause[1:].removesuffix('.')}."
 
 
-def _preset_name(override: Override) -> str:
+def _resolve_preset_name(override: SettingOverride) -> str:
     group, name = override.key, override.value
-    if name in names(group):
+    if name in list_presets(group):
         return str(name)
     raise ConfigError(
         f"{group}={name}: there is no `{group}` called `{name}`; there are "
-        f"{', '.join(names(group))}."
+        f"{', '.join(list_presets(group))}."
         + (
-            nearest(name, names(group))
+            suggest_name(name, list_presets(group))
             if "," not in name
             else " For a job with each, add --multirun."
         )
     )
 
 
-def _set(config: DictConfig, override: Override) -> None:
+def _apply_override(config: DictConfig, override: SettingOverride) -> None:
     """Apply an override to the configuration."""
-    key, value, hint = override.key, override.value, hint_of(override.key)
-    if is_dataclass(plain(hint)):
-        _set_group(config, override)
+    key, value, hint = override.key, override.value, find_setting_type(override.key)
+    if is_dataclass(strip_annotations(hint)):
+        _apply_group_override(config, override)
         return
-    if absent := next((g for g in _groups_of(key) if OmegaConf.select(config, g) is None), None):
-        presets = " or ".join(presets_with(absent))
+    if absent := next(
+        (g for g in _list_parent_groups(key) if OmegaConf.select(config, g) is None), None
+    ):
+        presets = " or ".join(find_presets_setting(absent))
         raise ConfigError(
             f"{override.said}: `{absent}` is set by {presets}; choose that, or leave {key} out."
         )
-    if value == "???" or (value is None and not is_optional(hint) and plain(hint) is not Any):
+    if value == "???" or (
+        value is None and not is_optional(hint) and strip_annotations(hint) is not Any
+    ):
         raise ConfigError(f"{override.said}: must have a value. Leave it out for the default.")
-    if isinstance(value, dict) and (found := mistyped(hint, value)):  # OmegaConf merges anything
+    if isinstance(value, dict) and (
+        found := explain_wrong_type(hint, value)
+    ):  # OmegaConf merges anything
         raise ConfigError(f"{override.said}: {found}.")
     try:
         is_mapping = OmegaConf.is_dict(OmegaConf.select(config, key))  # None cannot be merged with
@@ -283,41 +300,43 @@ def _set(config: DictConfig, override: Override) -> None:
             rf"\${{ for the characters themselves. Here: {str(error).splitlines()[0]}."
         ) from None
     except OmegaConfBaseException:
-        is_list = get_origin(plain(hint)) is list and not isinstance(value, list | dict)
-        cure = f" {in_brackets(key, value)}" if is_list else ""
-        raise ConfigError(f"{override.said}: {kind_of(hint)}.{cure}") from None
+        is_list = get_origin(strip_annotations(hint)) is list and not isinstance(value, list | dict)
+        cure = f" {suggest_brackets(key, value)}" if is_list else ""
+        raise ConfigError(f"{override.said}: {describe_expected(hint)}.{cure}") from None
 
 
-def _set_group(config: DictConfig, override: Override) -> None:
+def _apply_group_override(config: DictConfig, override: SettingOverride) -> None:
     """Apply an override that sets several settings of a group; null removes an optional group."""
     key, value = override.key, override.value
-    if value is None and is_optional(hint_of(key)):
+    if value is None and is_optional(find_setting_type(key)):
         OmegaConf.update(config, key, None, merge=False)
         return
     if not isinstance(value, dict):
-        inner = [name for name in leaves() if name.startswith(f"{key}.")]
+        inner = [name for name in list_settings() if name.startswith(f"{key}.")]
         raise ConfigError(
             f"`{override.said}`: `{key}` is a group of settings; set {', '.join(inner)}."
         )
-    problems = Problems()
+    problems = ErrorCollector()
     for name, entry in value.items():
         with problems.noted():
-            check_name(f"{key}.{name}")
-            _set(config, Override(f"{key}.{name}", entry, f"{key}.{name}={entry}"))
+            check_setting_name(f"{key}.{name}")
+            _apply_override(
+                config, SettingOverride(f"{key}.{name}", entry, f"{key}.{name}={entry}")
+            )
     problems.raise_if_any()
 
 
-def _groups_of(key: str) -> Iterable[str]:
+def _list_parent_groups(key: str) -> Iterable[str]:
     """Yield the groups that contain a setting, outermost first."""
     parts = key.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts)) if _is_group(parts[:end]))
 
 
 def _is_group(parts: Sequence[str]) -> bool:
-    return is_dataclass(plain(hint_of(".".join(parts))))
+    return is_dataclass(strip_annotations(find_setting_type(".".join(parts))))
 
 
-def _settings_of(override: Override) -> Iterable[str]:
+def _list_override_settings(override: SettingOverride) -> Iterable[str]:
     """List the settings that an override sets; for a preset all settings that presets of its group
     set."""
-    return settings_of_group(override.key) if override.is_preset else [override.key]
+    return list_preset_settings(override.key) if override.is_preset else [override.key]

@@ -6,61 +6,65 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridrl.config.constraints import (
-    Length,
-    Name,
+    AppliesIf,
+    LearningRate,
+    ListLength,
+    NameOrNames,
+    NameOrPath,
     NonNegativeFloat,
     NonNegativeInt,
     NotEmpty,
+    NumberRange,
     OneOf,
     PositiveFloat,
     PositiveInt,
     Probability,
-    Range,
-    Rate,
+    ProperFraction,
     Seconds,
-    Share,
-    TextOrTexts,
-    With,
 )
 
-TINY = With("model.path=null")
-ON_GPUS = With("devices=auto", "devices=cuda")
-ON_CPUS = With("devices=auto", "devices=cpu")
-VALUES = With("trainer.name=ppo", "trainer.name=safe_rlhf")
-VLLM = With("rollout.engine=vllm")
-STAGES = With("rollout.engine=pipeline")
-SERVED = With("rollout.serve", "environment.name")
-EPISODES = With("rollout.episode")
-TURNS = With("rollout.episode", "rollout.serve", "environment.name")
-ANNEALED = With("actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine")
-LORA = With("actor.lora.rank")
-APART = With(*(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto")))
-LOSSY_SYNC = ("int8", "int4_delta")
+_WITH_TINY_MODEL = AppliesIf("model.path=null")
+ON_GPUS = AppliesIf("devices=auto", "devices=cuda")
+ON_CPUS = AppliesIf("devices=auto", "devices=cpu")
+VALUES = AppliesIf("trainer.name=ppo", "trainer.name=safe_rlhf")
+_WITH_VLLM = AppliesIf("rollout.engine=vllm")
+_WITH_PIPELINE_ENGINE = AppliesIf("rollout.engine=pipeline")
+SERVED = AppliesIf("rollout.serve", "environment.name")
+_WITH_EPISODE = AppliesIf("rollout.episode")
+_WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
+_WITH_DECAYING_SCHEDULE = AppliesIf(
+    "actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine"
+)
+WITH_LORA = AppliesIf("actor.lora.rank")
+WITH_SEPARATE_GENERATOR = AppliesIf(
+    *(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto"))
+)
+LOSSY_WEIGHT_SYNCS = ("int8", "int4_delta")
 """Ways of `rollout.weight_sync` by which the generator's weights are not quite the trainer's."""
-ROUGH = With(*(f"rollout.weight_sync={name}" for name in LOSSY_SYNC))
+_WITH_LOSSY_SYNC = AppliesIf(*(f"rollout.weight_sync={name}" for name in LOSSY_WEIGHT_SYNCS))
 
 
 @dataclass
 class TinyModelConfig:
     """The shape of the tiny model that is made from `run.seed` if `model.path` is null."""
 
-    hidden_size: Annotated[int, Range(least=1, most=65536), TINY] = 128
+    hidden_size: Annotated[int, NumberRange(least=1, most=65536), _WITH_TINY_MODEL] = 128
     """A multiple of 32 for each head."""
-    layers: Annotated[int, Range(least=1, most=1000), TINY] = 2
+    layers: Annotated[int, NumberRange(least=1, most=1000), _WITH_TINY_MODEL] = 2
     """Transformer blocks."""
-    heads: Annotated[int, Range(least=1, most=1024), TINY] = 4
+    heads: Annotated[int, NumberRange(least=1, most=1024), _WITH_TINY_MODEL] = 4
     """Of attention; half as many of keys and values."""
-    context: Annotated[int, Range(least=1, most=2**24), TINY] = 128
+    context: Annotated[int, NumberRange(least=1, most=2**24), _WITH_TINY_MODEL] = 128
     """Longest sample, prompt included, in tokens."""
-    experts: Annotated[int, Range(least=0, most=4096), TINY] = 0
+    experts: Annotated[int, NumberRange(least=0, most=4096), _WITH_TINY_MODEL] = 0
     """Of each layer, two of which take a token; 0: layers are dense."""
 
 
 @dataclass
 class ModelConfig:
-    path: Name | None = None
+    path: NameOrPath | None = None
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
-    tokenizer: Name | None = None
+    tokenizer: NameOrPath | None = None
     """Where the tokenizer lies, if not with the model."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Precision of computation: `bfloat16`, `float32`, or `auto`: bfloat16 on GPUs, and on
@@ -78,9 +82,9 @@ class ModelConfig:
 class OptimizerConfig:
     """The AdamW optimizer."""
 
-    learning_rate: Rate = 1e-6
+    learning_rate: LearningRate = 1e-6
     """At its highest, after warm-up."""
-    betas: Annotated[list[Annotated[float, Range(least=0, below=1)]], Length(2)] = field(
+    betas: Annotated[list[Annotated[float, NumberRange(least=0, below=1)]], ListLength(2)] = field(
         default_factory=lambda: [0.9, 0.95]
     )
     """Decay of the mean of gradients, and of their squares."""
@@ -93,31 +97,31 @@ class OptimizerConfig:
     """Updates over which the rate grows from 0."""
     schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
     """`constant`, `linear` or `cosine`, down to `min_ratio` of the rate at the last step."""
-    min_ratio: Annotated[Probability, ANNEALED] = 0.0
+    min_ratio: Annotated[Probability, _WITH_DECAYING_SCHEDULE] = 0.0
     """Of the highest learning rate, at the last step."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Longer gradients are scaled down to it; 0: none are."""
 
 
 @dataclass
-class LoraSettings:
+class LoraAdapterConfig:
     """Low-rank adapters instead of the whole model; see `hybridrl.models.lora`."""
 
     rank: PositiveInt | None = None
     """null trains the whole model."""
-    alpha: Annotated[PositiveFloat, LORA] = 32.0
+    alpha: Annotated[PositiveFloat, WITH_LORA] = 32.0
     """Adapters are multiplied by alpha / rank."""
-    targets: Annotated[Any, TextOrTexts(), NotEmpty(), LORA] = "all-linear"
+    targets: Annotated[Any, NameOrNames(), NotEmpty(), WITH_LORA] = "all-linear"
     """Modules that get one: `all-linear`, or a list of names such as `[q_proj, v_proj]`."""
-    path: Annotated[Name | None, LORA] = None
+    path: Annotated[NameOrPath | None, WITH_LORA] = None
     """Adapters to continue from: the folder of a LoRA run, of one of its steps, or one that peft
     saved. Rank, alpha and targets are theirs, `model.path` is by default the model that they belong
     to, and the reference keeps them as they are there. null: new adapters."""
 
 
-GRADIENTS = ("full", "int8", "two_level_int4", "auto")
+_GRADIENT_ENCODINGS = ("full", "int8", "two_level_int4", "auto")
 """What `actor.parallel.gradients` may be."""
-WEIGHTS = ("full", "int4_difference")
+_WEIGHT_ENCODINGS = ("full", "int4_difference")
 """What `actor.parallel.weights` may be."""
 
 
@@ -132,7 +136,7 @@ class ParallelConfig:
     """Tensor parallel: every matrix is cut over so many devices."""
     pp: PositiveInt = 1
     """Pipeline: consecutive layers lie on different devices."""
-    chunks: Annotated[PositiveInt, With(".pp>1")] = 1
+    chunks: Annotated[PositiveInt, AppliesIf(".pp>1")] = 1
     """Stages on each device of a pipeline; more than one interleaves them: less idle time, more
     messages."""
     ulysses: PositiveInt = 1
@@ -143,18 +147,18 @@ class ParallelConfig:
     shards: PositiveInt | None = None
     """Data- and sequence-parallel ranks that share one copy of the parameters; null: all of them.
     Fewer gather over shorter ways and take more memory (hybrid sharding)."""
-    gradients: Annotated[str, OneOf(*GRADIENTS)] = "full"
+    gradients: Annotated[str, OneOf(*_GRADIENT_ENCODINGS)] = "full"
     """How gradients travel while they are summed over the ranks that share parameters: `full` in
     float32; `int8` in about 4 times fewer bytes; `two_level_int4`: within a node so, then between
     nodes in 7.5 times fewer; `auto`: for each unit of the model what is measured to be quickest, of
     these and others. Sums are in float32. For slow links; see docs/precision.md."""
-    weights: Annotated[str, OneOf(*WEIGHTS)] = "full"
+    weights: Annotated[str, OneOf(*_WEIGHT_ENCODINGS)] = "full"
     """How weights travel when they are gathered from the ranks that share them: `full`, in the
     precision of computation, each time; or `int4_difference`: once after each update, what it has
     changed, in 4 bits, to a copy that every rank keeps. For slow links; see docs/precision.md."""
 
 
-CHECKPOINTING = ("none", "selective", "full", "offload")
+CHECKPOINTING_MODES = ("none", "selective", "full", "offload")
 """What `actor.gradient_checkpointing` may be."""
 
 
@@ -171,7 +175,7 @@ class ActorConfig:
     router_loss_weight: NonNegativeFloat = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.expert_routing`; with it an update forwards its samples once more. 0: none."""
-    gradient_checkpointing: Annotated[str, OneOf(*CHECKPOINTING)] = "none"
+    gradient_checkpointing: Annotated[str, OneOf(*CHECKPOINTING_MODES)] = "none"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
     `offload`: that too, on the CPU."""
@@ -187,7 +191,7 @@ class ActorConfig:
     """Roles that share a device take its memory in turns: what a role keeps moves to the CPU when
     another one, or its own generator, is to work (GPUs only)."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    lora: LoraSettings = field(default_factory=LoraSettings)
+    lora: LoraAdapterConfig = field(default_factory=LoraAdapterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
@@ -212,9 +216,9 @@ class CriticConfig:
 class RolloutParallelConfig:
     """The parallel layout of the model while it generates."""
 
-    tp: Annotated[PositiveInt, VLLM] = 1
+    tp: Annotated[PositiveInt, _WITH_VLLM] = 1
     """Devices that share one copy of the model."""
-    pp: Annotated[PositiveInt, STAGES] = 1
+    pp: Annotated[PositiveInt, _WITH_PIPELINE_ENGINE] = 1
     """Devices that share one copy of the model layer by layer: as many as `rollout.plan` has
     stages."""
 
@@ -238,7 +242,7 @@ class RolloutConfig:
     """Shortest response: the end-of-sequence token is not chosen before."""
     temperature: Annotated[
         float,
-        Range(
+        NumberRange(
             least=0.01,
             most=100,
             why="Near 0 all samples of a prompt would be equal and nothing could be learned. "
@@ -247,69 +251,71 @@ class RolloutConfig:
     ] = 1.0
     """Of drawing, which the trainer's log-probabilities of samples follow; those of responses that
     the data brings are at 1."""
-    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    top_p: Annotated[float, NumberRange(above=0, most=1)] = 1.0
     """Share of the probability that tokens are drawn from; 1: all of it."""
     top_k: NonNegativeInt = 0
     """0 switches it off."""
     stop: list[Annotated[str, NotEmpty()]] = field(default_factory=list)
     """Texts that end a response; the end tokens of model, tokenizer and chat template always do."""
-    episode: Name | None = None
+    episode: NameOrPath | None = None
     """`path/to/file.py:Name` or `package.module:Name`: a class whose objects answer the model's
     turns, see `hybridrl.Episode`. Then `max_tokens` and `min_tokens` are those of all turns
     together, `stop` texts end a turn, and `reward.function=[]` leaves rewards to the episode."""
-    max_turns: Annotated[PositiveInt, EPISODES] = 8
+    max_turns: Annotated[PositiveInt, _WITH_EPISODE] = 8
     """Most turns of the model in an episode."""
-    max_turn_tokens: Annotated[PositiveInt | None, TURNS] = None
+    max_turn_tokens: Annotated[PositiveInt | None, _WITH_TURNS] = None
     """Longest of these turns; null: as long as `max_tokens` allows. A turn that is cut short ends
     its episode, but for one that an environment plays."""
-    tool_timeout_s: Annotated[Seconds, EPISODES] = 30.0
+    tool_timeout_s: Annotated[Seconds, _WITH_EPISODE] = 30.0
     """Longest time for one call of the episode's code; then that episode is over."""
     serve: Annotated[bool, SERVED] = False
     """Open an HTTP endpoint on each replica that speaks as OpenAI's does, for programs that are not
     started by the job: rows of the data wait for them. With `environment.name` there is one
     anyway. See docs/environments.md."""
-    serve_host: Annotated[Name, SERVED] = "127.0.0.1"
+    serve_host: Annotated[NameOrPath, SERVED] = "127.0.0.1"
     """The address that it listens at. Any other than this machine's own is open to the network,
     for those who have its token."""
-    serve_port: Annotated[int, Range(least=0, most=65535), SERVED] = 0
+    serve_port: Annotated[int, NumberRange(least=0, most=65535), SERVED] = 0
     """Of the first replica, the others have those that follow; 0: any that are free."""
     parallel: RolloutParallelConfig = field(default_factory=RolloutParallelConfig)
     max_sequences: PositiveInt = 256
     """Samples generated at a time on one replica."""
-    kv_cache_gib: Annotated[PositiveFloat, VLLM, ON_CPUS] = 0.25
+    kv_cache_gib: Annotated[PositiveFloat, _WITH_VLLM, ON_CPUS] = 0.25
     """KV cache per device (CPUs)."""
-    memory_share: Annotated[Share, VLLM, ON_GPUS] = 0.5
+    memory_share: Annotated[ProperFraction, _WITH_VLLM, ON_GPUS] = 0.5
     """Share of a GPU's memory for the engine: its weights and KV cache."""
-    quantization: Annotated[str, OneOf("none", "int8", "fp8"), VLLM] = "none"
+    quantization: Annotated[str, OneOf("none", "int8", "fp8"), _WITH_VLLM] = "none"
     """In how many bits linear layers compute while samples are drawn, and those of evaluations:
     those of `model.dtype`, or 8: `int8` (CPUs, GPUs before Blackwell) or `fp8` (GPUs since Ada).
     The weights are rounded when they come, after each update; see docs/precision.md."""
-    plan: Annotated[Name | None, STAGES] = None
+    plan: Annotated[NameOrPath | None, _WITH_PIPELINE_ENGINE] = None
     """A file of `hybridrl plan generation`: which layers each device generates with, in how many
     bits; null: as many for each, in `model.dtype`. See docs/precision.md."""
-    max_kl: Annotated[PositiveFloat, STAGES] = 0.01
+    max_kl: Annotated[PositiveFloat, _WITH_PIPELINE_ENGINE] = 0.01
     """Most nats a token by which a plan's fewer bits may put the generator off the trainer."""
-    cuda_graphs: Annotated[bool, VLLM, ON_GPUS] = True
+    cuda_graphs: Annotated[bool, _WITH_VLLM, ON_GPUS] = True
     """Record the generator's kernels once and play them back (GPUs only)."""
-    routing_replay: Annotated[bool, VLLM] = False
+    routing_replay: Annotated[bool, _WITH_VLLM] = False
     """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
     generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
     Rounding alone would choose others now and then. A byte for each of them and each token."""
-    engine_options: Annotated[dict[str, Any], VLLM] = field(default_factory=dict)
+    engine_options: Annotated[dict[str, Any], _WITH_VLLM] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
     `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
-    adapters: Annotated[str, OneOf("merged", "separate"), LORA] = "merged"
+    adapters: Annotated[str, OneOf("merged", "separate"), WITH_LORA] = "merged"
     """How the adapters of `actor.lora` get to vLLM: `merged` into the weights, which all travel; or
     `separate`, so that they alone travel, and vLLM computes with both: less time for each sync and
     more for each token."""
     verify_weights: bool = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""
-    weight_sync: Annotated[str, OneOf("auto", "full", "delta", *LOSSY_SYNC), APART] = "auto"
+    weight_sync: Annotated[
+        str, OneOf("auto", "full", "delta", *LOSSY_WEIGHT_SYNCS), WITH_SEPARATE_GENERATOR
+    ] = "auto"
     """What travels when the generator has devices of its own and gets new weights: `full`, all of
     them; `delta`, what has changed, exactly; `auto`, `full` within a node, and between nodes
     whichever of these takes less time, measured; or roughly, which `mismatch/` shows and
     `algorithm.correction` corrects: `int8`, the weights in 8 bits; `int4_delta`, what has changed
     in 4. All but `full` take a copy of the weights in the memory of the host, on each side."""
-    weight_sync_refresh: Annotated[NonNegativeInt, ROUGH] = 0
+    weight_sync_refresh: Annotated[NonNegativeInt, _WITH_LOSSY_SYNC] = 0
     """Each so many syncs all weights travel exactly; 0: never, or with `int4_delta` the
     first time only. They are counted from each checkpoint on."""

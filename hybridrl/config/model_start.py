@@ -8,54 +8,61 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.config.constraints import NotLonger
+from hybridrl.config.constraints import ValidPath
 from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.errors import ConfigError
-from hybridrl.run_files.run_paths import LATEST
+from hybridrl.run_files.run_paths import LATEST_LINK
 
-Scores = TypeVar("Scores", bound=RewardConfig)
-ACTOR, LEARNED = "actor", "reward_model"
+_Scores = TypeVar("_Scores", bound=RewardConfig)
+ACTOR_ROLE, _REWARD_MODEL_ROLE = "actor", "reward_model"
 """Roles whose models others begin as."""
 
 
-def with_model_folders(config: Config) -> Config:
+def resolve_run_models(config: Config) -> Config:
     """Replace run and checkpoint folders in the settings by the model folders in them.
 
     Raises:
         ConfigError: for a run or a step without such a model.
     """
     model, cost = config.model, config.cost
-    tokenizer = model_folder(model.tokenizer, "model.tokenizer", ACTOR)
-    model = replace(model, path=model_folder(model.path, "model.path", ACTOR), tokenizer=tokenizer)
+    tokenizer = resolve_model_folder(model.tokenizer, "model.tokenizer", ACTOR_ROLE)
+    model = replace(
+        model, path=resolve_model_folder(model.path, "model.path", ACTOR_ROLE), tokenizer=tokenizer
+    )
     baseline = config.eval.baseline
-    if baseline is not None and not NotLonger().refusal(baseline):
-        config = replace(config, eval=replace(config.eval, baseline=_of_now(baseline)))
+    if baseline is not None and not ValidPath().refusal(baseline):
+        config = replace(config, eval=replace(config.eval, baseline=_resolve_latest(baseline)))
     return replace(
         config,
         model=model,
-        models={role: _role(role, settings) for role, settings in config.models.items()},
-        reward=_scores("reward", config.reward),
-        cost=None if cost is None else _scores("cost", cost),
+        models={
+            role: _resolve_role_model(role, settings) for role, settings in config.models.items()
+        },
+        reward=_resolve_reward_models("reward", config.reward),
+        cost=None if cost is None else _resolve_reward_models("cost", cost),
     )
 
 
-def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
+def resolve_model_folder(path: str | None, setting: str, *roles: str) -> str | None:
     """Resolve a path to a model folder: the path itself, the first of these roles in a checkpoint,
     or the final model of a run.
 
     Raises:
         ConfigError: if a run or a step has none of them; names the setting.
     """
-    if path is None or NotLonger().refusal(path):  # what cannot be a path, checks tell of
+    if path is None or ValidPath().refusal(path):  # what cannot be a path, checks tell of
         return path
-    path = _of_now(str(Path(path).expanduser()) if path.startswith("~") else path)
+    path = _resolve_latest(str(Path(path).expanduser()) if path.startswith("~") else path)
     folder = Path(path)
     if (folder / "config.json").is_file():
         return path
     if (folder / "complete.json").is_file():
         names, what = [*roles], "a step of a run"
     elif (folder / "config.yaml").is_file():
-        names, what = [*(role for role in roles if role not in (ACTOR, LEARNED)), "model"], "a run"
+        names, what = (
+            [*(role for role in roles if role not in (ACTOR_ROLE, _REWARD_MODEL_ROLE)), "model"],
+            "a run",
+        )
     else:
         return path
     found = next((folder / name for name in names if (folder / name).is_dir()), None)
@@ -67,26 +74,30 @@ def model_folder(path: str | None, setting: str, *roles: str) -> str | None:
     return str(found)
 
 
-def _of_now(path: str) -> str:
+def _resolve_latest(path: str) -> str:
     """Replace the link to the newest run in a path by that run's name, because workers resolve it
     later, when it points to this run."""
     folder = Path(path).expanduser()
     for place in (folder, *folder.parents):
-        if place.name == LATEST and place.is_symlink():
+        if place.name == LATEST_LINK and place.is_symlink():
             return str(place.parent / place.readlink() / folder.relative_to(place))
     return path
 
 
-def _role(role: str, settings: Any) -> Any:
+def _resolve_role_model(role: str, settings: Any) -> Any:
     if not isinstance(settings, Mapping) or not isinstance(settings.get("path"), str):
         return settings
-    path = model_folder(settings["path"], f"models.{role}.path", role, ACTOR, LEARNED)
+    path = resolve_model_folder(
+        settings["path"], f"models.{role}.path", role, ACTOR_ROLE, _REWARD_MODEL_ROLE
+    )
     return {**settings, "path": path}
 
 
-def _scores(kind: str, scores: Scores) -> Scores:
+def _resolve_reward_models(kind: str, scores: _Scores) -> _Scores:
     judge = scores.judge
-    judge = replace(judge, path=model_folder(judge.path, f"{kind}.judge.path", ACTOR))
+    judge = replace(judge, path=resolve_model_folder(judge.path, f"{kind}.judge.path", ACTOR_ROLE))
     return replace(
-        scores, model=model_folder(scores.model, f"{kind}.model", LEARNED, kind), judge=judge
+        scores,
+        model=resolve_model_folder(scores.model, f"{kind}.model", _REWARD_MODEL_ROLE, kind),
+        judge=judge,
     )

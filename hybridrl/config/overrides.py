@@ -18,18 +18,23 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from hybridrl.config import recipe
-from hybridrl.config.presets import CHOSEN
+from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_names import check_name, is_open, leaves
-from hybridrl.config.setting_types import hints, is_optional, kind_of, plain
-from hybridrl.errors import ConfigError, Problems
+from hybridrl.config.setting_names import check_setting_name, is_open_setting, list_settings
+from hybridrl.config.setting_types import (
+    describe_expected,
+    is_optional,
+    read_type_hints,
+    strip_annotations,
+)
+from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.system.redaction import register_secrets
 
 _PARSER = OverridesParser.create()
 
 
 @dataclass(frozen=True)
-class Override:
+class SettingOverride:
     """An override of one setting.
 
     Attributes:
@@ -45,47 +50,47 @@ class Override:
     @property
     def is_preset(self) -> bool:
         """True if the override chooses a preset."""
-        return self.key in CHOSEN
+        return self.key in DEFAULT_PRESETS
 
 
-def read_overrides(arguments: Sequence[str], problems: Problems) -> list[Override]:
+def parse_overrides(arguments: Sequence[str], problems: ErrorCollector) -> list[SettingOverride]:
     """Parse command-line arguments to overrides, with recipes expanded in place.
 
     Args:
         problems: Gets what is said of arguments that are none.
     """
-    found: list[Override] = []
+    found: list[SettingOverride] = []
     for argument in arguments:
         register_secrets(argument)
         with problems.noted():
-            found += _read(argument, arguments)
+            found += _parse_override(argument, arguments)
     with problems.noted():
-        _check_one_preset(arguments)
+        _check_repeated_presets(arguments)
     return found
 
 
-def hint_of(key: str) -> Any:
+def find_setting_type(key: str) -> Any:
     """Return the type of a setting, of a group, or of the entries of an open setting."""
     hint: Any = Config
     for name in key.split("."):
-        group = plain(hint)
+        group = strip_annotations(hint)
         if is_dataclass(group):
-            hint = hints(group)[name]  # type: ignore[arg-type]
+            hint = read_type_hints(group)[name]  # type: ignore[arg-type]
         else:
             hint = (*get_args(group), Any, Any)[1]
     return hint
 
 
-def in_brackets(key: str, text: str) -> str:
+def suggest_brackets(key: str, text: str) -> str:
     """Suggest writing a list in brackets."""
     return f"Write it in brackets: '{key}=[{text}]'."
 
 
-def _read(argument: str, arguments: Sequence[str]) -> list[Override]:
+def _parse_override(argument: str, arguments: Sequence[str]) -> list[SettingOverride]:
     key, equals, text = argument.partition("=")
     if key.startswith("~"):
         name = key.removeprefix("~")
-        none = f", or write {name}=null" if is_optional(leaves().get(name)) else ""
+        none = f", or write {name}=null" if is_optional(list_settings().get(name)) else ""
         raise ConfigError(
             f"{argument}: no setting can be taken away. For its default leave it out{none}."
         )
@@ -94,45 +99,45 @@ def _read(argument: str, arguments: Sequence[str]) -> list[Override]:
             f"`{argument}` is not an override; write key=value, for example trainer.steps=20."
         )
     key = re.sub(r"^\+{1,2}", "", key).strip()
-    if key == recipe.KEY:
-        return _of_recipe(Path(text))
-    check_name(key, text, arguments)
-    value = text if key in CHOSEN else _value(key, text)
-    return [Override(key, value, f"{key}={text}")]
+    if key == recipe.RECIPE_KEY:
+        return _expand_recipe(Path(text))
+    check_setting_name(key, text, arguments)
+    value = text if key in DEFAULT_PRESETS else _parse_value(key, text)
+    return [SettingOverride(key, value, f"{key}={text}")]
 
 
-def _of_recipe(path: Path) -> list[Override]:
-    settings, problems = recipe.read_recipe(path), Problems()
+def _expand_recipe(path: Path) -> list[SettingOverride]:
+    settings, problems = recipe.read_recipe(path), ErrorCollector()
     for name in settings:
         with problems.noted():
-            check_name(name)
+            check_setting_name(name)
     try:
         problems.raise_if_any()
     except ConfigError as error:
         raise ConfigError(*(f"recipe={path}: {said}" for said in error.problems)) from None
-    return [Override(name, value, f"{name}={value}") for name, value in settings.items()]
+    return [SettingOverride(name, value, f"{name}={value}") for name, value in settings.items()]
 
 
-def _value(key: str, text: str) -> Any:
-    hint = hint_of(key)
-    kind = plain(hint)
+def _parse_value(key: str, text: str) -> Any:
+    hint = find_setting_type(key)
+    kind = strip_annotations(hint)
     if kind is str:
-        return None if text == "null" else _unquoted(text)
+        return None if text == "null" else _strip_quotes(text)
     try:
         parsed = _PARSER.parse_override(f"key={text}")
     except HydraException:
-        return _value_beyond_grammar(text)
-    if kind is Any or is_open(key):
+        return _parse_yaml_value(text)
+    if kind is Any or is_open_setting(key):
         value = text if parsed.is_sweep_override() else parsed.value()
-        return _unquoted(text) if isinstance(value, str) else value
+        return _strip_quotes(text) if isinstance(value, str) else value
     if parsed.is_sweep_override():
         single = get_origin(kind) is not list
-        cure = "For a job with each, add --multirun." if single else in_brackets(key, text)
-        raise ConfigError(f"{key}={text}: {kind_of(hint)}. {cure}")
+        cure = "For a job with each, add --multirun." if single else suggest_brackets(key, text)
+        raise ConfigError(f"{key}={text}: {describe_expected(hint)}. {cure}")
     return parsed.value()
 
 
-def _value_beyond_grammar(text: str) -> Any:
+def _parse_yaml_value(text: str) -> Any:
     """Parse lists and dictionaries that Hydra's grammar does not accept, such as `[</s>]`; else
     return the text."""
     if text[:1] + text[-1:] in ("[]", "{}"):
@@ -143,7 +148,7 @@ def _value_beyond_grammar(text: str) -> Any:
     return text
 
 
-def _unquoted(text: str) -> str:
+def _strip_quotes(text: str) -> str:
     """Strip quotes around the whole text."""
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         try:
@@ -154,10 +159,10 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _check_one_preset(arguments: Sequence[str]) -> None:
+def _check_repeated_presets(arguments: Sequence[str]) -> None:
     """Refuse two presets of one group on a command line, because the first would be ignored; a
     preset of a recipe may be replaced."""
-    for group in CHOSEN:
+    for group in DEFAULT_PRESETS:
         chosen = list(dict.fromkeys(a for a in arguments if a.lstrip("+").startswith(f"{group}=")))
         if len(chosen) > 1:
             raise ConfigError(

@@ -10,7 +10,7 @@ import yaml
 from hybridrl.errors import ConfigError
 from hybridrl.system.redaction import register_secrets
 
-KEY = "recipe"
+RECIPE_KEY = "recipe"
 """`recipe=<file>` stands for the settings in the file; what follows it wins."""
 
 

@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.config.schema import Config, OptimizerConfig, ParallelConfig
-from hybridrl.config.setting_types import hints, kind_of, wrong_values
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.setting_types import describe_expected, find_invalid_values, read_type_hints
+from hybridrl.errors import ConfigError, suggest_name
 
-Settings = TypeVar("Settings")
+_Settings = TypeVar("_Settings")
 
 
 @dataclass(frozen=True)
-class ModelSettings:
+class RoleModelConfig:
     """The settings of one role's model."""
 
     path: str | None = None
@@ -32,7 +32,7 @@ class ModelSettings:
         return replace(actor, **self.optimizer)
 
 
-def model_settings(config: Config, role: str) -> ModelSettings:
+def parse_role_model(config: Config, role: str) -> RoleModelConfig:
     """Parse the settings of a role's model.
 
     Raises:
@@ -40,7 +40,7 @@ def model_settings(config: Config, role: str) -> ModelSettings:
     """
     name, read = f"models.{role}", config.models.get(role)
     if read is None:
-        return ModelSettings()
+        return RoleModelConfig()
     if not isinstance(read, Mapping):
         raise ConfigError(
             f"{name}={read}: is a group of settings; set path, parallel or optimizer in it."
@@ -54,36 +54,38 @@ def model_settings(config: Config, role: str) -> ModelSettings:
             f"{name}.precision={precision}: must be a file of `hybridrl plan precision`."
         )
     known = ("path", "parallel", "optimizer", "precision")
-    return ModelSettings(
+    return RoleModelConfig(
         path,
-        None if parallel is None else typed(f"{name}.parallel", ParallelConfig(), parallel),
-        {} if optimizer is None else _changed(f"{name}.optimizer", config, optimizer),
+        None if parallel is None else parse_group(f"{name}.parallel", ParallelConfig(), parallel),
+        {}
+        if optimizer is None
+        else _parse_optimizer_changes(f"{name}.optimizer", config, optimizer),
         {key: value for key, value in read.items() if key not in known},
         precision,
     )
 
 
-def _changed(name: str, config: Config, read: Any) -> Mapping[str, Any]:
-    checked = typed(name, config.actor.optimizer, read)
+def _parse_optimizer_changes(name: str, config: Config, read: Any) -> Mapping[str, Any]:
+    checked = parse_group(name, config.actor.optimizer, read)
     return {key: getattr(checked, key) for key in read}
 
 
-def typed(name: str, defaults: Settings, read: Any) -> Settings:
+def parse_group(name: str, defaults: _Settings, read: Any) -> _Settings:
     """Parse a mapping to a group of settings over its defaults, with types and constraints checked.
 
     Raises:
         ConfigError: for a name that is not known, or a value of another type or out of range.
     """
-    check_names(name, read, [f.name for f in fields(defaults)])  # type: ignore[arg-type]
+    check_group_names(name, read, [f.name for f in fields(defaults)])  # type: ignore[arg-type]
     found: Any = OmegaConf.structured(defaults)
     for key, value in read.items():
         try:
             found[key] = value
         except OmegaConfBaseException:
-            kind = kind_of(hints(type(defaults))[key])
+            kind = describe_expected(read_type_hints(type(defaults))[key])
             raise ConfigError(f"{name}.{key}={value}: {kind}.") from None
     settings: Any = OmegaConf.to_object(found)
-    wrong = dict(wrong_values(settings, f"{name}."))
+    wrong = dict(find_invalid_values(settings, f"{name}."))
     if said := [
         wrong[setting] for setting in (f"{name}.{key}" for key in read) if setting in wrong
     ]:
@@ -91,7 +93,7 @@ def typed(name: str, defaults: Settings, read: Any) -> Settings:
     return settings  # type: ignore[no-any-return]
 
 
-def check_names(name: str, read: Any, known: Iterable[str]) -> None:
+def check_group_names(name: str, read: Any, known: Iterable[str]) -> None:
     """Refuse a value that is not a group of settings, and unknown names in it.
 
     Raises:
@@ -104,5 +106,5 @@ def check_names(name: str, read: Any, known: Iterable[str]) -> None:
         if key not in known:
             raise ConfigError(
                 f"There is no setting `{name}.{key}`; there are {', '.join(known)}."
-                f"{nearest(str(key), known)}"
+                f"{suggest_name(str(key), known)}"
             )

@@ -15,28 +15,28 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from hybridrl.config.constraints import (
-    ListOf,
-    Name,
+    AppliesIf,
+    LearningRate,
+    NameOrPath,
     NonNegativeFloat,
     NonNegativeInt,
+    NumberRange,
     OneOf,
+    OneOrMoreOf,
     PositiveFloat,
     PositiveInt,
-    Range,
-    Rate,
     Seconds,
-    With,
 )
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.environment_schema import EnvironmentConfig, is_served
 from hybridrl.config.eval_schema import EvalConfig, EvalSetConfig, EvalStopConfig
 from hybridrl.config.model_schema import (
-    APART,
-    CHECKPOINTING,
-    LOSSY_SYNC,
+    CHECKPOINTING_MODES,
+    LOSSY_WEIGHT_SYNCS,
+    WITH_SEPARATE_GENERATOR,
     ActorConfig,
     CriticConfig,
-    LoraSettings,
+    LoraAdapterConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -50,15 +50,15 @@ from hybridrl.config.objective_schema import (
     AlgorithmConfig,
     CostConfig,
     DistillationConfig,
-    ExpertConfig,
+    ExpertIterationConfig,
     JudgeConfig,
     PreferenceConfig,
     RewardConfig,
 )
 
 __all__ = [
-    "CHECKPOINTING",
-    "LOSSY_SYNC",
+    "CHECKPOINTING_MODES",
+    "LOSSY_WEIGHT_SYNCS",
     "ActorConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -72,10 +72,10 @@ __all__ = [
     "EvalConfig",
     "EvalSetConfig",
     "EvalStopConfig",
-    "ExpertConfig",
+    "ExpertIterationConfig",
     "GuardConfig",
     "JudgeConfig",
-    "LoraSettings",
+    "LoraAdapterConfig",
     "ModelConfig",
     "ObserveConfig",
     "OptimizerConfig",
@@ -83,7 +83,7 @@ __all__ = [
     "PlacementConfig",
     "PreferenceConfig",
     "RayConfig",
-    "RecoverConfig",
+    "RecoveryConfig",
     "RewardConfig",
     "RolloutConfig",
     "RolloutParallelConfig",
@@ -94,13 +94,13 @@ __all__ = [
     "is_served",
 ]
 
-PLACED = With("placement.strategy=explicit", "placement.strategy=interleaving")
-PAIRS = With("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
-SAVED = With("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
-RAY = With("executor=ray")
+_WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")
+PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
+_WITH_CHECKPOINTS = AppliesIf("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
+_WITH_RAY = AppliesIf("executor=ray")
 
 
-CLOSING_SECONDS = 8.0
+CLOSE_TIMEOUT_S = 8.0
 """How long workers and Ray may take to end after a signal."""
 
 
@@ -108,13 +108,13 @@ CLOSING_SECONDS = 8.0
 class RunConfig:
     """The run's name, folder and seed."""
 
-    name: Name = "grpo"
+    name: NameOrPath = "grpo"
     """Part of the folder's name, and the run's name in trackers; the algorithm's if not set."""
-    root: Name = "runs"
+    root: NameOrPath = "runs"
     """Folder of all runs; this one becomes `<root>/<date>-<name>`."""
-    directory: Name | None = None
+    directory: NameOrPath | None = None
     """An explicit folder instead."""
-    seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 0
+    seed: Annotated[int, NumberRange(least=0, most=2**32 - 1)] = 0
     """Of the tiny model, the order of the data, the held-out rows, adapters and all sampling."""
     dry: bool = False
     """Run every check of a start that needs no workers, print the resolved settings, and end."""
@@ -126,10 +126,10 @@ class RunConfig:
 class RayConfig:
     """The connection to Ray."""
 
-    address: Annotated[Name | None, RAY] = None
+    address: Annotated[NameOrPath | None, _WITH_RAY] = None
     """`auto`, `host:port` or `ray://host:port` joins a cluster; `local` starts one on this machine;
     null joins that of the environment variable RAY_ADDRESS, and starts one where it is not set."""
-    start_timeout_s: Annotated[Seconds, RAY] = 120.0
+    start_timeout_s: Annotated[Seconds, _WITH_RAY] = 120.0
     """Longest wait for the cluster to give the devices."""
 
 
@@ -149,31 +149,33 @@ class PlacementConfig:
     """The placement of roles on devices; `placement=<name>` chooses a strategy. Only `staleness`
     and `in_flight` change what is learned."""
 
-    strategy: Name = "flattening"
+    strategy: NameOrPath = "flattening"
     """`flattening`, `interleaving`, `separation`, `auto` (what a search finds to be quickest here),
     `explicit`, `file`, or a function of yours:
     `path/to/file.py:name`; see `hybridrl.placement`."""
-    path: Annotated[Name | None, With("placement.strategy=file")] = None
+    path: Annotated[NameOrPath | None, AppliesIf("placement.strategy=file")] = None
     """For `file`: a placement.json, as every run leaves one."""
-    lengths: Annotated[Name | None, With("placement.strategy=auto")] = None
+    lengths: Annotated[NameOrPath | None, AppliesIf("placement.strategy=auto")] = None
     """For `auto`: tokens of a usual prompt and response, `300+800`, with the longest response of a
     step, `300+800..4096`; or the folder of a run whose samples were as long; null: as long as they
     may be."""
-    roles: Annotated[dict[str, Any], PLACED] = field(default_factory=dict)
+    roles: Annotated[dict[str, Any], _WITH_ROLE_PLACEMENT] = field(default_factory=dict)
     """By role (`actor`, `generator`, `critic`, `reference`, `reward` ...): its `devices` in rank
     order (for `explicit`), or its `share` of them (for `interleaving`)."""
-    generation_devices: Annotated[PositiveInt | None, APART] = None
+    generation_devices: Annotated[PositiveInt | None, WITH_SEPARATE_GENERATOR] = None
     """For `separation`: how many devices generate; null: half of them."""
-    scoring: Annotated[str, OneOf("generation", "training"), APART] = "generation"
+    scoring: Annotated[str, OneOf("generation", "training"), WITH_SEPARATE_GENERATOR] = "generation"
     """For `separation`: on which side the roles live that only score, `generation` or
     `training`."""
-    staleness: Annotated[NonNegativeInt, APART] = 0
+    staleness: Annotated[NonNegativeInt, WITH_SEPARATE_GENERATOR] = 0
     """Where generation has its own devices: how many steps the samples' policy may be behind. 0 is
     strictly on-policy; with 1 the next samples are generated while the last ones are learned."""
-    in_flight: Annotated[bool, APART] = False
+    in_flight: Annotated[bool, WITH_SEPARATE_GENERATOR] = False
     """Where generation has its own devices: give it new weights between two tokens, without waiting
     for the samples under way; they go on with the new weights."""
-    transport: Annotated[str, OneOf("auto", "collective", "store"), APART] = "auto"
+    transport: Annotated[str, OneOf("auto", "collective", "store"), WITH_SEPARATE_GENERATOR] = (
+        "auto"
+    )
     """How weights reach devices that only generate: `collective`, `store` (Ray's object store), or
     `auto`: collective wherever both sides can meet (`staleness` up to 1)."""
 
@@ -185,9 +187,9 @@ class WarmupConfig:
 
     steps: NonNegativeInt = 0
     """Updates before reinforcement begins; 0: none."""
-    examples_per_step: Annotated[PositiveInt, With("warmup.steps")] = 256
+    examples_per_step: Annotated[PositiveInt, AppliesIf("warmup.steps")] = 256
     """Prompts with their answers that an update learns from."""
-    learning_rate: Annotated[Rate, With("warmup.steps")] = 1e-3
+    learning_rate: Annotated[LearningRate, AppliesIf("warmup.steps")] = 1e-3
     """In place of `actor.optimizer.learning_rate`."""
 
 
@@ -195,7 +197,7 @@ class WarmupConfig:
 class TrainerConfig:
     """The driver program and its number of steps."""
 
-    name: Name = "grpo"
+    name: NameOrPath = "grpo"
     """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
     steps: PositiveInt = 100
     """Each generates for `data.prompts_per_step` prompts and learns from them."""
@@ -211,20 +213,20 @@ class CheckpointConfig:
     every_minutes: NonNegativeFloat | None = 0.0
     """Minutes after which the next step is saved, if no other was; 0: none for that reason; null:
     as many as waste least, by what the last checkpoint has cost and how often devices fail."""
-    keep_last: Annotated[PositiveInt, SAVED] = 2
+    keep_last: Annotated[PositiveInt, _WITH_CHECKPOINTS] = 2
     """So many of the newest stay; older ones are removed."""
-    keep_every: Annotated[NonNegativeInt, SAVED] = 0
+    keep_every: Annotated[NonNegativeInt, _WITH_CHECKPOINTS] = 0
     """Steps that are multiples of it are never removed; 0: no such steps."""
-    best: Name | None = None
+    best: NameOrPath | None = None
     """A figure of the evaluations, such as `accuracy`, or `-eval/loss` where less is better: a step
     that is better than all before it is saved, and stays."""
-    folder: Annotated[Name | None, SAVED] = None
+    folder: Annotated[NameOrPath | None, _WITH_CHECKPOINTS] = None
     """Where the steps are instead of in the run's `checkpoints/`: a folder, or a URL that fsspec
     knows (`s3://bucket/run-7`)."""
-    asynchronous: Annotated[bool, SAVED] = True
+    asynchronous: Annotated[bool, _WITH_CHECKPOINTS] = True
     """Write a copy of the state while the next steps go on; false: wait until it is written, which
     saves the memory for the copy, 12 bytes of the host for each parameter that a device trains."""
-    memory_copies: Annotated[NonNegativeInt, SAVED] = 0
+    memory_copies: Annotated[NonNegativeInt, _WITH_CHECKPOINTS] = 0
     """Keep the newest checkpoint in the memory of nodes, too: what a device writes on its own node
     and on so many others. After a loss of a worker, or of as many nodes, it is read from there. 0:
     nowhere."""
@@ -236,16 +238,16 @@ class CheckpointConfig:
 
 
 @dataclass
-class RecoverConfig:
+class RecoveryConfig:
     """The recovery of a job with checkpoints from a lost worker, host or node, and its end after
     SIGTERM; see docs/checkpoints.md."""
 
-    max_restarts: Annotated[NonNegativeInt, SAVED] = 3
+    max_restarts: Annotated[NonNegativeInt, _WITH_CHECKPOINTS] = 3
     """So many times in a row, without a new checkpoint between them, its workers are started again
     and it goes on from the newest checkpoint. 0: it ends with the error."""
-    min_devices: Annotated[PositiveInt | None, SAVED] = None
+    min_devices: Annotated[PositiveInt | None, _WITH_CHECKPOINTS] = None
     """Where fewer devices come back: go on with as few as these; null: with all or not at all."""
-    wait_s: Annotated[NonNegativeFloat, SAVED] = 300.0
+    wait_s: Annotated[NonNegativeFloat, _WITH_CHECKPOINTS] = 300.0
     """Longest wait for all devices to come back."""
     grace_s: Seconds = 30.0
     """Time between SIGTERM, SIGHUP or Ctrl-C and the end of the process: what is in hand is
@@ -254,7 +256,7 @@ class RecoverConfig:
     @property
     def save_s(self) -> float:
         """The seconds of the grace period for saving; the rest is for stopping workers."""
-        return max(self.grace_s / 2, self.grace_s - CLOSING_SECONDS)
+        return max(self.grace_s / 2, self.grace_s - CLOSE_TIMEOUT_S)
 
 
 @dataclass
@@ -266,7 +268,7 @@ class GuardConfig:
     """`skip`: the update is left out; `stop`: the job ends; `rewind`: it goes back to the last
     checkpoint, and leaves out the prompts that led there when they come again."""
     most_skipped: Annotated[
-        int, Range(least=1, most=20, why="After so many in a row the engine itself gives up.")
+        int, NumberRange(least=1, most=20, why="After so many in a row the engine itself gives up.")
     ] = 10
     """So many such updates in a row, or rewinds to one checkpoint, end the job."""
     most_mismatch: PositiveFloat | None = None
@@ -275,13 +277,13 @@ class GuardConfig:
     fewer bits or `models.actor.precision`, and no limit where `rollout.weight_sync` brings weights
     roughly."""
 
-    tripwires: Annotated[NonNegativeInt | None, With("guard.tripwires", "reward.check")] = None
+    tripwires: Annotated[NonNegativeInt | None, AppliesIf("guard.tripwires", "reward.check")] = None
     """Watch for a reward that rises while measures that are not rewarded fall (evaluations,
     `reward.check`), and for a policy that repeats itself: windows of so many steps are compared. 0:
     do not; null: 20 with `reward.check`, else 0."""
-    on_tripwire: Annotated[str, OneOf("warn", "stop"), With("guard.tripwires", "reward.check")] = (
-        "warn"
-    )
+    on_tripwire: Annotated[
+        str, OneOf("warn", "stop"), AppliesIf("guard.tripwires", "reward.check")
+    ] = "warn"
     """`warn`: tell of it; `stop`: the job ends, with its model saved."""
 
 
@@ -307,7 +309,9 @@ class Config:
     executor: Annotated[str, OneOf("ray", "inline")] = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    metrics: Annotated[Any, ListOf("tensorboard", "wandb", "mlflow", "trackio", "jsonl")] = None
+    metrics: Annotated[Any, OneOrMoreOf("tensorboard", "wandb", "mlflow", "trackio", "jsonl")] = (
+        None
+    )
     """Besides `metrics.jsonl`: `tensorboard`, `wandb`, `mlflow`, `trackio`, or a list of them."""
     ray: RayConfig = field(default_factory=RayConfig)
     controller: ControllerConfig = field(default_factory=ControllerConfig)
@@ -326,29 +330,31 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: Annotated[PreferenceConfig | None, PAIRS] = None
     """Set by `algorithm=dpo`, `algorithm=online_dpo` and `algorithm=reward_model`."""
-    expert: Annotated[ExpertConfig | None, With("trainer.name=expert_iteration")] = None
+    expert: Annotated[ExpertIterationConfig | None, AppliesIf("trainer.name=expert_iteration")] = (
+        None
+    )
     """Set by `algorithm=expert_iteration`."""
     distillation: Annotated[
         DistillationConfig | None,
-        With("trainer.name=distillation", "trainer.name=offline_distillation"),
+        AppliesIf("trainer.name=distillation", "trainer.name=offline_distillation"),
     ] = None
     """Set by `algorithm=distillation` and `algorithm=offline_distillation`."""
-    cost: Annotated[CostConfig | None, With("trainer.name=safe_rlhf")] = None
+    cost: Annotated[CostConfig | None, AppliesIf("trainer.name=safe_rlhf")] = None
     """Set by `algorithm=safe_rlhf`."""
-    warmup: Annotated[WarmupConfig, WARMED_UP, With("data.task")] = field(
+    warmup: Annotated[WarmupConfig, WARMED_UP, AppliesIf("data.task")] = field(
         default_factory=WarmupConfig
     )
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    recover: RecoveryConfig = field(default_factory=RecoveryConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
-    resume: Name | None = None
+    resume: NameOrPath | None = None
     """What to go on from, with its settings where no other is given: the folder of a run (its
     newest checkpoint) or one of its step folders; or `auto`: the newest checkpoint in
     `run.directory`, and the beginning where there is none."""
-    fork: Name | None = None
+    fork: NameOrPath | None = None
     """What a new run begins from, with its settings where no other is given: a run or a step, as
     for `resume`. The old run stays as it is. With `resume=auto` it counts only while the new run
     has no checkpoint of its own."""

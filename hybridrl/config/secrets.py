@@ -23,7 +23,7 @@ from hybridrl.system.redaction import (
     ENTRY,
     HIDDEN,
     REFERENCE,
-    is_secret,
+    is_secret_name,
     redact,
     register_secret,
     url_secrets,
@@ -36,7 +36,7 @@ _FREE = re.compile(
 )
 
 
-class Secret(str):
+class SecretStr(str):
     """A text that behaves as any other string but is redacted in `repr` and wherever settings are
     written.
 
@@ -46,7 +46,7 @@ class Secret(str):
 
     written: str
 
-    def __new__(cls, text: str, written: str = HIDDEN) -> Secret:
+    def __new__(cls, text: str, written: str = HIDDEN) -> SecretStr:
         found = super().__new__(cls, text)
         found.written = written
         for secret in url_secrets(text) or [text]:
@@ -57,13 +57,13 @@ class Secret(str):
         return repr(self.written)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Secret, (str(self), self.written)
+        return SecretStr, (str(self), self.written)
 
     def __str__(self) -> str:
         return str.__str__(self)
 
 
-def marked(config: Config, said: DictConfig) -> Config:
+def mark_secrets(config: Config, said: DictConfig) -> Config:
     """Mark the secrets among the settings.
 
     Args:
@@ -74,55 +74,55 @@ def marked(config: Config, said: DictConfig) -> Config:
     def mark(path: Sequence[Any], value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        text = _at(references, path)
+        text = _read_nested(references, path)
         found = REFERENCE.search(text) if isinstance(text, str) else None
-        if _is_named(path) or (found is not None and is_secret(found[1])):
-            return Secret(value, text if found is not None else HIDDEN)
+        if _is_named(path) or (found is not None and is_secret_name(found[1])):
+            return SecretStr(value, text if found is not None else HIDDEN)
         if url_secrets(value):
-            return Secret(value, text if found is not None else without_url_secrets(value))
+            return SecretStr(value, text if found is not None else without_url_secrets(value))
         return value
 
-    return _changed(config, mark)
+    return _map_values(config, mark)
 
 
-def written(config: Config) -> Config:
+def redact_secrets(config: Config) -> Config:
     """Replace marked secrets by what may be written in their place."""
 
     def write(path: Sequence[Any], value: Any) -> Any:
-        if isinstance(value, Secret):
+        if isinstance(value, SecretStr):
             return value.written
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_hidden = is_number and _is_named(path)  # or the same text, in another place
         return HIDDEN if is_hidden or (type(value) is str and redact(value) == HIDDEN) else value
 
-    return _changed(config, write)
+    return _map_values(config, write)
 
 
 def _is_named(path: Sequence[Any]) -> bool:
     """Whether it is a free option whose name says that it is a secret."""
     named = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
-    return is_secret(named) and _FREE.match(".".join(map(str, path))) is not None
+    return is_secret_name(named) and _FREE.match(".".join(map(str, path))) is not None
 
 
-def unmarked(config: Config) -> Config:
+def reveal_secrets(config: Config) -> Config:
     """Replace marked secrets by plain strings."""
-    return _changed(config, lambda _, v: str.__str__(v) if isinstance(v, Secret) else v)
+    return _map_values(config, lambda _, v: str.__str__(v) if isinstance(v, SecretStr) else v)
 
 
-def as_given(config: Config, given: Config) -> Config:
+def copy_secret_references(config: Config, given: Config) -> Config:
     """Mark secrets as in `given`, where both have the same values, so that references such as
     `${oc.env:NAME}` are kept."""
     before: dict[tuple[Any, ...], Any] = {}
-    _changed(given, lambda path, value: before.setdefault(tuple(path), value))
+    _map_values(given, lambda path, value: before.setdefault(tuple(path), value))
 
     def change(path: Sequence[Any], value: Any) -> Any:
         earlier = before.get(tuple(path))
-        return earlier if isinstance(earlier, Secret) and earlier == value else value
+        return earlier if isinstance(earlier, SecretStr) and earlier == value else value
 
-    return _changed(config, change)
+    return _map_values(config, change)
 
 
-def check_known(config: Config, resumed: str) -> None:
+def check_redacted_secrets(config: Config, resumed: str) -> None:
     """Refuse a secret whose stored value is only `***`.
 
     Args:
@@ -133,7 +133,7 @@ def check_known(config: Config, resumed: str) -> None:
     """
 
     def check(path: Sequence[Any], value: Any) -> Any:
-        if isinstance(value, str) and (value == HIDDEN or hides_password(value)):
+        if isinstance(value, str) and (value == HIDDEN or has_redacted_password(value)):
             key = ".".join(map(str, path))
             variable = str(path[-1]).upper()
             raise ConfigError(
@@ -142,48 +142,54 @@ def check_known(config: Config, resumed: str) -> None:
             )
         return value
 
-    _changed(config, check)
+    _map_values(config, check)
 
 
-def hides_password(text: str) -> bool:
+def has_redacted_password(text: str) -> bool:
     """Return whether a URL has `***` in place of its password."""
     return HIDDEN in url_secrets(text)
 
 
-def command_line(arguments: Sequence[str]) -> list[str]:
+def redact_command_line(arguments: Sequence[str]) -> list[str]:
     """Redact the secrets of `key=value` arguments."""
-    return [_argument(argument) for argument in arguments]
+    return [_redact_argument(argument) for argument in arguments]
 
 
-def _argument(argument: str) -> str:
+def _redact_argument(argument: str) -> str:
     argument = without_url_secrets(argument)
     key, _, value = argument.partition("=")
     if not _FREE.match(key):
         return argument
-    if is_secret(key.rpartition(".")[2]) and not REFERENCE.fullmatch(value.strip("'\"")):
+    if is_secret_name(key.rpartition(".")[2]) and not REFERENCE.fullmatch(value.strip("'\"")):
         return f"{key}={HIDDEN}"
     # Several at once: reward.options.score={api_key: ...}
-    return ENTRY.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret(m[2]) else m[0], argument)
+    return ENTRY.sub(lambda m: f"{m[1]}{HIDDEN}" if is_secret_name(m[2]) else m[0], argument)
 
 
-def _changed(config: Config, change: Callable[[Sequence[Any], Any], Any]) -> Config:
+def _map_values(config: Config, change: Callable[[Sequence[Any], Any], Any]) -> Config:
     """Apply a function to every value of the settings, given its path and itself."""
-    return _walked((), config, change)  # type: ignore[no-any-return]
+    return _map_nested_values((), config, change)  # type: ignore[no-any-return]
 
 
-def _walked(path: tuple[Any, ...], value: Any, change: Callable[[Sequence[Any], Any], Any]) -> Any:
+def _map_nested_values(
+    path: tuple[Any, ...], value: Any, change: Callable[[Sequence[Any], Any], Any]
+) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in fields(value)]
-        inner = {n: _walked((*path, n), getattr(value, n), change) for n in names}
+        inner = {n: _map_nested_values((*path, n), getattr(value, n), change) for n in names}
         return replace(value, **inner)
     if isinstance(value, Mapping):
-        return {key: _walked((*path, key), entry, change) for key, entry in value.items()}
+        return {
+            key: _map_nested_values((*path, key), entry, change) for key, entry in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_walked((*path, place), entry, change) for place, entry in enumerate(value)]
+        return [
+            _map_nested_values((*path, place), entry, change) for place, entry in enumerate(value)
+        ]
     return change(path, value)
 
 
-def _at(settings: Any, path: Sequence[Any]) -> Any:
+def _read_nested(settings: Any, path: Sequence[Any]) -> Any:
     for part in path:
         try:
             settings = settings[part]

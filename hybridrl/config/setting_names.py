@@ -8,13 +8,13 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
-from hybridrl.config.aliases import meant
-from hybridrl.config.presets import CHOSEN
+from hybridrl.config.aliases import explain_alias
+from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_types import hints, plain
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.config.setting_types import read_type_hints, strip_annotations
+from hybridrl.errors import ConfigError, suggest_name
 
-OPEN = (
+OPEN_SETTINGS = (
     *("reward.options", "cost.options", "algorithm.loss_options", "placement.roles", "models"),
     *("rollout.engine_options", "environment.options", "eval.sets"),
     *("data.task_options", "data.sampler_options", "data.sources", "data.chat_template_options"),
@@ -38,23 +38,23 @@ def without_old_settings(stored: Any) -> Any:
 
 
 @cache
-def leaves(group: Any = Config, prefix: str = "") -> Mapping[str, Any]:
+def list_settings(group: Any = Config, prefix: str = "") -> Mapping[str, Any]:
     """List the types of all settings by dotted name."""
     found: dict[str, Any] = {}
-    for name, hint in hints(group).items():
-        if is_dataclass(inner := plain(hint)):
-            found |= leaves(inner, f"{prefix}{name}.")
+    for name, hint in read_type_hints(group).items():
+        if is_dataclass(inner := strip_annotations(hint)):
+            found |= list_settings(inner, f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = hint
     return found
 
 
-def is_open(key: str) -> bool:
+def is_open_setting(key: str) -> bool:
     """Return whether any name may stand below this setting, or it is below such a setting."""
-    return any(key == name or key.startswith(f"{name}.") for name in OPEN)
+    return any(key == name or key.startswith(f"{name}.") for name in OPEN_SETTINGS)
 
 
-def check_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None:
+def check_setting_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None:
     """Refuse a key that is neither a setting, a group of settings, nor a preset.
 
     Args:
@@ -64,24 +64,26 @@ def check_name(key: str, value: str = "", arguments: Iterable[str] = ()) -> None
     Raises:
         ConfigError: with what may be meant.
     """
-    known = leaves()
-    if is_open(key):
+    known = list_settings()
+    if is_open_setting(key):
         if all(_NAME.fullmatch(part) for part in key.split(".")):
             return
         raise ConfigError(f"`{key}` is no name; names have letters, digits, `_` and dots between.")
-    if key in known or key in CHOSEN or any(name.startswith(f"{key}.") for name in known):
+    if key in known or key in DEFAULT_PRESETS or any(name.startswith(f"{key}.") for name in known):
         return
-    raise ConfigError(f"There is no setting `{key}`.{_meant(key, list(known), value, arguments)}")
+    raise ConfigError(
+        f"There is no setting `{key}`.{_suggest_setting(key, list(known), value, arguments)}"
+    )
 
 
-def _meant(key: str, known: list[str], value: str, arguments: Iterable[str]) -> str:
+def _suggest_setting(key: str, known: list[str], value: str, arguments: Iterable[str]) -> str:
     """Suggest what an unknown key may mean: an alias of another library, else the closest full
     name, else a setting with the same last word."""
     if key.split(".")[0].split("/")[0] == "hydra":
         return " Jobs keep their files in run.root, or in run.directory; nothing else is Hydra's."
-    if told := meant(key, value, arguments):
+    if told := explain_alias(key, value, arguments):
         return f" {told}"
-    if close := nearest(key, [*known, *CHOSEN]):
+    if close := suggest_name(key, [*known, *DEFAULT_PRESETS]):
         return close
     last = key.rsplit(".", 1)[-1]
     same = [name for name in known if name.rsplit(".", 1)[-1] == last]

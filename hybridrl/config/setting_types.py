@@ -10,11 +10,11 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hybridrl.config.constraints import OneOf, With
+from hybridrl.config.constraints import AppliesIf, OneOf
 
-LARGEST = 2**63 - 1
+_MAX_STORED_INT = 2**63 - 1
 """Of whole numbers that are stored."""
-KINDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -22,7 +22,7 @@ KINDS: dict[Any, str] = {
     list: "a list",
     dict: "a dictionary",
 }
-TYPES: dict[Any, Any] = {
+_ACCEPTED_TYPES: dict[Any, Any] = {
     int: numbers.Integral,
     float: numbers.Real,
     bool: bool,
@@ -31,35 +31,37 @@ TYPES: dict[Any, Any] = {
     dict: Mapping,
 }
 """What a program may give for a setting of a type."""
-OPEN = ("reward.options", "cost.options", "rollout.engine_options")
+_UNCHECKED_SETTINGS = ("reward.options", "cost.options", "rollout.engine_options")
 """Settings whose meaning only the user's functions, or vLLM, know."""
-Settings = TypeVar("Settings")
+_Settings = TypeVar("_Settings")
 
 
-def wrong_values(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def find_invalid_values(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each setting with an invalid value, with the sentence that refuses it.
 
     Args:
         settings: A group of settings.
         prefix: Its dotted name, with a dot at the end.
     """
-    for name, hint in hints(type(settings)).items():
+    for name, hint in read_type_hints(type(settings)).items():
         value, setting = getattr(settings, name), f"{prefix}{name}"
         if is_dataclass(value):
-            yield from wrong_values(value, f"{setting}.")
-        elif setting not in OPEN:
-            yield from _wrong(setting, hint, value)
+            yield from find_invalid_values(value, f"{setting}.")
+        elif setting not in _UNCHECKED_SETTINGS:
+            yield from _check_value(setting, hint, value)
 
 
-def _wrong(setting: str, hint: Any, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and not bounds(hint):
+def _check_value(setting: str, hint: Any, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and not list_constraints(hint):
         for name, entry in value.items():
-            yield from _wrong(f"{setting}.{name}", (*get_args(plain(hint)), Any, Any)[1], entry)
-    elif refusal := refused(hint, value):
-        yield setting, sentence(setting, value, hint, refusal)
+            yield from _check_value(
+                f"{setting}.{name}", (*get_args(strip_annotations(hint)), Any, Any)[1], entry
+            )
+    elif refusal := explain_invalid_value(hint, value):
+        yield setting, format_refusal(setting, value, hint, refusal)
 
 
-def sentence(setting: str, value: Any, hint: Any, refusal: str) -> str:
+def format_refusal(setting: str, value: Any, hint: Any, refusal: str) -> str:
     """Format the sentence that refuses a value.
 
     Args:
@@ -73,7 +75,7 @@ def sentence(setting: str, value: Any, hint: Any, refusal: str) -> str:
 
 
 @cache
-def hints(group: type) -> Mapping[str, Any]:
+def read_type_hints(group: type) -> Mapping[str, Any]:
     """Return the types of a group's settings with their annotations."""
     return get_type_hints(group, include_extras=True)
 
@@ -85,61 +87,61 @@ def is_optional(hint: Any) -> bool:
     return type(None) in get_args(hint)
 
 
-def plain(hint: Any) -> Any:
+def strip_annotations(hint: Any) -> Any:
     """Strip annotations and null from a type: `int`, `list[float]`, a dataclass."""
     if get_origin(hint) is Annotated:
-        return plain(get_args(hint)[0])
+        return strip_annotations(get_args(hint)[0])
     if get_origin(hint) in (Union, types.UnionType):
-        return plain(next(kind for kind in get_args(hint) if kind is not type(None)))
+        return strip_annotations(next(kind for kind in get_args(hint) if kind is not type(None)))
     return hint
 
 
-def bounds(hint: Any) -> list[Any]:
+def list_constraints(hint: Any) -> list[Any]:
     """List the constraints of a type."""
-    return [said for said in _beside(hint) if not isinstance(said, With)]
+    return [said for said in _list_annotations(hint) if not isinstance(said, AppliesIf)]
 
 
-def conditions(hint: Any) -> list[With]:
+def find_condition(hint: Any) -> list[AppliesIf]:
     """Where it counts: all have to hold, each by one of its settings."""
-    return [said for said in _beside(hint) if isinstance(said, With)]
+    return [said for said in _list_annotations(hint) if isinstance(said, AppliesIf)]
 
 
-def _beside(hint: Any) -> list[Any]:
+def _list_annotations(hint: Any) -> list[Any]:
     if get_origin(hint) is Annotated:
         inner, *said = get_args(hint)
-        return [*_beside(inner), *said]
+        return [*_list_annotations(inner), *said]
     if get_origin(hint) in (Union, types.UnionType):
-        return [bound for kind in get_args(hint) for bound in _beside(kind)]
+        return [bound for kind in get_args(hint) for bound in _list_annotations(kind)]
     return []
 
 
-def described(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """Describe a type for people: "a whole number, 1 or more"."""
-    kind = plain(hint)
-    said = bounds(hint)
+    kind = strip_annotations(hint)
+    said = list_constraints(hint)
     is_named = any(isinstance(bound, OneOf) for bound in said)
-    words = ["" if is_named else KINDS.get(get_origin(kind) or kind, ""), *map(str, said)]
+    words = ["" if is_named else _TYPE_NAMES.get(get_origin(kind) or kind, ""), *map(str, said)]
     if get_origin(kind) is list:
-        words.append(f"each {described(get_args(kind)[0])}")
+        words.append(f"each {describe_type(get_args(kind)[0])}")
     return ", ".join(filter(None, words))
 
 
-def kind_of(hint: Any) -> str:
+def describe_expected(hint: Any) -> str:
     """Describe what a value must be, as the end of a sentence: "must be ..."."""
-    return f"must be {described(hint)}{', or null' if is_optional(hint) else ''}"
+    return f"must be {describe_type(hint)}{', or null' if is_optional(hint) else ''}"
 
 
-def mistyped(hint: Any, value: Any) -> str:
+def explain_wrong_type(hint: Any, value: Any) -> str:
     """Return why a value has the wrong type, "must be ..."; empty if it has the right one."""
-    kind = plain(hint)
+    kind = strip_annotations(hint)
     if value is None and (is_optional(hint) or kind is Any):
         return ""
-    wanted = kind if is_dataclass(kind) else TYPES.get(get_origin(kind) or kind, object)
+    wanted = kind if is_dataclass(kind) else _ACCEPTED_TYPES.get(get_origin(kind) or kind, object)
     is_of_type = isinstance(value, wanted)
     if not is_of_type or (isinstance(value, bool) and kind in (int, float)):
-        return f"must be {described(hint) or 'a group of settings'}"
+        return f"must be {describe_type(hint) or 'a group of settings'}"
     hint_of_entry, entries = _entries(kind, value)
-    found = next(filter(None, (mistyped(hint_of_entry, entry) for entry in entries)), "")
+    found = next(filter(None, (explain_wrong_type(hint_of_entry, entry) for entry in entries)), "")
     return f"each {found}" if found else ""
 
 
@@ -152,41 +154,43 @@ def _entries(kind: Any, value: Any) -> tuple[Any, Iterable[Any]]:
     return Any, ()
 
 
-def refused(hint: Any, value: Any) -> str:
+def explain_invalid_value(hint: Any, value: Any) -> str:
     """Return why a value is invalid, "must be ..."; empty if it is valid."""
-    if found := mistyped(hint, value):
+    if found := explain_wrong_type(hint, value):
         return found
     if value is None:
         return ""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
-    if isinstance(value, int) and abs(value) > LARGEST:
+    if isinstance(value, int) and abs(value) > _MAX_STORED_INT:
         return "must fit into 64 bits"
     if isinstance(value, str) and "\0" in value:
         return "must be text without the character NUL"
-    hint_of_entry, entries = _entries(plain(hint), value)
-    if found := next(filter(None, (refused(hint_of_entry, entry) for entry in entries)), ""):
+    hint_of_entry, entries = _entries(strip_annotations(hint), value)
+    if found := next(
+        filter(None, (explain_invalid_value(hint_of_entry, entry) for entry in entries)), ""
+    ):
         return found if found.startswith("each ") else f"each {found}"
-    return next(filter(None, (bound.refusal(value) for bound in bounds(hint))), "")
+    return next(filter(None, (bound.refusal(value) for bound in list_constraints(hint))), "")
 
 
-def with_defaults(settings: Settings, names: Iterable[str]) -> Settings:
+def reset_to_defaults(settings: _Settings, names: Iterable[str]) -> _Settings:
     """Reset the named settings to their defaults."""
     for name in names:
-        settings = _with_default(settings, name.split("."))
+        settings = _reset_to_default(settings, name.split("."))
     return settings
 
 
-def _with_default(settings: Any, path: list[str]) -> Any:
+def _reset_to_default(settings: Any, path: list[str]) -> Any:
     name, *rest = path
     if rest and is_dataclass(inner := getattr(settings, name)):
-        value = _with_default(inner, rest)
+        value = _reset_to_default(inner, rest)
     else:
-        value = default_of(type(settings), name)
+        value = find_default(type(settings), name)
     return replace(settings, **{name: value})
 
 
-def default_of(group: type, name: str) -> Any:
+def find_default(group: type, name: str) -> Any:
     """Return the default of a setting."""
     field = next(field for field in fields(group) if field.name == name)
     if field.default is not MISSING:

@@ -12,17 +12,17 @@ from hydra.errors import HydraException
 from hybridrl.errors import ConfigError
 
 
-def jobs(arguments: Sequence[str]) -> list[list[str]]:
+def expand_sweep(arguments: Sequence[str]) -> list[list[str]]:
     """Expand a command line to the overrides of each job, the product of all listed values. Commas
     separate values outside of quotes and brackets; `range(first, end)` yields integers.
 
     Raises:
         ConfigError: for functions of Hydra's other than `choice` and `range`.
     """
-    return [list(chosen) for chosen in itertools.product(*map(_choices, arguments))]
+    return [list(chosen) for chosen in itertools.product(*map(_list_choices, arguments))]
 
 
-def _choices(argument: str) -> list[str]:
+def _list_choices(argument: str) -> list[str]:
     key, _, text = argument.partition("=")
     try:
         parsed = OverridesParser.create().parse_override(argument)

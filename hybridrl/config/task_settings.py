@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
-from hybridrl.config.changed import changed
+from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
 
 
@@ -33,13 +33,13 @@ class TaskName(str):
 def without_task(config: Config) -> Config:
     """The settings without the built-in task and without what its preset decides."""
     instead = getattr(config.data.task, "instead", {})
-    return changed(config, [("data.task", None), *instead.items()])
+    return apply_changes(config, [("data.task", None), *instead.items()])
 
 
 def with_task_noted(config: Config, instead: Mapping[str, Any], is_default: bool) -> Config:
     """The settings with a task that knows what its preset decides; see `TaskName`."""
     task = TaskName.of(str(config.data.task), instead, is_default)
-    return changed(config, [("data.task", task)])
+    return apply_changes(config, [("data.task", task)])
 
 
 def remark_on_task(config: Config) -> str:

@@ -7,27 +7,32 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from hybridrl.console.phase_colors import PHASE_COLOURS
-from hybridrl.console.run_readings import Readings, clock_time, shown, sparkline
-from hybridrl.console.safe_text import one_line
-from hybridrl.console.sample_table_text import Completion, how_many, table_lines
+from hybridrl.console.phase_colors import PHASE_COLORS
+from hybridrl.console.run_readings import (
+    RunReadings,
+    format_clock_time,
+    format_value,
+    render_sparkline,
+)
+from hybridrl.console.safe_text import sanitize_line
+from hybridrl.console.sample_table_text import ShownSample, format_sample_count, format_sample_table
 
 _LABEL_CELLS = 10
 _PLAIN_FILLS = {"generate": "█", "score": "░", "train": "▓", "sync": "▒", "other": "·"}
 
 
-def progress_line(readings: Readings, width: int) -> Text:
+def render_progress(readings: RunReadings, width: int) -> Text:
     """Render a bar of finished steps, the count, and the elapsed and remaining time."""
     done = readings.current_step or 0
     words = (
-        f"step {done}/{readings.total_steps}   {clock_time(readings.elapsed())} elapsed   "
-        f"{clock_time(readings.seconds_left())} left"
+        f"step {done}/{readings.total_steps}   {format_clock_time(readings.elapsed())} elapsed   "
+        f"{format_clock_time(readings.seconds_left())} left"
     )
     fraction = min(1.0, done / readings.total_steps) if readings.total_steps > 0 else 0.0
-    return Text.assemble(bar(fraction, width - len(words) - 2), "  ", words)
+    return Text.assemble(render_bar(fraction, width - len(words) - 2), "  ", words)
 
 
-def bar(fraction: float, cells: int) -> Text:
+def render_bar(fraction: float, cells: int) -> Text:
     """Render a thin bar, filled to `fraction`."""
     cells = max(4, cells)
     full = int(fraction * cells)
@@ -35,25 +40,25 @@ def bar(fraction: float, cells: int) -> Text:
     return Text.assemble(("━" * full + half, "#58b368"), ("─" * (cells - full - len(half)), "dim"))
 
 
-def value_lines(readings: Readings, width: int) -> list[Text]:
+def render_values(readings: RunReadings, width: int) -> list[Text]:
     """Render the metrics as a table of 4, 2 or 1 columns, the reward with its history."""
     value = readings.value
-    accuracy = shown(readings.accuracy, ".3f")
+    accuracy = format_value(readings.accuracy, ".3f")
     when = "" if readings.accuracy_step is None else f"step {readings.accuracy_step}"
-    pairs = [("pairs", shown(value("pairs/accuracy"), ".3f"), "told apart")]
-    costs = [("cost", shown(value("cost/mean"), ".3f"), "")]
+    pairs = [("pairs", format_value(value("pairs/accuracy"), ".3f"), "told apart")]
+    costs = [("cost", format_value(value("cost/mean"), ".3f"), "")]
     entries = [
-        ("reward", shown(value("reward/mean"), ".3f"), "spark"),
+        ("reward", format_value(value("reward/mean"), ".3f"), "spark"),
         *(costs if value("cost/mean") is not None else []),
-        ("loss", shown(value("policy/loss"), ".3f"), ""),
+        ("loss", format_value(value("policy/loss"), ".3f"), ""),
         *(pairs if value("pairs/accuracy") is not None else []),
         (readings.accuracy_name, accuracy, when),
-        ("length", shown(value("response/length_mean"), ".1f"), "tokens"),
-        ("entropy", shown(value("policy/entropy"), ".3f"), ""),
-        ("KL", shown(value("policy/kl"), ".2g"), ""),
-        ("mismatch", shown(value("mismatch/k3"), ".2g"), ""),
-        ("speed", shown(value("throughput/tokens_per_second"), ",.0f"), "tokens/s"),
-        ("step time", shown(value("time/step"), ".2f"), "s"),
+        ("length", format_value(value("response/length_mean"), ".1f"), "tokens"),
+        ("entropy", format_value(value("policy/entropy"), ".3f"), ""),
+        ("KL", format_value(value("policy/kl"), ".2g"), ""),
+        ("mismatch", format_value(value("mismatch/k3"), ".2g"), ""),
+        ("speed", format_value(value("throughput/tokens_per_second"), ",.0f"), "tokens/s"),
+        ("step time", format_value(value("time/step"), ".2f"), "s"),
     ]
     columns = 4 if width >= 116 else 2 if width >= 56 else 1
     cells = width // columns
@@ -64,7 +69,7 @@ def value_lines(readings: Readings, width: int) -> list[Text]:
             room = cells - max(_LABEL_CELLS, len(label)) - 10
             extra_style = "dim"
             if extra == "spark":
-                extra, extra_style = sparkline(readings.rewards, min(24, room)), "#58b368"
+                extra, extra_style = render_sparkline(readings.rewards, min(24, room)), "#58b368"
             cell = Text.assemble(
                 (f"{label:<{_LABEL_CELLS}}", "dim"),
                 (f"{number:>7}", "bold"),
@@ -77,7 +82,7 @@ def value_lines(readings: Readings, width: int) -> list[Text]:
     return lines
 
 
-def share_lines(readings: Readings, width: int, colour: bool) -> list[Text]:
+def render_phase_shares(readings: RunReadings, width: int, colour: bool) -> list[Text]:
     """Render the time shares of the last step: one stacked bar and its legend."""
     shares = readings.shares()
     if not shares:
@@ -85,7 +90,7 @@ def share_lines(readings: Readings, width: int, colour: bool) -> list[Text]:
     stack, legend = Text(), Text()
     for phase, cells in zip(shares, split_cells(list(shares.values()), width), strict=True):
         fill = "█" if colour else _PLAIN_FILLS[phase]
-        style = PHASE_COLOURS[phase] if colour else ""
+        style = PHASE_COLORS[phase] if colour else ""
         stack.append(fill * cells, style)
         name = phase if width >= 72 else {"generate": "gen"}.get(phase, phase)
         legend.append("■ " if colour else fill + " ", style)
@@ -111,17 +116,17 @@ def split_cells(shares: list[float], width: int) -> list[int]:
     return cells
 
 
-def samples_lines(
-    step: int, prompt: str, completions: Sequence[Completion], width: int
+def render_samples(
+    step: int, prompt: str, completions: Sequence[ShownSample], width: int
 ) -> list[Text]:
     """Render samples of a prompt between two rules. There are no side borders, which odd characters
     would break."""
-    heading = f"── {how_many(completions)} of step {step} "
+    heading = f"── {format_sample_count(completions)} of step {step} "
     room = width - 4  # two cells spare, for terminals that draw a character wider than rich thinks
-    first, *rows = table_lines(completions, room)
+    first, *rows = format_sample_table(completions, room)
     return [
         Text(heading + "─" * max(0, width - cell_len(heading)), "dim"),
-        Text.assemble(("  prompt  ", "dim"), one_line(prompt, room - 8)),
+        Text.assemble(("  prompt  ", "dim"), sanitize_line(prompt, room - 8)),
         Text(f"  {first}", "dim"),
         *(Text(f"  {row}") for row in rows),
         Text("─" * width, "dim"),

@@ -10,14 +10,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hybridrl.console.safe_text import one_line
+from hybridrl.console.safe_text import sanitize_line
 
-SIGNIFICANT = 0.05
+_SIGNIFICANT_P_VALUE = 0.05
 """A difference that chance alone makes so rarely is marked."""
 _WIDTH = 120
 
 
-def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table:
+def build_evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table:
     """Build a table with a line for each metric of each set: value, 95 % interval, and the
     difference from the baseline if there is one.
 
@@ -37,12 +37,18 @@ def evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table
             table.add_column(heading, justify="right")
     for name, each in sets.items():
         for row, (metric, one) in enumerate(each["metrics"].items()):
-            cells = [one_line(name, 30) if not row else "", one_line(metric, 40), *_value(one)]
-            table.add_row(*cells, *(_difference(one.get("difference")) if compared else ()))
+            cells = [
+                sanitize_line(name, 30) if not row else "",
+                sanitize_line(metric, 40),
+                *_format_value_cells(one),
+            ]
+            table.add_row(
+                *cells, *(_format_difference_cells(one.get("difference")) if compared else ())
+            )
     return table
 
 
-def table_text(table: Table) -> str:
+def render_plain_table(table: Table) -> str:
     """Render the table as plain lines."""
     console = Console(width=_WIDTH, color_system=None, force_terminal=False, force_jupyter=False)
     with console.capture() as captured:
@@ -51,23 +57,23 @@ def table_text(table: Table) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _value(one: Mapping[str, Any]) -> list[str]:
+def _format_value_cells(one: Mapping[str, Any]) -> list[str]:
     low, high = one.get("low"), one.get("high")
-    interval = "" if low is None else f"{number(low)} to {number(high)}"
-    return [str(one.get("prompts", "")), number(one.get("value")), interval]
+    interval = "" if low is None else f"{_format_number(low)} to {_format_number(high)}"
+    return [str(one.get("prompts", "")), _format_number(one.get("value")), interval]
 
 
-def _difference(one: Mapping[str, Any] | None) -> list[str]:
+def _format_difference_cells(one: Mapping[str, Any] | None) -> list[str]:
     if one is None:
         return ["", "", ""]
     p, value = one.get("p"), one.get("value")
     known = p is not None and not math.isnan(p)
-    mark = " *" if known and p < SIGNIFICANT else ""
+    mark = " *" if known and p < _SIGNIFICANT_P_VALUE else ""
     shown = "-" if not known else "<0.001" if p < 0.001 else f"{p:.3f}"
-    return [number(one.get("baseline")), number(value, sign=True) + mark, shown]
+    return [_format_number(one.get("baseline")), _format_number(value, sign=True) + mark, shown]
 
 
-def number(value: float | None, sign: bool = False) -> str:
+def _format_number(value: float | None, sign: bool = False) -> str:
     """Format a number with three decimals if it is small, none if it is large."""
     if value is None or math.isnan(value):
         return "-"

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from hybridrl.console.run_readings import Readings, clock_time, shown
-from hybridrl.console.run_view import StepView
-from hybridrl.console.safe_text import encodable, one_line, plain_lines
-from hybridrl.console.sample_table_text import Completion, how_many, table_lines
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.console.run_readings import RunReadings, format_clock_time, format_value
+from hybridrl.console.run_view import RunView
+from hybridrl.console.safe_text import escape_unencodable, sanitize_line, sanitize_lines
+from hybridrl.console.sample_table_text import ShownSample, format_sample_count, format_sample_table
+from hybridrl.system.formatting import format_seconds
 
 _PROGRESS_EVERY_S = 5.0
 _SAMPLE_CELLS = 120
 _PHASES_SHOWN = {"generate": "gen", "score": "score", "train": "train", "sync": "sync"}
 
 
-class LineConsole(StepView):
+class LineConsole(RunView):
     """A console that prints a line per step and never moves the cursor."""
 
     def __init__(
@@ -30,7 +30,7 @@ class LineConsole(StepView):
         clock: Callable[[], float] = time.monotonic,
         accuracy: str = "accuracy",
     ) -> None:
-        self._readings = Readings(total_steps, clock, accuracy)
+        self._readings = RunReadings(total_steps, clock, accuracy)
         self._console = console
         self._clock = clock
         self._phase = ""
@@ -38,11 +38,11 @@ class LineConsole(StepView):
         self._progress_shown = 0.0
         self._closed = False
         if title:
-            self._line(one_line(title, 200))
+            self._line(sanitize_line(title, 200))
 
     def phase(self, text: str) -> None:
         self._end_phase()
-        self._phase = one_line(text, 120)
+        self._phase = sanitize_line(text, 120)
         self._phase_began = self._progress_shown = self._clock()
         self._line(f"{self._phase} ...")
 
@@ -51,41 +51,43 @@ class LineConsole(StepView):
         if now - self._progress_shown >= _PROGRESS_EVERY_S or done >= total:
             self._progress_shown = now
             self._line(
-                f"{self._phase} {done}/{total}" + (f" | {one_line(note, 80)}" if note else "")
+                f"{self._phase} {done}/{total}" + (f" | {sanitize_line(note, 80)}" if note else "")
             )
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._end_phase()
         self._readings.record(step, metrics)
-        self._line(step_line(self._readings))
+        self._line(format_step_line(self._readings))
 
-    def samples(self, prompt: str, completions: Sequence[Completion]) -> None:
-        self._line(f"  {how_many(completions)} of: {one_line(prompt, _SAMPLE_CELLS)}")
-        for line in table_lines(completions, _SAMPLE_CELLS):
+    def samples(self, prompt: str, completions: Sequence[ShownSample]) -> None:
+        self._line(
+            f"  {format_sample_count(completions)} of: {sanitize_line(prompt, _SAMPLE_CELLS)}"
+        )
+        for line in format_sample_table(completions, _SAMPLE_CELLS):
             self._line(f"  {line}")
 
     def message(self, text: str) -> None:
-        self._line(plain_lines(text))
+        self._line(sanitize_lines(text))
 
     def close(self, final: str = "") -> None:
         if self._closed:
             return
         self._closed = True
         if final:
-            self._line(plain_lines(final))
+            self._line(sanitize_lines(final))
 
     def _end_phase(self) -> None:
         seconds = self._clock() - self._phase_began
         if self._phase and seconds >= 1.0:  # a shorter one needs no second line
-            self._line(f"{self._phase}: {readable_seconds(seconds)}")
+            self._line(f"{self._phase}: {format_seconds(seconds)}")
         self._phase = ""
 
     def _line(self, text: str) -> None:
         # soft_wrap: a log's reader wants whole lines, whatever width rich guesses for a pipe.
-        self._console.print(Text(encodable(text, self._console.encoding)), soft_wrap=True)
+        self._console.print(Text(escape_unencodable(text, self._console.encoding)), soft_wrap=True)
 
 
-def step_line(readings: Readings) -> str:
+def format_step_line(readings: RunReadings) -> str:
     """Format the last step: step 12/60 | reward 0.613 | accuracy 0.71 | ... | 0.52 s | 00:31
     left."""
     value = readings.value
@@ -94,28 +96,28 @@ def step_line(readings: Readings) -> str:
     parts = [f"step {readings.current_step:>{len(total)}}/{total}"]
     is_supervised = value("reward/mean") is None and value("policy/loss") is not None
     if is_supervised:
-        parts.append(f"loss {shown(value('policy/loss'), '.4f')}")
+        parts.append(f"loss {format_value(value('policy/loss'), '.4f')}")
         if value("pairs/accuracy") is not None:
-            parts.append(f"pair accuracy {shown(value('pairs/accuracy'), '.2f')}")
+            parts.append(f"pair accuracy {format_value(value('pairs/accuracy'), '.2f')}")
     else:
-        parts.append(f"reward {shown(value('reward/mean'), '.3f')}")
+        parts.append(f"reward {format_value(value('reward/mean'), '.3f')}")
         if value("cost/mean") is not None:
-            parts.append(f"cost {shown(value('cost/mean'), '.3f')}")
+            parts.append(f"cost {format_value(value('cost/mean'), '.3f')}")
         parts += [
             *([f"{dropped:g} dropped"] if (dropped := value("reward/dropped")) else []),
-            f"{readings.accuracy_name} {shown(readings.accuracy, '.2f')}",
-            f"length {shown(value('response/length_mean'), '.1f')}",
-            f"kl {shown(value('policy/kl'), '.2g')}",
-            f"entropy {shown(value('policy/entropy'), '.2f')}",
-            f"{shown(value('throughput/tokens_per_second'), ',.0f')} tokens/s",
+            f"{readings.accuracy_name} {format_value(readings.accuracy, '.2f')}",
+            f"length {format_value(value('response/length_mean'), '.1f')}",
+            f"kl {format_value(value('policy/kl'), '.2g')}",
+            f"entropy {format_value(value('policy/entropy'), '.2f')}",
+            f"{format_value(value('throughput/tokens_per_second'), ',.0f')} tokens/s",
         ]
     parts += [
         " ".join(
-            f"{name} {shown(shares.get(phase), '.0%')}"
+            f"{name} {format_value(shares.get(phase), '.0%')}"
             for phase, name in _PHASES_SHOWN.items()
             if shares.get(phase) or not is_supervised  # which neither generates nor scores
         ),
-        f"{shown(value('time/step'), '.2f')} s",
-        f"{clock_time(readings.seconds_left())} left",
+        f"{format_value(value('time/step'), '.2f')} s",
+        f"{format_clock_time(readings.seconds_left())} left",
     ]
     return " | ".join(parts)

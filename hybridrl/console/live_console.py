@@ -12,17 +12,17 @@ from rich.live import Live
 from rich.text import Text
 
 from hybridrl.console.dashboard import (
-    bar,
-    progress_line,
-    samples_lines,
-    share_lines,
-    value_lines,
+    render_bar,
+    render_phase_shares,
+    render_progress,
+    render_samples,
+    render_values,
 )
-from hybridrl.console.run_readings import Readings
-from hybridrl.console.run_view import StepView
-from hybridrl.console.safe_text import one_line, plain_lines
-from hybridrl.console.sample_table_text import Completion
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.console.run_readings import RunReadings
+from hybridrl.console.run_view import RunView
+from hybridrl.console.safe_text import sanitize_line, sanitize_lines
+from hybridrl.console.sample_table_text import ShownSample
+from hybridrl.system.formatting import format_seconds
 
 _FRAMES_PER_SECOND = 4  # the run's own process draws them, so no more than the eye needs
 _SAMPLES_SHOWN_S = 3.0  # long enough to be read
@@ -30,7 +30,7 @@ _MAX_WIDTH = 120
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-class LiveConsole(StepView):
+class LiveConsole(RunView):
     """A console that redraws progress, metrics, time shares and samples a few times a second.
 
     A thread of rich draws while the run's thread calls, without a lock: each call replaces whole
@@ -45,13 +45,13 @@ class LiveConsole(StepView):
         clock: Callable[[], float] = time.monotonic,
         accuracy: str = "accuracy",
     ) -> None:
-        self._readings = Readings(total_steps, clock, accuracy)
+        self._readings = RunReadings(total_steps, clock, accuracy)
         self._title = title
         self._console = console
         self._clock = clock
         self._phase: tuple[str, float] | None = None
         self._progress: tuple[int, int, str] | None = None
-        self._samples: tuple[int, str, Sequence[Completion]] | None = None
+        self._samples: tuple[int, str, Sequence[ShownSample]] | None = None
         self._samples_since = float("-inf")
         self._closed = False
         self._live = Live(self, console=console, refresh_per_second=_FRAMES_PER_SECOND)
@@ -73,14 +73,14 @@ class LiveConsole(StepView):
         self._end_phase()
         self._readings.record(step, metrics)
 
-    def samples(self, prompt: str, completions: Sequence[Completion]) -> None:
+    def samples(self, prompt: str, completions: Sequence[ShownSample]) -> None:
         now = self._clock()
         if now - self._samples_since >= _SAMPLES_SHOWN_S:
             self._samples_since = now
             self._samples = (self._readings.current_step or 0, prompt, completions)
 
     def message(self, text: str) -> None:
-        self._console.print(Text(plain_lines(text)), soft_wrap=True)
+        self._console.print(Text(sanitize_lines(text)), soft_wrap=True)
 
     def close(self, final: str = "") -> None:
         if self._closed:
@@ -91,7 +91,7 @@ class LiveConsole(StepView):
         if self._live.is_started:
             self._live.stop()
         if final:
-            self._console.print(Text(plain_lines(final), "bold"), soft_wrap=True)
+            self._console.print(Text(sanitize_lines(final), "bold"), soft_wrap=True)
 
     def _start(self) -> None:
         if not self._closed and not self._live.is_started:
@@ -101,9 +101,9 @@ class LiveConsole(StepView):
         ended, self._phase, self._progress = self._phase, None, None
         if ended and self._readings.current_step is None:  # start-up leaves a trace, steps do not
             text, began = ended
-            seconds = readable_seconds(self._clock() - began)
+            seconds = format_seconds(self._clock() - began)
             self._console.print(
-                Text.assemble(("✓ ", "#58b368"), one_line(text, 120), (f"  {seconds}", "dim")),
+                Text.assemble(("✓ ", "#58b368"), sanitize_line(text, 120), (f"  {seconds}", "dim")),
                 soft_wrap=True,
             )
 
@@ -116,35 +116,35 @@ class LiveConsole(StepView):
         readings, samples = self._readings, self._samples
         phase, progress = self._phase, self._progress
         if readings.current_step is None:
-            lines = [Text(one_line(self._title, width), "bold")]
+            lines = [Text(sanitize_line(self._title, width), "bold")]
             if phase is not None:
                 lines.append(self._phase_words(*phase, None, width))
             if phase is not None and progress is not None:
-                lines.append(_progress_line(*progress, width))
+                lines.append(_render_phase_progress(*progress, width))
             return lines
         # From here on the phase stands beside the title: a line that comes and goes would jump.
         words = Text() if phase is None else self._phase_words(*phase, progress, width // 2)
-        heading = Text(one_line(self._title, width - 2 - words.cell_len), "bold")
+        heading = Text(sanitize_line(self._title, width - 2 - words.cell_len), "bold")
         heading.pad_right(width - heading.cell_len - words.cell_len)
         heading.append_text(words)
-        lines = [heading, progress_line(readings, width), *value_lines(readings, width)]
-        lines += share_lines(readings, width, colour)
+        lines = [heading, render_progress(readings, width), *render_values(readings, width)]
+        lines += render_phase_shares(readings, width, colour)
         if samples is not None:
-            lines += samples_lines(*samples, width)
+            lines += render_samples(*samples, width)
         return lines
 
     def _phase_words(
         self, text: str, began: float, progress: tuple[int, int, str] | None, width: int
     ) -> Text:
-        end = f"  {readable_seconds(self._clock() - began)}"
+        end = f"  {format_seconds(self._clock() - began)}"
         if progress is not None:
             end = f"  {progress[0]}/{progress[1]}{end}"
         frame = _SPINNER[int(self._clock() * 8) % len(_SPINNER)]
-        words = one_line(text, max(0, width - 2 - len(end)))
+        words = sanitize_line(text, max(0, width - 2 - len(end)))
         return Text.assemble((frame, "#4c8ed9"), " ", (words, "not bold"), (end, "not bold dim"))
 
 
-def _progress_line(done: int, total: int, note: str, width: int) -> Text:
-    words = f"  {done}/{total}  " + one_line(note, max(0, width - 36))
+def _render_phase_progress(done: int, total: int, note: str, width: int) -> Text:
+    words = f"  {done}/{total}  " + sanitize_line(note, max(0, width - 36))
     fraction = min(1.0, done / total) if total > 0 else 0.0
-    return Text.assemble("  ", bar(fraction, min(40, width - 2 - cell_len(words))), words)
+    return Text.assemble("  ", render_bar(fraction, min(40, width - 2 - cell_len(words))), words)

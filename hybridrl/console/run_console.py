@@ -9,9 +9,9 @@ from rich.console import Console
 
 from hybridrl.console.line_console import LineConsole
 from hybridrl.console.live_console import LiveConsole
-from hybridrl.console.run_view import StepView
+from hybridrl.console.run_view import RunView
 
-__all__ = ["StepView", "make_console", "progress_lines"]
+__all__ = ["RunView", "make_console", "progress_lines"]
 
 _KERNEL_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG")
 """Kernels have one of these, and so do the programs that their cells start (`!python ...`)."""
@@ -19,7 +19,7 @@ _KERNEL_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG")
 
 def make_console(
     total_steps: int, title: str, console: Console | None = None, accuracy: str = "accuracy"
-) -> StepView:
+) -> RunView:
     """Return a `LiveConsole` if standard output is a terminal with cursor control and Unicode.
 
     Otherwise a `LineConsole`: a log file, a pipe, a notebook, `TERM=dumb`. The metric `accuracy` is
@@ -35,7 +35,7 @@ def make_console(
     return LineConsole(total_steps, title, console, accuracy=accuracy)
 
 
-def progress_lines() -> StepView:
+def progress_lines() -> RunView:
     """Shows what a program of one's own waits for: in the cell of a notebook, else on standard
     error, for standard output is the program's."""
     return LineConsole(0, "", Console(stderr=not in_notebook(), force_jupyter=False))

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
-from hybridrl.console.phase_colors import PHASES
+from hybridrl.console.phase_colors import STEP_PHASES
 
 _BARS = "▁▂▃▄▅▆▇█"
 _RECENT_STEPS = 20  # long enough to hold an evaluation now and then, short enough to follow
 
 
-class Readings:
+class RunReadings:
     """The metrics of all steps so far, of which a console asks what it shows.
 
     Args:
@@ -45,7 +45,7 @@ class Readings:
         """Record the metrics of `step`; values that are not finite numbers count as missing."""
         latest: dict[str, float] = {}
         for key, value in metrics.items():
-            number = _finite(value)
+            number = _parse_finite(value)
             if number is not None:
                 latest[key] = number
         now = self._clock()
@@ -70,7 +70,7 @@ class Readings:
 
     def shares(self) -> dict[str, float]:
         """Return the last step's share of time by phase, with `other`; empty if not measured."""
-        shares = {phase: self._latest.get(f"share/{phase}") for phase in PHASES[:-1]}
+        shares = {phase: self._latest.get(f"share/{phase}") for phase in STEP_PHASES[:-1]}
         known = {phase: max(0.0, share) for phase, share in shares.items() if share is not None}
         if known:
             known["other"] = max(0.0, 1.0 - sum(known.values()))
@@ -91,7 +91,7 @@ class Readings:
         return steps_left * mean - already
 
 
-def sparkline(values: list[float], cells: int) -> str:
+def render_sparkline(values: list[float], cells: int) -> str:
     """Render the whole history in at most `cells` characters, each the mean of a stretch of it."""
     values = values[:]  # the display's thread reads while the run's thread appends
     if not values or cells < 1:
@@ -105,7 +105,7 @@ def sparkline(values: list[float], cells: int) -> str:
     return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
 
 
-def clock_time(seconds: float | None) -> str:
+def format_clock_time(seconds: float | None) -> str:
     """Format seconds: 31 -> '00:31', 3723 -> '1:02:03', None -> '--:--'."""
     if seconds is None:
         return "--:--"
@@ -115,12 +115,12 @@ def clock_time(seconds: float | None) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute:02d}:{second:02d}"
 
 
-def shown(value: float | None, form: str) -> str:
+def format_value(value: float | None, form: str) -> str:
     """Format `value` with a format such as `.3f`; '-' if it was not measured."""
     return "-" if value is None else format(value, form)
 
 
-def _finite(value: object) -> float | None:
+def _parse_finite(value: object) -> float | None:
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from hybridrl.console.sample_table_text import Completion
+from hybridrl.console.sample_table_text import ShownSample
 
 
-class StepView(ABC):
+class RunView(ABC):
     """The interface of a console. Use it in a `with`, so that an error restores the terminal."""
 
     @abstractmethod
@@ -33,7 +33,7 @@ class StepView(ABC):
         """
 
     @abstractmethod
-    def samples(self, prompt: str, completions: Sequence[Completion]) -> None:
+    def samples(self, prompt: str, completions: Sequence[ShownSample]) -> None:
         """Shows samples of one prompt; any text is safe."""
 
     @abstractmethod

@@ -11,7 +11,7 @@ from hybridrl.system.redaction import redact
 _GAP = " … "
 
 
-def one_line(text: str, cells: int) -> str:
+def sanitize_line(text: str, cells: int) -> str:
     """Return `text` on one line of at most `cells` terminal cells, shortened in the middle if
     necessary.
 
@@ -21,29 +21,31 @@ def one_line(text: str, cells: int) -> str:
     """
     text = redact(text)
     if len(text) > 8 * cells:  # what is cut anyway need not be cleaned: answers can be megabytes
-        clean = _visible(text[: 4 * cells]) + _visible(text[-4 * cells :])
+        clean = _replace_control_characters(text[: 4 * cells]) + _replace_control_characters(
+            text[-4 * cells :]
+        )
     else:
-        clean = _visible(text)
+        clean = _replace_control_characters(text)
         if cell_len(clean) <= cells:
             return clean
     room = cells - cell_len(_GAP)
     if room < 4:
-        return _fit(clean, cells)
-    tail = _fit(clean[::-1], room // 2)[::-1]
-    return _fit(clean, room - cell_len(tail)) + _GAP + tail
+        return _truncate_to_cells(clean, cells)
+    tail = _truncate_to_cells(clean[::-1], room // 2)[::-1]
+    return _truncate_to_cells(clean, room - cell_len(tail)) + _GAP + tail
 
 
-def plain_lines(text: str) -> str:
+def sanitize_lines(text: str) -> str:
     """Return `text` with its line breaks, every line made safe as by `sanitize_line`."""
-    return "\n".join(_visible(line) for line in redact(text).splitlines())
+    return "\n".join(_replace_control_characters(line) for line in redact(text).splitlines())
 
 
-def encodable(text: str, encoding: str) -> str:
+def escape_unencodable(text: str, encoding: str) -> str:
     """`text` with what `encoding` cannot say written as \\uXXXX, so that printing cannot fail."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def _visible(text: str) -> str:
+def _replace_control_characters(text: str) -> str:
     kept: list[str] = []
     marks = 0
     for character in text.replace("\r\n", "\n"):
@@ -64,7 +66,7 @@ def _visible(text: str) -> str:
     return "".join(kept)
 
 
-def _fit(text: str, cells: int) -> str:
+def _truncate_to_cells(text: str, cells: int) -> str:
     """Return the longest beginning of `text` that fits in `cells` cells."""
     used = 0
     for index, character in enumerate(text):

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.console.safe_text import one_line
+from hybridrl.console.safe_text import sanitize_line
 
-MOST_SHOWN = 4
-MOST_COLUMNS = 4
-_CELLS = 9
+_MAX_SAMPLES = 4
+_MAX_REWARD_COLUMNS = 4
+_COLUMN_CELLS = 9
 _FIRST = "reward"
 
 
-class Completion(NamedTuple):
+class ShownSample(NamedTuple):
     """A sample as it is shown.
 
     Attributes:
@@ -30,57 +30,60 @@ class Completion(NamedTuple):
     advantage: float | None = None
 
 
-def table_lines(completions: Sequence[Completion], cells: int) -> list[str]:
+def format_sample_table(completions: Sequence[ShownSample], cells: int) -> list[str]:
     """Return a heading and a line for each sample, each at most `cells` terminal cells wide; only
     the best and the worst samples if there are many."""
-    best_first = sorted(completions, key=lambda one: -_or_least(one.reward))
-    if len(best_first) > MOST_SHOWN:
-        best_first = best_first[: MOST_SHOWN // 2] + best_first[-(MOST_SHOWN // 2) :]
-    room = max(0, cells - 30) // (_CELLS + 1)
+    best_first = sorted(completions, key=lambda one: -_replace_nan(one.reward))
+    if len(best_first) > _MAX_SAMPLES:
+        best_first = best_first[: _MAX_SAMPLES // 2] + best_first[-(_MAX_SAMPLES // 2) :]
+    room = max(0, cells - 30) // (_COLUMN_CELLS + 1)
     names = list(dict.fromkeys(name for one in best_first for name in one.parts))
     if len(names) == 1 and all(
-        _number(one.parts.get(names[0])) == _number(one.reward) for one in best_first
+        _format_number(one.parts.get(names[0])) == _format_number(one.reward) for one in best_first
     ):
         names = []
-    names = names[: min(MOST_COLUMNS, max(0, room - 2))]
+    names = names[: min(_MAX_REWARD_COLUMNS, max(0, room - 2))]
     heading = [_FIRST, *map(_short, names)]
     advantages = any(one.advantage is not None for one in best_first)
     heading += ["advantage"] if advantages else []
-    lines = [" ".join(f"{name:>{_CELLS}}" for name in heading) + "  response"]
+    lines = [" ".join(f"{name:>{_COLUMN_CELLS}}" for name in heading) + "  response"]
     for one in best_first:
-        numbers = [_number(one.reward), *(_part(one.parts.get(name)) for name in names)]
+        numbers = [
+            _format_number(one.reward),
+            *(_format_partial_reward(one.parts.get(name)) for name in names),
+        ]
         if advantages:
             numbers.append("-" if one.advantage is None else f"{one.advantage:+.2f}")
-        shown = " ".join(f"{number:>{_CELLS}}" for number in numbers) + "  "
-        lines.append(shown + one_line(one.answer, max(4, cells - len(shown))))
+        shown = " ".join(f"{number:>{_COLUMN_CELLS}}" for number in numbers) + "  "
+        lines.append(shown + sanitize_line(one.answer, max(4, cells - len(shown))))
     return lines
 
 
-def how_many(completions: Sequence[Completion]) -> str:
+def format_sample_count(completions: Sequence[ShownSample]) -> str:
     """Return the number of samples in words, such as `8 samples, the best and the worst 2`."""
     count = len(completions)
-    if count <= MOST_SHOWN:
+    if count <= _MAX_SAMPLES:
         return f"{count} sample{'s' * (count != 1)}"
-    return f"{count} samples, the best and the worst {MOST_SHOWN // 2}"
+    return f"{count} samples, the best and the worst {_MAX_SAMPLES // 2}"
 
 
 def _short(name: str) -> str:
     """The beginning of a function's name, and of a further number that it gives the name of that:
     names of functions often end alike."""
-    name = one_line(name.rpartition("/")[2], 99)
-    return name if len(name) <= _CELLS else name[: _CELLS - 1] + "…"
+    name = sanitize_line(name.rpartition("/")[2], 99)
+    return name if len(name) <= _COLUMN_CELLS else name[: _COLUMN_CELLS - 1] + "…"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
     return "dropped" if math.isnan(value) else f"{value:.3g}"
 
 
-def _part(value: float | None) -> str:
+def _format_partial_reward(value: float | None) -> str:
     """Format the reward of one function; "-" for a sample that the function gave none."""
-    return "-" if value is None or math.isnan(value) else _number(value)
+    return "-" if value is None or math.isnan(value) else _format_number(value)
 
 
-def _or_least(value: float) -> float:
+def _replace_nan(value: float) -> float:
     return -math.inf if math.isnan(value) else value

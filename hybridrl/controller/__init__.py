@@ -5,7 +5,7 @@ from hybridrl.controller.executor import Executor, InlineExecutor
 from hybridrl.controller.group_call import any_column
 from hybridrl.controller.transfer_protocol import (
     DP,
-    FIRST,
+    FIRST_RANK,
     ONE_TO_ALL,
     THREE_D,
     THREE_D_ALL_MICRO_DP,
@@ -13,15 +13,15 @@ from hybridrl.controller.transfer_protocol import (
     UPDATE,
     UPDATE_PAIRS,
     PartialTable,
-    Protocol,
+    TransferProtocol,
     transfer,
 )
-from hybridrl.controller.worker import Context, Worker
+from hybridrl.controller.worker import Worker, WorkerContext
 from hybridrl.controller.worker_group import Handle, WorkerGroup
 
 __all__ = [
     "DP",
-    "FIRST",
+    "FIRST_RANK",
     "ONE_TO_ALL",
     "THREE_D",
     "THREE_D_ALL_MICRO_DP",
@@ -29,13 +29,13 @@ __all__ = [
     "UPDATE",
     "UPDATE_PAIRS",
     "BatchRef",
-    "Context",
     "Executor",
     "Handle",
     "InlineExecutor",
     "PartialTable",
-    "Protocol",
+    "TransferProtocol",
     "Worker",
+    "WorkerContext",
     "WorkerGroup",
     "any_column",
     "transfer",

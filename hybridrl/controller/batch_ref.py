@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from hybridrl.batch.batch import Batch, row_numbers
-from hybridrl.controller.group_call import Columns, Rows, Wanted
-from hybridrl.controller.row_selection import Part, Repeat, Take
-from hybridrl.controller.table_expression import Choose, Node, Table, choose, concat, join
-from hybridrl.errors import DataError, nearest
+from hybridrl.batch.batch import Batch, resolve_row_numbers
+from hybridrl.controller.group_call import ExpectedColumns, RequestedColumns, Rows
+from hybridrl.controller.row_selection import IndexSelection, PartitionSelection, RepeatSelection
+from hybridrl.controller.table_expression import (
+    ResultTable,
+    SelectedTable,
+    TableExpression,
+    choose,
+    concatenate_tables,
+    join,
+)
+from hybridrl.errors import DataError, suggest_name
 
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
@@ -40,22 +47,22 @@ class BatchRef:
         partial: Whether selected columns that no call has made are left out.
     """
 
-    node: Node
+    node: TableExpression
     executor: Executor | None = field(default=None, repr=False)
     selected: frozenset[str] | None = None
     following: frozenset[str] = frozenset()
-    only: Table | None = field(default=None, repr=False)
+    only: ResultTable | None = field(default=None, repr=False)
     partial: bool = False
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ExpectedColumns:
         """The columns that the table has or will have, as far as they are known before its calls
         have run."""
         known = self.node.columns
         if self.selected is None:
             return known
         possible = [escape(n) for n in self.selected - known.certain if known.may_have(n)]
-        return Columns(known.certain & self.selected, tuple(sorted(possible)))
+        return ExpectedColumns(known.certain & self.selected, tuple(sorted(possible)))
 
     @property
     def calls(self) -> frozenset[int]:
@@ -106,8 +113,8 @@ class BatchRef:
             raise DataError("There is nothing to concatenate: give one batch or more.")
         if wrong := [part for part in parts if not isinstance(part, BatchRef)]:
             raise DataError(
-                f"`concat` takes BatchRefs, this is a {type(wrong[0]).__name__}. A Batch of the "
-                "driver's goes through `put` first."
+                f"`concatenate_tables` takes BatchRefs, this is a {type(wrong[0]).__name__}. A "
+                "Batch of the driver's goes through `put` first."
             )
         if any(part.selected is not None for part in parts):
             raise DataError("Concatenate before `select`: it is the last thing done to a batch.")
@@ -121,20 +128,20 @@ class BatchRef:
                         "Only batches with the same columns can stand one below the other; one of "
                         f"these has no {', '.join(sorted(lacking))}: it has {other.columns}."
                     )
-        return replace(parts[0], node=concat([part.node for part in parts]))
+        return replace(parts[0], node=concatenate_tables([part.node for part in parts]))
 
     @staticmethod
     def of_stream(parts: Sequence[BatchRef]) -> BatchRef:
         """Build one table from calls that return its rows part by part, in this order."""
         tables = [part.node for part in parts]
         results = tuple(result for table in tables for result in table.shards())
-        return replace(parts[0], node=Table(results, streamed=True))
+        return replace(parts[0], node=ResultTable(results, streamed=True))
 
     def by_parts(self) -> list[BatchRef]:
         """Return one reference for each part of the last streamed table, so that work on the first
         part can begin before the others exist; just this reference if no table is streamed."""
         joined = self.node.joined()
-        streams = [t for t in joined if isinstance(t, Table) and t.streamed]
+        streams = [t for t in joined if isinstance(t, ResultTable) and t.streamed]
         if not streams:
             return [self]
         whole = streams[-1]
@@ -149,22 +156,22 @@ class BatchRef:
             DataError: if these are no row numbers, or no such rows are there.
         """
         known = self.node.known_rows
-        numbers = row_numbers(rows, known)
+        numbers = resolve_row_numbers(rows, known)
         is_mask = known is None and len(rows) > 0 and np.asarray(rows).dtype == np.bool_
-        return self._choose(Take(numbers, len(rows) if is_mask else None))
+        return self._choose(IndexSelection(numbers, len(rows) if is_mask else None))
 
     def repeat(self, times: int) -> BatchRef:
         """Repeat every row `times` times, copies next to each other: n samples of each prompt."""
-        _whole_number("repeat", times, 0)
-        return self._choose(Repeat(times))
+        _check_whole_number("repeat", times, 0)
+        return self._choose(RepeatSelection(times))
 
     def split(self, parts: int, balance: Literal["rows", "tokens"] = "rows") -> list[BatchRef]:
         """Split the rows into `parts`: consecutive blocks, or sets of rows with equally many
         tokens."""
-        _whole_number("split", parts, 1)
+        _check_whole_number("split", parts, 1)
         if balance not in ("rows", "tokens"):
             raise DataError(f"`split` balances `rows` or `tokens`, not {balance!r}.")
-        return [self._choose(Part(index, parts, balance)) for index in range(parts)]
+        return [self._choose(PartitionSelection(index, parts, balance)) for index in range(parts)]
 
     def apply(
         self,
@@ -185,41 +192,41 @@ class BatchRef:
             together: The function may see so many neighbouring rows apart from the others, such as
                 the samples of a prompt. Then the hosts of `on` share the rows; None: it sees all.
         """
-        columns = _names("apply(columns=)", columns)
-        makes = makes if makes is None else _names("apply(makes=)", makes)
+        columns = _parse_column_names("apply(columns=)", columns)
+        makes = makes if makes is None else _parse_column_names("apply(makes=)", makes)
         if together is not None:
-            _whole_number("apply(together=)", together, 1)
+            _check_whole_number("apply(together=)", together, 1)
             if (self.node.known_rows or 0) % together:
                 raise DataError(
                     f"{self.node.known_rows} rows cannot be dealt out {together} at a time: "
-                    f"apply(together={together}) of {name_of(function)}."
+                    f"apply(together={together}) of {get_callable_name(function)}."
                 )
         if on is not None and not hasattr(on, "devices"):
             raise DataError(f"`apply` runs on the hosts of a group, and on={on!r} is none.")
         table = self.select(*columns).for_reading(
-            Wanted(frozenset(columns)), f"`apply` of {name_of(function)}"
+            RequestedColumns(frozenset(columns)), f"`apply` of {get_callable_name(function)}"
         )
-        known = None if makes is None else Columns(frozenset(makes))
+        known = None if makes is None else ExpectedColumns(frozenset(makes))
         return self._connected().apply(function, table, known, on, together)
 
     def collect(self, columns: Iterable[str] | None = None, *, partial: bool = False) -> Batch:
         """Bring rows to the driver: all columns, or these, or with `partial` those of these that
         exist. Waits until they are there."""
         self._connected()
-        columns = columns if columns is None else _names("collect", columns)
+        columns = columns if columns is None else _parse_column_names("collect", columns)
         ref = self if columns is None else replace(self.select(*columns), partial=partial)
         if ref.selected is not None and not partial:
-            ref = ref.for_reading(Wanted(ref.selected), "`collect`")
+            ref = ref.for_reading(RequestedColumns(ref.selected), "`collect`")
         elif ref.selected is not None:
-            ref = replace(ref, node=ref.node.needed(Wanted(ref.selected)) or ref.node)
-        return ref.read(Part(0, 1))[0]
+            ref = replace(ref, node=ref.node.needed(RequestedColumns(ref.selected)) or ref.node)
+        return ref.read(PartitionSelection(0, 1))[0]
 
     def __len__(self) -> int:
         """Return the number of rows; waits if it is not known before the calls have run."""
         self._connected()
         return self.node.num_rows()
 
-    def for_reading(self, wanted: Wanted | None, reader: str) -> BatchRef:
+    def for_reading(self, wanted: RequestedColumns | None, reader: str) -> BatchRef:
         """Return the reference without tables that hold none of the requested columns, so that
         nobody waits for them.
 
@@ -227,7 +234,7 @@ class BatchRef:
             DataError: if a wanted column is certain not to be there; `reader` says who wants it.
         """
         if wanted is None:
-            wanted = None if self.selected is None else Wanted(self.selected)
+            wanted = None if self.selected is None else RequestedColumns(self.selected)
         if wanted is None:
             return self
         known = self.columns
@@ -240,22 +247,22 @@ class BatchRef:
                     why, there = "which no call has made yet", f"the batch has {made}."
                 raise DataError(
                     f"{reader} reads the column `{name}`, {why}; {there}"
-                    f"{nearest(name, made.certain)}"
+                    f"{suggest_name(name, made.certain)}"
                 )
         if self.selected is not None:
             further = filter(wanted.others or (lambda name: False), self.selected)
-            wanted = Wanted(wanted.names.union(further), following=wanted.following)
+            wanted = RequestedColumns(wanted.names.union(further), following=wanted.following)
         node = self.node.needed(wanted) or self.node
         return replace(self, node=node, following=wanted.following)
 
-    def rows_of(self, part: Part) -> Rows:
+    def rows_of(self, part: PartitionSelection) -> Rows:
         """Return the indices in this table of the rows of `part`. Only on a worker."""
         if self.only is None:
             return part.rows(self.node)
         present = self.only.present()
-        return present[part.rows(Choose(self.node, Take(present)))]
+        return present[part.rows(SelectedTable(self.node, IndexSelection(present)))]
 
-    def read(self, part: Part, rows: Rows | None = None) -> tuple[Batch, Rows]:
+    def read(self, part: PartitionSelection, rows: Rows | None = None) -> tuple[Batch, Rows]:
         """Read the rows of `part`, or these rows, and return them with their indices in this table.
         Only on a worker."""
         rows = self.rows_of(part) if rows is None else rows
@@ -273,7 +280,7 @@ class BatchRef:
             )
         return batch, rows
 
-    def _choose(self, choice: Take | Repeat | Part) -> BatchRef:
+    def _choose(self, choice: IndexSelection | RepeatSelection | PartitionSelection) -> BatchRef:
         return replace(self, node=choose(self.node, choice))
 
     def _connected(self) -> Executor:
@@ -285,7 +292,7 @@ class BatchRef:
         return {**self.__dict__, "executor": None}
 
 
-def _names(argument: str, names: Any) -> list[str]:
+def _parse_column_names(argument: str, names: Any) -> list[str]:
     """Return column names as a list; a single name may be given as a string."""
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
@@ -295,12 +302,12 @@ def _names(argument: str, names: Any) -> list[str]:
     return found
 
 
-def _whole_number(name: str, value: int, least: int) -> None:
+def _check_whole_number(name: str, value: int, least: int) -> None:
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise DataError(f"`{name}` takes a whole number, {least} or more, not {value!r}.")
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def get_callable_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, or of the function that a `functools.partial` calls."""
     inner = getattr(function, "func", function)
     return getattr(inner, "__name__", type(inner).__name__)

@@ -18,27 +18,27 @@ import numpy as np
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import Record
-from hybridrl.controller.batch_ref import BatchRef, name_of
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.controller.batch_ref import BatchRef, get_callable_name
 from hybridrl.controller.group_call import (
     UNKNOWN,
-    Apply,
-    Build,
-    Call,
-    Columns,
-    Invoke,
-    RankPart,
-    Request,
-    Result,
+    ApplyRequest,
+    BuildRequest,
+    CallRequest,
+    CallResult,
+    ExpectedColumns,
+    GroupCall,
+    InvokeRequest,
+    RankAssignment,
     ShardInfo,
 )
-from hybridrl.controller.table_expression import Table
-from hybridrl.controller.worker import Context
-from hybridrl.controller.worker_host import Host
+from hybridrl.controller.table_expression import ResultTable
+from hybridrl.controller.worker import WorkerContext
+from hybridrl.controller.worker_host import WorkerHost
 from hybridrl.errors import ConfigError, DataError, WorkerError
-from hybridrl.system.cluster_spec import Cluster, Device, choose_devices
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, resolve_devices
 
-MOST_RECORDS = 50_000
+MAX_RECORDS = 50_000
 """The number of newest records that are kept until they are collected."""
 
 
@@ -57,7 +57,7 @@ class Executor(ABC):
         notify: Told, in a sentence, what the user should know while calls run.
     """
 
-    cluster: Cluster
+    cluster: ClusterSpec
     run_directory: Path | None
     takes_calls = True
     failure = ""
@@ -66,13 +66,13 @@ class Executor(ABC):
         self.step = 0
         self.notify: Callable[[str], None] = logging.getLogger(__name__).warning
         self._made = 0
-        self._pending: dict[int, Call] = {}
-        weakref.finalize(self, warn_of_unfinished, self._pending)
+        self._pending: dict[int, GroupCall] = {}
+        weakref.finalize(self, warn_about_pending_calls, self._pending)
         self._roles: dict[int, dict[str, int]] = {}
-        self._records: deque[tuple[int, Record]] = deque(maxlen=MOST_RECORDS)
+        self._records: deque[tuple[int, CallRecord]] = deque(maxlen=MAX_RECORDS)
 
     @abstractmethod
-    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+    def _send(self, call: GroupCall, request: CallRequest, returns_batch: bool) -> Any:
         """Send a call, and return what `fetch_shard` finds the batches of the answering ranks by.
         Every host runs calls in the order in which they were sent."""
 
@@ -81,11 +81,11 @@ class Executor(ABC):
         """Store a batch where hosts can fetch it, and return what `fetch_shard` finds it by."""
 
     @abstractmethod
-    def fetch(self, result: Result, index: int) -> Batch:
+    def fetch(self, result: CallResult, index: int) -> Batch:
         """Return a shard of a result whose call is done."""
 
     @abstractmethod
-    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
+    def wait(self, calls: Sequence[GroupCall], limit: float | None = None) -> bool:
         """Wait until these calls are done, at most `limit` seconds, and return whether they are.
 
         Raises:
@@ -97,7 +97,7 @@ class Executor(ABC):
     def close(self) -> None:
         """End all hosts, whatever they are doing; see `wait_for_pending`."""
 
-    def create(self, build: Build, contexts: Sequence[Context]) -> Call:
+    def create(self, build: BuildRequest, contexts: Sequence[WorkerContext]) -> GroupCall:
         """Build a group: a worker on the host of each context, in rank order."""
         for context in contexts:
             if context.role in self._roles.get(context.host, ()):
@@ -111,8 +111,8 @@ class Executor(ABC):
         return call
 
     def submit(
-        self, request: Request, hosts: Sequence[int], parts: Sequence[Any], returns_batch=False
-    ) -> tuple[Call, Any]:
+        self, request: CallRequest, hosts: Sequence[int], parts: Sequence[Any], returns_batch=False
+    ) -> tuple[GroupCall, Any]:
         """Make a group call on these hosts, in rank order.
 
         Args:
@@ -124,14 +124,16 @@ class Executor(ABC):
         if not self.takes_calls:
             raise self.refusal()
         match request:
-            case Build(role):
+            case BuildRequest(role):
                 method = "__init__"
-            case Invoke(role, method):
+            case InvokeRequest(role, method):
                 pass
-            case Apply(function):
-                role, method = "driver", name_of(function)
+            case ApplyRequest(function):
+                role, method = "driver", get_callable_name(function)
         self._made += 1
-        call = Call(self._made, role, method, hosts, parts, self.step, _reads(request))
+        call = GroupCall(
+            self._made, role, method, hosts, parts, self.step, _find_input_calls(request)
+        )
         self._pending[call.number] = call
         try:
             return call, self._send(call, request, returns_batch)
@@ -152,25 +154,27 @@ class Executor(ABC):
                 "Batch.from_columns({...}) makes one of tensors and lists."
             )
         info = ShardInfo.of(batch, np.arange(len(batch)))
-        columns = Columns(frozenset(batch.columns))
+        columns = ExpectedColumns(frozenset(batch.columns))
         data = self._store(batch, info)
-        return BatchRef(Table((Result(self, None, data, columns, len(batch), [info]),)), self)
+        return BatchRef(
+            ResultTable((CallResult(self, None, data, columns, len(batch), [info]),)), self
+        )
 
     def apply(
         self,
         function: Callable[[Batch], Batch],
         table: BatchRef,
-        makes: Columns | None = None,
+        makes: ExpectedColumns | None = None,
         on: Any = None,
         together: int | None = None,
     ) -> BatchRef:
         """Run a function on the hosts that hold a table's rows; see `BatchRef.apply`."""
         hosts = [0] if on is None else on.devices[: None if together else 1]
-        parts = [RankPart(index, len(hosts)) for index in range(len(hosts))]
-        request = Apply(function, table, together or 1, makes or UNKNOWN)
+        parts = [RankAssignment(index, len(hosts)) for index in range(len(hosts))]
+        request = ApplyRequest(function, table, together or 1, makes or UNKNOWN)
         call, data = self.submit(request, hosts, parts, returns_batch=True)
-        result = Result(self, call, data, makes or UNKNOWN, table.node.known_rows)
-        return BatchRef(Table((result,)), self)
+        result = CallResult(self, call, data, makes or UNKNOWN, table.node.known_rows)
+        return BatchRef(ResultTable((result,)), self)
 
     def settle(self, step: int | None = None) -> None:
         """Wait until every call up to the end of this step (None: every call) is done. Raises as
@@ -182,7 +186,7 @@ class Executor(ABC):
         self.step += 1
         return self.step - 1
 
-    def take_records(self, step: int | None = None) -> list[Record]:
+    def take_records(self, step: int | None = None) -> list[CallRecord]:
         """Wait for every call up to the end of this step (None: the current one), and return the
         ranks' records of calls that were not returned before."""
         step = self.step if step is None else step
@@ -207,7 +211,7 @@ class Executor(ABC):
         finally:
             self.close()
 
-    def _finished(self, call: Call) -> None:
+    def _finished(self, call: GroupCall) -> None:
         """Move a call whose ranks have all replied from the pending calls to the records."""
         if self._pending.pop(call.number, None) is None:
             return
@@ -217,22 +221,22 @@ class Executor(ABC):
             self._records.append((call.step, record))
 
 
-def _reads(request: Request) -> tuple[int, ...]:
+def _find_input_calls(request: CallRequest) -> tuple[int, ...]:
     """Return the numbers of the calls whose results a request reads."""
     match request:
-        case Invoke():
+        case InvokeRequest():
             given = [*request.arguments, *request.keywords.values()]
             tables = [each.node for each in given if isinstance(each, BatchRef)]
-        case Apply():
+        case ApplyRequest():
             tables = [request.table.node]
         case _:
             return ()
     results = [shards for table in tables for shards in table.shards()]
-    calls = [result.call for result in results if isinstance(result, Result)]
+    calls = [result.call for result in results if isinstance(result, CallResult)]
     return tuple(sorted({call.number for call in calls if call is not None}))
 
 
-def warn_of_unfinished(pending: Mapping[int, Call]) -> None:
+def warn_about_pending_calls(pending: Mapping[int, GroupCall]) -> None:
     """Warn of pending calls when a program ends, closes its executor or drops it."""
     if pending:
         names = ", ".join(dict.fromkeys(call.name for call in pending.values()))
@@ -249,12 +253,12 @@ class InlineExecutor(Executor):
 
     def __init__(self, devices: str = "auto", run_directory: Path | None = None) -> None:
         super().__init__()
-        kind, _ = choose_devices(devices, 1, torch.accelerator.device_count(), 1)
-        self.cluster = Cluster([Device(kind, "localhost", 0)])
+        kind, _ = resolve_devices(devices, 1, torch.accelerator.device_count(), 1)
+        self.cluster = ClusterSpec([DeviceSlot(kind, "localhost", 0)])
         self.run_directory = run_directory
-        self._host = Host(raises=True, redirects=False)
+        self._host = WorkerHost(raises=True, redirects=False)
 
-    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+    def _send(self, call: GroupCall, request: CallRequest, returns_batch: bool) -> Any:
         batch, reply = self._host.run(request, call.parts[0])
         call.replies[0] = reply
         self._finished(call)
@@ -263,10 +267,10 @@ class InlineExecutor(Executor):
     def _store(self, batch: Batch, info: ShardInfo) -> Batch:
         return batch
 
-    def fetch(self, result: Result, index: int) -> Batch:
+    def fetch(self, result: CallResult, index: int) -> Batch:
         return result.data
 
-    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
+    def wait(self, calls: Sequence[GroupCall], limit: float | None = None) -> bool:
         return True  # every call is done when it returns
 
     def close(self) -> None:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.controller.group_call import Call, Failure
+from hybridrl.controller.group_call import GroupCall, WorkerFailure
 from hybridrl.errors import LostError, WorkerError
 
-LOG_LINES = 15
+LOG_TAIL_LINES = 15
 
 
-class Identity(NamedTuple):
+class HostIdentity(NamedTuple):
     """The location of a host: node address, process id, Ray's node id, and the model and memory
     (bytes) of its accelerator, if it has one."""
 
@@ -26,11 +26,11 @@ class Identity(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Death:
+class HostDeath:
     """The end of a rank's host process while a call was pending, alone or (`with_node`) because its
     whole node was lost. `text` is Ray's message."""
 
-    call: Call
+    call: GroupCall
     rank: int
     text: str
     with_node: bool = False
@@ -42,7 +42,7 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostRegistry:
     """The identities and roles of a job's hosts.
 
     Attributes:
@@ -50,28 +50,32 @@ class Hosts:
         roles: By host: the roles that live there, each with its rank.
     """
 
-    identities: Sequence[Identity]
+    identities: Sequence[HostIdentity]
     roles: Mapping[int, Mapping[str, int]]
     run_directory: Path | None
 
 
-def explain(found: Sequence[Failure | Death], hosts: Hosts) -> WorkerError:
+def build_root_cause_error(
+    found: Sequence[WorkerFailure | HostDeath], hosts: HostRegistry
+) -> WorkerError:
     """Build the error that reports the root cause. A death counts before an exception, because a
     dying rank makes its peers raise, and a lost node before a single death; of several, the
     earliest call's or the earliest in time is the cause."""
     deaths = sorted(
-        (item for item in found if isinstance(item, Death)), key=lambda death: death.call.number
+        (item for item in found if isinstance(item, HostDeath)), key=lambda death: death.call.number
     )
     if lost := next((death for death in deaths if death.with_node), None):
-        return node_lost(lost, hosts)
+        return _build_lost_node_error(lost, hosts)
     if deaths:
-        return _of_death(deaths[0], hosts)
-    cause = min((item for item in found if isinstance(item, Failure)), key=lambda item: item.time)
+        return _build_host_death_error(deaths[0], hosts)
+    cause = min(
+        (item for item in found if isinstance(item, WorkerFailure)), key=lambda item: item.time
+    )
     said = f"{cause.role}.{cause.method} failed on rank {cause.rank}: {cause.message}"
     return WorkerError(f"{said}\n\n{cause.traceback}".rstrip())
 
 
-def node_lost(death: Death, hosts: Hosts) -> LostError:
+def _build_lost_node_error(death: HostDeath, hosts: HostRegistry) -> LostError:
     """Build the error for a node that no longer responds."""
     node = hosts.identities[death.host].node
     there = [host for host, identity in enumerate(hosts.identities) if identity.node == node]
@@ -92,13 +96,13 @@ def node_lost(death: Death, hosts: Hosts) -> LostError:
     )
 
 
-def _of_death(death: Death, hosts: Hosts) -> LostError:
+def _build_host_death_error(death: HostDeath, hosts: HostRegistry) -> LostError:
     identity, role, rank = hosts.identities[death.host], death.call.role, death.rank
     sentence = (
         f"{role} rank {rank} (process {identity.pid} on {identity.address}) died during "
         f"{death.call.name}."
     )
-    memory = out_of_memory(death.text)
+    memory = format_out_of_memory(death.text)
     if_again = memory and (
         f"Memory ran out in {death.call.name} the time before, too: it needs more than there is, "
         "and to go on would not help."
@@ -110,12 +114,12 @@ def _of_death(death: Death, hosts: Hosts) -> LostError:
     if hosts.run_directory is None or role not in hosts.roles.get(death.host, {}):
         return LostError(sentence, if_again)
     log = hosts.run_directory / "logs" / f"{role}-{rank}.log"
-    lines = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+    lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:] if log.exists() else []
     tail = "\n".join(f"  {line}" for line in lines) or "  (empty)"
     return LostError(f"{sentence}\nThe last lines of {log}:\n{tail}", if_again)
 
 
-def out_of_memory(text: str) -> str:
+def format_out_of_memory(text: str) -> str:
     """Return a sentence on how Ray's memory monitor ended a process and which processes use the
     most memory; empty if it did not."""
     if not (used := re.search(r"low on memory.*?was (\S+ used / \S+ limit)", text, re.DOTALL)):

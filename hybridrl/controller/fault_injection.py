@@ -17,14 +17,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from hybridrl.batch.call_record import Record
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.errors import ConfigError, suggest_name
 
-VARIABLE = "HYBRIDRL_FAULT"
-_FAULT = re.compile(r"(\w+)\.(\w+)(?:@(\d+))?:0*([1-9]\d*):(\w+)")
+FAULT_VARIABLE = "HYBRIDRL_FAULT"
+_FAULT_PATTERN = re.compile(r"(\w+)\.(\w+)(?:@(\d+))?:0*([1-9]\d*):(\w+)")
 
 
-class Fault(NamedTuple):
+class _InjectedFault(NamedTuple):
     """A fault in one call of a method, on one rank or, with `rank` None, on every rank."""
 
     role: str
@@ -34,7 +34,7 @@ class Fault(NamedTuple):
     kind: str
 
 
-class PlannedFaults:
+class FaultInjector:
     """The faults that this process injects.
 
     Args:
@@ -45,15 +45,15 @@ class PlannedFaults:
     """
 
     def __init__(self, text: str | None = None) -> None:
-        text = os.environ.get(VARIABLE, "") if text is None else text
-        self._faults = [_read(part.strip()) for part in text.split(";") if part.strip()]
+        text = os.environ.get(FAULT_VARIABLE, "") if text is None else text
+        self._faults = [_parse_fault(part.strip()) for part in text.split(";") if part.strip()]
         self._calls: Counter[tuple[str, str]] = Counter()
 
     def __bool__(self) -> bool:
         """Return whether any faults are planned."""
         return bool(self._faults)
 
-    def meet(self, record: Record) -> None:
+    def meet(self, record: CallRecord) -> None:
         """Count a call that begins, and trigger the faults planned for it."""
         if not self._faults:
             return
@@ -62,7 +62,7 @@ class PlannedFaults:
         for fault in self._faults:
             is_here = fault.rank in (None, record.rank)
             if fault[:2] == name and fault.call == self._calls[name] and is_here:
-                KINDS[fault.kind]()
+                FAULT_ACTIONS[fault.kind]()
 
     def check(self, workers: Mapping[str, tuple[type, int]]) -> None:
         """Refuse faults that no call would trigger.
@@ -74,18 +74,18 @@ class PlannedFaults:
             ConfigError: names the role, the method or the rank that is not there.
         """
         for fault in self._faults:
-            said = f"{VARIABLE} plans a fault in {fault.role}.{fault.method}"
+            said = f"{FAULT_VARIABLE} plans a fault in {fault.role}.{fault.method}"
             if fault.role not in workers:
                 raise ConfigError(
                     f"{said}, and there is no role `{fault.role}`; the job's workers are "
-                    f"{', '.join(workers)}.{nearest(fault.role, workers)}"
+                    f"{', '.join(workers)}.{suggest_name(fault.role, workers)}"
                 )
             kind, number = workers[fault.role]
             methods = [n for n in dir(kind) if hasattr(getattr(kind, n), "__transfer__")]
             if fault.method not in ("__init__", *methods):
                 raise ConfigError(
                     f"{said}, which is no call of `{fault.role}`; there are __init__, "
-                    f"{', '.join(methods)}.{nearest(fault.method, methods)}"
+                    f"{', '.join(methods)}.{suggest_name(fault.method, methods)}"
                 )
             if fault.rank is not None and fault.rank >= number:
                 raise ConfigError(
@@ -94,22 +94,23 @@ class PlannedFaults:
                 )
 
 
-def _read(text: str) -> Fault:
-    found = _FAULT.fullmatch(text)
-    if found is None or found[5] not in KINDS:
+def _parse_fault(text: str) -> _InjectedFault:
+    found = _FAULT_PATTERN.fullmatch(text)
+    if found is None or found[5] not in FAULT_ACTIONS:
         raise ConfigError(
-            f"{VARIABLE}={text}: write `role.method:call:kind` or `role.method@rank:call:kind`, "
-            f"several separated by `;`. Calls are counted from 1, and kinds are {', '.join(KINDS)}."
+            f"{FAULT_VARIABLE}={text}: write `role.method:call:kind` or "
+            "`role.method@rank:call:kind`, several separated by `;`. Calls are counted from 1, and "
+            f"kinds are {', '.join(FAULT_ACTIONS)}."
         )
     rank = None if found[3] is None else int(found[3])
-    return Fault(found[1], found[2], rank, int(found[4]), found[5])
+    return _InjectedFault(found[1], found[2], rank, int(found[4]), found[5])
 
 
-def _raise() -> None:
-    raise RuntimeError(f"planned by {VARIABLE}")
+def _raise_error() -> None:
+    raise RuntimeError(f"planned by {FAULT_VARIABLE}")
 
 
-def _fill_disk() -> None:
+def _simulate_full_disk() -> None:
     """Make every later attempt of this process to open a file for writing fail with ENOSPC."""
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
@@ -123,9 +124,9 @@ def _fill_disk() -> None:
     sys.addaudithook(refuse)
 
 
-KINDS: dict[str, Callable[[], None]] = {
+FAULT_ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "raise": _raise,
-    "enospc": _fill_disk,
+    "raise": _raise_error,
+    "enospc": _simulate_full_disk,
 }

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ ANY = "*"
 
 
 @dataclass(frozen=True)
-class Columns:
+class ExpectedColumns:
     """The columns that a call will return, as far as its method declares them.
 
     Attributes:
@@ -48,15 +48,15 @@ class Columns:
         said = [known for known in self.possible if known != ANY]
         return all(any(fnmatchcase(name, known) for known in said) for name in names)
 
-    def __or__(self, other: Columns) -> Columns:
+    def __or__(self, other: ExpectedColumns) -> ExpectedColumns:
         patterns = dict.fromkeys((*self.possible, *other.possible))
-        return Columns(self.certain | other.certain, tuple(patterns))
+        return ExpectedColumns(self.certain | other.certain, tuple(patterns))
 
     def __str__(self) -> str:
         return ", ".join([*sorted(self.certain), *self.possible]) or "no columns"
 
 
-UNKNOWN = Columns(possible=(ANY,))
+UNKNOWN = ExpectedColumns(possible=(ANY,))
 """The columns of a call whose method does not declare what it returns."""
 
 
@@ -66,7 +66,7 @@ def any_column(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedColumns:
     """The columns that a reader requests.
 
     Attributes:
@@ -81,7 +81,7 @@ class Wanted:
     following: frozenset[str] = field(default=frozenset())
     found: frozenset[str] = field(default=frozenset())
 
-    def may_be_in(self, columns: Columns) -> bool:
+    def may_be_in(self, columns: ExpectedColumns) -> bool:
         """Return whether a table with these columns may have a requested one, so that it must be
         read."""
         if any(columns.may_have(name) for name in (self.names | self.following) - self.found):
@@ -92,12 +92,12 @@ class Wanted:
         further = (*(columns.certain - self.found), *columns.possible)
         return any(name == ANY or others(name) for name in further)
 
-    def without(self, found: Iterable[str]) -> Wanted:
+    def without(self, found: Iterable[str]) -> RequestedColumns:
         """Return the request without these columns, which were found elsewhere."""
         return replace(self, found=self.found.union(found))
 
 
-COUNTED = ("prompt_ids", "response_ids")
+TOKEN_COLUMNS = ("prompt_ids", "response_ids")
 """The columns whose tokens are balanced over the ranks."""
 Rows = npt.NDArray[np.int64]
 
@@ -109,7 +109,7 @@ class ShardInfo:
     Attributes:
         rows: The numbers of its rows in their table.
         schema: Names and types of its columns.
-        tokens: Tokens of each of its `COUNTED` columns by row.
+        tokens: Tokens of each of its `TOKEN_COLUMNS` columns by row.
         total: How many rows the table has in all; None: as many as the shards beside it.
         sizes: Bytes of each column.
     """
@@ -123,7 +123,7 @@ class ShardInfo:
     @classmethod
     def of(cls, batch: Batch, rows: Rows, total: int | None = None) -> ShardInfo:
         """Describe `batch` as the shard that holds `rows` of its table."""
-        tokens = {name: batch.lengths(name) for name in COUNTED if name in batch}
+        tokens = {name: batch.lengths(name) for name in TOKEN_COLUMNS if name in batch}
         sizes = tuple(column.nbytes for column in batch.table.columns)
         return cls(rows, batch.table.schema, tokens, total, sizes)
 
@@ -138,10 +138,10 @@ class ShardInfo:
 
 def count_tokens(batch: Batch) -> int:
     """Count the tokens of the `TOKEN_COLUMNS` over all rows."""
-    return sum(int(batch.lengths(name).sum()) for name in COUNTED if name in batch)
+    return sum(int(batch.lengths(name).sum()) for name in TOKEN_COLUMNS if name in batch)
 
 
-class Shards(ABC):
+class ShardedResult(ABC):
     """The result of one call: a shard from each rank that answered, in any order of rows.
 
     Attributes:
@@ -149,7 +149,7 @@ class Shards(ABC):
         rows: Rows of the table, if it is known beforehand.
     """
 
-    def __init__(self, columns: Columns, rows: int | None) -> None:
+    def __init__(self, columns: ExpectedColumns, rows: int | None) -> None:
         self.columns = columns
         self.rows = rows
 
@@ -167,7 +167,7 @@ class Shards(ABC):
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildRequest:
     """A request to build a role. Each rank also gets its `WorkerContext`."""
 
     role: str
@@ -176,7 +176,7 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Invoke:
+class InvokeRequest:
     """A request to call a method of a role's worker. Each rank also gets its `RankAssignment`."""
 
     role: str
@@ -186,7 +186,7 @@ class Invoke:
 
 
 @dataclass(frozen=True)
-class Apply:
+class ApplyRequest:
     """A request to run a pure function on rows of a table. Each host also gets its
     `RankAssignment`.
 
@@ -198,13 +198,13 @@ class Apply:
     function: Callable[[Batch], Batch]
     table: BatchRef
     together: int = 1
-    makes: Columns = UNKNOWN
+    makes: ExpectedColumns = UNKNOWN
 
 
-Request = Build | Invoke | Apply
+CallRequest = BuildRequest | InvokeRequest | ApplyRequest
 
 
-class RankPart(NamedTuple):
+class RankAssignment(NamedTuple):
     """A rank's own part in a group call: it gets part `index` of `parts` of the rows, and its
     result counts if it `answers`."""
 
@@ -214,7 +214,7 @@ class RankPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """An exception in a worker: role, rank, method, message, time (seconds since the epoch) and
     traceback, which is empty if the message suffices."""
 
@@ -229,23 +229,23 @@ class Failure:
 class UpstreamError(Exception):
     """An input of this call could not be made; carries the failure that is the cause."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: WorkerFailure) -> None:
         super().__init__(failure.message)
         self.failure = failure
 
 
 @dataclass(frozen=True)
-class Reply:
+class RankReply:
     """A rank's reply besides its batch; small, so that the driver can read it."""
 
-    record: Record
+    record: CallRecord
     value: Any = None
     info: ShardInfo | None = None
-    failure: Failure | None = None
+    failure: WorkerFailure | None = None
 
 
 @dataclass
-class Call:
+class GroupCall:
     """The driver's record of a group call.
 
     Attributes:
@@ -266,7 +266,7 @@ class Call:
     step: int = 0
     reads: tuple[int, ...] = ()
     since: float = field(default_factory=time.monotonic)
-    replies: list[Reply | None] = field(default_factory=list)
+    replies: list[RankReply | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.replies = self.replies or [None] * len(self.hosts)
@@ -287,7 +287,7 @@ class Call:
         return [rank for rank, part in enumerate(self.parts) if part.answers]
 
 
-class Result(Shards):
+class CallResult(ShardedResult):
     """The batch that a call returns, a shard from each answering rank, as the driver refers to it.
 
     Attributes:
@@ -298,9 +298,9 @@ class Result(Shards):
     def __init__(
         self,
         executor: Executor,
-        call: Call | None,
+        call: GroupCall | None,
         data: Any,
-        columns: Columns = UNKNOWN,
+        columns: ExpectedColumns = UNKNOWN,
         rows: int | None = None,
         infos: Sequence[ShardInfo] = (),
     ) -> None:

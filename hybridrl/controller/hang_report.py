@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridrl.controller.failures import Hosts, Identity
-from hybridrl.controller.group_call import Call
-from hybridrl.controller.host_health import Snapshot
+from hybridrl.controller.failures import HostIdentity, HostRegistry
+from hybridrl.controller.group_call import GroupCall
+from hybridrl.controller.host_health import HostSnapshot
 from hybridrl.errors import CallTimeoutError
 from hybridrl.system import collective_waits as waits
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.formatting import format_seconds
 
-Pending = Mapping[int, tuple[Call, int]]
+PendingCalls = Mapping[int, tuple[GroupCall, int]]
 """The first pending call of each host, and the host's rank in it."""
 
 
 @dataclass(frozen=True)
-class Hang:
+class HangReport:
     """A report on calls that have exceeded the deadline.
 
     Attributes:
@@ -31,11 +31,11 @@ class Hang:
         why: What is known besides.
     """
 
-    pending: Pending
+    pending: PendingCalls
     late: Sequence[int]
     limit: float
-    snapshots: Sequence[Snapshot | None]
-    hosts: Hosts
+    snapshots: Sequence[HostSnapshot | None]
+    hosts: HostRegistry
     why: str = ""
 
     def missing(self) -> list[int]:
@@ -88,7 +88,7 @@ class Hang:
         for host in hosts:
             call, rank = self.pending[host]
             ranks.setdefault(call.name, []).append(rank)
-        return ", ".join(f"{name} on {_ranks(found)}" for name, found in ranks.items())
+        return ", ".join(f"{name} on {_format_ranks(found)}" for name, found in ranks.items())
 
     def _causes(self) -> Iterator[str]:
         """Yield sentences on the missing ranks and on the ranks that wait."""
@@ -130,8 +130,8 @@ class Hang:
         if status.waiting:
             return f"waits for the inputs of {status.role}.{status.method}"
         if snapshot.communicates:
-            return f"waits for other ranks itself, in {_operation(snapshot)}"
-        return f"is in {snapshot.place}{_phase(snapshot)}"
+            return f"waits for other ranks itself, in {_format_operation(snapshot)}"
+        return f"is in {snapshot.place}{_format_phase(snapshot)}"
 
     def _waiting(self, for_whom: str) -> str:
         """Describe which ranks wait for others, in which operation and for how long."""
@@ -142,16 +142,16 @@ class Hang:
             snapshot = self.snapshots[host]
             if host in missing or snapshot is None or not self._waits(host):
                 continue
-            group = call.role, f"{_operation(snapshot)}{_phase(snapshot)}"
+            group = call.role, f"{_format_operation(snapshot)}{_format_phase(snapshot)}"
             ranks.setdefault(group, []).append(rank)
             if snapshot.waiting is not None:
                 seconds[group] = max(seconds.get(group, 0.0), snapshot.waiting.seconds)
         parts = []
         for (role, what), found in ranks.items():
             waited = seconds.get((role, what))
-            since = "" if waited is None else f", for {readable_seconds(waited)}"
+            since = "" if waited is None else f", for {format_seconds(waited)}"
             verb = "waits" if len(found) == 1 else "wait"
-            parts.append(f"{role} {_ranks(found)} {verb} {for_whom}in {what}{since}")
+            parts.append(f"{role} {_format_ranks(found)} {verb} {for_whom}in {what}{since}")
         return f"{'; '.join(parts)}." if parts else ""
 
     def _stack(self, host: int) -> str:
@@ -174,7 +174,9 @@ class Hang:
         found = [snapshot for snapshot in self.snapshots if snapshot is not None]
         wanted: dict[str, int] = {}
         for snapshot in found:
-            numbers = {n: count for n, count in snapshot.begun.items() if n.startswith(waits.GPU)}
+            numbers = {
+                n: count for n, count in snapshot.begun.items() if n.startswith(waits._GPU_BACKEND)
+            }
             if not on_gpu:
                 waiting = snapshot.waiting
                 numbers = {} if waiting is None else {waiting.group: waiting.number}
@@ -188,7 +190,7 @@ class Hang:
         ]
 
 
-def silence(call: Call, rank: int, identity: Identity, seconds: float) -> str:
+def format_silent_host(call: GroupCall, rank: int, identity: HostIdentity, seconds: float) -> str:
     """Format the notice of a host that does not answer although it has a call to run; it precedes
     the error."""
     return (
@@ -199,7 +201,7 @@ def silence(call: Call, rank: int, identity: Identity, seconds: float) -> str:
     )
 
 
-def _operation(snapshot: Snapshot) -> str:
+def _format_operation(snapshot: HostSnapshot) -> str:
     if (waiting := snapshot.waiting) is None:
         return snapshot.place
     if not waiting.group:
@@ -208,10 +210,10 @@ def _operation(snapshot: Snapshot) -> str:
     return f"{waiting.operation} (number {waiting.number}{among})"
 
 
-def _phase(snapshot: Snapshot) -> str:
+def _format_phase(snapshot: HostSnapshot) -> str:
     return f", phase {snapshot.status.phase}" if snapshot.status.phase else ""
 
 
-def _ranks(numbers: Iterable[int]) -> str:
+def _format_ranks(numbers: Iterable[int]) -> str:
     found = sorted(numbers)
     return f"rank{'s' if len(found) > 1 else ''} {' '.join(map(str, found))}"

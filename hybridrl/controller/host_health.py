@@ -13,20 +13,20 @@ from types import FrameType
 
 import hybridrl
 from hybridrl.system import collective_waits as waits
-from hybridrl.system.collective_waits import Waiting
+from hybridrl.system.collective_waits import CollectiveWait
 
-OURS = str(Path(hybridrl.__file__).parent)
-INSTALLED = tuple(
+_PACKAGE_FOLDER = str(Path(hybridrl.__file__).parent)
+_INSTALLED_FOLDERS = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
-COMMUNICATION = ("/torch/distributed/", "/vllm/distributed/")
+_COMMUNICATION_PATHS = ("/torch/distributed/", "/vllm/distributed/")
 """The code in which a thread only communicates with other ranks."""
-PASSED_ON = ("/torch/_ops.py",)
+_DISPATCH_PATHS = ("/torch/_ops.py",)
 """The code that only dispatches; its caller counts."""
 
 
 @dataclass(frozen=True)
-class Status:
+class HostStatus:
     """The current call of a host, the seconds spent on it (without the wait for its inputs, and
     since its last progress; see `Worker.report_progress`), and whether it still waits for its
     inputs. `method` is empty when the host is idle; `phase` is empty between phases."""
@@ -45,7 +45,7 @@ class Status:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HostSnapshot:
     """A host's status with the details that show why a call does not end.
 
     Attributes:
@@ -56,24 +56,31 @@ class Snapshot:
         stacks: The Python stacks of all its threads.
     """
 
-    status: Status
+    status: HostStatus
     place: str = ""
     communicates: bool = False
-    waiting: Waiting | None = None
+    waiting: CollectiveWait | None = None
     begun: Mapping[str, int] = field(default_factory=dict)
     stacks: str = ""
 
 
-def take_snapshot(status: Status, worker_thread: int | None) -> Snapshot:
+def capture_snapshot(status: HostStatus, worker_thread: int | None) -> HostSnapshot:
     """Capture a snapshot of this process, whose calls run on `worker_thread`. Safe from any other
     thread."""
-    frames = _frames(worker_thread)
-    waiting = waits.waiting(worker_thread)
-    communicates = waiting is not None or _communicates(frames)
-    return Snapshot(status, _place(frames), communicates, waiting, waits.begun(), _all_stacks())
+    frames = _list_frames(worker_thread)
+    waiting = waits.find_current_wait(worker_thread)
+    communicates = waiting is not None or _is_communicating(frames)
+    return HostSnapshot(
+        status,
+        _format_location(frames),
+        communicates,
+        waiting,
+        waits.count_started_operations(),
+        _format_all_stacks(),
+    )
 
 
-def _all_stacks() -> str:
+def _format_all_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -82,7 +89,7 @@ def _all_stacks() -> str:
     )
 
 
-def _frames(thread: int | None) -> list[FrameType]:
+def _list_frames(thread: int | None) -> list[FrameType]:
     """Return the frames of a thread, innermost first."""
     frame = None if thread is None else sys._current_frames().get(thread)
     found = []
@@ -92,23 +99,23 @@ def _frames(thread: int | None) -> list[FrameType]:
     return found
 
 
-def _place(frames: Sequence[FrameType]) -> str:
+def _format_location(frames: Sequence[FrameType]) -> str:
     """Format where a thread is: in the user's code if any of it is on the stack, else in the
     library's."""
 
     def is_users(file: str) -> bool:
-        return not file.startswith((OURS, *INSTALLED, "<"))
+        return not file.startswith((_PACKAGE_FOLDER, *_INSTALLED_FOLDERS, "<"))
 
     named = [(frame, frame.f_code.co_filename) for frame in frames]
     of_user = [frame for frame, file in named if is_users(file)]
-    of_library = [frame for frame, file in named if file.startswith(OURS)]
+    of_library = [frame for frame, file in named if file.startswith(_PACKAGE_FOLDER)]
     if not (found := of_user or of_library or list(frames)):
         return ""
     code = found[0].f_code
     return f"{code.co_filename}:{found[0].f_lineno} in {code.co_name}"
 
 
-def _communicates(frames: Sequence[FrameType]) -> bool:
+def _is_communicating(frames: Sequence[FrameType]) -> bool:
     files = [frame.f_code.co_filename for frame in frames]
-    innermost = next((file for file in files if not file.endswith(PASSED_ON)), "")
-    return any(part in innermost for part in COMMUNICATION)
+    innermost = next((file for file in files if not file.endswith(_DISPATCH_PATHS)), "")
+    return any(part in innermost for part in _COMMUNICATION_PATHS)

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from hybridrl.batch.row_balancing import partition_nearby
+from hybridrl.batch.row_balancing import balance_rows
 from hybridrl.controller.group_call import Rows
 from hybridrl.errors import DataError
 
 if TYPE_CHECKING:
-    from hybridrl.controller.table_expression import Node
+    from hybridrl.controller.table_expression import TableExpression
 
-EVEN_ENOUGH = 1.02
+BALANCE_TOLERANCE = 1.02
 """The largest ratio of a part's tokens to the mean for which parts are blocks of consecutive rows;
 above it, rows are assigned one by one, which copies them."""
 
 
 @dataclass(frozen=True)
-class Take:
+class IndexSelection:
     """A selection of rows by index.
 
     Attributes:
@@ -30,10 +30,10 @@ class Take:
     numbers: Rows
     of: int | None = None
 
-    def known_rows(self, table: Node) -> int | None:
+    def known_rows(self, table: TableExpression) -> int | None:
         return len(self.numbers)
 
-    def rows(self, table: Node) -> Rows:
+    def rows(self, table: TableExpression) -> Rows:
         count = table.num_rows()
         if self.of not in (None, count):
             raise DataError(
@@ -49,20 +49,20 @@ class Take:
 
 
 @dataclass(frozen=True)
-class Repeat:
+class RepeatSelection:
     """A selection of every row `times` times, copies of a row next to each other."""
 
     times: int
 
-    def known_rows(self, table: Node) -> int | None:
+    def known_rows(self, table: TableExpression) -> int | None:
         return None if (known := table.known_rows) is None else known * self.times
 
-    def rows(self, table: Node) -> Rows:
+    def rows(self, table: TableExpression) -> Rows:
         return np.repeat(np.arange(table.num_rows()), self.times)
 
 
 @dataclass(frozen=True)
-class Part:
+class PartitionSelection:
     """A selection of part `index` of `parts`, its rows ascending. Groups of `rows_together`
     neighbouring rows are never separated. Every rank computes the same partition from the same
     lengths."""
@@ -72,13 +72,13 @@ class Part:
     balance: Literal["rows", "tokens"] = "rows"
     together: int = 1
 
-    def known_rows(self, table: Node) -> int | None:
+    def known_rows(self, table: TableExpression) -> int | None:
         if self.balance == "tokens" or table.known_rows is None:
             return None
         start, stop = self._block(table.known_rows // self.together)
         return (stop - start) * self.together
 
-    def rows(self, table: Node) -> Rows:
+    def rows(self, table: TableExpression) -> Rows:
         count, rest = divmod(table.num_rows(), self.together)
         if rest:
             raise DataError(
@@ -105,6 +105,6 @@ class Part:
         goals = ends[-1] * np.arange(1, self.parts) / self.parts
         edges = np.concatenate([[0], np.searchsorted(ends, goals, side="left") + 1, [count]])
         sizes = np.diff(np.concatenate([[0], ends])[np.minimum(edges, count)])
-        if sizes.max() <= EVEN_ENOUGH * sizes.mean():
+        if sizes.max() <= BALANCE_TOLERANCE * sizes.mean():
             return np.arange(edges[self.index], edges[self.index + 1])  # read without copying
-        return np.asarray(partition_nearby(costs.tolist(), self.parts)[self.index], dtype=np.int64)
+        return np.asarray(balance_rows(costs.tolist(), self.parts)[self.index], dtype=np.int64)

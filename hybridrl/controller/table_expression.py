@@ -19,17 +19,24 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller.group_call import COUNTED, Columns, Rows, ShardInfo, Shards, Wanted
-from hybridrl.controller.row_selection import Part, Repeat, Take
+from hybridrl.controller.group_call import (
+    TOKEN_COLUMNS,
+    ExpectedColumns,
+    RequestedColumns,
+    Rows,
+    ShardedResult,
+    ShardInfo,
+)
+from hybridrl.controller.row_selection import IndexSelection, PartitionSelection, RepeatSelection
 from hybridrl.errors import DataError
 
 
-class Node(ABC):
+class TableExpression(ABC):
     """An expression for a table of samples."""
 
     @property
     @abstractmethod
-    def columns(self) -> Columns:
+    def columns(self) -> ExpectedColumns:
         """The columns, as far as they are known before the calls have run."""
 
     @property
@@ -55,19 +62,19 @@ class Node(ABC):
         """Read these rows; return None if the table has none of the requested columns."""
 
     @abstractmethod
-    def shards(self) -> list[Shards]:
+    def shards(self) -> list[ShardedResult]:
         """Return the result of every call in the expression."""
 
-    def needed(self, wanted: Wanted) -> Node | None:
+    def needed(self, wanted: RequestedColumns) -> TableExpression | None:
         """Return the part of the expression that may hold requested columns; None if there is
         none."""
         return self if wanted.may_be_in(self.columns) else None
 
-    def joined(self) -> list[Node]:
+    def joined(self) -> list[TableExpression]:
         """Return the tables that stand side by side in this one."""
         return [self]
 
-    def with_part(self, whole: Table, part: Table) -> Node:
+    def with_part(self, whole: ResultTable, part: ResultTable) -> TableExpression:
         """Return the expression with `part` in place of the streamed table `whole`: what can be
         read before the other parts exist."""
         return part if self is whole else self
@@ -77,14 +84,14 @@ class Node(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Table(Node):
+class ResultTable(TableExpression):
     """The rows that one call returned or, of a `streamed` table, several calls."""
 
-    results: tuple[Shards, ...]
+    results: tuple[ShardedResult, ...]
     streamed: bool = False
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ExpectedColumns:
         return self.results[0].columns
 
     @property
@@ -92,7 +99,7 @@ class Table(Node):
         return self.results[0].rows
 
     @cached_property
-    def _infos(self) -> list[tuple[Shards, int, ShardInfo]]:
+    def _infos(self) -> list[tuple[ShardedResult, int, ShardInfo]]:
         return [
             (result, index, info)
             for result in self.results
@@ -105,9 +112,9 @@ class Table(Node):
         total = self._infos[0][2].total
         return sum(len(info.rows) for _, _, info in self._infos) if total is None else total
 
-    def bits(self) -> list[Table]:
+    def bits(self) -> list[ResultTable]:
         """Return the parts of a streamed table, in the order of their calls."""
-        return [Table((result,)) for result in self.results]
+        return [ResultTable((result,)) for result in self.results]
 
     def present(self) -> Rows:
         """Return the indices of the rows in these shards, ascending."""
@@ -123,7 +130,7 @@ class Table(Node):
         return found
 
     def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
-        schema = _together([info.schema for _, _, info in self._infos])
+        schema = _merge_schemas([info.schema for _, _, info in self._infos])
         chosen = [name for name in schema.names if names is None or name in names]
         if not chosen:
             return None
@@ -151,24 +158,24 @@ class Table(Node):
         batch = Batch.concat(pieces, fill_missing=True)
         return batch if len(order) < 2 else batch.take(np.argsort(np.concatenate(order)))
 
-    def shards(self) -> list[Shards]:
+    def shards(self) -> list[ShardedResult]:
         return list(self.results)
 
 
 @dataclass(frozen=True, eq=False)
-class Join(Node):
+class JoinedTable(TableExpression):
     """Two tables side by side, row by row; the right one wins where both have a column."""
 
-    left: Node
-    right: Node
+    left: TableExpression
+    right: TableExpression
 
     def __post_init__(self) -> None:
         left, right = self.left.known_rows, self.right.known_rows
         if left is not None and right is not None:
-            _same_rows(left, right)
+            _check_same_row_count(left, right)
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ExpectedColumns:
         return self.left.columns | self.right.columns
 
     @property
@@ -193,41 +200,41 @@ class Join(Node):
         found = [side for side in sides if side is not None]
         return found[0] | found[1] if len(found) == 2 else (found[0] if found else None)
 
-    def shards(self) -> list[Shards]:
+    def shards(self) -> list[ShardedResult]:
         return self.left.shards() + self.right.shards()
 
-    def needed(self, wanted: Wanted) -> Node | None:
+    def needed(self, wanted: RequestedColumns) -> TableExpression | None:
         right = self.right.needed(wanted)
         left = self.left.needed(wanted.without(self.right.columns.certain))
-        return Join(left, right) if left and right else left or right
+        return JoinedTable(left, right) if left and right else left or right
 
-    def joined(self) -> list[Node]:
+    def joined(self) -> list[TableExpression]:
         return self.left.joined() + self.right.joined()
 
-    def with_part(self, whole: Table, part: Table) -> Node:
-        return Join(self.left.with_part(whole, part), self.right.with_part(whole, part))
+    def with_part(self, whole: ResultTable, part: ResultTable) -> TableExpression:
+        return JoinedTable(self.left.with_part(whole, part), self.right.with_part(whole, part))
 
     def _checked_rows(self) -> int:
         """Return the number of rows, which must be the same on both sides; waits until both are
         known."""
         rows = self.left.num_rows()
-        _same_rows(rows, self.right.num_rows())
+        _check_same_row_count(rows, self.right.num_rows())
         return rows
 
 
 @dataclass(frozen=True, eq=False)
-class Concat(Node):
+class ConcatenatedTable(TableExpression):
     """Tables with the same columns, one below the other."""
 
-    tables: tuple[Node, ...]
+    tables: tuple[TableExpression, ...]
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ExpectedColumns:
         found = [table.columns for table in self.tables]
         certain = frozenset.intersection(*(columns.certain for columns in found))
         rest = frozenset.union(*(columns.certain for columns in found)) - certain
         patterns = dict.fromkeys(name for columns in found for name in columns.possible)
-        return Columns(certain, (*patterns, *map(escape, sorted(rest))))
+        return ExpectedColumns(certain, (*patterns, *map(escape, sorted(rest))))
 
     @property
     def known_rows(self) -> int | None:
@@ -265,23 +272,23 @@ class Concat(Node):
         batch = Batch.concat(pieces, fill_missing=fill)
         return batch.take(np.argsort(np.concatenate(order)))
 
-    def shards(self) -> list[Shards]:
+    def shards(self) -> list[ShardedResult]:
         return [result for table in self.tables for result in table.shards()]
 
-    def needed(self, wanted: Wanted) -> Node | None:
+    def needed(self, wanted: RequestedColumns) -> TableExpression | None:
         found = [table.needed(wanted) for table in self.tables]
-        return Concat(tuple(found)) if all(found) else super().needed(wanted)
+        return ConcatenatedTable(tuple(found)) if all(found) else super().needed(wanted)
 
 
 @dataclass(frozen=True, eq=False)
-class Choose(Node):
+class SelectedTable(TableExpression):
     """A selection of rows of a table, in a new order."""
 
-    table: Node
-    choice: Take | Repeat | Part
+    table: TableExpression
+    choice: IndexSelection | RepeatSelection | PartitionSelection
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> ExpectedColumns:
         return self.table.columns
 
     @property
@@ -290,7 +297,9 @@ class Choose(Node):
 
     @property
     def copies(self) -> int:
-        return self.choice.times * self.table.copies if isinstance(self.choice, Repeat) else 1
+        return (
+            self.choice.times * self.table.copies if isinstance(self.choice, RepeatSelection) else 1
+        )
 
     @cached_property
     def _rows(self) -> Rows:
@@ -305,24 +314,24 @@ class Choose(Node):
     def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
         return self.table.read(self._rows[rows], names)
 
-    def shards(self) -> list[Shards]:
+    def shards(self) -> list[ShardedResult]:
         return self.table.shards()
 
-    def needed(self, wanted: Wanted) -> Node | None:
-        if isinstance(self.choice, Part) and self.choice.balance == "tokens":
+    def needed(self, wanted: RequestedColumns) -> TableExpression | None:
+        if isinstance(self.choice, PartitionSelection) and self.choice.balance == "tokens":
             # The rows must be the same, whatever is read of them.
-            names, found = wanted.names.union(COUNTED), wanted.found.difference(COUNTED)
-            wanted = Wanted(names, wanted.others, found)
+            names, found = wanted.names.union(TOKEN_COLUMNS), wanted.found.difference(TOKEN_COLUMNS)
+            wanted = RequestedColumns(names, wanted.others, found)
         needed = self.table.needed(wanted)
-        return Choose(needed, self.choice) if needed else None
+        return SelectedTable(needed, self.choice) if needed else None
 
 
-def _same_rows(left: int, right: int) -> None:
+def _check_same_row_count(left: int, right: int) -> None:
     if left != right:
         raise DataError(f"Tables of {left} and of {right} rows cannot be joined row by row.")
 
 
-def _together(schemas: Sequence[pa.Schema]) -> pa.Schema:
+def _merge_schemas(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Merge the schemas of a call's shards: a shard may lack columns that another has."""
     if all(schema.equals(schemas[0]) for schema in schemas[1:]):
         return schemas[0]
@@ -334,60 +343,70 @@ def _together(schemas: Sequence[pa.Schema]) -> pa.Schema:
         ) from error
 
 
-def join(left: Node, right: Node) -> Node:
+def join(left: TableExpression, right: TableExpression) -> TableExpression:
     """Join two tables without those of the left side whose columns the right side replaces, so that
     columns made anew in every step do not pile up."""
-    whole = Join(left, right)
+    whole = JoinedTable(left, right)
     if left.known_rows is None or right.known_rows is None:
         return whole  # whether they are as many shows when the tables are read
     kept = [table for table in left.joined() if not _is_replaced(table, right)]
     if len(kept) == len(left.joined()):
         return whole
-    return reduce(Join, [*kept, right])
+    return reduce(JoinedTable, [*kept, right])
 
 
-def _is_replaced(table: Node, by: Node) -> bool:
+def _is_replaced(table: TableExpression, by: TableExpression) -> bool:
     return not table.columns.possible and table.columns.certain <= by.columns.certain
 
 
-def choose(table: Node, choice: Take | Repeat | Part) -> Node:
+def choose(
+    table: TableExpression, choice: IndexSelection | RepeatSelection | PartitionSelection
+) -> TableExpression:
     """Select rows, and merge the selection with earlier ones: tables without selected rows are
     dropped, so that rows kept for many steps do not pile up expressions."""
-    if not isinstance(choice, Take) or (found := _pieces(table)) is None:
-        return Choose(table, choice)
+    if not isinstance(choice, IndexSelection) or (found := _pieces(table)) is None:
+        return SelectedTable(table, choice)
     pieces, rows = found
     rows = rows[choice.numbers]
     if len(pieces) == 1:
-        return Choose(pieces[0], Take(rows))
+        return SelectedTable(pieces[0], IndexSelection(rows))
     starts = np.cumsum([0, *(piece.known_rows for piece in pieces)])
     owner = np.searchsorted(starts, rows, side="right") - 1
     used = np.unique(owner) if len(rows) else np.array([0])
     kept = [pieces[number] for number in used]
     shift = np.zeros(len(pieces), np.int64)
     shift[used] = starts[used] - np.cumsum([0, *(piece.known_rows for piece in kept[:-1])])
-    joined = kept[0] if len(kept) == 1 else Concat(tuple(kept))
-    return Choose(joined, Take(rows - shift[owner]))
+    joined = kept[0] if len(kept) == 1 else ConcatenatedTable(tuple(kept))
+    return SelectedTable(joined, IndexSelection(rows - shift[owner]))
 
 
-def concat(tables: Sequence[Node]) -> Node:
+def concatenate_tables(tables: Sequence[TableExpression]) -> TableExpression:
     """Concatenate the tables that the rows were selected from."""
-    whole = Concat(tuple(tables))
+    whole = ConcatenatedTable(tuple(tables))
     if (found := _pieces(whole)) is None:
         return whole
     pieces, rows = found
-    whole = Concat(tuple(pieces))
-    return whole if len(rows) == whole.known_rows and _is_range(rows) else Choose(whole, Take(rows))
+    whole = ConcatenatedTable(tuple(pieces))
+    return (
+        whole
+        if len(rows) == whole.known_rows and _is_range(rows)
+        else SelectedTable(whole, IndexSelection(rows))
+    )
 
 
-def _pieces(node: Node) -> tuple[list[Node], Rows] | None:
+def _pieces(node: TableExpression) -> tuple[list[TableExpression], Rows] | None:
     """Return the source tables of a row selection and the indices of its rows in their
     concatenation; None if row counts are not known yet."""
     if (count := node.known_rows) is None:
         return None
-    if isinstance(node, Choose) and isinstance(node.choice, Take) and node.choice.of is None:
+    if (
+        isinstance(node, SelectedTable)
+        and isinstance(node.choice, IndexSelection)
+        and node.choice.of is None
+    ):
         found = _pieces(node.table)
         return None if found is None else (found[0], found[1][node.choice.numbers])
-    if not isinstance(node, Concat):
+    if not isinstance(node, ConcatenatedTable):
         return [node], np.arange(count)
     pieces, rows, start = [], [np.arange(0)], 0
     for table in node.tables:

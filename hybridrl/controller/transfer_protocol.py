@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller.group_call import UNKNOWN, Columns, Rows, Wanted
-from hybridrl.controller.row_selection import Part
+from hybridrl.controller.group_call import UNKNOWN, ExpectedColumns, RequestedColumns, Rows
+from hybridrl.controller.row_selection import PartitionSelection
 from hybridrl.errors import ConfigError
-from hybridrl.layout.rank_mesh import Coordinate
+from hybridrl.layout.rank_mesh import MeshCoordinate
 
-Function = TypeVar("Function", bound=Callable[..., object])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 @dataclass(frozen=True)
-class Protocol:
+class TransferProtocol:
     """A rule of how a call's rows are split over ranks and which ranks' results are returned.
 
     Attributes:
@@ -43,15 +43,15 @@ class Protocol:
     balance: Literal["rows", "tokens"] = "rows"
     rows_together: int = 1
 
-    def part(self, coordinates: Mapping[str, Coordinate]) -> tuple[int, int]:
+    def part(self, coordinates: Mapping[str, MeshCoordinate]) -> tuple[int, int]:
         """Return the part that the rank at `coordinates` gets, and the number of parts."""
         index, parts = 0, 1
         for axis in self.split:
-            place = coordinates.get(axis, Coordinate(0, 1))
+            place = coordinates.get(axis, MeshCoordinate(0, 1))
             index, parts = index * place.size + place.index, parts * place.size
         return index, parts
 
-    def speaks(self, rank: int, coordinates: Sequence[Mapping[str, Coordinate]]) -> bool:
+    def speaks(self, rank: int, coordinates: Sequence[Mapping[str, MeshCoordinate]]) -> bool:
         """Return whether `rank` answers for its part: among the ranks of that part, the one at the
         answering index of every other axis of the meshes that it is on. `coordinates` has one entry
         per rank."""
@@ -65,7 +65,7 @@ class Protocol:
         wanted = [r for r in mine if self._at_speaking_index(coordinates[r])]
         return rank == (wanted or mine)[0]
 
-    def _at_speaking_index(self, coordinates: Mapping[str, Coordinate]) -> bool:
+    def _at_speaking_index(self, coordinates: Mapping[str, MeshCoordinate]) -> bool:
         return all(
             place.index == self.speakers.get(axis, 0) % place.size
             for axis, place in coordinates.items()
@@ -73,19 +73,19 @@ class Protocol:
         )
 
 
-ONE_TO_ALL = Protocol()
+ONE_TO_ALL = TransferProtocol()
 """Every rank gets the same arguments, every rank answers."""
-FIRST = Protocol(answers="one")
+FIRST_RANK = TransferProtocol(answers="one")
 """Every rank gets the same arguments, the first rank answers."""
-DP = Protocol(split=("dp",), balance="tokens")
+DP = TransferProtocol(split=("dp",), balance="tokens")
 """Rows split over data-parallel ranks; one rank of each model-parallel group answers."""
-THREE_D = Protocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
+THREE_D = TransferProtocol(split=("dp",), speakers={"pp": -1}, balance="tokens")
 """Like `DP`, but the last pipeline stage answers, because it holds the outputs."""
-THREE_D_PP_ONLY = Protocol(split=("pp",))
+THREE_D_PP_ONLY = TransferProtocol(split=("pp",))
 """Rows split over pipeline stages."""
-THREE_D_ALL_MICRO_DP = Protocol(split=("rollout_dp",))
+THREE_D_ALL_MICRO_DP = TransferProtocol(split=("rollout_dp",))
 """Rows split over all generation replicas of the hybrid engine."""
-UPDATE = Protocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
+UPDATE = TransferProtocol(split=("dp",), speakers={"pp": -1}, answers="one", balance="tokens")
 """Like `THREE_D`, for an optimizer step, whose metrics are already global: one rank answers."""
 
 UPDATE_PAIRS = replace(UPDATE, rows_together=2)
@@ -101,27 +101,27 @@ class PartialTable(NamedTuple):
     total: int
 
 
-Names = Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str]]
+ColumnNames = Sequence[str] | Callable[[Mapping[str, Any]], Sequence[str]]
 """The names of columns, or a function that returns them for the keywords that the workers were
 built with."""
 
 
 @dataclass(frozen=True)
-class Transfer:
+class TransferSpec:
     """The options of `@transfer`, stored on the method; see there."""
 
-    protocol: Protocol
+    protocol: TransferProtocol
     returns_batch: bool
     streams: bool = False
-    reads: Names | None = None
+    reads: ColumnNames | None = None
     may_read: Callable[[str], bool] | Sequence[str] = ()
-    makes: Names | None = None
-    may_make: Names = ()
+    makes: ColumnNames | None = None
+    may_make: ColumnNames = ()
     rows: Callable[[Any], Rows] | None = None
     copies_together: Callable[[Mapping[str, Any]], bool] | None = None
-    follows: Names = ()
+    follows: ColumnNames = ()
 
-    def wanted(self, keywords: Mapping[str, Any]) -> Wanted | None:
+    def wanted(self, keywords: Mapping[str, Any]) -> RequestedColumns | None:
         """Return the columns that the method reads in workers built with these keywords; None if it
         does not declare them."""
         if self.reads is None:
@@ -130,10 +130,14 @@ class Transfer:
         if not callable(others):
             known = frozenset(others)
             others = known.__contains__ if known else None
-        following = frozenset(_names(self.follows, keywords))
-        return Wanted(frozenset(_names(self.reads, keywords)), others, following=following)
+        following = frozenset(_resolve_names(self.follows, keywords))
+        return RequestedColumns(
+            frozenset(_resolve_names(self.reads, keywords)), others, following=following
+        )
 
-    def part(self, keywords: Mapping[str, Any], index: int, parts: int, copies: int) -> Part:
+    def part(
+        self, keywords: Mapping[str, Any], index: int, parts: int, copies: int
+    ) -> PartitionSelection:
         """Return the selection of part `index` of `parts` of a batch.
 
         Args:
@@ -142,28 +146,30 @@ class Transfer:
         together = self.protocol.rows_together
         if self.copies_together is not None and self.copies_together(keywords):
             together = copies
-        return Part(index, parts, self.protocol.balance, together)
+        return PartitionSelection(index, parts, self.protocol.balance, together)
 
-    def columns(self, keywords: Mapping[str, Any]) -> Columns:
+    def columns(self, keywords: Mapping[str, Any]) -> ExpectedColumns:
         """Return the columns that the method returns in workers built with these keywords."""
         if self.makes is None:
             return UNKNOWN
-        certain, possible = (_names(names, keywords) for names in (self.makes, self.may_make))
-        return Columns(frozenset(certain), tuple(possible))
+        certain, possible = (
+            _resolve_names(names, keywords) for names in (self.makes, self.may_make)
+        )
+        return ExpectedColumns(frozenset(certain), tuple(possible))
 
 
 def transfer(
-    protocol: Protocol,
+    protocol: TransferProtocol,
     *,
-    reads: Names | None = None,
+    reads: ColumnNames | None = None,
     may_read: Callable[[str], bool] | Sequence[str] = (),
-    makes: Names | None = None,
-    may_make: Names = (),
+    makes: ColumnNames | None = None,
+    may_make: ColumnNames = (),
     streams: bool = False,
     rows: Callable[[Any], Rows] | None = None,
     copies_together: Callable[[Mapping[str, Any]], bool] | None = None,
-    follows: Names = (),
-) -> Callable[[Function], Function]:
+    follows: ColumnNames = (),
+) -> Callable[[_Method], _Method]:
     """Mark a worker method as callable from the driver.
 
     Args:
@@ -187,7 +193,7 @@ def transfer(
         ConfigError: if the return annotation is missing, or says that a batch may be returned.
     """
 
-    def mark(method: Function) -> Function:
+    def mark(method: _Method) -> _Method:
         for option, names in (("reads", reads), ("makes", makes), ("may_make", may_make)):
             if isinstance(names, str):
                 raise ConfigError(
@@ -195,7 +201,7 @@ def transfer(
                     f"@transfer({option}={names!r}); write ({names!r},), a list of names."
                 )
         returns_batch = _returns_batch(method)
-        method.__transfer__ = Transfer(  # type: ignore[attr-defined]
+        method.__transfer__ = TransferSpec(  # type: ignore[attr-defined]
             *(protocol, returns_batch, streams, reads, may_read, makes, may_make, rows),
             *(copies_together, follows),
         )
@@ -204,7 +210,7 @@ def transfer(
     return mark
 
 
-def _names(names: Names, keywords: Mapping[str, Any]) -> Sequence[str]:
+def _resolve_names(names: ColumnNames, keywords: Mapping[str, Any]) -> Sequence[str]:
     return names(keywords) if callable(names) else names
 
 

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import psutil
 import torch
 
-from hybridrl.batch.call_record import Record, Span, number_of
-from hybridrl.layout.rank_mesh import Coordinate
-from hybridrl.system.collective_waits import seconds_waited
+from hybridrl.batch.call_record import CallRecord, PhaseSpan, number_of
+from hybridrl.layout.rank_mesh import MeshCoordinate
+from hybridrl.system.collective_waits import read_wait_seconds
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -80,7 +80,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Context:
+class WorkerContext:
     """The role, rank and location of a worker.
 
     Attributes:
@@ -111,14 +111,14 @@ class Worker:
             was given none.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.rows: npt.NDArray[np.int64] | None = None
-        self.record = Record(context.role, context.rank, "__init__")
+        self.record = CallRecord(context.role, context.rank, "__init__")
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
+    def coordinates(self) -> Mapping[str, MeshCoordinate]:
         """Return where this rank stands on the axes of its meshes; the driver asks once."""
-        return {"dp": Coordinate(self.context.rank, self.context.world_size)}
+        return {"dp": MeshCoordinate(self.context.rank, self.context.world_size)}
 
     def enter(self) -> None:
         """Make this role's state current where it is global to the process. Called before each
@@ -139,7 +139,7 @@ class Worker:
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the current call, and record its peak memory."""
         memory = PeakMemory(self.context.device_kind)
-        begin, start, waited = time.perf_counter(), time.time(), seconds_waited()
+        begin, start, waited = time.perf_counter(), time.time(), read_wait_seconds()
         before, self.record.phase = self.record.phase, name
         try:
             yield
@@ -147,7 +147,9 @@ class Worker:
             self.record.phase = before
             seconds = time.perf_counter() - begin
             self.record.phases[name] += seconds
-            self.record.add_span(Span(name, start, start + seconds, seconds_waited() - waited))
+            self.record.add_span(
+                PhaseSpan(name, start, start + seconds, read_wait_seconds() - waited)
+            )
             self.record.peaks[name] = max(self.record.peaks.get(name, 0), memory.bytes())
 
     def progress(self) -> None:

@@ -9,17 +9,23 @@ from typing import Any
 from hybridrl.batch.batch import Batch
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.controller.executor import Executor
-from hybridrl.controller.group_call import Build, Call, Invoke, RankPart, Result
-from hybridrl.controller.table_expression import Table
-from hybridrl.controller.transfer_protocol import Protocol, Transfer
-from hybridrl.controller.worker import Context, Worker
-from hybridrl.errors import ConfigError, DataError, nearest
+from hybridrl.controller.group_call import (
+    BuildRequest,
+    CallResult,
+    GroupCall,
+    InvokeRequest,
+    RankAssignment,
+)
+from hybridrl.controller.table_expression import ResultTable
+from hybridrl.controller.transfer_protocol import TransferProtocol, TransferSpec
+from hybridrl.controller.worker import Worker, WorkerContext
+from hybridrl.errors import ConfigError, DataError, suggest_name
 
 
 class Handle:
     """The result of a call that may still run."""
 
-    def __init__(self, executor: Executor, call: Call, one: bool) -> None:
+    def __init__(self, executor: Executor, call: GroupCall, one: bool) -> None:
         self._executor = executor
         self._call = call
         self._one = one
@@ -77,9 +83,9 @@ class WorkerGroup:
         self.worker_class = worker_class
         self.keywords = keywords
         self._executor = executor
-        self._spreads: dict[str, list[RankPart]] = {}
+        self._spreads: dict[str, list[RankAssignment]] = {}
         contexts = [
-            Context(
+            WorkerContext(
                 role=role,
                 rank=rank,
                 world_size=len(self.devices),
@@ -90,7 +96,7 @@ class WorkerGroup:
             )
             for rank, device in enumerate(self.devices)
         ]
-        self._created = executor.create(Build(role, worker_class, keywords), contexts)
+        self._created = executor.create(BuildRequest(role, worker_class, keywords), contexts)
 
     def ready(self) -> WorkerGroup:
         """Wait until every rank is built."""
@@ -109,12 +115,17 @@ class WorkerGroup:
             ]
             raise AttributeError(
                 f"The group `{self.role}` has no method `{name}` that the driver may call; "
-                f"{self.worker_class.__name__} offers {', '.join(known)}.{nearest(name, known)}"
+                f"{self.worker_class.__name__} offers "
+                f"{', '.join(known)}.{suggest_name(name, known)}"
             )
         return lambda *arguments, **keywords: self._call(name, transfer, arguments, keywords)
 
     def _call(
-        self, method: str, transfer: Transfer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+        self,
+        method: str,
+        transfer: TransferSpec,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
     ) -> BatchRef | Handle:
         arguments = tuple(self._refer(method, transfer, argument) for argument in arguments)
         keywords = {
@@ -124,45 +135,45 @@ class WorkerGroup:
         batches = [a for a in (*arguments, *keywords.values()) if isinstance(a, BatchRef)]
         rows = self._rows_of(method, batches)
         if not transfer.returns_batch:
-            request = Invoke(self.role, method, arguments, keywords)
+            request = InvokeRequest(self.role, method, arguments, keywords)
             call, _ = self._executor.submit(request, self.devices, parts)
             return Handle(self._executor, call, transfer.protocol.answers == "one")
         if not transfer.protocol.split:  # every rank holds the same rows: one copy is the table
             parts = [part._replace(answers=rank == 0) for rank, part in enumerate(parts)]
         columns = transfer.columns(self.keywords)
         results = []
-        for some in _by_parts(arguments) if self._streams(transfer) else [arguments]:
-            request = Invoke(self.role, method, some, keywords)
+        for some in _split_stream_arguments(arguments) if self._streams(transfer) else [arguments]:
+            request = InvokeRequest(self.role, method, some, keywords)
             call, data = self._executor.submit(request, self.devices, parts, returns_batch=True)
-            results.append(Result(self._executor, call, data, columns, rows))
-        return BatchRef(Table(tuple(results), streamed=len(results) > 1), self._executor)
+            results.append(CallResult(self._executor, call, data, columns, rows))
+        return BatchRef(ResultTable(tuple(results), streamed=len(results) > 1), self._executor)
 
     @property
     def run_directory(self) -> Path | None:
         """Folder of the run; None when it keeps no files."""
         return self._executor.run_directory
 
-    def _streams(self, transfer: Transfer) -> bool:
+    def _streams(self, transfer: TransferSpec) -> bool:
         """Return whether a method can be called for each part of a streamed table as soon as the
         part exists, because it treats rows independently."""
         together = transfer.copies_together
         return transfer.streams and not (together is not None and together(self.keywords))
 
-    def _spread(self, method: str, protocol: Protocol) -> list[RankPart]:
+    def _spread(self, method: str, protocol: TransferProtocol) -> list[RankAssignment]:
         """Return what each rank gets in a call of this method; computed once."""
         if method not in self._spreads:
             self.ready()
             places = [reply.value for reply in self._created.replies]
             self._spreads[method] = [
-                RankPart(*protocol.part(place), protocol.speaks(rank, places))
+                RankAssignment(*protocol.part(place), protocol.speaks(rank, places))
                 for rank, place in enumerate(places)
             ]
         return self._spreads[method]
 
-    def _refer(self, method: str, transfer: Transfer, argument: Any) -> Any:
+    def _refer(self, method: str, transfer: TransferSpec, argument: Any) -> Any:
         """Convert an argument for sending: a batch becomes a reference to the columns that the
         method reads."""
-        if isinstance(argument, Handle) or _hides_batch(argument):
+        if isinstance(argument, Handle) or _contains_batch_ref(argument):
             is_handle = isinstance(argument, Handle)
             what = "a Handle" if is_handle else "a BatchRef inside another value"
             raise DataError(
@@ -189,16 +200,16 @@ class WorkerGroup:
         return known.pop() if known else None
 
 
-def _hides_batch(argument: Any) -> bool:
+def _contains_batch_ref(argument: Any) -> bool:
     """Return whether a list, tuple or dictionary contains a reference, which no rank could read."""
     if isinstance(argument, Mapping):
         argument = list(argument.values())
     if not isinstance(argument, list | tuple):
         return False
-    return any(isinstance(value, BatchRef) or _hides_batch(value) for value in argument)
+    return any(isinstance(value, BatchRef) or _contains_batch_ref(value) for value in argument)
 
 
-def _by_parts(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def _split_stream_arguments(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Return the arguments once for each part of the streamed table that is the first of them."""
     match arguments:
         case (BatchRef() as table, *rest):

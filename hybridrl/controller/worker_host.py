@@ -20,36 +20,36 @@ from dataclasses import replace
 from typing import Any
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import Record
-from hybridrl.controller.batch_ref import BatchRef, name_of
-from hybridrl.controller.fault_injection import PlannedFaults
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.controller.batch_ref import BatchRef, get_callable_name
+from hybridrl.controller.fault_injection import FaultInjector
 from hybridrl.controller.group_call import (
-    Apply,
-    Build,
-    Columns,
-    Failure,
-    Invoke,
-    RankPart,
-    Reply,
-    Request,
+    ApplyRequest,
+    BuildRequest,
+    CallRequest,
+    ExpectedColumns,
+    InvokeRequest,
+    RankAssignment,
+    RankReply,
     Rows,
     ShardInfo,
     UpstreamError,
+    WorkerFailure,
     count_tokens,
 )
-from hybridrl.controller.host_health import Snapshot, Status, take_snapshot
-from hybridrl.controller.row_selection import Part
-from hybridrl.controller.transfer_protocol import PartialTable, Transfer
-from hybridrl.controller.worker import Context, Rendezvous, Worker
+from hybridrl.controller.host_health import HostSnapshot, HostStatus, capture_snapshot
+from hybridrl.controller.row_selection import PartitionSelection
+from hybridrl.controller.transfer_protocol import PartialTable, TransferSpec
+from hybridrl.controller.worker import Rendezvous, Worker, WorkerContext
 from hybridrl.errors import DataError, HybridRLError
-from hybridrl.system.collective_waits import operations_of_gpu, seconds_waited
+from hybridrl.system.collective_waits import count_gpu_operations, read_wait_seconds
 from hybridrl.system.redaction import redact
 
-Returned = tuple[Batch | None, Any, ShardInfo | None]
+_CallOutput = tuple[Batch | None, Any, ShardInfo | None]
 """A batch, a value for the reply, and the batch's shard information."""
 
 
-class Host:
+class WorkerHost:
     """A host process that holds the workers of one device and runs their calls.
 
     Args:
@@ -60,7 +60,7 @@ class Host:
     def __init__(self, *, raises: bool = False, redirects: bool = True) -> None:
         self._raises = raises
         self._redirects = redirects
-        faults = PlannedFaults()
+        faults = FaultInjector()
         self._faults = faults if faults else None
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
@@ -69,7 +69,7 @@ class Host:
         self._output: dict[str, int] = {}
         self._output_of = ""
         self._listeners: dict[str, socket.socket] = {}
-        self._current: tuple[Record, float] | None = None
+        self._current: tuple[CallRecord, float] | None = None
         self._waiting = False
         self._thread: int | None = None
 
@@ -79,7 +79,7 @@ class Host:
         return Rendezvous(address, listener.getsockname()[1])
 
     @contextmanager
-    def receiving(self, record: Record) -> Iterator[None]:
+    def receiving(self, record: CallRecord) -> Iterator[None]:
         """Mark the host as working while a request is read, which may import modules."""
         self._begin(record)
         try:
@@ -87,23 +87,25 @@ class Host:
         finally:
             self._current = None
 
-    def run(self, request: Request, part: Any) -> tuple[Batch | None, Reply]:
+    def run(self, request: CallRequest, part: Any) -> tuple[Batch | None, RankReply]:
         """Run this rank's part of a group call, and return its batch, if the rank answers, and its
         reply."""
         match request:
-            case Build(role):
+            case BuildRequest(role):
                 self._open_output(part)
-                record = Record(role, part.rank, "__init__")
+                record = CallRecord(role, part.rank, "__init__")
                 return self._recorded(record, lambda: self._build(request, part, record))
-            case Invoke(role, method):
+            case InvokeRequest(role, method):
                 worker = self._workers.get(role)
-                record = Record(role, -1 if worker is None else worker.context.rank, method)
+                record = CallRecord(role, -1 if worker is None else worker.context.rank, method)
                 return self._recorded(record, lambda: self._invoke(request, part, record))
-            case Apply(function):
-                record = Record("driver", part.index, name_of(function))
+            case ApplyRequest(function):
+                record = CallRecord("driver", part.index, get_callable_name(function))
                 return self._recorded(record, lambda: self._apply(request, part))
 
-    def _build(self, build: Build, context: Context, record: Record) -> Returned:
+    def _build(
+        self, build: BuildRequest, context: WorkerContext, record: CallRecord
+    ) -> _CallOutput:
         if context.rendezvous is not None and context.rank == 0:
             listener = self._listeners.pop(context.role)
             rendezvous = replace(context.rendezvous, listener=listener)
@@ -119,11 +121,13 @@ class Host:
         self._stages[context.role] = places["pp"].index if "pp" in places else 0
         return None, places, None
 
-    def _invoke(self, request: Invoke, mine: RankPart, record: Record) -> Returned:
+    def _invoke(
+        self, request: InvokeRequest, mine: RankAssignment, record: CallRecord
+    ) -> _CallOutput:
         if (worker := self._workers.get(request.role)) is None:
             raise DataError(f"No group called `{request.role}` lives on this device.")
         method = getattr(worker, request.method)
-        transfer: Transfer = method.__transfer__
+        transfer: TransferSpec = method.__transfer__
         built = self._keywords[request.role]
         rows, total, first = None, None, None
 
@@ -176,12 +180,12 @@ class Host:
             self._in_memory.make_room()
         self._in_memory = worker
 
-    def _apply(self, request: Apply, mine: RankPart) -> Returned:
+    def _apply(self, request: ApplyRequest, mine: RankAssignment) -> _CallOutput:
         with self._inputs():
-            part = Part(mine.index, mine.parts, "rows", request.together)
+            part = PartitionSelection(mine.index, mine.parts, "rows", request.together)
             batch, rows = request.table.read(part)
         result = request.function(batch)
-        name = f"The applied function {name_of(request.function)}"
+        name = f"The applied function {get_callable_name(request.function)}"
         if not isinstance(result, Batch):
             raise DataError(f"{name} returned a {type(result).__name__}; it must return a Batch.")
         if len(result) != len(rows):
@@ -190,19 +194,19 @@ class Host:
         total = None if request.table.only is None else request.table.only.num_rows()
         return result, None, ShardInfo.of(result, rows, total)
 
-    def status(self) -> Status:
+    def status(self) -> HostStatus:
         """Return what this host is doing now. Safe from any thread."""
         if (current := self._current) is None:
-            return Status()
+            return HostStatus()
         record, begin = current
         call = record.role, record.rank, record.method
         seconds = time.monotonic() - max(begin, record.progress)
-        return Status(*call, seconds, self._waiting, record.phase)
+        return HostStatus(*call, seconds, self._waiting, record.phase)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> HostSnapshot:
         """Return what this host is doing now, and where. Safe from any thread but the one that
         works."""
-        return take_snapshot(self.status(), self._thread)
+        return capture_snapshot(self.status(), self._thread)
 
     def close(self) -> None:
         """Close every worker, the last one first; one that fails to close does not keep the others
@@ -225,39 +229,39 @@ class Host:
             self._current, self._waiting = (record, time.monotonic()), False
 
     def _recorded(
-        self, record: Record, function: Callable[[], Returned]
-    ) -> tuple[Batch | None, Reply]:
+        self, record: CallRecord, function: Callable[[], _CallOutput]
+    ) -> tuple[Batch | None, RankReply]:
         self._direct_output(record.role)
         self._begin(record)
         record.start = time.time()
-        waited, on_gpu = seconds_waited(), operations_of_gpu()
+        waited, on_gpu = read_wait_seconds(), count_gpu_operations()
         try:
             if self._faults is not None:
                 self._faults.meet(record)
             batch, value, info = function()
         except UpstreamError as error:
-            return None, Reply(record, failure=error.failure)
+            return None, RankReply(record, failure=error.failure)
         except BaseException as error:
             if self._raises:
                 raise
-            failure = failure_of(error, record)
+            failure = build_worker_failure(error, record)
             logging.getLogger(__name__).error(
                 "%s.%s failed:", record.role, record.method, exc_info=error
             )
-            return None, Reply(record, failure=failure)
+            return None, RankReply(record, failure=failure)
         finally:
             record.end = time.time()
-            if operations_of_gpu() == on_gpu:
-                record.waited = seconds_waited() - waited
+            if count_gpu_operations() == on_gpu:
+                record.waited = read_wait_seconds() - waited
             self._current = None
         record.phases = dict(record.phases)
-        return batch, Reply(record, value, info)
+        return batch, RankReply(record, value, info)
 
-    def _begin(self, record: Record) -> None:
+    def _begin(self, record: CallRecord) -> None:
         self._current, self._waiting = (record, time.monotonic()), False
         self._thread = threading.get_ident()
 
-    def _open_output(self, context: Context) -> None:
+    def _open_output(self, context: WorkerContext) -> None:
         if context.run_directory is None or not self._redirects:
             return
         path = context.run_directory / "logs" / f"{context.role}-{context.rank}.log"
@@ -276,7 +280,7 @@ class Host:
         self._output_of = role
 
 
-def failure_of(error: BaseException, record: Record) -> Failure:
+def build_worker_failure(error: BaseException, record: CallRecord) -> WorkerFailure:
     """Convert an exception to a `WorkerFailure` with the traceback from the worker's own code on,
     without the frames of the host. HybridRL's own errors need no traceback."""
     trace = error.__traceback__
@@ -289,10 +293,10 @@ def failure_of(error: BaseException, record: Record) -> Failure:
     except Exception:  # an exception of somebody's own that cannot say what it is
         message = type(error).__name__
     message, trace_text = redact(message), redact("".join(told))
-    return Failure(record.role, record.rank, record.method, message, trace_text, time.time())
+    return WorkerFailure(record.role, record.rank, record.method, message, trace_text, time.time())
 
 
-def _check_columns(name: str, batch: Batch, columns: Columns) -> None:
+def _check_columns(name: str, batch: Batch, columns: ExpectedColumns) -> None:
     """Check that a result has exactly the columns that its method declares, since readers rely on
     them."""
     if lacking := sorted(columns.certain.difference(batch.columns)):
@@ -307,7 +311,7 @@ def _check_columns(name: str, batch: Batch, columns: Columns) -> None:
         )
 
 
-def _check_result(record: Record, value: Any, rows: Rows | None) -> None:
+def _check_result(record: CallRecord, value: Any, rows: Rows | None) -> None:
     name = f"`{record.role}.{record.method}`"
     if not isinstance(value, Batch):
         raise DataError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 Message = dict[str, Any]
-Tool = dict[str, Any]
+ToolSchema = dict[str, Any]
 SHAREGPT = {
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"},
     **{"bard": "assistant", "observation": "tool", "function_response": "tool"},
@@ -53,7 +53,7 @@ def _from_sharegpt(message: Message) -> Message:
     return {"role": SHAREGPT.get(speaker, speaker), "content": said}
 
 
-def read_tools(tools: Any) -> list[Tool]:
+def read_tools(tools: Any) -> list[ToolSchema]:
     """Return the functions that a model may call, from objects or JSON text, with or without the
     `{"type": "function", "function": {...}}` around each.
 

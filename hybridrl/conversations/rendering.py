@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.conversations.messages import Message, Tool
-from hybridrl.errors import ConfigError, HybridRLError, nearest
+from hybridrl.conversations.messages import Message, ToolSchema
+from hybridrl.errors import ConfigError, HybridRLError, suggest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,14 +38,14 @@ class TemplateContext:
 
     options: Mapping[str, Any] = field(default_factory=dict)
     date: datetime.date | None = None
-    tools: Sequence[Tool] = ()
+    tools: Sequence[ToolSchema] = ()
 
     @classmethod
     def of(cls, options: Mapping[str, Any], date: str | None) -> TemplateContext:
         """Build it from the settings `data.chat_template_options` and `data.date`."""
         return cls(dict(options), None if date is None else datetime.date.fromisoformat(date))
 
-    def with_tools(self, tools: Sequence[Tool]) -> TemplateContext:
+    def with_tools(self, tools: Sequence[ToolSchema]) -> TemplateContext:
         """Return the same context with these tools."""
         return replace(self, tools=tools)
 
@@ -121,7 +121,7 @@ def check_options(
         if name not in known:
             raise ConfigError(
                 f"{setting}.{name}: the chat template of `{tokenizer.name_or_path}` does not read "
-                f"it; it reads {', '.join(known) or 'no options'}.{nearest(name, known)}"
+                f"it; it reads {', '.join(known) or 'no options'}.{suggest_name(name, known)}"
             )
 
 

@@ -12,20 +12,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.data.encoding import shortened
+from hybridrl.data.encoding import shorten_value
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow
-from hybridrl.data.table_columns import column_of
+from hybridrl.data.table_columns import find_column
 from hybridrl.errors import RowError
 
 _log = logging.getLogger(__name__)
-TESTS = "tests"
+TESTS_COLUMN = "tests"
 """The column that `hybridrl.rewards.code:passes_tests` reads."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with escapes, so that `\{` is passed over
-_BOXES = ("\\boxed{", "\\fbox{")
+_BOX_COMMANDS = ("\\boxed{", "\\fbox{")
 
 
-def with_answers(
+def extract_reference_answers(
     rows: pa.Table,
     answer_format: str,
     answer_column: str | None,
@@ -41,12 +41,13 @@ def with_answers(
         DataError: if a column is missing, or a row is refused that may not be left out.
     """
     refused = RefusedRows() if refused is None else refused
-    if answer_format in _OF_TESTS:
-        columns, make = _OF_TESTS[answer_format]
+    if answer_format in _TEST_FORMATS:
+        columns, make = _TEST_FORMATS[answer_format]
         cells = [
-            column_of(rows, name, refused.origin / "answer_format").to_pylist() for name in columns
+            find_column(rows, name, refused.origin / "answer_format").to_pylist()
+            for name in columns
         ]
-        tests = refused.map(partial(_read, make), *cells)
+        tests = refused.map(partial(_parse_cells, make), *cells)
         refused.kept(rows.num_rows)
         if answer_format == "livecodebench" and (pickled := sum(map(_is_pickled, cells[1]))):
             _log.warning(
@@ -56,14 +57,14 @@ def with_answers(
                 rows.num_rows,
             )
         texts = pa.array([json.dumps(test) for test in tests], pa.large_string())
-        if TESTS in rows.column_names:
-            return rows.set_column(rows.column_names.index(TESTS), TESTS, texts)
-        return rows.append_column(TESTS, texts)
+        if TESTS_COLUMN in rows.column_names:
+            return rows.set_column(rows.column_names.index(TESTS_COLUMN), TESTS_COLUMN, texts)
+        return rows.append_column(TESTS_COLUMN, texts)
     if answer_format == "plain" or answer_column is None:
         return rows
-    find = _after_marks if answer_format == "gsm8k" else _in_box
-    cells = column_of(rows, answer_column, refused.origin / "answer_column").to_pylist()
-    found = refused.map(partial(_read, find), cells)
+    find = _parse_gsm8k_answer if answer_format == "gsm8k" else _parse_boxed_answer
+    cells = find_column(rows, answer_column, refused.origin / "answer_column").to_pylist()
+    found = refused.map(partial(_parse_cells, find), cells)
     refused.kept(rows.num_rows)
     if answer_column not in rows.column_names:  # dots lead into an object
         return rows.append_column(answer_column, pa.array(found, pa.large_string()))
@@ -71,7 +72,7 @@ def with_answers(
     return rows.set_column(place, answer_column, pa.array(found, pa.large_string()))
 
 
-def _read(make: Callable[..., Any], row: DataRow, *cells: Any) -> Any:
+def _parse_cells(make: Callable[..., Any], row: DataRow, *cells: Any) -> Any:
     try:
         return make(*cells)
     except (ValueError, TypeError, KeyError) as error:
@@ -82,23 +83,23 @@ def _read(make: Callable[..., Any], row: DataRow, *cells: Any) -> Any:
         ) from error
 
 
-def _after_marks(text: Any) -> str:
+def _parse_gsm8k_answer(text: Any) -> str:
     """Return the text after the last `####` without thousands separators, as GSM8K writes
     answers."""
     _, marks, answer = str(text).rpartition("####")
     if not marks or not answer.strip():
-        raise ValueError(f"the answer {shortened(text)} has nothing behind a `####`")
+        raise ValueError(f"the answer {shorten_value(text)} has nothing behind a `####`")
     return re.sub(r"(?<=\d),(?=\d{3})", "", answer.strip())
 
 
-def _in_box(text: Any) -> str:
+def _parse_boxed_answer(text: Any) -> str:
     r"""What stands in the last `\boxed{...}`, as MATH writes solutions."""
     text = str(text)
     bare = text.rpartition("\\boxed ")[2]  # `$\boxed 2$`
-    is_bare = bare != text and not any(box in bare for box in _BOXES)
+    is_bare = bare != text and not any(box in bare for box in _BOX_COMMANDS)
     if is_bare and (found := re.split(r"[$\n]", bare)[0].strip()):
         return found
-    start, mark = max((text.rfind(mark), mark) for mark in _BOXES)
+    start, mark = max((text.rfind(mark), mark) for mark in _BOX_COMMANDS)
     depth = 0
     for brace in _BRACE.finditer(text, start) if start >= 0 else ():
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
@@ -106,29 +107,33 @@ def _in_box(text: Any) -> str:
             if found := text[start + len(mark) : brace.start()].strip():
                 return found
             break
-    raise ValueError(f"the answer {shortened(text)} has no `\\boxed{{}}` with something in it")
+    raise ValueError(f"the answer {shorten_value(text)} has no `\\boxed{{}}` with something in it")
 
 
-def _mbpp(tests: Any) -> list[str]:
+def _parse_mbpp_tests(tests: Any) -> list[str]:
     if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
-        raise ValueError(f"`test_list` is {shortened(tests)}, expected a list of asserts")
+        raise ValueError(f"`test_list` is {shorten_value(tests)}, expected a list of asserts")
     return [str(test) for test in tests]
 
 
-def _humaneval(test: Any, entry_point: Any) -> list[str]:
+def _parse_humaneval_tests(test: Any, entry_point: Any) -> list[str]:
     if not isinstance(test, str) or not isinstance(entry_point, str) or not entry_point:
         raise ValueError("`test` and `entry_point` must be texts")
     return [f"{test}\n\ncheck({entry_point})\n"]
 
 
-def _apps(text: Any) -> list[Any]:
+def _parse_apps_tests(text: Any) -> list[Any]:
     said = json.loads(text) if isinstance(text, str) else text
     if not isinstance(said, Mapping) or not said.get("inputs"):
-        raise ValueError(f"`input_output` is {shortened(text)}, expected `inputs` and `outputs`")
+        raise ValueError(
+            f"`input_output` is {shorten_value(text)}, expected `inputs` and `outputs`"
+        )
     pairs = list(zip(said["inputs"], said["outputs"], strict=True))
     if (name := said.get("fn_name")) is None:
-        return [{"input": _lines(given), "output": _lines(wanted)} for given, wanted in pairs]
-    return [_call(str(name), given, wanted) for given, wanted in pairs]
+        return [
+            {"input": _join_lines(given), "output": _join_lines(wanted)} for given, wanted in pairs
+        ]
+    return [_format_call_assert(str(name), given, wanted) for given, wanted in pairs]
 
 
 def _livecodebench(public: Any, private: Any, metadata: Any, starter_code: Any) -> list[Any]:
@@ -154,11 +159,11 @@ def _is_pickled(cell: Any) -> bool:
     return isinstance(cell, str) and bool(cell) and not cell.lstrip().startswith("[")
 
 
-def _lines(value: Any) -> str:
+def _join_lines(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
-def _call(name: str, given: Sequence[Any], wanted: Any) -> str:
+def _format_call_assert(name: str, given: Sequence[Any], wanted: Any) -> str:
     """Return an assert that calls the function; an expected list of one item also matches that
     item. A list of one stands for itself, or for what is in it."""
     call = f"{name}({', '.join(map(repr, given))})"
@@ -167,10 +172,10 @@ def _call(name: str, given: Sequence[Any], wanted: Any) -> str:
     return f"assert {call} == {wanted!r}"
 
 
-_OF_TESTS: Mapping[str, tuple[tuple[str, ...], Callable[..., list[Any]]]] = {
-    "mbpp": (("test_list",), _mbpp),
-    "humaneval": (("test", "entry_point"), _humaneval),
-    "apps": (("input_output",), _apps),
+_TEST_FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[..., list[Any]]]] = {
+    "mbpp": (("test_list",), _parse_mbpp_tests),
+    "humaneval": (("test", "entry_point"), _parse_humaneval_tests),
+    "apps": (("input_output",), _parse_apps_tests),
     "livecodebench": (
         ("public_test_cases", "private_test_cases", "metadata", "starter_code"),
         _livecodebench,

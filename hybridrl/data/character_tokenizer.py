@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CHARACTERS = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz"
-TEXT = "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\n"
+PRINTABLE_CHARACTERS = "".join(map(chr, range(ord(" "), ord("~") + 1))) + "\n"
 """For texts of others: printable ASCII and line ends."""
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-BEGIN = "<|im_start|>"
-_AS_BYTE = str.maketrans({" ": "Ġ", "\n": "Ċ"})
-_CHAT = """\
+PAD_TOKEN, EOS_TOKEN, UNKNOWN_TOKEN = "<pad>", "<eos>", "<unk>"
+BEGIN_TOKEN = "<|im_start|>"
+_BYTE_LEVEL_SPELLING = str.maketrans({" ": "Ġ", "\n": "Ċ"})
+_CHAT_TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\n' }}
 {%- for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}{{ '<eos>' }}{% endif %}
 {%- for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}
@@ -26,7 +26,9 @@ _CHAT = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
-def build_tokenizer(characters: str = CHARACTERS, *, chat: bool = False) -> PreTrainedTokenizerFast:
+def build_character_tokenizer(
+    characters: str = CHARACTERS, *, chat: bool = False
+) -> PreTrainedTokenizerFast:
     """Build a tokenizer whose tokens are `<pad>`, `<eos>`, `<unk>` and these characters.
 
     Encoding adds nothing and decoding joins exactly. `save_pretrained` writes a folder that
@@ -44,7 +46,9 @@ def build_tokenizer(characters: str = CHARACTERS, *, chat: bool = False) -> PreT
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    wrong = sorted({c for c in characters if c not in TEXT or characters.count(c) > 1})
+    wrong = sorted(
+        {c for c in characters if c not in PRINTABLE_CHARACTERS or characters.count(c) > 1}
+    )
     if wrong or not characters:
         raise DataError(
             f"A character tokenizer needs distinct printable ASCII characters, `{characters}` has "
@@ -53,19 +57,25 @@ def build_tokenizer(characters: str = CHARACTERS, *, chat: bool = False) -> PreT
     # Byte-level BPE without merges, where a space is spelled `Ġ`. A word-level model would say the
     # same more plainly, but AutoTokenizer rebuilds the tokenizer of a `qwen2` folder as byte-level
     # BPE whatever its files say; this form comes back unchanged from that too.
-    tokens = [PAD, EOS, UNKNOWN, *([BEGIN] if chat else []), *characters.translate(_AS_BYTE)]
+    tokens = [
+        PAD_TOKEN,
+        EOS_TOKEN,
+        UNKNOWN_TOKEN,
+        *([BEGIN_TOKEN] if chat else []),
+        *characters.translate(_BYTE_LEVEL_SPELLING),
+    ]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN_TOKEN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     found = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+        unk_token=UNKNOWN_TOKEN,
         clean_up_tokenization_spaces=False,
-        extra_special_tokens=[BEGIN] if chat else [],
+        extra_special_tokens=[BEGIN_TOKEN] if chat else [],
     )
     if chat:
-        found.chat_template = _CHAT
+        found.chat_template = _CHAT_TEMPLATE
     return found

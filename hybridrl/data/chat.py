@@ -11,18 +11,18 @@ from hybridrl.conversations.messages import (
     joined_text,
     read_messages,
 )
-from hybridrl.data.encoding import excerpt, shortened
+from hybridrl.data.encoding import quote_excerpt, shorten_value
 from hybridrl.data.row_origin import DataRow, RowOrigin
 from hybridrl.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "user", "assistant", "tool")
+CHAT_ROLES = ("system", "user", "assistant", "tool")
 """Those that most chat templates know; some have further ones."""
 
 
-def check_cell(
+def check_cell_type(
     row: DataRow, cell: object, column: str, setting: str, *, may_be_empty: bool = False
 ) -> None:
     """Refuse a cell that is neither text nor a list of messages; the error names the setting of the
@@ -40,7 +40,7 @@ def check_cell(
     )
 
 
-def check_chat(
+def check_chat_allowed(
     row: DataRow,
     cell: str | list[Any],
     tokenizer: PreTrainedTokenizerBase,
@@ -82,7 +82,7 @@ def check_system_prompt(
         )
 
 
-def check_text(row: DataRow, text: str, column: str, setting: str) -> None:
+def check_no_nul(row: DataRow, text: str, column: str, setting: str) -> None:
     """Refuse text with NUL characters, which end a text in C. NUL characters, which end a text in
     C.
 
@@ -92,12 +92,12 @@ def check_text(row: DataRow, text: str, column: str, setting: str) -> None:
     if "\0" in text:
         raise RowError(
             f"{row} has a NUL character (\\u0000) in the column `{column}` (`{setting}`), after "
-            f"{excerpt(text[: text.index(chr(0))][-40:])}. Remove it.",
+            f"{quote_excerpt(text[: text.index(chr(0))][-40:])}. Remove it.",
             "with a NUL character",
         )
 
 
-def messages_of(row: DataRow, cell: str | list[Any], role: str = "user") -> list[Message]:
+def parse_prompt_messages(row: DataRow, cell: str | list[Any], role: str = "user") -> list[Message]:
     """The cell as chat messages, as `read_messages` makes them; a string is one message of `role`.
 
     Raises:
@@ -127,7 +127,7 @@ def _check_message(row: DataRow, message: Any) -> None:
     if not isinstance(role, str) or not role:
         expected = "Expected `system`, `user`, `assistant` or `tool`."
         raise _malformed(row, "without a role", message, expected)
-    if role not in ROLES and role.strip().lower() in ROLES:
+    if role not in CHAT_ROLES and role.strip().lower() in CHAT_ROLES:
         raise RowError(
             f"{row} has a chat message of the role {role!r}; write `{role.strip().lower()}`, as "
             "chat templates do, which would take it for another.",
@@ -139,7 +139,7 @@ def _check_message(row: DataRow, message: Any) -> None:
     if joined_text(content) is None and not (content is None and calls):
         raise RowError(
             f"{row} has a message of the role `{role}` whose content is no text: "
-            f"{shortened(content)}. Models are trained on text only; leave the row out.",
+            f"{shorten_value(content)}. Models are trained on text only; leave the row out.",
             "with content that is no text",
         )
 
@@ -154,13 +154,14 @@ def _has_name(call: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def question_of(row: DataRow, cell: str | list[Any], column: str) -> list[Message]:
+def read_prompt_messages(row: DataRow, cell: str | list[Any], column: str) -> list[Message]:
     """Return the messages of a prompt; the last one must be for the assistant to answer.
 
     Raises:
-        DataError: as `messages_of`; also if the last one is the assistant's own, or empty.
+        DataError: as `parse_prompt_messages`; also if the last one is the assistant's own, or
+            empty.
     """
-    messages = messages_of(row, cell)
+    messages = parse_prompt_messages(row, cell)
     last = messages[-1]
     if last["role"] == "assistant":
         raise RowError(
@@ -178,7 +179,7 @@ def question_of(row: DataRow, cell: str | list[Any], column: str) -> list[Messag
     return messages
 
 
-def open_with(system_prompt: str | None, messages: list[Message]) -> list[Message]:
+def add_system_message(system_prompt: str | None, messages: list[Message]) -> list[Message]:
     """Return the messages with the system prompt in front, unless they begin with a system
     message."""
     if system_prompt is None or messages[0]["role"] == "system":

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.conversations.messages import Message, Tool, read_tools
+from hybridrl.conversations.messages import Message, ToolSchema, read_tools
 from hybridrl.conversations.rendering import (
     ChatTemplateError,
     TemplateContext,
@@ -17,8 +17,8 @@ from hybridrl.conversations.rendering import (
     template_sources,
     template_variables,
 )
-from hybridrl.data.chat import check_text
-from hybridrl.data.encoding import control_tokens, excerpt, shortened
+from hybridrl.data.chat import check_no_nul
+from hybridrl.data.encoding import quote_excerpt, shorten_value, special_token_pattern
 from hybridrl.data.row_origin import DATA, DataRow, RowOrigin
 from hybridrl.errors import RowError
 
@@ -52,12 +52,12 @@ class ChatRenderer:
     ) -> None:
         self._tokenizer, self._context = tokenizer, context or TemplateContext()
         self._column, self._learn, self._origin = tools_column, learn, origin
-        self._closes = re.compile(rf"(?:{control_tokens(tokenizer).pattern})(?=\s*\Z)")
+        self._closes = re.compile(rf"(?:{special_token_pattern(tokenizer).pattern})(?=\s*\Z)")
         self._shown: set[Any] = set()
         self._counts: Counter[str] = Counter()
         check_options(self._context.options, tokenizer, origin / "chat_template_options")
 
-    def tools(self, row: DataRow, cell: Any) -> list[Tool]:
+    def tools(self, row: DataRow, cell: Any) -> list[ToolSchema]:
         """The functions of a cell of `data.tools_column`.
 
         Raises:
@@ -67,7 +67,7 @@ class ChatRenderer:
             return read_tools(cell)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RowError(
-                f"{row} has {shortened(cell)} in the column `{self._column}` "
+                f"{row} has {shorten_value(cell)} in the column `{self._column}` "
                 f"(`{row / 'tools_column'}`), expected a list of functions with names, as objects "
                 f"or JSON text. If the column is something else, set {row / 'tools_column'}=null.",
                 "with malformed tools",
@@ -77,7 +77,7 @@ class ChatRenderer:
         """Counts a row whose tools no template shows, because its prompt is plain text."""
         self._counts["unshown"] += bool(cell)
 
-    def prompt(self, row: DataRow, messages: list[Message], tools: list[Tool]) -> str:
+    def prompt(self, row: DataRow, messages: list[Message], tools: list[ToolSchema]) -> str:
         """The conversation, followed by what opens the assistant's next turn.
 
         Raises:
@@ -89,7 +89,7 @@ class ChatRenderer:
         return self._text(row, messages, tools, ask=True)
 
     def examples(
-        self, row: DataRow, messages: list[Message], answers: Sequence[int], tools: list[Tool]
+        self, row: DataRow, messages: list[Message], answers: Sequence[int], tools: list[ToolSchema]
     ) -> list[list[str]]:
         """Renders a conversation and cuts it where the messages with the numbers `answers` begin
         and end.
@@ -177,7 +177,7 @@ class ChatRenderer:
             )
 
     def _turn(
-        self, row: DataRow, messages: list[Message], place: int, tools: list[Tool]
+        self, row: DataRow, messages: list[Message], place: int, tools: list[ToolSchema]
     ) -> tuple[str, str]:
         """What the model reads before it generates an answer, and the answer up to its end."""
         before = self._text(row, messages[:place], tools, ask=True)
@@ -194,7 +194,7 @@ class ChatRenderer:
         row: DataRow,
         messages: list[Message],
         place: int,
-        tools: list[Tool],
+        tools: list[ToolSchema],
         before: str,
         after: str,
     ) -> str:
@@ -224,10 +224,10 @@ class ChatRenderer:
             raise RowError(
                 f"The chat template of `{self._tokenizer.name_or_path}` renders message "
                 f"{place + 1} of row {row.number} of {row.origin.rows} in another way than it "
-                f"opens the turn to generate it: {excerpt(before[-40:])} is followed by no answer "
-                f"in {excerpt(text[-80:])}. Set `{row / 'chat_template_options'}` such that they "
-                "agree, or give the response as a string and the prompt as rendered text, with "
-                f"`{row / 'chat'}=false`.",
+                f"opens the turn to generate it: {quote_excerpt(before[-40:])} is followed by no "
+                f"answer in {quote_excerpt(text[-80:])}. Set `{row / 'chat_template_options'}` "
+                "such that they agree, or give the response as a string and the prompt as rendered "
+                f"text, with `{row / 'chat'}=false`.",
                 "whose turns the chat template does not keep apart",
             )
         said = message["content"].lstrip()
@@ -249,19 +249,19 @@ class ChatRenderer:
         one, or at the end of the conversation that of the end of a sequence."""
         if end == len(whole):
             return str(self._tokenizer.eos_token or "")
-        follows = control_tokens(self._tokenizer).match(whole, end)
+        follows = special_token_pattern(self._tokenizer).match(whole, end)
         return follows.group() if follows else ""
 
     def _check(
-        self, row: DataRow, messages: list[Message], tools: list[Tool], *, ask: bool
+        self, row: DataRow, messages: list[Message], tools: list[ToolSchema], *, ask: bool
     ) -> None:
         """Refuses control tokens in texts, and messages that the template leaves out. The latter
         are looked for once for each order of roles."""
         name = self._tokenizer.name_or_path
         for message in messages:
             for text in _texts_of({key: v for key, v in message.items() if key != "role"}):
-                check_text(row, text, "messages", "content")
-                if found := control_tokens(self._tokenizer).search(text):
+                check_no_nul(row, text, "messages", "content")
+                if found := special_token_pattern(self._tokenizer).search(text):
                     raise RowError(
                         f"{row} has `{found.group()}` in the text of a message of the role "
                         f"`{message['role']}`, which is a control token of the tokenizer `{name}`: "
@@ -292,7 +292,7 @@ class ChatRenderer:
         return any(key in source for source in template_sources(self._tokenizer))
 
     def _left_out(
-        self, row: DataRow, messages: list[Message], tools: list[Tool], ask: bool
+        self, row: DataRow, messages: list[Message], tools: list[ToolSchema], ask: bool
     ) -> int | None:
         """The first message, or call, of which nothing is in the text: each has a mark in it."""
         marked, marks = [], list[tuple[int, str]]()
@@ -312,7 +312,9 @@ class ChatRenderer:
             return None
         return next((place for place, mark in marks if mark not in text), None)
 
-    def _text(self, row: DataRow, messages: list[Message], tools: list[Tool], *, ask: bool) -> str:
+    def _text(
+        self, row: DataRow, messages: list[Message], tools: list[ToolSchema], *, ask: bool
+    ) -> str:
         context = self._context.with_tools(tools) if tools else self._context
         try:
             return render_chat(self._tokenizer, messages, context, ask=ask)

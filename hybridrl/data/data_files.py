@@ -17,11 +17,11 @@ from hybridrl.config.setting import Setting
 from hybridrl.data.json_lines import read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DATA, RowOrigin
-from hybridrl.data.table_columns import check_columns, with_inner_columns
+from hybridrl.data.table_columns import add_nested_columns, check_required_columns
 from hybridrl.errors import DataError, MissingPackageError, pip_install
-from hybridrl.system.hub_access import why_not_on_hub
+from hybridrl.system.hub_access import find_hub_problem
 
-Format = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
+FileFormat = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -37,10 +37,10 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-TRAIN = "train"
-HELD_OUT = ("validation", "valid", "val", "dev", "eval", "test")
+TRAIN_SPLIT = "train"
+EVAL_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 """Splits to evaluate on, as files are named, the first choice first."""
-_SAVED = ("dataset_dict.json", "dataset_info.json")
+_SAVED_DATASET_FILES = ("dataset_dict.json", "dataset_info.json")
 _log = logging.getLogger(__name__)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
@@ -49,7 +49,7 @@ def read_rows(
     path: str,
     split: str | None = None,
     *,
-    format: Format | None = None,
+    format: FileFormat | None = None,
     required: Mapping[str, str] | None = None,
     texts: Collection[str] = (),
     refused: RefusedRows | None = None,
@@ -83,7 +83,7 @@ def read_rows(
     """
     required = required or {}
     origin = DATA if refused is None else refused.origin
-    files = check_path(path, split, format=format, origin=origin)
+    files = find_data_files(path, split, format=format, origin=origin)
     table = (
         _read_files(files, format, required, texts, refused, origin / "path")
         if files
@@ -91,19 +91,19 @@ def read_rows(
     )
     if table.num_rows == 0:
         raise DataError(f"`{origin / 'path'}` is `{path}`, which holds no rows.")
-    return _complete(table, required, f"`{path}`")
+    return _add_required_columns(table, required, f"`{path}`")
 
 
-def may_be_on_hub(path: str) -> bool:
+def is_hub_name(path: str) -> bool:
     """Return whether the path has the form of a hub data set's name."""
     return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
 
 
-def check_path(
+def find_data_files(
     path: str,
     split: str | None = None,
     *,
-    format: Format | None = None,
+    format: FileFormat | None = None,
     origin: RowOrigin = DATA,
 ) -> list[Path]:
     """Return the files that `path` names; none if it may be the name of a hub data set.
@@ -111,8 +111,8 @@ def check_path(
     Raises:
         DataError: if it can be neither.
     """
-    files = [] if format == "datasets" else _find_files(path, split, format, origin)
-    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not may_be_on_hub(path)):
+    files = [] if format == "datasets" else _list_files(path, split, format, origin)
+    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not is_hub_name(path)):
         cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
         if "," in path:
             cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."
@@ -123,37 +123,39 @@ def check_path(
     return files
 
 
-def splits_of(path: str) -> list[str]:
+def list_splits(path: str) -> list[str]:
     """Return the splits that files of a folder are named after, `train` first, then `EVAL_SPLITS`
-    in order; empty if the path is not a folder. `train` first, then those of `HELD_OUT`; none of
+    in order; empty if the path is not a folder. `train` first, then those of `EVAL_SPLITS`; none of
     anything else than a folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return []
-    files = [file.relative_to(folder) for file in _glob(folder / "**" / "*")]
+    files = [file.relative_to(folder) for file in _glob_visible(folder / "**" / "*")]
     named = [file for file in files if _has_suffix(file.name)]
-    return [name for name in (TRAIN, *HELD_OUT) if any(_is_of_split(f, name) for f in named)]
+    return [
+        name for name in (TRAIN_SPLIT, *EVAL_SPLITS) if any(_is_split_file(f, name) for f in named)
+    ]
 
 
-def _complete(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Table:
+def _add_required_columns(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Table:
     """Return the table with all required columns, including those nested in objects."""
     if table.num_rows == 0:  # and perhaps no columns; another file may have some
         return table
     twice = [name for name, number in Counter(table.column_names).items() if number > 1]
     if twice:
         raise DataError(f"{place} has several columns of the name `{twice[0]}`. Rename one.")
-    table = with_inner_columns(table, required.values())
-    check_columns(table.column_names, required, place)
+    table = add_nested_columns(table, required.values())
+    check_required_columns(table.column_names, required, place)
     return table
 
 
-def _find_files(
-    path: str, split: str | None, format: Format | None, origin: RowOrigin
+def _list_files(
+    path: str, split: str | None, format: FileFormat | None, origin: RowOrigin
 ) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
-        return _files_of_folder(place, split, format, origin)
-    files = [place] if place.is_file() else _glob(place)
+        return _list_folder_files(place, split, format, origin)
+    files = [place] if place.is_file() else _glob_visible(place)
     if files and split is not None:
         raise DataError(
             f"`{origin / 'split'}` is `{split}`, but `{origin / 'path'}` is `{path}`; a split can "
@@ -163,14 +165,18 @@ def _find_files(
     return files
 
 
-def _files_of_folder(
-    folder: Path, split: str | None, format: Format | None, origin: RowOrigin
+def _list_folder_files(
+    folder: Path, split: str | None, format: FileFormat | None, origin: RowOrigin
 ) -> list[Path]:
     path_setting, split_setting = origin / "path", origin / "split"
-    files = [file for file in _glob(folder / "**" / "*") if format or _has_suffix(file.name)]
+    files = [
+        file for file in _glob_visible(folder / "**" / "*") if format or _has_suffix(file.name)
+    ]
     if (folder / "dataset_dict.json").is_file():
         split = split or "train"
-    if any(file.name in _SAVED for file in files):  # by `save_to_disk`: beside the rows lie notes
+    if any(
+        file.name in _SAVED_DATASET_FILES for file in files
+    ):  # by `save_to_disk`: beside the rows lie notes
         files = [file for file in files if file.suffix == ".arrow"]
     if not files:
         raise DataError(
@@ -178,22 +184,22 @@ def _files_of_folder(
             f"{', '.join(_SUFFIXES)}."
         )
     if split is None:
-        known = splits_of(str(folder))
+        known = list_splits(str(folder))
         if len(known) < 2:
             return files
-        if TRAIN not in known:
+        if TRAIN_SPLIT not in known:
             raise DataError(
                 f"`{path_setting}` is the folder `{folder}`, which has files of several splits "
                 f"({', '.join(known)}) and none that is named after `train`. Name the one to learn "
                 f"from, as in {split_setting}={known[0]}."
             )
-        split = TRAIN
+        split = TRAIN_SPLIT
         _log.warning(
             "`%s` is the folder `%s` with the splits %s: those of `train` are read. `%s` chooses "
             "another.",
             *(path_setting, folder, ", ".join(known), split_setting),
         )
-    chosen = [file for file in files if _is_of_split(file.relative_to(folder), split)]
+    chosen = [file for file in files if _is_split_file(file.relative_to(folder), split)]
     if not chosen:
         raise DataError(
             f"`{split_setting}` is `{split}`, but no file in the folder `{folder}` is named after "
@@ -202,11 +208,11 @@ def _files_of_folder(
     return chosen
 
 
-def _is_of_split(file: Path, split: str) -> bool:
+def _is_split_file(file: Path, split: str) -> bool:
     return split in file.parts[:-1] or re.split(r"[-_.]", file.name)[0] == split
 
 
-def _glob(pattern: Path) -> list[Path]:
+def _glob_visible(pattern: Path) -> list[Path]:
     parts = pattern.parts
     first = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), None)
     if first is None:
@@ -218,37 +224,37 @@ def _glob(pattern: Path) -> list[Path]:
 
 
 def _has_suffix(name: str) -> bool:
-    return _format_of(name) is not None
+    return _find_format(name) is not None
 
 
-def _format_of(name: str) -> str | None:
+def _find_format(name: str) -> str | None:
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
 
 def _read_files(
     files: list[Path],
-    format: Format | None,
+    format: FileFormat | None,
     required: Mapping[str, str],
     texts: Collection[str],
     refused: RefusedRows | None,
     setting: Setting,
 ) -> pa.Table:
-    kinds = {format or _format_of(file.name) for file in files}
+    kinds = {format or _find_format(file.name) for file in files}
     if kinds == {"jsonl"}:
         return read_json_lines(files, required, texts, refused)
     if kinds == {"csv"}:
-        return _concat(
+        return _concat_tables(
             files, [_read_csv(file, required, setting) for file in files], required, setting
         )
     if kinds == {"parquet"}:
-        return _concat(
+        return _concat_tables(
             files, [_read_parquet(file, required, setting) for file in files], required, setting
         )
     if kinds == {"arrow"}:
-        return _concat(
+        return _concat_tables(
             files, [_read_arrow(file, required, setting) for file in files], required, setting
         )
-    unknown = next((file for file in files if _format_of(file.name) is None), None)
+    unknown = next((file for file in files if _find_format(file.name) is None), None)
     if unknown is not None:
         raise DataError(
             f"`{setting}` includes `{unknown}`, which is by its name no file of rows; expected one "
@@ -275,7 +281,7 @@ def _read_csv(file: Path, required: Mapping[str, str], setting: Setting) -> pa.T
         )
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file}` (`{setting}`) is no readable CSV file: {error}") from error
-    return _complete(table, required, f"`{file}`")
+    return _add_required_columns(table, required, f"`{file}`")
 
 
 def _read_parquet(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
@@ -283,7 +289,7 @@ def _read_parquet(file: Path, required: Mapping[str, str], setting: Setting) -> 
         table = pq.ParquetFile(file).read()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file}` (`{setting}`) is no readable Parquet file: {error}") from error
-    return _complete(table, required, f"`{file}`")
+    return _add_required_columns(table, required, f"`{file}`")
 
 
 def _read_arrow(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
@@ -296,10 +302,10 @@ def _read_arrow(file: Path, required: Mapping[str, str], setting: Setting) -> pa
                 table = pa.ipc.open_file(source).read_all()
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"`{file}` (`{setting}`) is no readable Arrow file: {error}") from error
-    return _complete(table, required, f"`{file}`").replace_schema_metadata(None)
+    return _add_required_columns(table, required, f"`{file}`").replace_schema_metadata(None)
 
 
-def _concat(
+def _concat_tables(
     files: list[Path], tables: list[pa.Table], required: Mapping[str, str], setting: Setting
 ) -> pa.Table:
     """All rows. Columns whose types differ between files are brought to one; where that is not
@@ -348,7 +354,7 @@ def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
             f"Hugging Face hub needs the package `datasets`: {pip_install('datasets')}"
         ) from error
     name, _, configuration = path.partition(":")
-    if (why := why_not_on_hub(name, "dataset")) is not None:
+    if (why := find_hub_problem(name, "dataset")) is not None:
         raise DataError(
             f"`{setting}` is `{path}`, which is no file here (seen from {Path.cwd()}), and the "
             f"Hugging Face hub {why}. Give the path of a file or folder, or put the data set into "

@@ -43,7 +43,7 @@ def encode_prompts(
         numbers: Of the rows; None: they count from 1.
     """
     plain = [text for text, chatty in zip(texts, is_chat, strict=True) if text and not chatty]
-    holding = sum(bool(control_tokens(tokenizer).search(text)) for text in plain)
+    holding = sum(bool(special_token_pattern(tokenizer).search(text)) for text in plain)
     if 0 < holding < len(plain):  # of rendered chats, all hold some
         _log.warning(
             "%d of %d prompts hold control tokens of the tokenizer `%s` in their text, and are "
@@ -64,13 +64,13 @@ def encode_prompts(
     for number, ids, text in zip(numbers, encoded, texts, strict=True):
         if not len(ids):
             refused.refuse(number, _without_tokens(refused.row(number), text))
-    _warn_of_unknown_tokens(encoded, tokenizer, "prompts")
+    _warn_unknown_tokens(encoded, tokenizer, "prompts")
     return encoded
 
 
 def _without_tokens(row: DataRow, text: str) -> RowError:
     return RowError(
-        f"{row} has a prompt that the tokenizer turns into no tokens: {excerpt(text)}",
+        f"{row} has a prompt that the tokenizer turns into no tokens: {quote_excerpt(text)}",
         "with a prompt of no tokens",
     )
 
@@ -113,11 +113,11 @@ def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> li
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     rows = [np.asarray(row, dtype=np.int64) for row in encoded]
-    _warn_of_unknown_tokens(rows, tokenizer, "answers")
+    _warn_unknown_tokens(rows, tokenizer, "answers")
     return rows
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return a pattern that matches every text that the tokenizer reads as a special token."""
     if tokenizer not in _control_tokens:
         names = map(re.escape, special_tokens(tokenizer))
@@ -125,7 +125,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     return _control_tokens[tokenizer]
 
 
-def end_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def find_end_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the end-of-sequence token, which ends a response.
 
     Raises:
@@ -145,23 +145,23 @@ def trimmed(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return found if isinstance(end, str) and found.endswith(end) else text
 
 
-def ended(ids: TokenIds, end: int) -> TokenIds:
+def append_end_token(ids: TokenIds, end: int) -> TokenIds:
     """Append the end token unless the ids end with it."""
     return ids if len(ids) and ids[-1] == end else np.append(ids, end)
 
 
-def excerpt(text: str, length: int = 80) -> str:
+def quote_excerpt(text: str, length: int = 80) -> str:
     """Return the beginning of a text in quotes, for a message."""
     return repr(text if len(text) <= length else text[:length] + "...")
 
 
-def shortened(value: object, length: int = 100) -> str:
+def shorten_value(value: object, length: int = 100) -> str:
     """Return the beginning of a value's ASCII representation, for a message."""
     shown = ascii(value)
     return shown if len(shown) <= length else f"{shown[:length]}..."
 
 
-def _warn_of_unknown_tokens(
+def _warn_unknown_tokens(
     encoded: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase, what: str
 ) -> None:
     if tokenizer.unk_token_id is None or tokenizer.unk_token_id == tokenizer.eos_token_id:

@@ -10,19 +10,19 @@ import pyarrow as pa
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.datasets import Prompts
+from hybridrl.data.datasets import TokenizedPrompts
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
-from hybridrl.environments.rows import load_rows
+from hybridrl.environments.rows import list_environment_tasks
 from hybridrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ENVIRONMENT = "environment"
+ENVIRONMENT_TASK = "environment"
 """The value of `data.task` that stands for them."""
-NO_ENVIRONMENT = (
+refuse_missing_environment = (
     "data=environment needs environment.name, the environment whose tasks they are. See "
     "docs/environments.md."
 )
@@ -35,7 +35,7 @@ def load_environment_tasks(
     *,
     held_out: int,
     seed: int,
-) -> Prompts:
+) -> TokenizedPrompts:
     """Ask the environment for its tasks and tokenize their prompts.
 
     The tokens are those of the prompt's text alone; what a model reads in an episode, its program
@@ -46,8 +46,8 @@ def load_environment_tasks(
         DataError: if a prompt is too long.
     """
     if environment.name is None:
-        raise ConfigError(NO_ENVIRONMENT)
-    training, kept = load_rows(environment, held_out, seed)
+        raise ConfigError(refuse_missing_environment)
+    training, kept = list_environment_tasks(environment, held_out, seed)
 
     def tokenized(rows: Sequence[dict[str, Any]]) -> Batch:
         try:
@@ -63,4 +63,4 @@ def load_environment_tasks(
         answers = "answer" if "answer" in table.column_names else None
         return tokenize_prompts(reader, table, "prompt", answers)
 
-    return Prompts(tokenized(training), tokenized(kept) if kept else None, None)
+    return TokenizedPrompts(tokenized(training), tokenized(kept) if kept else None, None)

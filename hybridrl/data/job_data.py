@@ -12,16 +12,22 @@ import pyarrow.parquet as pq
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config, DataConfig, is_served
-from hybridrl.data.datasets import Prompts, check_apart, load_examples, load_pairs, load_prompts
-from hybridrl.data.environment_tasks import ENVIRONMENT, load_environment_tasks
-from hybridrl.data.mixture import load_sources, sources_of
-from hybridrl.data.preference_pairs import samples_of_pairs
+from hybridrl.data.datasets import (
+    TokenizedPrompts,
+    check_eval_data_separate,
+    load_examples,
+    load_preference_pairs,
+    load_prompts,
+)
+from hybridrl.data.environment_tasks import ENVIRONMENT_TASK, load_environment_tasks
+from hybridrl.data.mixture import load_mixture, parse_sources
+from hybridrl.data.preference_pairs import split_pairs_into_samples
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.table_columns import table_of
 from hybridrl.errors import ConfigError
 from hybridrl.system.storage import explain_write_errors
 
-LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_pairs}
+LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_preference_pairs}
 """By what a trainer learns from; see `Trainer.DATA`."""
 
 
@@ -59,20 +65,20 @@ def load_job_data(
         return LOADERS[kind](data, tokenizer, held_out=number, seed=seed, origin=origin)
 
     if trains:
-        for source in sources_of(config.data):
-            check_apart(source.data, source.setting)
-        check_apart(config.data)
+        for source in parse_sources(config.data):
+            check_eval_data_separate(source.data, source.setting)
+        check_eval_data_separate(config.data)
     found: Sequence[Batch | None]
-    if config.data.task == ENVIRONMENT:
+    if config.data.task == ENVIRONMENT_TASK:
         found = _load_tasks(config, kind, tokenizer, held_out)
     elif config.data.sources:
-        found = load_sources(config.data, load, held_out)
+        found = load_mixture(config.data, load, held_out)
     else:
         found = load(config.data, DATA, held_out)
     training, kept, examples = (*found, None)[:3]
     assert training is not None
     if kind == "pairs" and kept is not None:
-        kept = samples_of_pairs(kept)
+        kept = split_pairs_into_samples(kept)
     batches = [training] if kept is None else [training, kept]
     prompt, response = longest(batches, "prompt_ids"), config.rollout.max_tokens
     if kind != "prompts":
@@ -82,7 +88,7 @@ def load_job_data(
     return JobData(training, kept, examples, prompt, response)
 
 
-def _load_tasks(config: Config, kind: str, tokenizer: Any, held_out: int) -> Prompts:
+def _load_tasks(config: Config, kind: str, tokenizer: Any, held_out: int) -> TokenizedPrompts:
     if kind != "prompts":
         raise ConfigError(
             f"data=environment with trainer.name={config.trainer.name}, which learns from {kind}: "

@@ -15,26 +15,31 @@ from typing import Any
 import pyarrow as pa
 
 from hybridrl.config.setting import Setting
-from hybridrl.data.encoding import shortened
+from hybridrl.data.encoding import shorten_value
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow
-from hybridrl.data.table_columns import arrow_column, as_shown, cells_of, check_columns
+from hybridrl.data.table_columns import (
+    arrow_column,
+    check_required_columns,
+    escape_surrogates,
+    read_cells,
+)
 from hybridrl.errors import DataError, RowError
 
-Location = tuple[Path, int]
-_GZIPPED = b"\x1f\x8b"
+FileLine = tuple[Path, int]
+_GZIP_MAGIC = b"\x1f\x8b"
 _BETWEEN = re.compile(r"[\s,]*")
 """Between two values of an array."""
-_UNFIT = (pa.ArrowException, OverflowError, UnicodeError, RecursionError)
+_CONVERSION_ERRORS = (pa.ArrowException, OverflowError, UnicodeError, RecursionError)
 """What Arrow raises of values that no column can hold together."""
 
 _log = logging.getLogger(__name__)
 
 
-class WrittenNumber(float):
+class NumberLiteral(float):
     """A float that keeps its spelling in the file: as a reference answer, `0.50` is not `0.5`."""
 
-    def __new__(cls, text: str) -> WrittenNumber:
+    def __new__(cls, text: str) -> NumberLiteral:
         number = super().__new__(cls, text)
         number.text = text  # type: ignore[attr-defined]
         return number
@@ -64,13 +69,13 @@ def read_json_lines(
     """
     refused = RefusedRows() if refused is None else refused
     rows: list[dict[str, Any]] = []
-    locations: list[Location] = []
+    locations: list[FileLine] = []
     for file in files:
         for line, text in _lines_of(file, refused.origin / "path"):
             row: dict[str, Any] = {}
             try:
-                read = _row(file, line, text)
-                check_columns(read, required, f"{file}, line {line},")
+                read = _parse_row(file, line, text)
+                check_required_columns(read, required, f"{file}, line {line},")
                 row = read
             except DataError as error:
                 refused.refuse(len(rows) + 1, error)
@@ -79,17 +84,19 @@ def read_json_lines(
     needed = set(required.values())
     columns: dict[str, pa.Array] = {}
     for name in dict.fromkeys([*(name for row in rows for name in row), *needed]):
-        values = cells_of(rows, name)
+        values = read_cells(rows, name)
         if name in texts:
-            values = refused.map(partial(_as_written, name), values, locations)
+            values = refused.map(partial(_format_literal, name), values, locations)
         try:
             name.encode()
             columns[name] = arrow_column(values)
-        except _UNFIT as error:
-            complaint = _complaint(name, values, locations, error)
+        except _CONVERSION_ERRORS as error:
+            complaint = _explain_misfit(name, values, locations, error)
             if name in needed:
                 raise DataError(complaint) from error
-            _log.warning("The data's column `%s` is left out. %s", as_shown(name), complaint)
+            _log.warning(
+                "The data's column `%s` is left out. %s", escape_surrogates(name), complaint
+            )
     refused.kept(len(rows))
     return pa.table(columns)
 
@@ -143,14 +150,16 @@ def _values_of(file: Path, text: str, setting: Setting) -> Iterator[tuple[int, b
         raise DataError(f"`{file}` (`{setting}`) holds a JSON array that does not end.")
 
 
-def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
+def _parse_row(file: Path, line: int, text: bytes) -> dict[str, Any]:
     try:
         row = json.loads(
-            text.decode("utf-8-sig"), object_pairs_hook=_once, parse_float=WrittenNumber
+            text.decode("utf-8-sig"),
+            object_pairs_hook=_build_unique_object,
+            parse_float=NumberLiteral,
         )
     except UnicodeDecodeError as error:
         cure = "Save the file as UTF-8."
-        if text.startswith(_GZIPPED):
+        if text.startswith(_GZIP_MAGIC):
             cure = f"It is compressed by gzip: name it `{file.name}.gz`."
         raise RowError(
             f"{file}, line {line}, is no text in UTF-8 (byte {error.start + 1} of the line: "
@@ -162,21 +171,23 @@ def _row(file: Path, line: int, text: bytes) -> dict[str, Any]:
         if isinstance(error, json.JSONDecodeError):  # its own line is always the first
             what = f"{error.msg} (column {error.colno})"
         if not text.lstrip(b"\xef\xbb\xbf").lstrip().startswith((b"{", b"[", b'"')):
-            hint = f" It begins with {shortened(text.decode('utf-8-sig').strip())}; a line is one"
+            hint = (
+                f" It begins with {shorten_value(text.decode('utf-8-sig').strip())}; a line is one"
+            )
             hint += " object in braces. Write rows of another kind, such as CSV, as JSON lines."
         raise RowError(
             f"{file}, line {line}, is no valid JSON: {what}.{hint}", "that are no valid JSON"
         ) from error
     if not isinstance(row, dict):
         raise RowError(
-            f"{file}, line {line}, holds a JSON {_json_name(row)}, expected an object such as "
+            f"{file}, line {line}, holds a JSON {_json_type_name(row)}, expected an object such as "
             '{"prompt": "17+58=", "answer": "75"}; a file has one object per line.',
             "that are no JSON object",
         )
     return row
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object, refusing a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -186,13 +197,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _as_written(column: str, _: DataRow, value: Any, place: Location) -> Any:
+def _format_literal(column: str, _: DataRow, value: Any, place: FileLine) -> Any:
     """Return a number or boolean as the file spells it, and any other value unchanged.
 
     Raises:
         DataError: for what is not a number.
     """
-    if isinstance(value, WrittenNumber):
+    if isinstance(value, NumberLiteral):
         return value.text  # type: ignore[attr-defined]
     if isinstance(value, float):  # the decoder's own: NaN or infinity
         file, line = place
@@ -204,16 +215,18 @@ def _as_written(column: str, _: DataRow, value: Any, place: Location) -> Any:
     return json.dumps(value) if isinstance(value, bool | int) else value
 
 
-def _complaint(name: str, values: list[Any], locations: list[Location], error: Exception) -> str:
+def _explain_misfit(
+    name: str, values: list[Any], locations: list[FileLine], error: Exception
+) -> str:
     """Return a sentence that explains why the values do not fit into one column."""
-    if _fits(values):
+    if _fits_one_column(values):
         return "Its name has half of a surrogate pair, which is no character."
-    bad = _first_misfit(values)
-    name, (file, line) = as_shown(name), locations[bad]
-    shown = shortened(values[bad])
-    if _fits(values[bad : bad + 1]):
+    bad = _find_first_misfit(values)
+    name, (file, line) = escape_surrogates(name), locations[bad]
+    shown = shorten_value(values[bad])
+    if _fits_one_column(values[bad : bad + 1]):
         above = next(value for value in values if value is not None)
-        here, there = _json_name(values[bad]), _json_name(above)
+        here, there = _json_type_name(values[bad]), _json_type_name(above)
         said = f"here a JSON {here}, there a JSON {there}" if here != there else str(error)
         why = f"does not fit the type of the rows above it: {said}. Give the column one type in"
         return f"{file}, line {line}, has {shown} in the column `{name}`, which {why} all rows."
@@ -224,28 +237,28 @@ def _complaint(name: str, values: list[Any], locations: list[Location], error: E
     )
 
 
-def _fits(values: list[Any]) -> bool:
+def _fits_one_column(values: list[Any]) -> bool:
     try:
         pa.array(values)
-    except _UNFIT:
+    except _CONVERSION_ERRORS:
         return False
     return True
 
 
-def _first_misfit(values: list[Any]) -> int:
+def _find_first_misfit(values: list[Any]) -> int:
     """Return the index of the first value that Arrow cannot put into one column with those before
     it."""
     low, high = 0, len(values)  # the first `low` values fit, the first `high` do not
     while high - low > 1:
         middle = (low + high) // 2
-        if _fits(values[:middle]):
+        if _fits_one_column(values[:middle]):
             low = middle
         else:
             high = middle
     return high - 1
 
 
-def _json_name(value: Any) -> str:
+def _json_type_name(value: Any) -> str:
     names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    names |= {WrittenNumber: "number", dict: "object"}
+    names |= {NumberLiteral: "number", dict: "object"}
     return names.get(type(value), "null")

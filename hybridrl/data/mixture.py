@@ -12,26 +12,26 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.role_models import check_names, typed
+from hybridrl.config.role_models import check_group_names, parse_group
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import ConfigError, DataError
 
-COLUMN = "source"
+SOURCE_COLUMN = "source"
 """The column of the source of a row."""
-OF_MIXTURE = ("sources", "prompts_per_step", "shuffle", "sampler", "sampler_options")
+MIXTURE_SETTINGS = ("sources", "prompts_per_step", "shuffle", "sampler", "sampler_options")
 """Settings of the data that no source has for itself."""
-OF_SOURCE = ("weight", "reward", "eval_prompts")
-REASONING_GYM = "reasoning_gym"
+SOURCE_SETTINGS = ("weight", "reward", "eval_prompts")
+REASONING_GYM_TASK = "reasoning_gym"
 """A task, and the reward function of its rows."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A source of a data mixture and its settings. Where its rows come from, and what its columns
     are. weight: Its rows in a step, against those of other sources. reward: Functions that score
     its rows in place of `reward.function`; None: that. eval_prompts: How many of its rows are held
@@ -54,13 +54,13 @@ class Source:
         return RowOrigin(self.setting, held_out=self.setting / "eval_prompts")
 
 
-class Loaded(NamedTuple):
+class DataSplits(NamedTuple):
     training: Batch
     held_out: Batch | None
     examples: Batch | None
 
 
-def sources_of(config: DataConfig) -> list[Source]:
+def parse_sources(config: DataConfig) -> list[DataSource]:
     """Parse the sources of a mixture; other settings of `data` are their defaults. Return an empty
     list if there is no mixture. What `data` says besides holds for each source that does not say
     otherwise.
@@ -68,28 +68,28 @@ def sources_of(config: DataConfig) -> list[Source]:
     Raises:
         ConfigError: for a setting or a value that is none.
     """
-    return [_source(config, name, said) for name, said in config.sources.items()]
+    return [_parse_source(config, name, said) for name, said in config.sources.items()]
 
 
-def source_names(config: DataConfig) -> list[str]:
+def list_source_names(config: DataConfig) -> list[str]:
     """Return the values of the column `source` that metrics are split by; empty if all rows are of
     one kind."""
     if config.sources:
         return list(config.sources)
-    tasks = list(config.tasks) if config.task == REASONING_GYM else []
+    tasks = list(config.tasks) if config.task == REASONING_GYM_TASK else []
     return tasks if len(tasks) > 1 else []
 
 
-def rewards_of(config: DataConfig) -> dict[str, list[str]]:
+def find_source_rewards(config: DataConfig) -> dict[str, list[str]]:
     """Return the reward functions of the sources that have their own, by source."""
-    return {s.name: s.reward for s in sources_of(config) if s.reward is not None}
+    return {s.name: s.reward for s in parse_sources(config) if s.reward is not None}
 
 
-def load_sources(
+def load_mixture(
     config: DataConfig,
     load: Callable[[DataConfig, RowOrigin, int], Sequence[Batch | None]],
     held_out: int,
-) -> Loaded:
+) -> DataSplits:
     """Load the rows of all sources one after the other, with a column `source`.
 
     Args:
@@ -100,7 +100,7 @@ def load_sources(
     Raises:
         ConfigError, DataError: what `load` raises, with the name of the source.
     """
-    sources = sources_of(config)
+    sources = parse_sources(config)
     whole = sum(source.weight for source in sources)
     parts: list[list[Batch]] = [[], [], []]
     for source in sources:
@@ -113,25 +113,25 @@ def load_sources(
             raise type(error)(f"Source `{source.name}`: {error}") from error
         for part, rows in zip(parts, found, strict=False):
             if rows is not None:
-                part.append(rows.with_columns({COLUMN: [source.name] * len(rows)}))
-    training, kept, examples = (_together(part) for part in parts)
+                part.append(rows.with_columns({SOURCE_COLUMN: [source.name] * len(rows)}))
+    training, kept, examples = (_concat_sources(part) for part in parts)
     assert training is not None
-    return Loaded(training, kept, examples)
+    return DataSplits(training, kept, examples)
 
 
-def characters_of(config: DataConfig) -> str:
+def collect_task_characters(config: DataConfig) -> str:
     """Return the characters that the prompts and answers of the built-in tasks use, each once.
 
     Raises:
         ConfigError: if one is no task.
     """
-    tasks = [(source.setting, source.data.task) for source in sources_of(config)]
+    tasks = [(source.setting, source.data.task) for source in parse_sources(config)]
     tasks = tasks or [(DATA.settings, config.task)]
     found = [load_task(task, setting / "task").CHARACTERS for setting, task in tasks if task]
     return "".join(dict.fromkeys("".join(found)))
 
 
-class Proportions:
+class SourceProportions:
     """A schedule that picks the source of each next row, so that the drawn shares follow the
     weights to within a row or two at any time.
 
@@ -163,13 +163,13 @@ class Proportions:
             self._drawn = [int(number) for number in state["drawn"]]
 
 
-def _source(config: DataConfig, name: str, said: Any) -> Source:
+def _parse_source(config: DataConfig, name: str, said: Any) -> DataSource:
     setting = Setting("data.sources") / name
-    own = [f.name for f in fields(DataConfig) if f.name not in OF_MIXTURE]
-    check_names(setting, said, [*OF_SOURCE, *own])
+    own = [f.name for f in fields(DataConfig) if f.name not in MIXTURE_SETTINGS]
+    check_group_names(setting, said, [*SOURCE_SETTINGS, *own])
     given = {key: value for key, value in said.items() if key in own}
     defaults = replace(config, task=None, path=None, tasks=[], task_options={}, sources={})
-    data = typed(setting, defaults, given)
+    data = parse_group(setting, defaults, given)
     if (data.task is None) == (data.path is None):
         raise ConfigError(
             f"{setting} must have either a path (a file, folder or data set) or a task (a built-in "
@@ -183,7 +183,7 @@ def _source(config: DataConfig, name: str, said: Any) -> Source:
         raise ConfigError(
             f"{setting / 'eval_prompts'}={number}: must be a whole number, 0 or more."
         )
-    reward = said.get("reward", REASONING_GYM if data.task == REASONING_GYM else None)
+    reward = said.get("reward", REASONING_GYM_TASK if data.task == REASONING_GYM_TASK else None)
     functions = [reward] if isinstance(reward, str) else reward
     if functions is not None and not (
         isinstance(functions, Sequence) and functions and all(map(_is_name, functions))
@@ -191,20 +191,24 @@ def _source(config: DataConfig, name: str, said: Any) -> Source:
         raise ConfigError(
             f"{setting / 'reward'}={reward}: must be a reward function or a list of them."
         )
-    return Source(name, data, float(weight), None if functions is None else list(functions), number)
+    return DataSource(
+        name, data, float(weight), None if functions is None else list(functions), number
+    )
 
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _together(parts: Sequence[Batch]) -> Batch | None:
+def _concat_sources(parts: Sequence[Batch]) -> Batch | None:
     """Concatenate the batches; columns missing in a source are null there, columns of different
     types are dropped with a warning."""
     if not parts:
         return None
     names = dict.fromkeys(name for part in parts for name in part.columns)
-    mixed = [name for name in names if not _fits([p.array(name) for p in parts if name in p])]
+    mixed = [
+        name for name in names if not _have_one_type([p.array(name) for p in parts if name in p])
+    ]
     if mixed:
         _log.warning(
             "The data's %s left out: sources have values of different types there.",
@@ -214,7 +218,7 @@ def _together(parts: Sequence[Batch]) -> Batch | None:
     return Batch.concat(kept, fill_missing=True)
 
 
-def _fits(arrays: Sequence[pa.Array]) -> bool:
+def _have_one_type(arrays: Sequence[pa.Array]) -> bool:
     try:
         schemas = [pa.schema([("column", array.type)]) for array in arrays]
         pa.unify_schemas(schemas, promote_options="permissive")

@@ -11,13 +11,18 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.conversations.messages import Message
-from hybridrl.data.chat import check_cell, messages_of, open_with, question_of
-from hybridrl.data.encoding import encode_turns, end_token, ended, trimmed
+from hybridrl.data.chat import (
+    add_system_message,
+    check_cell_type,
+    parse_prompt_messages,
+    read_prompt_messages,
+)
+from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
-from hybridrl.data.table_columns import column_of
+from hybridrl.data.table_columns import find_column
 from hybridrl.errors import DataError, RowError
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
@@ -25,14 +30,14 @@ _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
 _log = logging.getLogger(__name__)
 
 
-class _Pair(NamedTuple):
+class _PairTexts(NamedTuple):
     prompt: str
     chosen: str
     rejected: str
     is_chat: bool
 
 
-def tokenize_pairs(
+def tokenize_preference_pairs(
     reader: RowReader,
     rows: pa.Table,
     prompt_column: str | None,
@@ -45,7 +50,7 @@ def tokenize_pairs(
     A response is a string, or a list of chat messages that ends with the assistant's. Such a list
     may hold the prompt too, as data sets of the hub often do; then `prompt_column` may be None or
     absent, and if it is there it must say the same. With None, so may a transcript
-    (`messages_of_transcript`). The answers to a chat go through the chat template as well.
+    (`parse_hh_transcript`). The answers to a chat go through the chat template as well.
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
@@ -64,9 +69,9 @@ def tokenize_pairs(
     refused, origin = reader.refused, reader.origin
     chosen = reader.cells(rows, chosen_column, "chosen_column")
     rejected = reader.cells(rows, rejected_column, "rejected_column")
-    margins = _margins(reader, rows, margin_column)
+    margins = _read_margins(reader, rows, margin_column)
     check_some(chosen)
-    columns = _Columns(prompt_column, chosen_column, rejected_column)
+    columns = _PairColumns(prompt_column, chosen_column, rejected_column)
     if prompt_column is not None and (
         prompt_column in rows.column_names or any(isinstance(answer, str) for answer in chosen)
     ):
@@ -75,19 +80,21 @@ def tokenize_pairs(
         prompts = [None] * len(chosen)
         columns = columns._replace(prompt=None)
 
-    def read(row: DataRow, tools: Any, *cells: Any) -> _Pair:
-        return _pair_of(reader, row, tools, cells, columns)
+    def read(row: DataRow, tools: Any, *cells: Any) -> _PairTexts:
+        return _read_pair(reader, row, tools, cells, columns)
 
     found = reader.read(rows, read, prompts, chosen, rejected)
     reader.check_system_prompt([pair.is_chat for pair in found if pair is not None])
-    pairs = [pair or _Pair("", "", "", is_chat=False) for pair in found]
-    end = end_token(reader.tokenizer)
+    pairs = [pair or _PairTexts("", "", "", is_chat=False) for pair in found]
+    end = find_end_token(reader.tokenizer)
     texts = [pair.prompt for pair in pairs]
     prompt_ids = reader.encode_prompts(texts, [pair.is_chat for pair in pairs])
     answers = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     chosen_ids, rejected_ids = (
         [
-            ids if pair.is_chat else ended(ids, end)  # a chat's template says where turns end
+            ids
+            if pair.is_chat
+            else append_end_token(ids, end)  # a chat's template says where turns end
             for ids, pair in zip(encode_turns(side, reader.tokenizer), pairs, strict=True)
         ]
         for side in answers
@@ -114,7 +121,7 @@ def tokenize_pairs(
     return only_rows(Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens}), kept)
 
 
-def samples_of_pairs(pairs: Batch) -> Batch:
+def split_pairs_into_samples(pairs: Batch) -> Batch:
     """Return two adjacent rows for each pair, the chosen response first.
 
     Returns:
@@ -127,25 +134,25 @@ def samples_of_pairs(pairs: Batch) -> Batch:
     in_turn = np.arange(2 * len(pairs)).reshape(2, -1).T.ravel()
     samples = Batch.concat(both).take(in_turn)
     ids, cu_seqlens = samples.ragged("response_ids")
-    mask = Ragged(torch.ones(len(ids), dtype=torch.uint8), cu_seqlens)
+    mask = RaggedColumn(torch.ones(len(ids), dtype=torch.uint8), cu_seqlens)
     return samples.with_columns({"response_mask": mask})
 
 
-class _Columns(NamedTuple):
+class _PairColumns(NamedTuple):
     prompt: str | None  # None: the prompts stand in the answers
     chosen: str
     rejected: str
 
 
-def _pair_of(
-    reader: RowReader, row: DataRow, tools_cell: Any, cells: tuple[Any, ...], columns: _Columns
-) -> _Pair:
+def _read_pair(
+    reader: RowReader, row: DataRow, tools_cell: Any, cells: tuple[Any, ...], columns: _PairColumns
+) -> _PairTexts:
     prompt, chosen, rejected = cells
     if columns.prompt is None:
-        chosen, rejected = messages_of_transcript(chosen), messages_of_transcript(rejected)
+        chosen, rejected = parse_hh_transcript(chosen), parse_hh_transcript(rejected)
         cells = (prompt, chosen, rejected)
-    check_cell(row, chosen, columns.chosen, row / "chosen_column", may_be_empty=True)
-    check_cell(row, rejected, columns.rejected, row / "rejected_column", may_be_empty=True)
+    check_cell_type(row, chosen, columns.chosen, row / "chosen_column", may_be_empty=True)
+    check_cell_type(row, rejected, columns.rejected, row / "rejected_column", may_be_empty=True)
     if type(chosen) is not type(rejected):
         raise RowError(
             f"{row} has a string in one of the columns `{columns.chosen}` and `{columns.rejected}` "
@@ -153,7 +160,7 @@ def _pair_of(
             "with unlike responses",
         )
     if columns.prompt is not None:
-        check_cell(row, prompt, columns.prompt, row / "prompt_column")
+        check_cell_type(row, prompt, columns.prompt, row / "prompt_column")
     elif isinstance(chosen, str):
         raise RowError(
             f"{row} has its responses as strings, which do not tell where the prompt ends, and "
@@ -163,18 +170,20 @@ def _pair_of(
     named = [(name, "*_column", cell) for name, cell in zip(columns, cells, strict=True)]
     if not reader.is_chat(row, tools_cell, *named):
         ends = (trimmed(cell, reader.tokenizer) for cell in (chosen, rejected))
-        return _Pair(prompt, *ends, is_chat=False)
-    better, worse = (messages_of(row, cell, "assistant") for cell in (chosen, rejected))
-    asked = open_with(reader.system_prompt, _prompt_of(row, prompt, better, worse, columns))
+        return _PairTexts(prompt, *ends, is_chat=False)
+    better, worse = (parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected))
+    asked = add_system_message(
+        reader.system_prompt, _read_shared_prompt(row, prompt, better, worse, columns)
+    )
     tools = reader.renderer.tools(row, tools_cell)
     (first,), (second,) = (
         reader.renderer.examples(row, [*asked, answer], [len(asked)], tools)
         for answer in (better[-1], worse[-1])
     )
-    return _Pair(first[0], first[1], second[1], is_chat=True)
+    return _PairTexts(first[0], first[1], second[1], is_chat=True)
 
 
-def messages_of_transcript(cell: Any) -> Any:
+def parse_hh_transcript(cell: Any) -> Any:
     """Parse a text whose messages begin with `Human: ` or `Assistant: ` after an empty line
     (Anthropic's HH-RLHF); return anything else unchanged. ` or `Assistant: ` after an empty line,
     as in Anthropic's HH-RLHF; anything else as it is."""
@@ -190,12 +199,12 @@ def messages_of_transcript(cell: Any) -> Any:
     ]
 
 
-def _prompt_of(
+def _read_shared_prompt(
     row: DataRow,
     prompt: Any,
     better: list[Message],
     worse: list[Message],
-    columns: _Columns,
+    columns: _PairColumns,
 ) -> list[Message]:
     """Return the messages that precede both responses."""
     for name, messages in ((columns.chosen, better), (columns.rejected, worse)):
@@ -221,10 +230,10 @@ def _prompt_of(
                 "without a prompt",
             )
         return before
-    given = question_of(row, prompt, columns.prompt)
+    given = read_prompt_messages(row, prompt, columns.prompt)
     if not before:
         return given
-    if _contents(given) != _contents(before[-len(given) :]):
+    if _stripped_contents(given) != _stripped_contents(before[-len(given) :]):
         raise RowError(
             f"{row} has one prompt in the column `{columns.prompt}` and another before the "
             f"response in `{columns.chosen}`. To take the latter, set "
@@ -234,12 +243,12 @@ def _prompt_of(
     return before
 
 
-def _contents(messages: list[Message]) -> list[Any]:
+def _stripped_contents(messages: list[Message]) -> list[Any]:
     contents = [message.get("content") for message in messages]
     return [text.strip() if isinstance(text, str) else text for text in contents]
 
 
-def _margins(reader: RowReader, rows: pa.Table, margin_column: str | None) -> np.ndarray:
+def _read_margins(reader: RowReader, rows: pa.Table, margin_column: str | None) -> np.ndarray:
     if margin_column is None:
         return np.zeros(rows.num_rows, dtype=np.float32)
 
@@ -253,6 +262,6 @@ def _margins(reader: RowReader, rows: pa.Table, margin_column: str | None) -> np
             )
         return value
 
-    values = column_of(rows, margin_column, reader.origin / "margin_column").to_pylist()
+    values = find_column(rows, margin_column, reader.origin / "margin_column").to_pylist()
     found = reader.refused.map(read, values)
     return np.array([math.nan if v is None else v for v in found], dtype=np.float32)

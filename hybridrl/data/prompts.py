@@ -11,17 +11,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from hybridrl.batch.batch import Batch, is_of_data
+from hybridrl.batch.batch import Batch, is_user_column
 from hybridrl.conversations.messages import Message
-from hybridrl.data.chat import check_cell, check_text, open_with, question_of
-from hybridrl.data.encoding import shortened
+from hybridrl.data.chat import (
+    add_system_message,
+    check_cell_type,
+    check_no_nul,
+    read_prompt_messages,
+)
+from hybridrl.data.encoding import shorten_value
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.errors import RowError
 
-MESSAGES = "prompt_messages"
+PROMPT_MESSAGES_COLUMN = "prompt_messages"
 """The prompts that were chats as they were, for reward functions that take messages."""
-MOST_EXACT = 2**53
+_MAX_EXACT_INTEGER = 2**53
 """Whole numbers below it are exact as floats."""
 
 _log = logging.getLogger(__name__)
@@ -59,18 +64,18 @@ def tokenize_prompts(
     answers: Sequence[str | None] = [""] * rows.num_rows
     if answer_column is not None:
         cells = reader.cells(rows, answer_column, "answer_column")
-        answers = reader.refused.map(partial(_answer, answer_column), cells)
+        answers = reader.refused.map(partial(_read_reference_answer, answer_column), cells)
     prompts = reader.cells(rows, prompt_column, "prompt_column")
     check_some(prompts)
 
     def read(row: DataRow, tools: Any, prompt: Any) -> tuple[str, list[dict[str, str]] | None]:
-        check_cell(row, prompt, prompt_column, row / "prompt_column")
+        check_cell_type(row, prompt, prompt_column, row / "prompt_column")
         if not reader.is_chat(row, tools, (prompt_column, "prompt_column", prompt)):
             return prompt, None
-        question = question_of(row, prompt, prompt_column)
-        messages = open_with(reader.system_prompt, question)
+        question = read_prompt_messages(row, prompt, prompt_column)
+        messages = add_system_message(reader.system_prompt, question)
         text = reader.renderer.prompt(row, messages, reader.renderer.tools(row, tools))
-        return text, _plain(question) if isinstance(prompt, list) else None
+        return text, _role_and_text(question) if isinstance(prompt, list) else None
 
     found = reader.read(rows, read, prompts)
     texts, chats = zip(*(one or ("", None) for one in found), strict=True)
@@ -85,41 +90,41 @@ def tokenize_prompts(
         "answer": pa.array(answers, pa.large_string()),
     }
     if any(chats):
-        columns[MESSAGES] = list(chats)
+        columns[PROMPT_MESSAGES_COLUMN] = list(chats)
     inner = {name for name in (prompt_column, answer_column) if name and "." in name}
     names = [name for name in rows.column_names if name not in columns and name not in inner]
     further = {name: rows.column(name) for name in names}
-    if hidden := sorted(name for name in further if not is_of_data(name)):
+    if hidden := sorted(name for name in further if not is_user_column(name)):
         _log.warning(
             "The data's %s left out: the library makes columns of such names itself. Rename them "
             "if reward functions need them.",
             f"column `{hidden[0]}` is" if len(hidden) == 1 else f"columns {', '.join(hidden)} are",
         )
-    batch = Batch.from_columns(columns | {n: c for n, c in further.items() if is_of_data(n)})
+    batch = Batch.from_columns(columns | {n: c for n, c in further.items() if is_user_column(n)})
     return only_rows(batch, kept)
 
 
-def _plain(messages: list[Message]) -> list[dict[str, str]]:
+def _role_and_text(messages: list[Message]) -> list[dict[str, str]]:
     """Return role and text of each message, the fields that every library writes."""
     return [{"role": str(m["role"]), "content": str(m.get("content") or "")} for m in messages]
 
 
-def _answer(column: str, row: DataRow, cell: Any) -> str:
+def _read_reference_answer(column: str, row: DataRow, cell: Any) -> str:
     """Return the reference answer as text; an empty one is refused, because an empty response would
     match it. One that says nothing is refused: an empty response would be right."""
     if isinstance(cell, list | dict | bool):
         text = json.dumps(cell, default=str)
-    elif isinstance(cell, float) and cell.is_integer() and abs(cell) < MOST_EXACT:
+    elif isinstance(cell, float) and cell.is_integer() and abs(cell) < _MAX_EXACT_INTEGER:
         text = str(int(cell))  # what was a whole number among fractions, or among nothing
     else:
         text = "" if cell is None else str(cell)
     is_number = not isinstance(cell, float) or math.isfinite(cell)
     if not text.strip() or not is_number or isinstance(cell, bytes):
         raise RowError(
-            f"{row} has {shortened(cell)} in the column `{column}` (`{row / 'answer_column'}`), "
-            f"expected the right answer. Leave the row out; or set {row / 'answer_column'}=null if "
-            "no reward function reads answers.",
+            f"{row} has {shorten_value(cell)} in the column `{column}` "
+            f"(`{row / 'answer_column'}`), expected the right answer. Leave the row out; or set "
+            f"{row / 'answer_column'}=null if no reward function reads answers.",
             "without an answer",
         )
-    check_text(row, text, column, row / "answer_column")
+    check_no_nul(row, text, column, row / "answer_column")
     return text

@@ -17,18 +17,18 @@ from hybridrl.batch.arrow_columns import python_values
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.chat import check_chat, check_system_prompt, check_text
+from hybridrl.data.chat import check_chat_allowed, check_no_nul, check_system_prompt
 from hybridrl.data.chat_renderer import ChatRenderer
-from hybridrl.data.encoding import TokenIds, encode_prompts, excerpt
+from hybridrl.data.encoding import TokenIds, encode_prompts, quote_excerpt
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow, RowOrigin
-from hybridrl.data.table_columns import TOOLS, column_of, tools_cells
+from hybridrl.data.table_columns import TOOLS, find_column, tools_cells
 from hybridrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TooLong = Literal["error", "drop"]
+TooLongPolicy = Literal["error", "drop"]
 Learn = Literal["all", "last", "each"]
 Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class RowReader:
     system_prompt: str | None = None
     max_prompt_tokens: int | None = None
     max_response_tokens: int | None = None
-    too_long: TooLong = "error"
+    too_long: TooLongPolicy = "error"
     context: TemplateContext | None = None
     tools_column: str | None = TOOLS
     learn: Learn = "all"
@@ -95,7 +95,7 @@ class RowReader:
         Raises:
             DataError: if there is no such column.
         """
-        return python_values(column_of(rows, column, self.origin / setting))
+        return python_values(find_column(rows, column, self.origin / setting))
 
     def read(
         self, rows: pa.Table, read: Callable[..., Found], *columns: Sequence[Any]
@@ -125,11 +125,11 @@ class RowReader:
         chats = {name: cell for name, _, cell in cells if isinstance(cell, list) or self.chat}
         for name, cell in chats.items():
             if name is not None:
-                check_chat(row, cell, self.tokenizer, name, self.chat)
+                check_chat_allowed(row, cell, self.tokenizer, name, self.chat)
         if chats:
             return True
         for name, setting, cell in cells:
-            check_text(row, cell, str(name), row / setting)
+            check_no_nul(row, cell, str(name), row / setting)
         self.renderer.note_unshown(tools)
         return False
 
@@ -178,7 +178,7 @@ class RowReader:
                 f"{DataRow(number, self.origin)} has a {what} of {lengths[first]} tokens, more "
                 f"than `{setting}` ({limit}); {dropped} of {len(mine)} rows are too long, the "
                 f"longest has {mine.max()}. Raise `{setting}`, or set `{drop}=drop`. The {what} "
-                f"begins: {excerpt(texts[first])}"
+                f"begins: {quote_excerpt(texts[first])}"
             )
         if not len(kept):
             raise DataError(

@@ -13,26 +13,26 @@ import pyarrow.compute as pc
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
-from hybridrl.data.mixture import COLUMN, Proportions, Source, sources_of
+from hybridrl.data.mixture import SOURCE_COLUMN, DataSource, SourceProportions, parse_sources
 from hybridrl.data.prompt_loader import PromptLoader
-from hybridrl.data.samplers import draw, make_sampler
+from hybridrl.data.samplers import build_sampler, draw_rows
 from hybridrl.errors import DataError
 
 Rows = npt.NDArray[np.int64]
 
 
-def deck_of(config: Config, rows: Batch) -> Deck | MixedDeck:
+def build_row_schedule(config: Config, rows: Batch) -> RowSchedule | MixtureSchedule:
     """Build the row schedule of a run: one source, or a mixture of several.
 
     Raises:
         ConfigError: if the sampler will not do for these rows.
         DataError: if a source has none.
     """
-    sources = sources_of(config.data)
-    return MixedDeck(config, rows, sources) if sources else Deck(config, rows)
+    sources = parse_sources(config.data)
+    return MixtureSchedule(config, rows, sources) if sources else RowSchedule(config, rows)
 
 
-class Deck:
+class RowSchedule:
     """The row schedule of one source.
 
     Args:
@@ -48,13 +48,13 @@ class Deck:
         data, seed = config.data, config.run.seed
         self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source)
         own = zlib.crc32(f"{seed} {source}".encode()) if source else seed
-        self.sampler = make_sampler(config, rows, own)
+        self.sampler = build_sampler(config, rows, own)
 
     def deal(self, number: int) -> Rows:
         """Return the numbers of the next `number` rows."""
         if self.sampler is None:
             return self.loader.deal(number)
-        return draw(self.sampler, number, self._number, self._config)
+        return draw_rows(self.sampler, number, self._number, self._config)
 
     def learn(self, rows: Rows, scores: npt.NDArray[np.float32]) -> None:
         """Report to the sampler, if there is one, how samples of these rows were scored."""
@@ -73,7 +73,7 @@ class Deck:
             self.sampler.load_state(state["sampler"])
 
 
-class MixedDeck:
+class MixtureSchedule:
     """The row schedule of several sources, mixed in the proportions of their weights. Each source
     has its own epochs or its own sampler.
 
@@ -83,19 +83,19 @@ class MixedDeck:
 
     sampler = None
 
-    def __init__(self, config: Config, rows: Batch, sources: Sequence[Source]) -> None:
-        of_rows = rows.table.column(COLUMN)
-        self._decks: dict[str, Deck] = {}
+    def __init__(self, config: Config, rows: Batch, sources: Sequence[DataSource]) -> None:
+        of_rows = rows.table.column(SOURCE_COLUMN)
+        self._decks: dict[str, RowSchedule] = {}
         self._rows: list[Rows] = []
         self._place = np.zeros(len(rows), np.int64)  # of a row among those of its source
         for source in sources:
             mine = np.flatnonzero(pc.equal(of_rows, source.name).to_numpy())
             if not len(mine):
                 raise DataError(f"data.sources.{source.name} has no rows to learn from.")
-            self._decks[source.name] = Deck(config, rows.take(mine), source.name)
+            self._decks[source.name] = RowSchedule(config, rows.take(mine), source.name)
             self._rows.append(mine)
             self._place[mine] = np.arange(len(mine))
-        self._proportions = Proportions([source.weight for source in sources])
+        self._proportions = SourceProportions([source.weight for source in sources])
 
     def deal(self, number: int) -> Rows:
         places = np.array(self._proportions.next(number), np.int64)

@@ -11,8 +11,14 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.conversations.messages import Message
-from hybridrl.data.chat import check_cell, check_chat, messages_of, open_with, question_of
-from hybridrl.data.encoding import encode_turns, end_token, ended, trimmed
+from hybridrl.data.chat import (
+    add_system_message,
+    check_cell_type,
+    check_chat_allowed,
+    parse_prompt_messages,
+    read_prompt_messages,
+)
+from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.data.table_columns import is_chat_in_text
@@ -22,7 +28,7 @@ CONVERSATION = "conversation"
 """Where a conversation has become several rows: a number that they share."""
 
 
-class _Example(NamedTuple):
+class RenderedConversation(NamedTuple):
     """A rendered conversation: its texts in turn (prompt, response, the text before the next
     response, ...) and whether it is a chat."""
 
@@ -53,29 +59,33 @@ def tokenize_examples(
     prompts = reader.cells(rows, prompt_column, "prompt_column")
     responses = reader.cells(rows, response_column, "response_column")
 
-    def read(row: DataRow, tools: Any, prompt: Any, response: Any) -> list[_Example]:
-        check_cell(row, response, response_column, row / "response_column", may_be_empty=True)
-        check_cell(row, prompt, prompt_column, row / "prompt_column")
+    def read(row: DataRow, tools: Any, prompt: Any, response: Any) -> list[RenderedConversation]:
+        check_cell_type(row, response, response_column, row / "response_column", may_be_empty=True)
+        check_cell_type(row, prompt, prompt_column, row / "prompt_column")
         cells = (
             (prompt_column, "prompt_column", prompt),
             (response_column, "response_column", response),
         )
         if not reader.is_chat(row, tools, *cells):
-            return [_Example([prompt, trimmed(response, reader.tokenizer)], is_chat=False)]
-        asked = open_with(reader.system_prompt, question_of(row, prompt, prompt_column))
-        messages = asked + messages_of(row, response, "assistant")
+            return [
+                RenderedConversation([prompt, trimmed(response, reader.tokenizer)], is_chat=False)
+            ]
+        asked = add_system_message(
+            reader.system_prompt, read_prompt_messages(row, prompt, prompt_column)
+        )
+        messages = asked + parse_prompt_messages(row, response, "assistant")
         return _examples_of(reader, row, messages, len(asked), tools, response_column)
 
     examples = reader.read(rows, read, prompts, responses)
     reader.check_system_prompt([example.is_chat for one in examples for example in one or ()])
     read_ones = [r for r, e in zip(responses, examples, strict=True) if e is not None]
-    if read_ones and not any(map(_says_something, read_ones)):
+    if read_ones and not any(map(_has_content, read_ones)):
         raise DataError(
             f"All responses of the data, in the column `{response_column}` "
             f"(`{reader.origin / 'response_column'}`), are empty, so nothing would be learned but "
             "to end. Name the column that holds them."
         )
-    return _tokenize(reader, examples)
+    return _build_batch(reader, examples)
 
 
 def tokenize_conversations(reader: RowReader, rows: pa.Table, messages_column: str) -> Batch:
@@ -94,7 +104,7 @@ def tokenize_conversations(reader: RowReader, rows: pa.Table, messages_column: s
         ConfigError: if the tokenizer has no chat template.
     """
 
-    def read(row: DataRow, tools: Any, cell: Any) -> list[_Example]:
+    def read(row: DataRow, tools: Any, cell: Any) -> list[RenderedConversation]:
         cell = json.loads(cell) if is_chat_in_text(cell) else cell
         if not isinstance(cell, list) or not cell:
             raise RowError(
@@ -102,15 +112,15 @@ def tokenize_conversations(reader: RowReader, rows: pa.Table, messages_column: s
                 f"(`{row / 'messages_column'}`), expected a list of chat messages.",
                 "without messages",
             )
-        check_chat(row, cell, reader.tokenizer, messages_column, None)
-        messages = open_with(reader.system_prompt, messages_of(row, cell))
+        check_chat_allowed(row, cell, reader.tokenizer, messages_column, None)
+        messages = add_system_message(reader.system_prompt, parse_prompt_messages(row, cell))
         return _examples_of(reader, row, messages, 0, tools, messages_column)
 
     cells = reader.cells(rows, messages_column, "messages_column")
-    return _tokenize(reader, reader.read(rows, read, cells))
+    return _build_batch(reader, reader.read(rows, read, cells))
 
 
-def tokenize_turns(reader: RowReader, rows: pa.Table) -> Batch:
+def tokenize_task_turns(reader: RowReader, rows: pa.Table) -> Batch:
     """Tokenize the examples of a built-in task whose answers take several turns.
 
     The column `turns` holds what the model writes, what a tool says, what the model writes then,
@@ -120,11 +130,13 @@ def tokenize_turns(reader: RowReader, rows: pa.Table) -> Batch:
         The columns of `tokenize_examples`.
     """
     prompts, turns = rows.column("prompt").to_pylist(), rows.column("turns").to_pylist()
-    examples = [[_Example([p, *t], is_chat=False)] for p, t in zip(prompts, turns, strict=True)]
-    return _tokenize(RowReader(reader.tokenizer), examples)
+    examples = [
+        [RenderedConversation([p, *t], is_chat=False)] for p, t in zip(prompts, turns, strict=True)
+    ]
+    return _build_batch(RowReader(reader.tokenizer), examples)
 
 
-def _says_something(response: str | list[Any]) -> bool:
+def _has_content(response: str | list[Any]) -> bool:
     """Return whether a response has more than white space, or a message with content or tool
     calls."""
     if isinstance(response, str):
@@ -141,7 +153,7 @@ def _examples_of(
     start: int,
     tools_cell: Any,
     column: str,
-) -> list[_Example]:
+) -> list[RenderedConversation]:
     """The assistant's messages from number `start` on are learned."""
     tools = reader.renderer.tools(row, tools_cell)
     places = range(start, len(messages))
@@ -159,16 +171,16 @@ def _examples_of(
             "that begin with the assistant's message",
         )
     found = reader.renderer.examples(row, messages, answers, tools)
-    return [_Example(texts, is_chat=True) for texts in found]
+    return [RenderedConversation(texts, is_chat=True) for texts in found]
 
 
-def _tokenize(reader: RowReader, found: Sequence[list[_Example] | None]) -> Batch:
+def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] | None]) -> Batch:
     check_some(found)
     reader.refused.kept(len(found))
-    of_rows = [one or [_Example(["", ""], is_chat=False)] for one in found]
+    of_rows = [one or [RenderedConversation(["", ""], is_chat=False)] for one in found]
     examples = [example for one in of_rows for example in one]
     numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
-    end = end_token(reader.tokenizer)
+    end = find_end_token(reader.tokenizer)
     prompts = [example.texts[0] for example in examples]
     is_chat = [example.is_chat for example in examples]
     prompt_ids = reader.encode_prompts(prompts, is_chat, (numbers + 1).tolist())
@@ -179,7 +191,7 @@ def _tokenize(reader: RowReader, found: Sequence[list[_Example] | None]) -> Batc
     for example in examples:
         turns = [next(encoded) for _ in example.texts[1:]]
         if not example.is_chat:  # whose template says where its turns end
-            turns[-1] = ended(turns[-1], end)
+            turns[-1] = append_end_token(turns[-1], end)
         is_answer = [place % 2 == 0 for place in range(len(turns))]
         response_ids.append(np.concatenate(turns))
         masks.append(np.repeat(np.array(is_answer, np.uint8), [len(turn) for turn in turns]))

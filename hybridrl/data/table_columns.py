@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from hybridrl.batch.arrow_columns import json_column, python_values
 from hybridrl.data.row_origin import RowOrigin
-from hybridrl.errors import DataError, RowError, nearest
+from hybridrl.errors import DataError, RowError, suggest_name
 
 TOOLS = "tools"
 """What the column of tools is called unless `data.tools_column` says otherwise."""
@@ -21,7 +21,7 @@ TOOLS = "tools"
 _log = logging.getLogger(__name__)
 
 
-def check_columns(
+def check_required_columns(
     columns: Collection[str] | Mapping[str, Any], required: Mapping[str, str], place: str
 ) -> None:
     """Check that the columns that the settings name exist.
@@ -34,29 +34,29 @@ def check_columns(
         DataError: names the setting and the nearest column.
     """
     for setting, name in required.items():
-        if name in columns or (isinstance(columns, Mapping) and _leads(columns, name)):
+        if name in columns or (isinstance(columns, Mapping) and _has_nested_key(columns, name)):
             continue
-        there = [as_shown(column) for column in columns]
+        there = [escape_surrogates(column) for column in columns]
         cure = f" If no row has an answer, set {setting}=null."
         raise RowError(
             f"{place} has no column `{name}` (`{setting}`); it has "
             f"{', '.join(there[:40]) or 'none'}."
-            + nearest(name, there)
+            + suggest_name(name, there)
             + (cure if setting.endswith("answer_column") else ""),
             f"without the column `{name}`",
         )
 
 
-def as_shown(name: str) -> str:
+def escape_surrogates(name: str) -> str:
     """Return a name that a console can print: halves of surrogate pairs are escaped."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def cells_of(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+def read_cells(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
     """Return the values of a column, None for rows that lack it. None where a row has it not."""
     if "." not in name:
         return [row.get(name) for row in rows]
-    return [row[name] if name in row else _inside(row, name) for row in rows]
+    return [row[name] if name in row else _read_nested_value(row, name) for row in rows]
 
 
 def arrow_column(values: Sequence[Any]) -> pa.Array:
@@ -79,7 +79,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     return pa.table({name: arrow_column([row.get(name) for row in rows]) for name in names})
 
 
-def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
+def add_nested_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
     """Return the table with a column for each dotted name that leads into an object."""
     for name in names:
         head, *inner = name.split(".")
@@ -93,14 +93,14 @@ def with_inner_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
     return table
 
 
-def column_of(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
+def find_column(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
     """Return the column, and warn if it holds chats as JSON text; a missing one is a `DataError`
     that names the setting and the nearest column. The log tells of chats that are text."""
-    rows = with_inner_columns(rows, [name])
+    rows = add_nested_columns(rows, [name])
     if name not in rows.column_names:
         raise DataError(
             f"`{setting}` is `{name}`, but the data has no such column; it has "
-            f"{', '.join(rows.column_names)}." + nearest(name, rows.column_names)
+            f"{', '.join(rows.column_names)}." + suggest_name(name, rows.column_names)
         )
     column = rows.column(name)
     read_as_it_is = not setting.endswith(".messages_column")
@@ -123,7 +123,7 @@ def tools_cells(rows: pa.Table, name: str | None, origin: RowOrigin) -> list[Any
     """
     if name is None or (name == TOOLS and name not in rows.column_names):
         return [None] * rows.num_rows
-    return python_values(column_of(rows, name, origin / "tools_column"))
+    return python_values(find_column(rows, name, origin / "tools_column"))
 
 
 def is_chat_in_text(cell: Any) -> bool:
@@ -139,14 +139,14 @@ def is_chat_in_text(cell: Any) -> bool:
     )
 
 
-def _inside(row: Mapping[str, Any], name: str) -> Any:
+def _read_nested_value(row: Mapping[str, Any], name: str) -> Any:
     value: Any = row
     for part in name.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
-def _leads(row: Mapping[str, Any], name: str) -> bool:
+def _has_nested_key(row: Mapping[str, Any], name: str) -> bool:
     """Return whether each part of a dotted name is a key of the object that the part before it
     names."""
     value: Any = row

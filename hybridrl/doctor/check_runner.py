@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from hybridrl.doctor.finding import Finding, note
+from hybridrl.doctor.finding import DoctorFinding, report_note
 
-Check = Callable[[], Iterable[Finding]]
-FAMILIES = {
+_DoctorCheck = Callable[[], Iterable[DoctorFinding]]
+CHECK_MODULES = {
     "packages": "package_check",
     "libraries": "library_check",
     "machine": "machine_check",
@@ -23,7 +23,7 @@ FAMILIES = {
 """The module of this room whose `check` looks at each family, in the order of their lines."""
 
 
-def families(runs: Path, seconds: float) -> dict[str, Check]:
+def list_checks(runs: Path, seconds: float) -> dict[str, _DoctorCheck]:
     """List the checks by name, in display order.
 
     Args:
@@ -32,25 +32,27 @@ def families(runs: Path, seconds: float) -> dict[str, Check]:
     """
     told = {"libraries": (seconds,), "disk": (runs,)}
 
-    def check_of(name: str) -> Check:  # a small package that it needs may be what is missing
-        module = f"hybridrl.doctor.{FAMILIES[name]}"
+    def check_of(name: str) -> _DoctorCheck:  # a small package that it needs may be what is missing
+        module = f"hybridrl.doctor.{CHECK_MODULES[name]}"
         return lambda: importlib.import_module(module).check(*told.get(name, ()))
 
-    return {name: check_of(name) for name in FAMILIES}
+    return {name: check_of(name) for name in CHECK_MODULES}
 
 
-def examine(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
+def run_doctor_checks(checks: Mapping[str, _DoctorCheck], seconds: float) -> list[DoctorFinding]:
     """Run all checks in threads; return their findings in order. A check that raises or is late has
     a note in its place."""
-    found: dict[str, list[Finding]] = {name: [] for name in checks}
+    found: dict[str, list[DoctorFinding]] = {name: [] for name in checks}
 
-    def look(name: str, check: Check) -> None:
+    def look(name: str, check: _DoctorCheck) -> None:
         try:
             for finding in check():
                 found[name].append(finding)
         except Exception as error:
             found[name].append(
-                note(name, f"could not be looked at to its end: {type(error).__name__}: {error}")
+                report_note(
+                    name, f"could not be looked at to its end: {type(error).__name__}: {error}"
+                )
             )
 
     ends = time.monotonic() + seconds
@@ -68,6 +70,9 @@ def examine(checks: Mapping[str, Check], seconds: float) -> list[Finding]:
         for name in checks
         for finding in (
             *found[name],
-            *([note(name, f"was not looked at to its end in {seconds:g} s")] * (name in late)),
+            *(
+                [report_note(name, f"was not looked at to its end in {seconds:g} s")]
+                * (name in late)
+            ),
         )
     ]

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 
-class State(StrEnum):
+class FindingState(StrEnum):
     """The severity of a finding: a problem keeps jobs from training, a note is worth knowing."""
 
     OK = "ok"
@@ -14,7 +14,7 @@ class State(StrEnum):
     PROBLEM = "problem"
 
 
-class Finding(NamedTuple):
+class DoctorFinding(NamedTuple):
     """A line of the doctor's output.
 
     Attributes:
@@ -23,19 +23,19 @@ class Finding(NamedTuple):
         cure: What to do, sentences; empty where nothing is to be done.
     """
 
-    state: State
+    state: FindingState
     topic: str
     what: str
     cure: str = ""
 
 
-def ok(topic: str, what: str) -> Finding:
-    return Finding(State.OK, topic, what)
+def report_ok(topic: str, what: str) -> DoctorFinding:
+    return DoctorFinding(FindingState.OK, topic, what)
 
 
-def note(topic: str, what: str, cure: str = "") -> Finding:
-    return Finding(State.NOTE, topic, what, cure)
+def report_note(topic: str, what: str, cure: str = "") -> DoctorFinding:
+    return DoctorFinding(FindingState.NOTE, topic, what, cure)
 
 
-def problem(topic: str, what: str, cure: str) -> Finding:
-    return Finding(State.PROBLEM, topic, what, cure)
+def report_problem(topic: str, what: str, cure: str) -> DoctorFinding:
+    return DoctorFinding(FindingState.PROBLEM, topic, what, cure)

@@ -8,43 +8,45 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hybridrl.doctor.finding import Finding, note, ok
+from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok
 
-ENDPOINT, REACHING_S = "https://huggingface.co", 3.0
-TRUE = {"1", "ON", "YES", "TRUE"}
+_DEFAULT_ENDPOINT, _CONNECT_TIMEOUT_S = "https://huggingface.co", 3.0
+_TRUE_VALUES = {"1", "ON", "YES", "TRUE"}
 
 
-def check() -> Iterator[Finding]:
+def check() -> Iterator[DoctorFinding]:
     """Yield findings on the models in the cache and on access to the hub."""
-    cache = cache_folder()
+    cache = _find_cache_folder()
     models = sorted(path.name for path in cache.glob("models--*") if any(path.glob("snapshots/*")))
     held = f"{len(models)} model{'s' * (len(models) != 1)} in {cache}"
     top = next(one for one in (cache, *cache.parents) if one.is_dir())
     if not os.access(top, os.W_OK):
-        yield note("hub cache", f"{held}, where this user may not write", "export HF_HOME=...")
+        yield report_note(
+            "hub cache", f"{held}, where this user may not write", "export HF_HOME=..."
+        )
     else:
-        yield ok("hub cache", held)
+        yield report_ok("hub cache", held)
     offline = {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & {
-        name for name, value in os.environ.items() if value.upper() in TRUE
+        name for name, value in os.environ.items() if value.upper() in _TRUE_VALUES
     }
     if offline:
-        yield note(
+        yield report_note(
             "hub",
             f"is not asked ({', '.join(sorted(offline))}): models have to be in the cache, or "
             "folders",
             "Unset it to download.",
         )
-    elif why := _unreachable():
-        yield note(
+    elif why := _explain_unreachable():
+        yield report_note(
             "hub",
             f"cannot be reached: {why}",
             "Give models as folders, or bring them into the cache and set HF_HUB_OFFLINE=1.",
         )
     else:
-        yield ok("hub", f"{_endpoint()} can be reached")
+        yield report_ok("hub", f"{_find_endpoint()} can be reached")
 
 
-def cache_folder() -> Path:
+def _find_cache_folder() -> Path:
     """Return the hub's cache folder, resolved as `huggingface_hub` resolves it."""
     environment = os.environ
     home = environment.get("HF_HOME") or str(
@@ -54,19 +56,19 @@ def cache_folder() -> Path:
     return Path(named or f"{home}/hub").expanduser().absolute()
 
 
-def _endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT") or ENDPOINT
+def _find_endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT") or _DEFAULT_ENDPOINT
 
 
-def _unreachable() -> str:
+def _explain_unreachable() -> str:
     """Return why a connection to the hub fails; empty if it succeeds, or if a proxy is set, through
     which it is not tried."""
     if os.environ.get("https_proxy") or os.environ.get("HTTPS_PROXY"):
         return ""
-    url = urlsplit(_endpoint())
+    url = urlsplit(_find_endpoint())
     port = url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection((url.hostname or "", port), timeout=REACHING_S).close()
+        socket.create_connection((url.hostname or "", port), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ import warnings
 from typing import Any
 
 
-def torch() -> dict[str, Any]:
+def _probe_torch() -> dict[str, Any]:
     """Return torch's build and the GPUs that it can use."""
     import torch
 
@@ -38,7 +38,7 @@ def torch() -> dict[str, Any]:
     }
 
 
-def transformers() -> dict[str, Any]:
+def _probe_transformers() -> dict[str, Any]:
     """Return transformers' version after importing its model base class, which imports optional
     packages such as torchvision."""
     import transformers
@@ -47,7 +47,7 @@ def transformers() -> dict[str, Any]:
     return {"version": transformers.__version__}
 
 
-def vllm() -> dict[str, Any]:
+def _probe_vllm() -> dict[str, Any]:
     """Return vLLM's version and its device type."""
     import vllm
     from vllm.platforms import current_platform
@@ -56,7 +56,7 @@ def vllm() -> dict[str, Any]:
     return {"version": vllm.__version__, "device": current_platform.device_type}
 
 
-def ray() -> dict[str, Any]:
+def _probe_ray() -> dict[str, Any]:
     """Return Ray's version after importing its native extension."""
     import ray
 

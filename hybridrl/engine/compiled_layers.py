@@ -15,10 +15,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 from hybridrl.models import PackedModel
-from hybridrl.models.packed_attention import NAME, packed_attention
-from hybridrl.parallel.fsdp import is_small
-from hybridrl.system.device_traits import compiles
-from hybridrl.system.dtypes import AUTO
+from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
+from hybridrl.parallel.fsdp import is_small_model
+from hybridrl.system.device_traits import is_compile_worthwhile
+from hybridrl.system.dtypes import AUTO_DTYPE
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ def compile_layers(model: PackedModel, wanted: str, device: torch.device) -> Non
         wanted: `true`, `false`, or `auto`: where that is known to gain. A small model is trained
             to its end in the time that compiling takes.
     """
-    gains = compiles(device.type) and not is_small(model)
-    if wanted == "false" or (wanted == AUTO and not gains):
+    gains = is_compile_worthwhile(device.type) and not is_small_model(model)
+    if wanted == "false" or (wanted == AUTO_DTYPE and not gains):
         return
     import torch._dynamo as dynamo
 
@@ -43,7 +43,7 @@ def compile_layers(model: PackedModel, wanted: str, device: torch.device) -> Non
             wanted,
         )
         return
-    AttentionInterface.register(NAME, dynamo.disable(packed_attention))
+    AttentionInterface.register(PACKED_ATTENTION, dynamo.disable(packed_attention))
     kinds = set(model.inner._no_split_modules or ())
     for module in model.inner.modules():
         if type(module).__name__ in kinds:

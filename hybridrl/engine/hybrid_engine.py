@@ -16,17 +16,17 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
-from hybridrl.engine.train_engine import Loss, TrainEngine
+from hybridrl.engine.train_engine import LossFunction, TrainEngine
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.engine_requests import SamplingSettings
 from hybridrl.rollout.sample_generator import SampleGenerator
-from hybridrl.system.device_traits import free_cached_memory, synchronize
+from hybridrl.system.device_traits import free_cached_memory, synchronize_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import Location
 from hybridrl.weights.weight_sync import SyncCost, WeightSync
 
-Phase = Callable[[str], AbstractContextManager[None]]
-NOT_LOADED = -1
+PhaseTimer = Callable[[str], AbstractContextManager[None]]
+_NOT_LOADED = -1
 
 
 class HybridEngine:
@@ -47,7 +47,7 @@ class HybridEngine:
         self,
         train: TrainEngine,
         rollout: SampleGenerator | None,
-        phase: Phase,
+        phase: PhaseTimer,
         dtype: str = "float32",
         verify: bool = False,
     ) -> None:
@@ -60,14 +60,14 @@ class HybridEngine:
             engine = rollout.engine
             engine.sleep()  # the roles that are built after this one need the memory
             lacks = engine.awaits_weights or not engine.keeps_weights or train.begins_with_adapters
-        self._loaded_version = NOT_LOADED if lacks else 0
+        self._loaded_version = _NOT_LOADED if lacks else 0
         self._phase = phase
         self._dtype = DTYPES[dtype]
         self._verify = verify
         self._sync: WeightSync | None = None
         self._is_planned = False
 
-    def generate(self, batch: Batch, sampling: Sampling, seeds: Sequence[int]) -> Batch:
+    def generate(self, batch: Batch, sampling: SamplingSettings, seeds: Sequence[int]) -> Batch:
         """One response per prompt, from the newest weights, each with its seed. The trainer's own
         weights give way to the KV cache, if they may."""
         self.cost = None
@@ -80,16 +80,16 @@ class HybridEngine:
         engine = self.rollout.engine
         engine.sleep()
         if not engine.keeps_weights:
-            self._loaded_version = NOT_LOADED
+            self._loaded_version = _NOT_LOADED
         free_cached_memory(self.train.device)
         versions = torch.full((len(batch),), self.policy_version)
-        return with_mask(samples).with_columns({"policy_version": versions})
+        return add_response_mask(samples).with_columns({"policy_version": versions})
 
-    def update(self, batch: Batch, loss: Loss, **options: Any) -> dict[str, float]:
+    def update(self, batch: Batch, loss: LossFunction, **options: Any) -> dict[str, float]:
         """Run one optimizer step; see `TrainEngine.update`."""
         with self._phase("train"):
             metrics = self.train.update(batch, loss, **options)
-            synchronize(self.train.device)
+            synchronize_device(self.train.device)
         self.policy_version += 1
         return metrics
 
@@ -104,7 +104,7 @@ class HybridEngine:
         its weights. Collective."""
         counters = load_training_state(self.train, folder)
         self.policy_version = counters["policy_version"]
-        self._loaded_version = NOT_LOADED
+        self._loaded_version = _NOT_LOADED
 
     @torch.no_grad()
     def _synchronise(self) -> None:
@@ -122,11 +122,11 @@ class HybridEngine:
                     f"{len(wrong)} parts of the weights are not those of the trainer after the "
                     f"sync of policy version {self.policy_version}: {' '.join(wrong[:3])}"
                 )
-        synchronize(self.train.device)
+        synchronize_device(self.train.device)
         self._loaded_version = self.policy_version
 
 
-def with_mask(samples: Batch) -> Batch:
+def add_response_mask(samples: Batch) -> Batch:
     """Add a `response_mask` of ones to samples that have none: unless the engine says otherwise,
     all response tokens were sampled."""
     if "response_mask" in samples:

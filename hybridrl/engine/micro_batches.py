@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.errors import DataError, nearest
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.errors import DataError, suggest_name
 
-MADE_BY = {
+_COLUMN_SOURCES = {
     "response_mask": "the generation, or the data of `update_supervised`",
     "loss_weights": "`hybridrl.trainers.update_columns.loss_weights`, applied to the batch",
     "advantages": "an advantage estimator, applied to the scores (`batch.apply`)",
@@ -27,7 +27,7 @@ MADE_BY = {
 """Where the columns come from that the library's losses read."""
 
 
-def token_places(cu_seqlens: Tensor, rows: list[int]) -> Tensor:
+def find_token_positions(cu_seqlens: Tensor, rows: list[int]) -> Tensor:
     """Return the positions of the tokens of these rows in a ragged column's values, row after
     row."""
     starts, lengths = cu_seqlens[:-1][rows], cu_seqlens.diff()[rows]
@@ -53,7 +53,7 @@ class TokenColumns(Mapping[str, Tensor]):
             values = batch[name]
             if isinstance(values, Tensor):
                 self._columns[name] = values.repeat_interleave(lengths).to(device)
-            elif isinstance(values, Ragged):
+            elif isinstance(values, RaggedColumn):
                 if torch.equal(values.lengths, lengths):
                     self._columns[name] = values.values.to(device, copy=True)
                 else:
@@ -65,7 +65,9 @@ class TokenColumns(Mapping[str, Tensor]):
         return self._columns[name]
 
     def __contains__(self, name: object) -> bool:
-        if name in self._unfit and name in MADE_BY:  # leaving it out would change what is learned
+        if (
+            name in self._unfit and name in _COLUMN_SOURCES
+        ):  # leaving it out would change what is learned
             raise self._missing(str(name))
         return name in self._columns
 
@@ -79,7 +81,7 @@ class TokenColumns(Mapping[str, Tensor]):
         return len(self._columns)
 
     def _missing(self, name: str) -> DataError:
-        maker = f" It is made by {MADE_BY[name]}." if name in MADE_BY else ""
+        maker = f" It is made by {_COLUMN_SOURCES[name]}." if name in _COLUMN_SOURCES else ""
         if name in self._unfit:
             return DataError(
                 f"The loss reads the column `{name}`, which does not have a number for each "
@@ -87,7 +89,7 @@ class TokenColumns(Mapping[str, Tensor]):
             )
         return DataError(
             f"The loss reads the column `{name}`, which the batch of this update does not have; it "
-            f"has {', '.join(self._columns)}.{maker}{nearest(name, self._columns)}"
+            f"has {', '.join(self._columns)}.{maker}{suggest_name(name, self._columns)}"
         )
 
 

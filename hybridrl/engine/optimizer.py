@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import COLUMN, GRADIENT, LOSS, WEIGHT, Fault
+from hybridrl.batch.call_record import IN_COLUMN, IN_GRADIENT, IN_LOSS, IN_WEIGHT, NonFiniteValue
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.tensor_parallel import Cut
+from hybridrl.parallel.tensor_parallel import ParameterCut
 from hybridrl.system.device_traits import SideStream
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -43,10 +43,10 @@ def make_optimizer(
         betas=tuple(config.betas),
         fused=True,  # one pass over memory, a quarter of the time on CPUs
     )
-    return optimizer, LambdaLR(optimizer, lambda step: rate_factor(step, config, updates))
+    return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, updates))
 
 
-def rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
+def learning_rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
     """Return the multiple of the learning rate at update `step` (from 0).
 
     Rises linearly over `warmup_steps`, the first update already above 0; then stays, or falls to
@@ -62,7 +62,7 @@ def rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
     return config.min_ratio + (1 - config.min_ratio) * fall
 
 
-class Gradients:
+class ShardedGradients:
     """The gradients of a sharded model after a backward.
 
     Args:
@@ -79,7 +79,7 @@ class Gradients:
         model: nn.Module,
         mesh: ParallelMesh,
         copies: dict[nn.Parameter, int],
-        partial: list[tuple[nn.Parameter, Cut | None]],
+        partial: list[tuple[nn.Parameter, ParameterCut | None]],
     ) -> None:
         self._mesh = mesh
         self._partial = partial
@@ -126,7 +126,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
+def find_non_finite_in_batch(batch: Batch, loss: float) -> NonFiniteValue | None:
     """Return the first non-finite value in the rows that this rank learned from, or in their loss;
     None if all are finite.
 
@@ -136,7 +136,7 @@ def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
     mask = batch["response_mask"].values.bool() if "response_mask" in batch else None
     for name in batch.columns:
         values = batch[name]
-        is_ragged = isinstance(values, Ragged)
+        is_ragged = isinstance(values, RaggedColumn)
         numbers = values.values if is_ragged else values
         if not isinstance(numbers, Tensor) or not numbers.is_floating_point():
             continue
@@ -147,19 +147,21 @@ def fault_of_batch(batch: Batch, loss: float) -> Fault | None:
             place = int(wrong.nonzero()[0])
             if is_ragged:
                 place = int(torch.searchsorted(values.cu_seqlens, place, right=True)) - 1
-            return Fault(COLUMN, f"the column `{name}`, row {place} of its {len(batch)}")
-    return None if math.isfinite(loss) else Fault(LOSS, "its loss")
+            return NonFiniteValue(
+                IN_COLUMN, f"the column `{name}`, row {place} of its {len(batch)}"
+            )
+    return None if math.isfinite(loss) else NonFiniteValue(IN_LOSS, "its loss")
 
 
-def fault_of_model(model: nn.Module) -> Fault | None:
+def find_non_finite_in_model(model: nn.Module) -> NonFiniteValue | None:
     """Return the first non-finite parameter that this rank holds, or else the first non-finite
     gradient; None if all are finite."""
     for name, parameter in model.named_parameters():
         if not _is_finite(parameter):
-            return Fault(WEIGHT, f"the weight `{name}` itself")
+            return NonFiniteValue(IN_WEIGHT, f"the weight `{name}` itself")
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and not _is_finite(parameter.grad):
-            return Fault(GRADIENT, f"the gradient of `{name}`")
+            return NonFiniteValue(IN_GRADIENT, f"the gradient of `{name}`")
     return None
 
 
@@ -168,7 +170,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(local).all())
 
 
-class RestingMoments:
+class MomentStorage:
     """A wrapper that steps an optimizer part by part. The moments of the next part are loaded while
     one is stepped, so that the device never holds the working copies of more than two parts.
 

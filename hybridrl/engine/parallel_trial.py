@@ -17,23 +17,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybridrl.algorithms import TokenLoss
-from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
-from hybridrl.models.shrunk_config import WINDOW
+from hybridrl.models.shrunk_config import SHRUNK_WINDOW
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
-LENGTHS = (WINDOW, 5, WINDOW - 1)
+_SAMPLE_LENGTHS = (SHRUNK_WINDOW, 5, SHRUNK_WINDOW - 1)
 """Of the samples: a ring takes none that are longer than a window."""
-CUTTING = ("tp", "pp", "ulysses", "ring")
+_MODEL_AXES = ("tp", "pp", "ulysses", "ring")
 """Axes over which a model's arithmetic is divided."""
 
 _proven: set[str] = set()
 
 
-def prove_cuts(
+def check_parallel_equivalence(
     model: PackedModel, path: str, mesh: ParallelMesh, config: ActorConfig, *, trains: bool
 ) -> None:
     """Run the trial the first time that a process asks for a split. Collective.
@@ -46,7 +46,7 @@ def prove_cuts(
     Raises:
         ConfigError: on every rank, if the model would be another one.
     """
-    sizes = {axis: mesh.size(axis) for axis in CUTTING if mesh.size(axis) > 1}
+    sizes = {axis: mesh.size(axis) for axis in _MODEL_AXES if mesh.size(axis) > 1}
     key = trial_key(model.inner.config, type(model), sizes, config.parallel, trains)
     if not sizes or key in _proven:
         return
@@ -79,13 +79,13 @@ def _differences(
     is_scalar, layers = isinstance(model, ScalarModel), mesh.size("pp") * config.parallel.chunks
     cuts = mesh.size("tp") * mesh.size("ulysses")
     trial = ModelTrial(
-        model.inner.config, LENGTHS, scalar=is_scalar, cuts=cuts, layers=max(2, layers)
+        model.inner.config, _SAMPLE_LENGTHS, scalar=is_scalar, cuts=cuts, layers=max(2, layers)
     )
     ours = trial.model
     copy = ScalarModel(ours, "before", model.rows) if is_scalar else CausalPolicy(ours, model.rows)
     settings = replace(
         config,
-        **{"tokens_per_microbatch": sum(LENGTHS), "lora": LoraSettings()},
+        **{"tokens_per_microbatch": sum(_SAMPLE_LENGTHS), "lora": LoraAdapterConfig()},
         **{"offload_parameters": False, "offload_optimizer": False},
         offload_between_calls=False,
         router_loss_weight=0.0,
@@ -105,7 +105,9 @@ def _differences(
         norm = engine.update(batch, lambda outputs, *_: TokenLoss(outputs[name], {}))["grad_norm"]
         norm /= mesh.size("dp")  # all of them have the same samples
         expected.sum().backward()
-        alone_norm = float(torch.stack([p.grad.norm() for p in _learning(trial.reference)]).norm())
+        alone_norm = float(
+            torch.stack([p.grad.norm() for p in _list_gradients(trial.reference)]).norm()
+        )
         norm_off = abs(norm / alone_norm - 1)
     worst = torch.tensor([off, norm_off]).nan_to_num(torch.inf)  # or no comparison would see it
     if (group := mesh.group()) is not None:
@@ -113,5 +115,5 @@ def _differences(
     return worst[0].item(), worst[1].item()
 
 
-def _learning(model: PreTrainedModel) -> list[Tensor]:
+def _list_gradients(model: PreTrainedModel) -> list[Tensor]:
     return [parameter for parameter in model.parameters() if parameter.grad is not None]

@@ -11,29 +11,39 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.engine_state.model_folder import fill, is_unread, load_weights, save_model
-from hybridrl.checkpoint.tensors.file_plan import FILE_BYTES
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.checkpoint.tensors.write_errors import agreed, explained
+from hybridrl.checkpoint.engine_state.model_folder import (
+    is_unread,
+    load_model_folder,
+    materialize_parameters,
+    save_model_folder,
+)
+from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
 from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.compiled_layers import compile_layers
-from hybridrl.layout.boxes import local_pieces, whole
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.transfer_planner import plan
+from hybridrl.layout.boxes import full_box, make_local_pieces
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.models import PackedModel
-from hybridrl.models.activation_checkpointing import set_checkpointing
-from hybridrl.models.lora import adapter_names, has_adapters, merged
-from hybridrl.models.stored_tensors import StoredForm, stored_form
+from hybridrl.models.activation_checkpointing import set_activation_checkpointing
+from hybridrl.models.lora import find_peft_names, has_adapters, merge_adapters
+from hybridrl.models.stored_tensors import StorageFormat, find_storage_format
 from hybridrl.parallel import tensor_parallel
-from hybridrl.parallel.fsdp import gather_differences, is_small, shard, units
-from hybridrl.parallel.measured_reduction import MeasuredSums
+from hybridrl.parallel.fsdp import (
+    apply_difference_gathers,
+    apply_fsdp,
+    is_small_model,
+    list_fsdp_units,
+)
+from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.parameter_layout import training_layout
-from hybridrl.parallel.training_pipeline import Pipeline
+from hybridrl.parallel.parameter_layout import build_training_layout
+from hybridrl.parallel.training_pipeline import TrainingPipeline
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
-from hybridrl.weights.collective_reshard import reshard
-from hybridrl.weights.weight_transport import into
+from hybridrl.weights.collective_reshard import reshard_tensors
+from hybridrl.weights.weight_transport import make_tensor_sink
 
 
 class ShardedModel:
@@ -62,46 +72,46 @@ class ShardedModel:
         device: torch.device,
         dtype: str,
         config: ActorConfig,
-        files: TensorFiles | None = None,
+        files: TensorReader | None = None,
     ) -> None:
         self.source = files
         self.config = config
         self.scoring: LowBitScoring | None = None
         self.device = device
         self.mesh = mesh
-        self._layout: Layout | None = None
+        self._layout: TensorLayout | None = None
         offload = config.offload_parameters and device.type != "cpu"
-        set_checkpointing(model.inner, config.gradient_checkpointing)
+        set_activation_checkpointing(model.inner, config.gradient_checkpointing)
         self.has_adapters = has_adapters(model.inner)
-        cuts = tensor_parallel.cut(model, mesh)
+        cuts = tensor_parallel.apply_tensor_parallel(model, mesh)
         self.cuts, self._partial = cuts.cuts, cuts.partial
-        self._pipeline: Pipeline | None = None
+        self._pipeline: TrainingPipeline | None = None
         if (group := mesh.group("pp")) is not None:
-            self._pipeline = Pipeline(group, config.parallel.chunks)
+            self._pipeline = TrainingPipeline(group, config.parallel.chunks)
             model = self._pipeline.cut(model, DTYPES[dtype])
         compile_layers(model, config.compile, device)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
-        self._reduce_once = is_small(model)
+        self._reduce_once = is_small_model(model)
         # FSDP moves to the device what it shards, a module at a time: never the whole model.
         compressed = mesh.reduce_scatter if config.parallel.gradients != "full" else None
-        self._measured = compressed if isinstance(compressed, MeasuredSums) else None
-        self.model = shard(
+        self._measured = compressed if isinstance(compressed, MeasuredReduceScatter) else None
+        self.model = apply_fsdp(
             model, mesh.fsdp, DTYPES[dtype], offload=offload, reduce_scatter=compressed
         )
-        self._units = units(self.model)
+        self._units = list_fsdp_units(self.model)
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
-        self._gathers = gather_differences(self.model) if by_difference else []
+        self._gathers = apply_difference_gathers(self.model) if by_difference else []
         if files is not None and is_unread(self.model.inner):
             place = torch.device("cpu") if offload else device
-            fill(self.model, files, self.cuts, mesh.index("tp"), place)
+            materialize_parameters(self.model, files, self.cuts, mesh.index("tp"), place)
         self._began: dict[str, Tensor] = {}
         if self.begins_with_adapters:
             self._began = {name: part.clone() for name, part in self._adapter_parts().items()}
 
-    def stored_form(self) -> StoredForm | None:
+    def stored_form(self) -> StorageFormat | None:
         """The form in which the model is saved; see `stored_names.stored_form`. Collective when
         first asked."""
-        return stored_form(self.model.inner, self.layout().shapes, self.source)
+        return find_storage_format(self.model.inner, self.layout().shapes, self.source)
 
     def take_said(self) -> list[str]:
         """Return the pending messages for the user about gradient reduction, each once."""
@@ -110,13 +120,13 @@ class ShardedModel:
         said, self._measured.said = self._measured.said, []
         return said
 
-    def layout(self) -> Layout:
+    def layout(self) -> TensorLayout:
         """Return the tensor layout of the parameters over the mesh. Collective at the first
         call."""
         if self._layout is None:
             self._drop_gathered()
             parameters = dict(self.model.inner.named_parameters())
-            self._layout = training_layout(parameters, self.cuts, self.mesh)
+            self._layout = build_training_layout(parameters, self.cuts, self.mesh)
         return self._layout
 
     def local_parameters(self) -> dict[str, Tensor]:
@@ -134,7 +144,7 @@ class ShardedModel:
         wanted = set(self.layout().shapes if names is None else names)
         if self.mesh.size("tp") * self.mesh.size("pp") > 1:
             layout = self.layout().renamed({n: n for n in self.layout().shapes if n in wanted})
-            yield from whole_parameters(layout, self.local_parameters(), self.mesh)
+            yield from gather_full_parameters(layout, self.local_parameters(), self.mesh)
             return
         for name, parameter in self.model.inner.named_parameters():
             if name not in wanted:
@@ -148,7 +158,7 @@ class ShardedModel:
         """Yield every parameter in full as `gather_parameters` does, with adapters merged into
         their weights. Collective."""
         parameters = self.full_parameters()
-        return merged(self.model.inner, parameters) if self.has_adapters else parameters
+        return merge_adapters(self.model.inner, parameters) if self.has_adapters else parameters
 
     def weights_for(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights for a rollout engine: the adapters alone, or `gather_merged_weights`.
@@ -157,7 +167,7 @@ class ShardedModel:
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters alone in full, under peft's names. Collective."""
-        names = adapter_names(self.model.inner, self.layout().shapes)
+        names = find_peft_names(self.model.inner, self.layout().shapes)
         for name, tensor in self.full_parameters(names):
             yield names[name], tensor
 
@@ -202,7 +212,7 @@ class ShardedModel:
                 layer._disable_adapters = False
 
     def save(
-        self, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = FILE_BYTES
+        self, folder: Path, dtype: torch.dtype = torch.float32, file_bytes: int = MAX_FILE_BYTES
     ) -> None:
         """Write the model, or its adapters alone, as a Hugging Face folder. Collective; every rank
         writes its shards, so all ranks must see the folder.
@@ -217,14 +227,16 @@ class ShardedModel:
         inner = self.model.inner
         if (form := self.stored_form()) is not None:
             parts, dtype = self.local_parameters(), torch.float32 if self.has_adapters else dtype
-            save_model(inner, form, self.layout(), parts, self.mesh, folder, dtype, file_bytes)
+            save_model_folder(
+                inner, form, self.layout(), parts, self.mesh, folder, dtype, file_bytes
+            )
             return
         # transformers changes what it saves, and must see it whole.
         state = {}
         for name, tensor in self.full_parameters():
             if self.mesh.is_first:
                 state[name] = tensor.to("cpu", dtype)
-        with agreed(self.mesh.group()), explained(folder):
+        with raise_on_all_ranks(self.mesh.group()), convert_write_errors(folder):
             if self.mesh.is_first:
                 inner.save_pretrained(folder, state_dict=state, max_shard_size=file_bytes)
 
@@ -238,7 +250,7 @@ class ShardedModel:
         self._drop_gathered()
         self.gather_anew()
         own = [p.detach().clone() for p in self.model.parameters()] if share < 1.0 else None
-        load_weights(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
+        load_model_folder(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
         with torch.no_grad():
             for parameter, before in zip(
                 self.model.parameters(), own or (), strict=own is not None
@@ -260,8 +272,8 @@ class ShardedModel:
             unit.reshard()
 
 
-def whole_parameters(
-    layout: Layout, parts: Mapping[str, Tensor], mesh: ParallelMesh
+def gather_full_parameters(
+    layout: TensorLayout, parts: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter in full on every rank, in the dtype of the parts, one at a time.
     Collective.
@@ -272,10 +284,10 @@ def whole_parameters(
     """
     dtype = next(iter(parts.values())).dtype
     for name, shape in layout.shapes.items():
-        everything = {name: local_pieces(name, whole(shape))}
-        target = Layout({name: shape}, dict.fromkeys(layout.pieces, everything))
-        steps = plan(layout.renamed({name: name}), target, mesh.place)
+        everything = {name: make_local_pieces(name, full_box(shape))}
+        target = TensorLayout({name: shape}, dict.fromkeys(layout.pieces, everything))
+        steps = plan_transfer(layout.renamed({name: name}), target, mesh.place)
         tensor = torch.empty(shape, dtype=dtype, device=mesh.device)
-        write = into({name: tensor})
-        reshard(steps, parts.__getitem__, write, dtype, mesh.device, mesh.group())
+        write = make_tensor_sink({name: tensor})
+        reshard_tensors(steps, parts.__getitem__, write, dtype, mesh.device, mesh.group())
         yield name, tensor

@@ -15,35 +15,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.algorithms import Segments, TokenLoss
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.batch.call_record import Fault
-from hybridrl.batch.row_balancing import pack
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.algorithms import TokenLoss, TokenSegments
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.call_record import NonFiniteValue
+from hybridrl.batch.row_balancing import pack_rows
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.engine.micro_batches import UpdateMetrics, token_columns, token_places
+from hybridrl.engine.micro_batches import UpdateMetrics, find_token_positions, token_columns
 from hybridrl.engine.optimizer import (
-    Gradients,
-    RestingMoments,
-    fault_of_batch,
-    fault_of_model,
+    MomentStorage,
+    ShardedGradients,
+    find_non_finite_in_batch,
+    find_non_finite_in_model,
     make_optimizer,
 )
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.errors import TrainingError
-from hybridrl.models import PackedModel, PackedSamples, Rows
-from hybridrl.models.expert_routing import Routing, balance_of, figures
-from hybridrl.parallel.fsdp import unit_parameters
+from hybridrl.models import PackedModel, PackedSamples, SampleLayout
+from hybridrl.models.expert_routing import (
+    ExpertRouters,
+    compute_router_balance,
+    compute_router_metrics,
+)
+from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows
+from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible
 from hybridrl.quantization.rounded_matrix import seed_rounding
-from hybridrl.system.device_traits import free_cached_memory, synchronize
+from hybridrl.system.device_traits import free_cached_memory, synchronize_device
 from hybridrl.system.dtypes import DTYPES
 
-MOST_SKIPPED = 20
+MAX_SKIPPED_UPDATES = 20
 """So many updates in a row with gradients that are not finite are an error, also in programs that
 nobody guards (`guard.most_skipped`)."""
-Loss = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], Segments], TokenLoss]
+LossFunction = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], TokenSegments], TokenLoss]
 """(outputs of the model, columns of the batch, samples), packed `[tokens]`, to a loss per token.
 Metrics are averaged over the tokens of `response_mask`; those named `*_by_row` have a value for
 each sample, and are averaged over samples; of those named `*_max` the largest is taken."""
@@ -76,18 +80,18 @@ class TrainEngine(ShardedModel):
         device: torch.device,
         dtype: str,
         config: ActorConfig,
-        files: TensorFiles | None = None,
+        files: TensorReader | None = None,
     ) -> None:
-        check_rows(model.rows, mesh.size("ring") * mesh.size("ulysses"))
-        self._routing = Routing.of(model.inner)
+        check_rows_divisible(model.rows, mesh.size("ring") * mesh.size("ulysses"))
+        self._routing = ExpertRouters.of(model.inner)
         super().__init__(model, mesh, device, dtype, config, files)
-        self.fault: Fault | None = None
+        self.fault: NonFiniteValue | None = None
         self.rounding_seed: int | None = None
         self._sequence = SequenceParallel.of(mesh)
         self._gradients = self._watch_gradients()
         moves = not config.offload_parameters and device.type != "cpu"
         self._hosts_moments = config.offload_optimizer and moves
-        self._resting: RestingMoments | None = None
+        self._resting: MomentStorage | None = None
         self._offloads_all, self._is_offloaded = config.offload_between_calls and moves, False
 
     def start_optimizer(self, config: OptimizerConfig, updates: int) -> None:
@@ -97,9 +101,9 @@ class TrainEngine(ShardedModel):
         self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
         self._resting, dtype = None, DTYPES[config.moments]
         if self._hosts_moments or dtype is not torch.float32:
-            parts = unit_parameters(self.model)
+            parts = list_unit_parameters(self.model)
             place = torch.device("cpu") if self._hosts_moments else self.device
-            self._resting = RestingMoments(self.optimizer, parts, self.device, place, dtype)
+            self._resting = MomentStorage(self.optimizer, parts, self.device, place, dtype)
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory until `onload`. Only with
@@ -109,7 +113,7 @@ class TrainEngine(ShardedModel):
             if self.scoring is not None:  # rounded copies are the device's memory, too
                 self.scoring.forget()
             self._move_optimizer(torch.device("cpu"))
-            synchronize(self.device)
+            synchronize_device(self.device)
             free_cached_memory(self.device)
             self._is_offloaded = True
 
@@ -146,7 +150,7 @@ class TrainEngine(ShardedModel):
         samples = [self._pack(batch.take(rows)) for rows in micro_batches]
 
         def keep(number: int, found: Mapping[str, Tensor]) -> None:
-            places = token_places(responses.cu_seqlens, micro_batches[number])
+            places = find_token_positions(responses.cu_seqlens, micro_batches[number])
             whole = self._whole(found, samples[number])
             for name, kept in outputs.items():
                 kept[places] = whole[name].cpu()
@@ -159,20 +163,23 @@ class TrainEngine(ShardedModel):
         self._drop_gathered()  # their memory is for others now
         return Batch.from_columns(
             {
-                name: Ragged(values.flatten(), responses.cu_seqlens * math.prod(values.shape[1:]))
+                name: RaggedColumn(
+                    values.flatten(), responses.cu_seqlens * math.prod(values.shape[1:])
+                )
                 for name, values in outputs.items()
             }
         )
 
     def update(
-        self, batch: Batch, loss: Loss, *, rows_together: int = 1, **options: Any
+        self, batch: Batch, loss: LossFunction, *, rows_together: int = 1, **options: Any
     ) -> dict[str, float]:
         """Run one optimizer step on the rows of all ranks together.
 
         Args:
             batch: This rank's rows, with `prompt_ids`, `response_ids`, `response_mask`,
                 `loss_weights`, and the token columns that `loss` reads.
-            loss: See `Loss`. With `actor.router_loss_weight` that of `Routing` is added.
+            loss: See `LossFunction`. With `actor.router_loss_weight` that of `ExpertRouters` is
+                added.
             rows_together: So many neighbouring rows share a micro-batch: 2 for a loss of pairs.
             options: Of the model's forward, such as `temperature`.
 
@@ -182,7 +189,7 @@ class TrainEngine(ShardedModel):
             otherwise.
 
         Raises:
-            TrainingError: after `MOST_SKIPPED` such steps in a row.
+            TrainingError: after `MAX_SKIPPED_UPDATES` such steps in a row.
         """
         self.model.train()
         if self.rounding_seed is not None:
@@ -197,7 +204,7 @@ class TrainEngine(ShardedModel):
             outputs = self._whole(outputs, samples[number])
             columns = token_columns(parts[number], self.device)
             mask = columns["response_mask"].bool()
-            segments = Segments.from_cu_seqlens(samples[number].response_bounds, mask)
+            segments = TokenSegments.from_cu_seqlens(samples[number].response_bounds, mask)
             token_loss = loss(outputs, columns, segments)
             value = torch.where(mask, token_loss.loss * columns["loss_weights"], 0.0).sum()
             gathered.add(value, token_loss.metrics, mask, segments.lengths > 0)
@@ -224,7 +231,7 @@ class TrainEngine(ShardedModel):
         if self._measured is not None:
             self._measured.after_update()
         if self.skipped_in_a_row:
-            faults = (fault_of_batch(batch, gathered.loss), self.fault)
+            faults = (find_non_finite_in_batch(batch, gathered.loss), self.fault)
             self.fault = min(filter(None, faults), default=None)
         metrics["skipped_updates"] = float(self.skipped_in_a_row > 0)
         metrics["learning_rate"] = self.schedule.get_last_lr()[0]
@@ -258,7 +265,9 @@ class TrainEngine(ShardedModel):
                 else:
                     for packed in samples:
                         self.model(packed, **options)
-            routing.keep_balance(balance_of(self._of_all(routing), routing.chosen, weight))
+            routing.keep_balance(
+                compute_router_balance(self._of_all(routing), routing.chosen, weight)
+            )
         routing.count(self.device)
 
     def _routed(self) -> dict[str, float]:
@@ -266,9 +275,9 @@ class TrainEngine(ShardedModel):
         if self._routing is None:
             return {}
         self._routing.keep_balance(None)
-        return figures(self._of_all(self._routing), self._routing.chosen)
+        return compute_router_metrics(self._of_all(self._routing), self._routing.chosen)
 
-    def _of_all(self, routing: Routing) -> Tensor:
+    def _of_all(self, routing: ExpertRouters) -> Tensor:
         """Sum the counts of the routers over all tokens and layers."""
         counted = routing.counted()
         if (group := self.mesh.group()) is not None:
@@ -276,7 +285,7 @@ class TrainEngine(ShardedModel):
             counted /= self.mesh.size("tp")  # its ranks have the same tokens
         return counted
 
-    def _watch_gradients(self) -> Gradients:
+    def _watch_gradients(self) -> ShardedGradients:
         parameters = dict(self.model.inner.named_parameters())
         copies = {
             parameter: cut.copies() if (cut := self.cuts.get(name)) else self.mesh.size("tp")
@@ -285,7 +294,7 @@ class TrainEngine(ShardedModel):
         if (tied := getattr(self.model, "tied", None)) in parameters:
             copies[parameters[tied]] *= 2  # the first stage's and the last one's
         here = [(parameters[n], self.cuts.get(n)) for n in self._partial if n in parameters]
-        return Gradients(self.model, self.mesh, copies, here)
+        return ShardedGradients(self.model, self.mesh, copies, here)
 
     def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
         """Return the rows of each micro-batch within the token budget; equally many micro-batches
@@ -293,12 +302,12 @@ class TrainEngine(ShardedModel):
         ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
         rows = lengths.reshape(-1, rows_together)
-        is_padded = self.model.rows is Rows.PADDED
+        is_padded = self.model.rows is SampleLayout.PADDED
         units = (rows_together * rows.max(1) if is_padded else rows.sum(1)).tolist()
         budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
         if self._sequence is not None:  # the budget is what one device takes
             budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
-        packed = pack(units, budget, setting=setting, padded=is_padded) or [[]]
+        packed = pack_rows(units, budget, setting=setting, padded=is_padded) or [[]]
         count = torch.tensor([len(packed)])
         if (group := self.mesh.group("dp")) is not None:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=group)
@@ -317,14 +326,14 @@ class TrainEngine(ShardedModel):
         self._gradients.finish()
         norm = self._gradients.norm()
         self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row >= MOST_SKIPPED:
+        if self.skipped_in_a_row >= MAX_SKIPPED_UPDATES:
             raise TrainingError(
-                f"The gradients of {MOST_SKIPPED} updates in a row were not finite, so none of "
-                "them changed the model. Look for infinite or missing values in the scores and "
+                f"The gradients of {MAX_SKIPPED_UPDATES} updates in a row were not finite, so none "
+                "of them changed the model. Look for infinite or missing values in the scores and "
                 "advantages, or for a learning rate (actor.optimizer.learning_rate) that has sent "
                 "the weights to infinity."
             )
-        self.fault = None if math.isfinite(norm) else fault_of_model(self.model.inner)
+        self.fault = None if math.isfinite(norm) else find_non_finite_in_model(self.model.inner)
         if math.isfinite(norm):
             if 0 < self._max_grad_norm < norm:
                 self._gradients.scale(self._max_grad_norm / norm)
@@ -338,7 +347,7 @@ class TrainEngine(ShardedModel):
         """Into pinned memory, which only a copy that does not block chooses. It is waited for: FSDP
         pads uneven shards on the host as soon as it has them."""
         copy = tensor.to("cpu", non_blocking=True)
-        synchronize(self.device)
+        synchronize_device(self.device)
         return copy
 
     def _move_optimizer(self, device: torch.device) -> None:

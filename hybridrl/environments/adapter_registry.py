@@ -10,37 +10,37 @@ from pathlib import Path
 
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments import adapters
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.system import user_code
 
 _NOT_ADAPTERS = {"environment_adapter", "function", "model_client", "tool_servers"}
 
 
-def adapter_names() -> list[str]:
+def list_adapters() -> list[str]:
     found = {module.name for module in pkgutil.iter_modules(adapters.__path__)}
     return sorted(found - _NOT_ADAPTERS)
 
 
-def adapter_of(config: EnvironmentConfig) -> str:
+def resolve_adapter(config: EnvironmentConfig) -> str:
     """Return the adapter that `environment.name` needs.
 
     Raises:
         ConfigError: if it is neither an adapter nor a function; names the nearest.
     """
-    name, known = str(config.name), adapter_names()
+    name, known = str(config.name), list_adapters()
     if name in known:
         return name
-    if user_code.split(name) is None:
+    if user_code.split_spec(name) is None:
         raise ConfigError(
             f"environment.name={name}: must be one of {', '.join(known)}, or a function of yours, "
-            f"`path/to/file.py:name`.{nearest(name, known)}"
+            f"`path/to/file.py:name`.{suggest_name(name, known)}"
         )
-    if user_code.is_file(name.rpartition(":")[0]):
-        user_code.check("environment.name", name)
+    if user_code.is_file_path(name.rpartition(":")[0]):
+        user_code.check_user_code("environment.name", name)
     return "function"
 
 
-def interpreter(config: EnvironmentConfig) -> str:
+def find_interpreter(config: EnvironmentConfig) -> str:
     """Return the path of the Python that runs the environment.
 
     Raises:

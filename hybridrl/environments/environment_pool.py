@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.adapter_registry import adapter_of, interpreter
+from hybridrl.environments.adapter_registry import find_interpreter, resolve_adapter
 from hybridrl.environments.environment_program import LOOPBACK, with_direct_access
-from hybridrl.environments.episode_runner import Play, Played
+from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 from hybridrl.errors import ConfigError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.secret_variables import passing_hint, without_secrets
 
-__all__ = ["EnvironmentPool", "Play", "Played"]
+__all__ = ["EnvironmentPool", "EpisodeRequest", "EpisodeResult"]
 
-START_S = 120.0
+START_TIMEOUT_S = 120.0
 """For an environment to be loaded."""
 _MOST_LOSSES = 3
 """An episode whose process is lost so often is not played again."""
@@ -53,7 +53,7 @@ class EnvironmentPool:
         self, config: EnvironmentConfig, notify: Callable[[], None] = lambda: None
     ) -> None:
         self._config = config
-        self._python, adapter = interpreter(config), adapter_of(config)
+        self._python, adapter = find_interpreter(config), resolve_adapter(config)
         is_program = adapter == "command"
         self._hidden = set(config.hidden_columns if is_program else ())
         self._reports = is_program and bool(config.options.get("report"))
@@ -74,13 +74,13 @@ class EnvironmentPool:
         )
         self._pool = ProcessPool(spec, config.processes, config.episodes, _MOST_LOSSES)
         self._numbers = itertools.count(1)
-        self._plays: dict[int, Play] = {}
+        self._plays: dict[int, EpisodeRequest] = {}
         self._notify = notify
         self._news = _News()
         self._polling: threading.Thread | None = None
         self._finalizer = weakref.finalize(self, self._pool.close)
 
-    def start(self, group: Sequence[Play]) -> None:
+    def start(self, group: Sequence[EpisodeRequest]) -> None:
         """Queue episodes; never blocks. Never waits.
 
         Args:
@@ -98,7 +98,7 @@ class EnvironmentPool:
             self._polling = threading.Thread(target=program, name="environments", daemon=True)
             self._polling.start()
 
-    def poll(self, wait_s: float = 0.0) -> list[Played]:
+    def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call.
 
         Args:
@@ -108,7 +108,7 @@ class EnvironmentPool:
             ConfigError: if the environment cannot be loaded.
         """
         until = time.monotonic() + wait_s
-        found: list[Played] = []
+        found: list[EpisodeResult] = []
         while self._plays and not found:
             results = self._results(until)
             ours = [result for result in results if result.key in self._plays]
@@ -151,11 +151,11 @@ class EnvironmentPool:
         """
         self._pool.start(1)
         try:
-            self._pool.wait_until_ready(START_S)
+            self._pool.wait_until_ready(START_TIMEOUT_S)
         except ProcessStartError as error:
             raise self._not_loaded(error) from error
 
-    def _told(self, play: Play, attempt: int) -> dict[str, Any]:
+    def _told(self, play: EpisodeRequest, attempt: int) -> dict[str, Any]:
         """As the process is told of an episode."""
         session = _session_of(play, attempt)
         episode = {
@@ -177,7 +177,7 @@ class EnvironmentPool:
             raise found
         return found
 
-    def _played(self, play: Play, result: ItemResult) -> Played:
+    def _played(self, play: EpisodeRequest, result: ItemResult) -> EpisodeResult:
         if result.status == "ok":
             score = result.value
             reward = math.nan if score["reward"] is None else score["reward"]
@@ -185,10 +185,10 @@ class EnvironmentPool:
             if sessions is None and result.attempt:
                 sessions = {_session_of(play, result.attempt): reward}
             turns, metrics = score["turn_rewards"], score["metrics"]
-            return Played(play.key, reward, turns, metrics, None, "ok", sessions)
+            return EpisodeResult(play.key, reward, turns, metrics, None, "ok", sessions)
         sessions = {_session_of(play, result.attempt): math.nan} if result.attempt else None
         failure = self._failure(result)
-        return Played(play.key, math.nan, None, {}, failure, result.status, sessions)
+        return EpisodeResult(play.key, math.nan, None, {}, failure, result.status, sessions)
 
     def _failure(self, result: ItemResult) -> str:
         limit = f"`environment.timeout_s` ({self._config.timeout_s:g} s)"
@@ -213,7 +213,9 @@ class EnvironmentPool:
         if error.status == "ended":
             said = f"The process {error} while it loaded.{error.tail}"
         elif error.status == "late":
-            said = f"It took longer than {START_S:.0f} s to load, and was stopped.{error.tail}"
+            said = (
+                f"It took longer than {START_TIMEOUT_S:.0f} s to load, and was stopped.{error.tail}"
+            )
         return self._refused(said)
 
     def _refused(self, said: str) -> ConfigError:
@@ -260,7 +262,7 @@ def _poll(pool: ProcessPool, news: _News, notify: Callable[[], None]) -> None:
             return
 
 
-def _session_of(play: Play, attempt: int) -> str:
+def _session_of(play: EpisodeRequest, attempt: int) -> str:
     return f"{play.session}.again{attempt}" if attempt else play.session
 
 

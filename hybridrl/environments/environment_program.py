@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-ADAPTERS = "environment_adapters"
+ADAPTER_PACKAGE = "environment_adapters"
 """The name under which the folder of adapters is a package here."""
 NO_PROXY = ("no_proxy", "NO_PROXY")
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -40,9 +40,9 @@ class EnvironmentProgram:
         _load_adapters()
         sys.path += [place for place in setup["search_path"] if place not in sys.path]
         self._server = server
-        self._words = importlib.import_module(f"{ADAPTERS}.environment_adapter")
+        self._words = importlib.import_module(f"{ADAPTER_PACKAGE}.environment_adapter")
         try:
-            package = importlib.import_module(f"{ADAPTERS}.{setup['adapter']}")
+            package = importlib.import_module(f"{ADAPTER_PACKAGE}.{setup['adapter']}")
         except ModuleNotFoundError as error:
             raise self._words.SetupError(
                 f"it needs the package `{error.name}`, which is not installed there. Install it, "
@@ -92,9 +92,9 @@ def _load_adapters() -> None:
     """Register the folder of adapters as a package, and remove this folder from the search path:
     its file names also occur in environments."""
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != _HERE]
-    package = types.ModuleType(ADAPTERS)
+    package = types.ModuleType(ADAPTER_PACKAGE)
     package.__path__ = [str(_HERE / "adapters")]
-    sys.modules[ADAPTERS] = package
+    sys.modules[ADAPTER_PACKAGE] = package
 
 
 def _load_child() -> types.ModuleType:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
-class Play(NamedTuple):
+class EpisodeRequest(NamedTuple):
     """A request to play an episode.
 
     Attributes:
@@ -28,7 +28,7 @@ class Play(NamedTuple):
     report_token: str = ""
 
 
-class Played(NamedTuple):
+class EpisodeResult(NamedTuple):
     """The result of an episode.
 
     Attributes:

@@ -13,7 +13,7 @@ _LARGEST_SHARE = 0.2
 """Of the tasks, held out of few."""
 
 
-def load_rows(
+def list_environment_tasks(
     config: EnvironmentConfig, count_held_out: int, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Ask the environment for its tasks, and split them into rows to learn from and rows to
@@ -53,7 +53,7 @@ def load_rows(
     return [row for number, row in enumerate(rows) if number not in held_out], kept
 
 
-def probe(config: EnvironmentConfig) -> None:
+def check_environment_loads(config: EnvironmentConfig) -> None:
     """Load the environment once, to check that it can be loaded.
 
     Raises:

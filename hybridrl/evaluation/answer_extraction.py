@@ -6,52 +6,58 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridrl.config.constraints import Regex
+from hybridrl.config.constraints import RegexWithGroup
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.builtin_rewards import boxed_text, final_number
+from hybridrl.rewards.builtin_rewards import find_boxed_text, find_final_number
 
-Extract = Callable[[str], str | None]
+AnswerExtractor = Callable[[str], str | None]
 """The answer of a response; None: it gives none."""
 
 
-def _boxed(response: str) -> str | None:
-    text = boxed_text(response)
+def _extract_boxed(response: str) -> str | None:
+    text = find_boxed_text(response)
     return None if text is None else "".join(text.split())
 
 
-def _number(response: str) -> str | None:
-    number = final_number(response)
+def _extract_number(response: str) -> str | None:
+    number = find_final_number(response)
     return None if number is None else f"{number.normalize():f}"
 
 
-def _text(response: str) -> str | None:
+def _extract_text(response: str) -> str | None:
     return response.strip() or None
 
 
-KNOWN: dict[str, Extract] = {"boxed": _boxed, "number": _number, "text": _text}
-OF_FUNCTIONS = {"boxed": "boxed", "math": "boxed", "numeric": "number"}
+_EXTRACTORS: dict[str, AnswerExtractor] = {
+    "boxed": _extract_boxed,
+    "number": _extract_number,
+    "text": _extract_text,
+}
+_EXTRACTOR_OF_REWARD = {"boxed": "boxed", "math": "boxed", "numeric": "number"}
 """What reward functions of the library compare, where it is not the whole text."""
 
 
-def extraction(setting: str, named: str | None, functions: Sequence[Any]) -> Extract:
+def resolve_extractor(setting: str, named: str | None, functions: Sequence[Any]) -> AnswerExtractor:
     """Resolve how answers are extracted.
 
     Args:
         setting: The dotted name of the setting, for errors.
-        named: Its value: a name of `KNOWN`, or a regular expression, whose group at its last match
-            is the answer; None: as the first of these reward functions does that is known.
+        named: Its value: a name of `_EXTRACTORS`, or a regular expression, whose group at its last
+            match is the answer; None: as the first of these reward functions does that is known.
         functions: That score the responses.
 
     Raises:
         ConfigError: if it is neither.
     """
     if named is None:
-        known = [OF_FUNCTIONS[one] for one in map(str, functions) if one in OF_FUNCTIONS]
-        return KNOWN[known[0] if known else "text"]
-    if named in KNOWN:
-        return KNOWN[named]
-    if refusal := Regex().refusal(named):
-        raise ConfigError(f"{setting}={named}: {refusal}; or one of {', '.join(KNOWN)}.")
+        known = [
+            _EXTRACTOR_OF_REWARD[one] for one in map(str, functions) if one in _EXTRACTOR_OF_REWARD
+        ]
+        return _EXTRACTORS[known[0] if known else "text"]
+    if named in _EXTRACTORS:
+        return _EXTRACTORS[named]
+    if refusal := RegexWithGroup().refusal(named):
+        raise ConfigError(f"{setting}={named}: {refusal}; or one of {', '.join(_EXTRACTORS)}.")
     pattern = re.compile(named, re.DOTALL)
 
     def last_group(response: str) -> str | None:

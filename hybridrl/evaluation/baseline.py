@@ -8,36 +8,42 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.config.eval_sets import AT_K, OF_ANSWERS, Metric
-from hybridrl.data.encoding import shortened
-from hybridrl.evaluation.confidence import Difference, Estimate, estimate, paired, unpaired
-from hybridrl.evaluation.eval_metrics import measure
-from hybridrl.evaluation.sample_table import Samples
-from hybridrl.run_files.evaluation_log import named_evaluations, newest_of_sets
+from hybridrl.config.eval_sets import AT_K_METRICS, SAMPLE_METRICS, EvalMetric
+from hybridrl.data.encoding import shorten_value
+from hybridrl.evaluation.confidence import (
+    MetricDifference,
+    MetricEstimate,
+    compare_paired,
+    compare_unpaired,
+    estimate_mean,
+)
+from hybridrl.evaluation.eval_metrics import compute_metric
+from hybridrl.evaluation.sample_table import SampleTable
+from hybridrl.run_files.evaluation_log import find_latest_by_set, load_named_evaluations
 
 MOST = 0.5
 """Of the responses: from more truncated ones on their scores are doubted."""
 
 
-def estimates(
-    samples: Samples, metrics: Iterable[Metric], by_column: str | None = None
-) -> dict[str, Estimate]:
+def estimate_metrics(
+    samples: SampleTable, metrics: Iterable[EvalMetric], by_column: str | None = None
+) -> dict[str, MetricEstimate]:
     """Estimate each metric, by name; with a column also `<metric>/<value>` for each of its
     values."""
-    found: dict[str, Estimate] = {}
+    found: dict[str, MetricEstimate] = {}
     sources = [] if by_column is None else [str(value) for value in samples.column(by_column)]
     for metric in metrics:
-        values = measure(samples, metric)
+        values = compute_metric(samples, metric)
         if values is None:
             continue
-        found[str(metric)] = estimate(values)
+        found[str(metric)] = estimate_mean(values)
         for source in sorted(set(sources)):
             rows = np.asarray([one == source for one in sources])
-            found[f"{metric}/{source}"] = estimate(values[rows])
+            found[f"{metric}/{source}"] = estimate_mean(values[rows])
     return found
 
 
-def doubts(samples: Samples, set_name: str, max_tokens: str, *, unscored: bool) -> list[str]:
+def doubts(samples: SampleTable, set_name: str, max_tokens: str, *, unscored: bool) -> list[str]:
     """Sentences on figures that say little of the model: most of the responses were cut off, or
     none scored.
 
@@ -60,14 +66,14 @@ def doubts(samples: Samples, set_name: str, max_tokens: str, *, unscored: bool) 
         answer = (samples.column("answer") if "answer" in samples.table.column_names else [""])[0]
         found.append(
             f"Evaluation of {set_name}: none of {len(known)} responses scored above 0. "
-            + (f"The first was held against the answer {shortened(answer)}. " if answer else "")
+            + (f"The first was held against the answer {shorten_value(answer)}. " if answer else "")
             + "Check the reward function, and how the rows are read (data.answer_column, "
             "data.answer_format)."
         )
     return found
 
 
-class Baseline:
+class EvalBaseline:
     """A baseline: an earlier evaluation of this run, or of another one.
 
     Args:
@@ -78,17 +84,17 @@ class Baseline:
 
     def __init__(self, folder: Path, sets: Mapping[str, Mapping[str, Any]], name: str = "") -> None:
         self._folder, self._sets, self._name = folder, sets, name
-        self._samples: dict[str, Samples | None] = {}
+        self._samples: dict[str, SampleTable | None] = {}
 
     @classmethod
-    def named(cls, path: str) -> Baseline:
+    def named(cls, path: str) -> EvalBaseline:
         """Load the newest evaluation of each set of the run that `eval.baseline` names.
 
         Raises:
             ConfigError: if there is none.
         """
-        folder, entries = named_evaluations("eval.baseline", path)
-        return cls(folder, newest_of_sets(entries), path)
+        folder, entries = load_named_evaluations("eval.baseline", path)
+        return cls(folder, find_latest_by_set(entries), path)
 
     def has(self, name: str) -> bool:
         return name in self._sets
@@ -106,15 +112,16 @@ class Baseline:
         """
         then = self._sets[name]
         for part in ("sampling", "correct_at"):
-            if then.get(part) is not None and then[part] != _as_read(entry.get(part)):
+            if then.get(part) is not None and then[part] != _normalize_json(entry.get(part)):
                 return (
                     f"`{name}` was evaluated with other settings in the baseline ({part} "
-                    f"{_shown(then[part], entry.get(part))}), so a difference may come from that."
+                    f"{_format_changes(then[part], entry.get(part))}), so a difference may come "
+                    "from that."
                 )
         return ""
 
     def difference(
-        self, name: str, metric: str, now: Estimate, samples: Samples | None
+        self, name: str, metric: str, now: MetricEstimate, samples: SampleTable | None
     ) -> dict[str, Any] | None:
         """Compare a metric of a set with the baseline; None if the baseline does not have it.
 
@@ -124,56 +131,58 @@ class Baseline:
         found = self._paired(name, metric, samples)
         if found is None and known is None:
             return None
-        then = _estimate(known or {})
+        then = _read_estimate(known or {})
         if found is None:
-            found = unpaired(now, then)
+            found = compare_unpaired(now, then)
         value = now.value - found.value if known is None else then.value
         return {**found._asdict(), "baseline": value}
 
-    def _paired(self, name: str, metric: str, samples: Samples | None) -> Difference | None:
+    def _paired(
+        self, name: str, metric: str, samples: SampleTable | None
+    ) -> MetricDifference | None:
         before = self._read(name)
-        asked = _metric(metric)
+        asked = _parse_metric(metric)
         if samples is None or before is None or asked is None:
             return None
         places = {key: index for index, key in enumerate(before.keys)}
         if places.keys() != set(samples.keys):
             return None
-        now, then = measure(samples, asked), measure(before, asked)
+        now, then = compute_metric(samples, asked), compute_metric(before, asked)
         if now is None or then is None:
             return None
-        return paired(now, then[[places[key] for key in samples.keys]])
+        return compare_paired(now, then[[places[key] for key in samples.keys]])
 
-    def _read(self, name: str) -> Samples | None:
+    def _read(self, name: str) -> SampleTable | None:
         if name not in self._samples:
             file = self._sets[name].get("samples")
-            self._samples[name] = Samples.read(self._folder / file) if file else None
+            self._samples[name] = SampleTable.read(self._folder / file) if file else None
         return self._samples[name]
 
 
-def _metric(name: str) -> Metric | None:
+def _parse_metric(name: str) -> EvalMetric | None:
     """Parse a metric name; None if it is not computed from samples, or is that of a column's
     value."""
-    if name in OF_ANSWERS:
-        return Metric(name)
+    if name in SAMPLE_METRICS:
+        return EvalMetric(name)
     kind, _, k = name.partition("@")
-    return Metric(kind, int(k)) if kind in AT_K and k.isdecimal() else None
+    return EvalMetric(kind, int(k)) if kind in AT_K_METRICS and k.isdecimal() else None
 
 
-def _estimate(known: Mapping[str, Any]) -> Estimate:
+def _read_estimate(known: Mapping[str, Any]) -> MetricEstimate:
     numbers = [known.get(name) for name in ("value", "standard_error", "low", "high")]
     value, error, low, high = (float("nan") if one is None else float(one) for one in numbers)
-    return Estimate(value, error, low, high, int(known.get("prompts") or 0))
+    return MetricEstimate(value, error, low, high, int(known.get("prompts") or 0))
 
 
-def _as_read(value: Any) -> Any:
+def _normalize_json(value: Any) -> Any:
     """Convert a value to the form that it has after a JSON round trip."""
     if isinstance(value, Mapping):
-        return {key: _as_read(one) for key, one in value.items()}
+        return {key: _normalize_json(one) for key, one in value.items()}
     return list(value) if isinstance(value, tuple) else value
 
 
-def _shown(then: Any, now: Any) -> str:
+def _format_changes(then: Any, now: Any) -> str:
     if not isinstance(then, Mapping) or not isinstance(now, Mapping):
         return f"{then}, here {now}"
-    others = [key for key in now if then.get(key) != _as_read(now[key])]
+    others = [key for key in now if then.get(key) != _normalize_json(now[key])]
     return ", ".join(f"{key} {then.get(key)}, here {now[key]}" for key in others)

@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.evaluation.eval_metrics import Floats
+from hybridrl.evaluation.eval_metrics import FloatArray
 
-DEVIATIONS = 1.959964
+_Z_95 = 1.959964
 """Of a normal distribution, around its mean, within which are 95 in 100."""
-DRAWS = 2000
+_BOOTSTRAP_DRAWS = 2000
 """Of a bootstrap."""
-_AT_ONCE = 2**22
+_MAX_NUMBERS_DRAWN = 2**22
 """Numbers of a bootstrap that are drawn at once."""
 
 
-class Estimate(NamedTuple):
+class MetricEstimate(NamedTuple):
     """A metric with its confidence interval.
 
     Attributes:
@@ -41,7 +41,7 @@ class Estimate(NamedTuple):
     prompts: int
 
 
-class Difference(NamedTuple):
+class MetricDifference(NamedTuple):
     """A difference between a metric and its baseline, with its p-value.
 
     Attributes:
@@ -58,51 +58,58 @@ class Difference(NamedTuple):
     test: str
 
 
-def estimate(values: Floats) -> Estimate:
+def estimate_mean(values: FloatArray) -> MetricEstimate:
     """Estimate the mean of `[prompts]` values; NaN is ignored."""
     known = values[~np.isnan(values)]
     number = len(known)
     if not number:
-        return Estimate(math.nan, math.nan, math.nan, math.nan, 0)
+        return MetricEstimate(math.nan, math.nan, math.nan, math.nan, 0)
     mean = float(known.mean())
     error = float(known.std(ddof=1)) / math.sqrt(number) if number > 1 else math.nan
-    low, high = _wilson(mean, number) if _is_yes_or_no(known) else _interval(_bootstrap(known))
-    return Estimate(mean, error, low, high, number)
+    low, high = (
+        _wilson_interval(mean, number)
+        if _is_binary(known)
+        else _quantile_interval(_bootstrap_means(known))
+    )
+    return MetricEstimate(mean, error, low, high, number)
 
 
-def paired(now: Floats, then: Floats) -> Difference:
+def compare_paired(now: FloatArray, then: FloatArray) -> MetricDifference:
     """Compare two evaluations of the same prompts, value by value."""
     both = ~(np.isnan(now) | np.isnan(then))
     now, then = now[both], then[both]
     differences = now - then
     if not len(differences):
-        return Difference(math.nan, math.nan, math.nan, math.nan, "none")
-    mean, drawn = float(differences.mean()), _bootstrap(differences)
-    low, high = _interval(drawn)
-    if _is_yes_or_no(now) and _is_yes_or_no(then):
+        return MetricDifference(math.nan, math.nan, math.nan, math.nan, "none")
+    mean, drawn = float(differences.mean()), _bootstrap_means(differences)
+    low, high = _quantile_interval(drawn)
+    if _is_binary(now) and _is_binary(then):
         gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
-        return Difference(mean, low, high, mcnemar(gained, lost), "McNemar")
+        return MetricDifference(mean, low, high, mcnemar_p_value(gained, lost), "McNemar")
     if not differences.any():
-        return Difference(mean, low, high, 1.0, "paired bootstrap")
+        return MetricDifference(mean, low, high, 1.0, "paired bootstrap")
     # A p of 0 would say that more draws had found nothing, either.
-    below, above = ((drawn <= 0).sum() + 1) / (DRAWS + 1), ((drawn >= 0).sum() + 1) / (DRAWS + 1)
+    below, above = (
+        ((drawn <= 0).sum() + 1) / (_BOOTSTRAP_DRAWS + 1),
+        ((drawn >= 0).sum() + 1) / (_BOOTSTRAP_DRAWS + 1),
+    )
     p = min(1.0, 2 * float(min(below, above)))
-    return Difference(mean, low, high, p, "paired bootstrap")
+    return MetricDifference(mean, low, high, p, "paired bootstrap")
 
 
-def unpaired(now: Estimate, then: Estimate) -> Difference:
+def compare_unpaired(now: MetricEstimate, then: MetricEstimate) -> MetricDifference:
     """Compare two evaluations of different prompts, or of which only means are known."""
     difference = now.value - then.value
     error = math.hypot(now.standard_error, then.standard_error)
-    low, high = difference - DEVIATIONS * error, difference + DEVIATIONS * error
+    low, high = difference - _Z_95 * error, difference + _Z_95 * error
     if not error:  # NaN of a single prompt is passed on
         p = 1.0 if not difference else 0.0
     else:
         p = math.erfc(abs(difference) / error / math.sqrt(2))
-    return Difference(difference, low, high, p, "unpaired")
+    return MetricDifference(difference, low, high, p, "unpaired")
 
 
-def mcnemar(gained: int, lost: int) -> float:
+def mcnemar_p_value(gained: int, lost: int) -> float:
     """Return the two-sided exact p-value of McNemar's test: how likely a fair coin is as far from
     even.
 
@@ -120,29 +127,31 @@ def mcnemar(gained: int, lost: int) -> float:
     return min(1.0, 2 * tail)
 
 
-def _is_yes_or_no(values: npt.NDArray[Any]) -> bool:
+def _is_binary(values: npt.NDArray[Any]) -> bool:
     return bool(np.isin(values, (0.0, 1.0)).all())
 
 
-def _wilson(share: float, number: int) -> tuple[float, float]:
-    z = DEVIATIONS
+def _wilson_interval(share: float, number: int) -> tuple[float, float]:
+    z = _Z_95
     middle = (share + z * z / (2 * number)) / (1 + z * z / number)
     half = z * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number))
     half /= 1 + z * z / number
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _bootstrap(values: Floats) -> Floats:
+def _bootstrap_means(values: FloatArray) -> FloatArray:
     """Return the means of bootstrap resamples, drawn with a fixed seed."""
     generator, number = np.random.default_rng(0), len(values)
-    at_once = max(1, _AT_ONCE // number)
+    at_once = max(1, _MAX_NUMBERS_DRAWN // number)
     parts = [
-        values[generator.integers(0, number, (min(at_once, DRAWS - done), number))].mean(1)
-        for done in range(0, DRAWS, at_once)
+        values[generator.integers(0, number, (min(at_once, _BOOTSTRAP_DRAWS - done), number))].mean(
+            1
+        )
+        for done in range(0, _BOOTSTRAP_DRAWS, at_once)
     ]
     return np.concatenate(parts)
 
 
-def _interval(drawn: Floats) -> tuple[float, float]:
+def _quantile_interval(drawn: FloatArray) -> tuple[float, float]:
     low, high = np.quantile(drawn, (0.025, 0.975))
     return float(low), float(high)

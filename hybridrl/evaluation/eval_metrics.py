@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.config.eval_sets import Metric
-from hybridrl.evaluation.sample_table import Samples
+from hybridrl.config.eval_sets import EvalMetric
+from hybridrl.evaluation.sample_table import SampleTable
 
-Floats = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 
 
-def measure(samples: Samples, metric: Metric) -> Floats | None:
+def compute_metric(samples: SampleTable, metric: EvalMetric) -> FloatArray | None:
     """Compute a metric for each prompt: `[prompts]`, NaN where unknown; None if these samples do
     not determine it.
 
@@ -32,7 +32,7 @@ def measure(samples: Samples, metric: Metric) -> Floats | None:
         return None
     values = {"score": answers.scores, "length": answers.tokens, "truncated": answers.truncated}
     if metric.kind in values:
-        return _mean_of_known(values[metric.kind])
+        return _nan_mean(values[metric.kind])
     if np.isnan(answers.scores).all():
         return np.full(len(answers.scores), np.nan)
     if metric.kind == "pass":
@@ -42,7 +42,7 @@ def measure(samples: Samples, metric: Metric) -> Floats | None:
     return answers.correct.mean(1, dtype=np.float64)
 
 
-def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> Floats:
+def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> FloatArray:
     """Compute the probability that at least one of k samples, drawn without replacement, is
     correct: 1 - C(n - c, k) / C(n, k).
 
@@ -58,7 +58,7 @@ def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> Floats:
 
 def majority_at_k(
     extracted: Sequence[Sequence[str | None]], correct: npt.NDArray[np.bool_], k: int
-) -> Floats:
+) -> FloatArray:
     """Compute how often the majority of k answers is correct, averaged over groups of k
     neighbouring samples.
 
@@ -70,11 +70,13 @@ def majority_at_k(
     for row, answers in enumerate(extracted):
         for first in range(0, groups * k, k):
             votes = range(first, first + k)
-            found[row] += _of_group([answers[v] for v in votes], correct[row, first : first + k])
+            found[row] += _majority_score(
+                [answers[v] for v in votes], correct[row, first : first + k]
+            )
     return found / groups
 
 
-def _of_group(answers: Sequence[str | None], correct: npt.NDArray[np.bool_]) -> float:
+def _majority_score(answers: Sequence[str | None], correct: npt.NDArray[np.bool_]) -> float:
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return 0.0
@@ -84,7 +86,7 @@ def _of_group(answers: Sequence[str | None], correct: npt.NDArray[np.bool_]) -> 
     return float(np.mean(is_right))
 
 
-def _mean_of_known(values: Floats) -> Floats:
+def _nan_mean(values: FloatArray) -> FloatArray:
     known = ~np.isnan(values)
     counts = known.sum(1)
     sums = np.where(known, values, 0.0).sum(1)

@@ -22,45 +22,46 @@ from hybridrl.batch.call_record import fault_of_name, number_of
 from hybridrl.config.schema import DataConfig
 from hybridrl.controller import BatchRef, WorkerGroup
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.prompts import MESSAGES, tokenize_prompts
+from hybridrl.data.prompts import PROMPT_MESSAGES_COLUMN, tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
-from hybridrl.errors import ConfigError, DataError, HybridRLError, nearest
-from hybridrl.rollout import Sampling
+from hybridrl.errors import ConfigError, DataError, HybridRLError, suggest_name
+from hybridrl.rollout import SamplingSettings
 from hybridrl.system import user_code
 
-GIVEN = ("generate", "score", "tokenizer", "step", "rows")
+FUNCTION_ARGUMENTS = ("generate", "score", "tokenizer", "step", "rows")
 """What such a function may ask for, by these names."""
-Prompt = str | list[dict[str, Any]] | Mapping[str, Any]
+_PromptLike = str | list[dict[str, Any]] | Mapping[str, Any]
 
 
-def check_own(setting: str, spec: str) -> None:
+def check_evaluation_function(setting: str, spec: str) -> None:
     """Check that the function exists and its parameters are known, without importing its file.
 
     Raises:
         ConfigError: if there is no such function, or it asks for what it is not given.
     """
-    user_code.check(setting, spec)
-    for one in user_code.parameters(setting, spec) or ():
+    user_code.check_user_code(setting, spec)
+    for one in user_code.parse_parameters(setting, spec) or ():
         if one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL) or one.default is not one.empty:
             continue
-        if one.name not in GIVEN or one.kind is one.POSITIONAL_ONLY:
+        if one.name not in FUNCTION_ARGUMENTS or one.kind is one.POSITIONAL_ONLY:
             raise ConfigError(
                 f"{setting}={spec} asks for `{one.name}`, and an evaluation is given by name what "
-                f"it wants of {', '.join(GIVEN)}.{nearest(one.name, GIVEN)}"
+                "it wants of "
+                f"{', '.join(FUNCTION_ARGUMENTS)}.{suggest_name(one.name, FUNCTION_ARGUMENTS)}"
             )
 
 
-def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, float]:
+def run_evaluation_function(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, float]:
     """Call the function; return its metrics.
 
     Args:
-        given: Values of `GIVEN`.
+        given: Values of `FUNCTION_ARGUMENTS`.
 
     Raises:
         ConfigError: if it raises, or returns no figures.
     """
-    function = user_code.load(setting, spec)
+    function = user_code.load_user_code(setting, spec)
     wanted = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in wanted.values())
     try:
@@ -68,7 +69,7 @@ def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, flo
     except HybridRLError:
         raise
     except Exception as error:  # it is the user's
-        lines = traceback.format_exception(type(error), error, _own_frames(error))
+        lines = traceback.format_exception(type(error), error, _skip_first_frame(error))
         raise ConfigError(
             f"{setting}={spec} raised {type(error).__name__}: {error}\n{''.join(lines)}"
         ) from error
@@ -82,7 +83,7 @@ def evaluate(setting: str, spec: str, given: Mapping[str, Any]) -> dict[str, flo
     return {name: float(value) for name, value in found.items()}
 
 
-class Model:
+class EvaluatedModel:
     """The model as a user's evaluation function uses it: `generate` and `score`.
 
     Args:
@@ -90,7 +91,7 @@ class Model:
         put: Hands a batch to them.
         sampling: Where the function says nothing else: greedy, if `temperature` is not said.
         data: How prompts are read.
-        verifier: As of `hybridrl.evaluation.scored_samples.draw`.
+        verifier: As of `hybridrl.evaluation.scored_samples.sample_and_score`.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Model:
         reward: WorkerGroup,
         put: Callable[[Batch], BatchRef],
         tokenizer: Any,
-        sampling: Sampling,
+        sampling: SamplingSettings,
         data: DataConfig,
         verifier: str | None = None,
     ) -> None:
@@ -108,7 +109,7 @@ class Model:
         self._verifier = verifier
         self._calls = 0
 
-    def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[str]:
+    def generate(self, prompts: Sequence[_PromptLike], **sampling: Any) -> list[str]:
         """Generate a response to each prompt: a text, chat messages, or a row of the data. Repeat a
         prompt for several responses.
 
@@ -126,7 +127,7 @@ class Model:
 
     def score(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[_PromptLike],
         responses: Sequence[str],
         answers: Sequence[str] | None = None,
     ) -> list[float]:
@@ -148,7 +149,7 @@ class Model:
         scored = self._reward.compute_reward(self._put(rows), **own)
         return [float(score) for score in scored.collect(["scores"])["scores"]]
 
-    def _rows(self, prompts: Sequence[Prompt], answers: Sequence[str] | None = None) -> Batch:
+    def _rows(self, prompts: Sequence[_PromptLike], answers: Sequence[str] | None = None) -> Batch:
         """Tokenize prompts as the data is tokenized; prompts of rows are already rendered."""
         rows = [
             dict(one) if isinstance(one, Mapping) else {"prompt": self._asked(one)}
@@ -167,7 +168,9 @@ class Model:
             context=TemplateContext.of(self._data.chat_template_options, self._data.date),
             tools_column=None,
         )
-        rendered = [isinstance(one, Mapping) and bool(one.get(MESSAGES)) for one in prompts]
+        rendered = [
+            isinstance(one, Mapping) and bool(one.get(PROMPT_MESSAGES_COLUMN)) for one in prompts
+        ]
         return tokenize_prompts(
             reader, table, "prompt", "answer" if has_answers else None, rendered
         )
@@ -182,12 +185,12 @@ class Model:
             messages.insert(0, {"role": "system", "content": data.system_prompt})
         return messages
 
-    def _how(self, asked: Mapping[str, Any]) -> Sampling:
+    def _how(self, asked: Mapping[str, Any]) -> SamplingSettings:
         known = ("temperature", "top_p", "top_k", "max_tokens", "stop")
         for name in asked:
             if name not in known:
                 raise DataError(
-                    f"`generate` takes {', '.join(known)}, not `{name}`.{nearest(name, known)}"
+                    f"`generate` takes {', '.join(known)}, not `{name}`.{suggest_name(name, known)}"
                 )
         if asked.get("max_tokens", 0) > self._sampling.max_tokens:
             raise DataError(
@@ -200,6 +203,6 @@ class Model:
         return replace(self._sampling, **asked)
 
 
-def _own_frames(error: Exception) -> Any:
+def _skip_first_frame(error: Exception) -> Any:
     frames = error.__traceback__
     return frames.tb_next if frames is not None else None

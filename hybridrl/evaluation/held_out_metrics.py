@@ -8,18 +8,18 @@ import torch
 from hybridrl.batch.batch import OUTCOMES, Batch, is_right, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
-from hybridrl.data.mixture import COLUMN, source_names
-from hybridrl.evaluation.scored_samples import Drawn, draw
-from hybridrl.rollout import Sampling
+from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
+from hybridrl.evaluation.scored_samples import ScoredSamplesRef, sample_and_score
+from hybridrl.rollout import SamplingSettings
 
 
-def evaluate_answers(
+def evaluate_responses(
     actor: WorkerGroup,
     reward: WorkerGroup,
     prompts: BatchRef,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     config: Config,
-    drawn: list[Drawn] | None = None,
+    drawn: list[ScoredSamplesRef] | None = None,
 ) -> dict[str, float]:
     """`accuracy`: the share of greedy responses that are right.
 
@@ -32,12 +32,12 @@ def evaluate_answers(
         drawn: Gets the samples.
     """
     by = [config.eval.by_column] if config.eval.by_column else []
-    if not by and source_names(config.data):
-        by = [COLUMN]
+    if not by and list_source_names(config.data):
+        by = [SOURCE_COLUMN]
     kept = [] if drawn is None else drawn
 
-    def correct(how: Sampling, samples: int = 1) -> tuple[torch.Tensor, list[str]]:
-        kept.append(draw(actor, reward, prompts, how, samples))
+    def correct(how: SamplingSettings, samples: int = 1) -> tuple[torch.Tensor, list[str]]:
+        kept.append(sample_and_score(actor, reward, prompts, how, samples))
         found = kept[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
         sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
         outcomes = outcomes_of(found)
@@ -45,16 +45,16 @@ def evaluate_answers(
         return right if (~outcomes.isnan()).any() else outcomes, sources
 
     greedy, sources = correct(sampling.greedy())
-    figures = _means("accuracy", greedy, sources)
+    figures = _average_by_source("accuracy", greedy, sources)
     if (k := config.eval.samples) > 1:
         right, _ = correct(sampling, k)
         right = right.view(-1, k)
-        figures |= _means(f"eval/mean@{k}", right.mean(1), sources)
-        figures |= _means(f"eval/pass@{k}", right.amax(1), sources)
+        figures |= _average_by_source(f"eval/mean@{k}", right.mean(1), sources)
+        figures |= _average_by_source(f"eval/pass@{k}", right.amax(1), sources)
     return figures
 
 
-def row_sums(batch: Batch, column: str) -> Batch:
+def sum_token_column(batch: Batch, column: str) -> Batch:
     """Return for each row the `total` of a token column and the number of `tokens`, both under the
     response mask."""
     values = batch.padded(column)[0]
@@ -64,7 +64,7 @@ def row_sums(batch: Batch, column: str) -> Batch:
     )
 
 
-def pair_figures(scores: torch.Tensor) -> dict[str, float]:
+def compute_pair_metrics(scores: torch.Tensor) -> dict[str, float]:
     """Return how often the chosen response of a pair scores more than the rejected one (a tie
     counts half), and by how much on average. `scores` is `[rows]`, the chosen response of each pair
     before the rejected one."""
@@ -75,7 +75,7 @@ def pair_figures(scores: torch.Tensor) -> dict[str, float]:
     }
 
 
-def _means(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
+def _average_by_source(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
     """Return the mean over all rows, and over the rows of each source."""
     figures = {name: float(values.double().mean())}
     for source in sorted(set(sources)):

@@ -8,20 +8,20 @@ from functools import cached_property
 from typing import Any
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.eval_sets import SetSettings, eval_sets
+from hybridrl.config.eval_sets import ResolvedEvalSet, resolve_eval_sets
 from hybridrl.config.schema import Config
-from hybridrl.data.datasets import load_prompts_to_evaluate
-from hybridrl.data.held_out import draw_rows
+from hybridrl.data.datasets import load_eval_prompts
+from hybridrl.data.held_out import sample_batch_rows
 from hybridrl.data.job_data import longest
 from hybridrl.data.row_origin import RowOrigin
-from hybridrl.errors import ConfigError, Problems, nearest
-from hybridrl.evaluation.answer_extraction import Extract, extraction
-from hybridrl.rewards import function_list
-from hybridrl.rollout import Sampling
+from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
+from hybridrl.evaluation.answer_extraction import AnswerExtractor, resolve_extractor
+from hybridrl.rewards import parse_function_list
+from hybridrl.rollout import SamplingSettings
 
 
 @dataclass(frozen=True)
-class EvalSet:
+class LoadedEvalSet:
     """An evaluation set of `eval.sets` with its prompts.
 
     Attributes:
@@ -30,25 +30,25 @@ class EvalSet:
         training: How samples are drawn while training.
     """
 
-    settings: SetSettings
+    settings: ResolvedEvalSet
     rows: Batch | None
-    training: Sampling
+    training: SamplingSettings
 
     @property
     def name(self) -> str:
         return self.settings.name
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingSettings:
         """The sampling parameters of the set."""
-        return sampling_of(self.settings, self.training)
+        return resolve_set_sampling(self.settings, self.training)
 
     @cached_property
-    def extract(self) -> Extract:
+    def extract(self) -> AnswerExtractor:
         """The function that extracts the answer of a response."""
         settings = self.settings
-        functions = function_list(settings.reward.function)
-        return extraction(f"{settings.setting}.extract", settings.own.extract, functions)
+        functions = parse_function_list(settings.reward.function)
+        return resolve_extractor(f"{settings.setting}.extract", settings.own.extract, functions)
 
     @property
     def verifier(self) -> str | None:
@@ -57,7 +57,7 @@ class EvalSet:
         return self.name if self.settings.is_verified else None
 
 
-def sampling_of(settings: SetSettings, training: Sampling) -> Sampling:
+def resolve_set_sampling(settings: ResolvedEvalSet, training: SamplingSettings) -> SamplingSettings:
     """Resolve the sampling parameters of a set: those of training where it sets none."""
     own = settings.own
     limit = own.max_tokens or training.max_tokens
@@ -84,13 +84,13 @@ def load_eval_sets(
         ConfigError, DataError: if those of a set cannot be read; names its settings.
     """
     found: dict[str, Batch | None] = {}
-    problems = Problems()
-    for name, one in eval_sets(config).items():
+    problems = ErrorCollector()
+    for name, one in resolve_eval_sets(config).items():
         by, seed = one.own.by_column, config.run.seed
         origin = RowOrigin(one.setting / "data", str(one.setting), one.setting / "prompts")
         with problems.noted():
             if one.data is not None:
-                rows = load_prompts_to_evaluate(
+                rows = load_eval_prompts(
                     one.data, tokenizer, number=one.prompts, seed=seed, origin=origin
                 )
             elif one.own.function is not None:
@@ -101,11 +101,11 @@ def load_eval_sets(
                     f"Set {one.setting}.data.path=<file>."
                 )
             else:
-                rows = draw_rows(held_out, one.prompts, seed)
+                rows = sample_batch_rows(held_out, one.prompts, seed)
             if by is not None and rows is not None and by not in rows.columns:
                 raise ConfigError(
                     f"{one.setting}.by_column is `{by}`, but its rows have no such column; they "
-                    f"have {', '.join(rows.columns)}.{nearest(by, rows.columns)}"
+                    f"have {', '.join(rows.columns)}.{suggest_name(by, rows.columns)}"
                 )
             found[name] = rows
     problems.raise_if_any()
@@ -115,7 +115,7 @@ def load_eval_sets(
 def longest_evaluated(config: Config, sets: Mapping[str, Batch | None]) -> int:
     """Tokens of the longest prompt of the sets with its response; 0: there are none."""
     found = 0
-    for name, one in eval_sets(config).items():
+    for name, one in resolve_eval_sets(config).items():
         rows, response = sets[name], one.own.max_tokens or config.rollout.max_tokens
         prompt = config.data.max_prompt_tokens if rows is None else longest([rows], "prompt_ids")
         found = max(found, prompt + response)

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-NEEDED = ("row", "key", "sample", "greedy", "score", "correct")
+_REQUIRED_COLUMNS = ("row", "key", "sample", "greedy", "score", "correct")
 """Columns without which a table is none of samples."""
 
 
 @dataclass(frozen=True)
-class Answers:
+class SampleArrays:
     """The samples of n prompts as arrays, k for each prompt.
 
     Attributes:
@@ -34,7 +34,7 @@ class Answers:
     extracted: list[list[str | None]]
 
 
-class Samples:
+class SampleTable:
     """A table of the samples of an evaluation set.
 
     Args:
@@ -47,7 +47,7 @@ class Samples:
         self.table = table
 
     @classmethod
-    def read(cls, path: Path) -> Samples | None:
+    def read(cls, path: Path) -> SampleTable | None:
         """Read the table of an earlier evaluation; None if the file is missing or no sample
         table."""
         from pyarrow import parquet
@@ -56,15 +56,15 @@ class Samples:
             table = parquet.read_table(path)
         except (OSError, pa.ArrowException):
             return None
-        return cls(table) if set(NEEDED) <= set(table.column_names) else None
+        return cls(table) if set(_REQUIRED_COLUMNS) <= set(table.column_names) else None
 
     @cached_property
-    def greedy(self) -> Answers | None:
+    def greedy(self) -> SampleArrays | None:
         """The greedy response to each prompt; None if there are none."""
         return self._answers(True)
 
     @cached_property
-    def sampled(self) -> Answers | None:
+    def sampled(self) -> SampleArrays | None:
         """The sampled responses; None if there are only greedy ones."""
         return self._answers(False)
 
@@ -86,13 +86,13 @@ class Samples:
         prompts = len(np.unique(rows))
         return ordered.reshape(prompts, -1) if prompts else ordered.reshape(0, 0)
 
-    def _answers(self, greedy: bool) -> Answers | None:
+    def _answers(self, greedy: bool) -> SampleArrays | None:
         lines = self._rows_of(greedy)
         if not lines.size:
             return None
         extracted = self._texts("extracted")
         reasons = np.asarray(self._texts("finish_reason"), dtype=object)
-        return Answers(
+        return SampleArrays(
             self._numbers("score")[lines],
             self._numbers("correct")[lines] > 0,
             self._numbers("tokens")[lines],

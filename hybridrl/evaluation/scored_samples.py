@@ -12,17 +12,17 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
 from hybridrl.controller import BatchRef, WorkerGroup
-from hybridrl.evaluation.answer_extraction import Extract
-from hybridrl.rollout import Sampling
+from hybridrl.evaluation.answer_extraction import AnswerExtractor
+from hybridrl.rollout import SamplingSettings
 
-KEPT = (
+_KEPT_COLUMNS = (
     *("prompt", "answer", "response", "scores", OUTCOMES),
     *("finish_reason", "turns", "episode_rewards"),
 )
 """Columns of samples that are kept as they are."""
 
 
-class Drawn(NamedTuple):
+class ScoredSamplesRef(NamedTuple):
     """A reference to scored samples on the workers, with `samples` neighbouring rows for each
     prompt."""
 
@@ -31,14 +31,14 @@ class Drawn(NamedTuple):
     greedy: bool
 
 
-def draw(
+def sample_and_score(
     actor: WorkerGroup,
     reward: WorkerGroup,
     prompts: BatchRef,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     samples: int = 1,
     verifier: str | None = None,
-) -> Drawn:
+) -> ScoredSamplesRef:
     """Generate responses and score them; return a reference that has `scores`.
 
     Args:
@@ -49,29 +49,29 @@ def draw(
     answers = repeated | actor.generate_sequences(repeated, sampling)
     own = {} if verifier is None else {"verifier": verifier}
     answers |= reward.compute_reward(answers, **own)
-    return Drawn(answers, samples, sampling.temperature == 0)
+    return ScoredSamplesRef(answers, samples, sampling.temperature == 0)
 
 
-def table_of(
-    drawn: Iterable[Drawn],
+def collect_sample_table(
+    drawn: Iterable[ScoredSamplesRef],
     keys: Sequence[str],
     correct_at: float,
-    extract: Extract,
+    extract: AnswerExtractor,
     columns: Iterable[str] = (),
 ) -> pa.Table:
-    """The samples as a table of `hybridrl.evaluation.sample_table.Samples`.
+    """The samples as a table of `hybridrl.evaluation.sample_table.SampleTable`.
 
     Args:
-        keys: Of the prompts; see `keys_of`.
+        keys: Of the prompts; see `compute_prompt_keys`.
         correct_at: The outcome from which a sample is right.
         extract: How the answer of a response is found.
         columns: Further ones of the data that are kept.
     """
-    tables = [_table(one, keys, correct_at, extract, columns) for one in drawn]
+    tables = [_collect_table(one, keys, correct_at, extract, columns) for one in drawn]
     return pa.concat_tables(tables, promote_options="permissive")
 
 
-def keys_of(prompts: Batch) -> list[str]:
+def compute_prompt_keys(prompts: Batch) -> list[str]:
     """Compute keys that identify prompts across evaluations and tokenizers: a hash of text and
     reference answer, or of all data columns where there is no text. Duplicates are numbered."""
     keys, seen = [], Counter[str]()
@@ -89,14 +89,14 @@ def counted(batch: Batch) -> Batch:
     return Batch.from_columns({"sampled_tokens": sampled_tokens(batch)})
 
 
-def _table(
-    drawn: Drawn,
+def _collect_table(
+    drawn: ScoredSamplesRef,
     keys: Sequence[str],
     correct_at: float,
-    extract: Extract,
+    extract: AnswerExtractor,
     columns: Iterable[str],
 ) -> pa.Table:
-    rows, wanted = drawn.rows, [*KEPT, *columns]
+    rows, wanted = drawn.rows, [*_KEPT_COLUMNS, *columns]
     if rows.columns.may_have("response_mask"):
         masks = ["response_mask", *rows.columns.certain.intersection(MASKS[1:])]
         rows |= rows.apply(counted, masks, makes=["sampled_tokens"])

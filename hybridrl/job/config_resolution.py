@@ -21,20 +21,20 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from hybridrl.checkpoint.resume import AUTO, find_source
 from hybridrl.checkpoint.stored_settings import load_stored
 from hybridrl.config import secrets
-from hybridrl.config.changed import changed
-from hybridrl.config.load import compose_config, read_settings
+from hybridrl.config.changed import apply_changes
+from hybridrl.config.load import compose_config, load_run_config
 from hybridrl.config.schema import Config
 from hybridrl.config.task_settings import without_task
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
-from hybridrl.system.formatting import readable_seconds
-from hybridrl.trainers import load_trainer, name_of
+from hybridrl.system.formatting import format_seconds
+from hybridrl.trainers import load_trainer, register_program
 
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
-    from hybridrl.planner.search.proposals import Proposal
-    from hybridrl.planner.step.step_calls import Lengths
-    from hybridrl.system.cluster_spec import Cluster
+    from hybridrl.planner.search.proposals import PlacementProposal
+    from hybridrl.planner.step.step_calls import SampleLengths
+    from hybridrl.system.cluster_spec import ClusterSpec
     from hybridrl.trainers.role_spec import RoleSpec
     from hybridrl.trainers.trainer import Trainer
 
@@ -74,7 +74,7 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
         )
     if (source := find_source(config)) is None:
         return config
-    given = OmegaConf.structured(secrets.unmarked(config))
+    given = OmegaConf.structured(secrets.reveal_secrets(config))
     try:
         stored = OmegaConf.create(load_stored(source.settings))
         found: Any = OmegaConf.merge(OmegaConf.structured(Config), stored)
@@ -86,7 +86,7 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
                     break
                 key = group  # that is null in one of the two, or has an option less
             OmegaConf.update(found, key, value, merge=False, force_add=True)
-        settings = secrets.marked(OmegaConf.to_object(found), found)
+        settings = secrets.mark_secrets(OmegaConf.to_object(found), found)
     except InterpolationResolutionError as error:
         raise ConfigError(
             f"{source.named}: {error.full_key} of that run was {str(error).splitlines()[0]}. Set "
@@ -99,8 +99,8 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
         ) from error
     except ConfigError as error:
         raise ConfigError(f"{source.named}: {error}") from error
-    secrets.check_known(settings, source.named)
-    settings = secrets.as_given(settings, config)
+    secrets.check_redacted_secrets(settings, source.named)
+    settings = secrets.copy_secret_references(settings, config)
     directory, checkpoint = config.run.directory, settings.checkpoint
     if source.forks:  # the new run must not write, nor remove, among the old one's
         checkpoint = replace(checkpoint, folder=config.checkpoint.folder)
@@ -120,10 +120,10 @@ class KnownJob:
         lengths: Of samples that are as long as the data and the settings let them be.
     """
 
-    cluster: Cluster
+    cluster: ClusterSpec
     roles: Mapping[str, RoleSpec]
     model_path: str
-    lengths: Lengths
+    lengths: SampleLengths
 
     def with_model(self, config: Config) -> Config:
         """The settings, with the tiny model's folder if there was none."""
@@ -142,28 +142,30 @@ def resolve_given(
     Raises:
         ConfigError: if one is not of its kind.
     """
-    return with_date(with_objects(config, reward, data, trainer))
+    return with_date(apply_python_objects(config, reward, data, trainer))
 
 
 def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
     """Choose `model.dtype` where it is `auto`; the notice tells of a surprise."""
-    from hybridrl.planner.computation_dtype import notice, with_dtype
+    from hybridrl.planner.computation_dtype import format_dtype_notice, resolve_dtype
 
-    dtype = with_dtype(job.with_model(config), job.cluster.kind).model.dtype
+    dtype = resolve_dtype(job.with_model(config), job.cluster.kind).model.dtype
     found = replace(config, model=replace(config.model, dtype=dtype))
-    return found, notice(config, found, job.cluster.kind)
+    return found, format_dtype_notice(config, found, job.cluster.kind)
 
 
 def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, str]:
     """Choose the settings that are left to the planner."""
-    from hybridrl.planner.fitting_settings import choose_settings
-    from hybridrl.planner.machine.device_catalog import present
-    from hybridrl.planner.search.search_tables import words
+    from hybridrl.planner.fitting_settings import choose_automatic_settings
+    from hybridrl.planner.machine.device_catalog import add_device_memory
+    from hybridrl.planner.search.search_tables import format_settings
 
     described = job.with_model(config)
-    chosen = choose_settings(described, present(job.cluster), job.lengths, job.roles)
-    said = f"Chosen: {', '.join(words(tuple(chosen)))}." if chosen else ""
-    return changed(config, chosen or ()), said
+    chosen = choose_automatic_settings(
+        described, add_device_memory(job.cluster), job.lengths, job.roles
+    )
+    said = f"Chosen: {', '.join(format_settings(tuple(chosen)))}." if chosen else ""
+    return apply_changes(config, chosen or ()), said
 
 
 RESOLUTIONS = (resolve_dtype, resolve_automatic_settings)
@@ -179,31 +181,31 @@ def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:
 
 
 def resolve_auto_placement(
-    config: Config, executor: Executor, job: KnownJob, usual: Lengths | None
-) -> tuple[Config, Proposal, str]:
+    config: Config, executor: Executor, job: KnownJob, usual: SampleLengths | None
+) -> tuple[Config, PlacementProposal, str]:
     """Search for a placement, and the settings that belong to it.
 
     Args:
         usual: The lengths of usual samples, if they are known.
     """
-    from hybridrl.planner.job_start import choose_placement
-    from hybridrl.planner.search.search_tables import words
+    from hybridrl.planner.job_start import search_placement
+    from hybridrl.planner.search.search_tables import format_settings
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()
     described = job.with_model(config)
-    best = choose_placement(described, executor, job.lengths, job.roles, usual).best[0]
+    best = search_placement(described, executor, job.lengths, job.roles, usual).best[0]
     said = (
         f"placement=auto chose {best.found.shape}: a step of about "
-        f"{readable_seconds(best.seconds)}, with samples "
+        f"{format_seconds(best.seconds)}, with samples "
         + ("as long as they may be." if usual is None else f"of {usual} tokens.")
     )
     source = f"Times are by {best.plan.times.source}." if best.plan.times else ""
-    notice = " ".join(filter(None, [said, source, *words(best.settings)]))
-    return changed(config, best.settings), best, notice
+    notice = " ".join(filter(None, [said, source, *format_settings(best.settings)]))
+    return apply_changes(config, best.settings), best, notice
 
 
-def with_objects(
+def apply_python_objects(
     config: Config,
     reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None,
     data: Any,
@@ -228,7 +230,7 @@ def with_objects(
                 f"Job(trainer={trainer!r}): must be a class. Names go into the settings: "
                 "trainer.name=..."
             )
-        config = replace(config, trainer=replace(config.trainer, name=name_of(trainer)))
+        config = replace(config, trainer=replace(config.trainer, name=register_program(trainer)))
     return config
 
 
@@ -250,7 +252,7 @@ def _date_of_run(model: Path) -> str | None:
     for folder in model.absolute().parents[:3]:
         if (folder / SETTINGS).is_file():
             try:
-                return read_settings(folder / SETTINGS).data.date
+                return load_run_config(folder / SETTINGS).data.date
             except ConfigError:
                 return None
     return None

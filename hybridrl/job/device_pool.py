@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.checks.machine.shared_paths import folders_of_workers, paths_of_workers
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.checks.machine.shared_paths import folders_of_workers, list_worker_paths
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.system.locations import Location, location_of
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.locations import Location, parse_location
 from hybridrl.trainers.role_spec import RoleSpec
 
 if TYPE_CHECKING:
     from hybridrl.controller.executor import Executor
-    from hybridrl.ray_backend.connection import Connection
-    from hybridrl.ray_backend.memory_keepers import Keepers
+    from hybridrl.ray_backend.connection import ClusterConnection
+    from hybridrl.ray_backend.memory_keepers import MemoryKeepers
 
 _ENGINE_MODULES = {
     "vllm": "hybridrl.rollout.vllm_engine",
@@ -26,7 +26,7 @@ _ENGINE_MODULES = {
 }
 
 
-class Devices:
+class DevicePool:
     """A pool of a job's devices that starts one executor after another. With Ray all executors
     share one cluster connection.
 
@@ -39,11 +39,11 @@ class Devices:
 
     def __init__(self, config: Config, roles: Mapping[str, RoleSpec], run: Path) -> None:
         self._config, self._roles, self._run = config, roles, run
-        self._ray: Connection | None = None
-        self._cluster: Cluster | None = None
+        self._ray: ClusterConnection | None = None
+        self._cluster: ClusterSpec | None = None
         self._number = config.num_devices
         self._cpus_per_host: float | None = None
-        self._keepers: Keepers | None = None
+        self._keepers: MemoryKeepers | None = None
         self._nodes: list[str] = []
         self.wanted = 0
 
@@ -53,12 +53,12 @@ class Devices:
             from hybridrl.controller import InlineExecutor
 
             return InlineExecutor(self._config.devices, self._run)
-        from hybridrl.ray_backend.connection import Connection
+        from hybridrl.ray_backend.connection import ClusterConnection
         from hybridrl.ray_backend.ray_executor import HostFiles, RayExecutor
 
         if self._ray is None:
-            self._ray = Connection(self._config.ray.address)
-        seen = paths_of_workers(self._config, self._run)
+            self._ray = ClusterConnection(self._config.ray.address)
+        seen = list_worker_paths(self._config, self._run)
         files = HostFiles(self._run, seen, *folders_of_workers(self._config, self._run))
         made = RayExecutor(
             self._config.devices,
@@ -96,7 +96,7 @@ class Devices:
         progress(f"waiting for {self.wanted} devices")
         cpus = self._cpus_per_host or 1.0
         number = wait_for_devices(kind, self.wanted, least, cpus, recover.wait_s)
-        while number > least and not self._has_places(Cluster.of_one_node(kind, number)):
+        while number > least and not self._has_places(ClusterSpec.of_one_node(kind, number)):
             number -= 1
         self._number = number
 
@@ -105,9 +105,12 @@ class Devices:
         continued with fewer."""
         if self._cluster is None or not (missing := self.wanted - len(self._cluster.devices)):
             return False
-        from hybridrl.ray_backend.connection import free_devices, nodes
+        from hybridrl.ray_backend.connection import count_free_devices, list_nodes
 
-        return free_devices(nodes(), self._cluster.kind, self._cpus_per_host or 1.0) >= missing
+        return (
+            count_free_devices(list_nodes(), self._cluster.kind, self._cpus_per_host or 1.0)
+            >= missing
+        )
 
     def keep_copies(self) -> Location | None:
         """Start a keeper of checkpoint copies on every node, again where one was lost, and return
@@ -115,11 +118,11 @@ class Devices:
         others = self._config.checkpoint.memory_copies
         if not others or not self._config.checkpoint.wanted or self._ray is None:
             return None
-        from hybridrl.ray_backend.memory_keepers import Keepers
+        from hybridrl.ray_backend.memory_keepers import MemoryKeepers
 
-        self._keepers = self._keepers or Keepers(others)
+        self._keepers = self._keepers or MemoryKeepers(others)
         self._keepers.start(self._nodes)
-        return location_of(self._keepers.url)
+        return parse_location(self._keepers.url)
 
     def close(self) -> None:
         """Close the memory keepers, and leave the cluster."""
@@ -128,9 +131,9 @@ class Devices:
         if self._ray is not None:
             self._ray.close()
 
-    def _has_places(self, cluster: Cluster) -> bool:
+    def _has_places(self, cluster: ClusterSpec) -> bool:
         try:
-            check_placement(self._config, cluster, self._roles)
+            resolve_placement(self._config, cluster, self._roles)
         except ConfigError:
             return False
         return True

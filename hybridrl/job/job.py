@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hybridrl.batch.call_record import FigureCheck
-from hybridrl.checkpoint.ownership import FolderOwner
-from hybridrl.checkpoint.resume import find_checkpoint
-from hybridrl.checkpoint.run_state import check_made_with, made_with
-from hybridrl.checkpoint.store import steps_folder
+from hybridrl.checkpoint.ownership import FolderOwnership
+from hybridrl.checkpoint.resume import find_resume_point
+from hybridrl.checkpoint.run_state import check_model_identity, describe_model_identity
+from hybridrl.checkpoint.store import resolve_checkpoint_folder
 from hybridrl.checks.check_list import check
-from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
-from hybridrl.config.eval_sets import eval_sets
-from hybridrl.config.load import to_plain, to_yaml
+from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
+from hybridrl.config.eval_sets import resolve_eval_sets
+from hybridrl.config.load import config_to_dict, format_config_yaml
 from hybridrl.config.schema import Config
-from hybridrl.config.secrets import command_line
+from hybridrl.config.secrets import redact_command_line
 from hybridrl.console.run_console import progress_lines
 from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
 from hybridrl.job.config_resolution import (
@@ -39,30 +39,30 @@ from hybridrl.job.config_resolution import (
     resolve_given,
     resolve_settings,
 )
-from hybridrl.job.device_pool import Devices
+from hybridrl.job.device_pool import DevicePool
 from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.run_files.metric_writers import MetricWriter, open_writers, trackers_of
-from hybridrl.run_files.recorded_steps import BesideSteps
-from hybridrl.run_files.run_directory import RunDirectory, make_steps_folder
+from hybridrl.run_files.metric_writers import MetricWriter, open_metric_writers, parse_trackers
+from hybridrl.run_files.recorded_steps import DriverActivity
+from hybridrl.run_files.run_directory import RunDirectory, make_checkpoint_folder
 from hybridrl.run_files.run_lock import RunLock
 from hybridrl.run_files.run_reader import RunReader
-from hybridrl.run_files.run_status import RunState, outcome_of
+from hybridrl.run_files.run_status import RunStatus, classify_outcome
 from hybridrl.run_files.summary import REPORT
-from hybridrl.system.garbage_collection import no_collection
+from hybridrl.system.garbage_collection import pause_garbage_collection
 from hybridrl.trainers import load_trainer
 
 if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
     from hybridrl.controller import BatchRef
     from hybridrl.controller.executor import Executor
-    from hybridrl.planner.job_plan import Plan
+    from hybridrl.planner.job_plan import JobPlan
     from hybridrl.system.locations import Location
-    from hybridrl.trainers.data_feed import Feed
+    from hybridrl.trainers.data_feed import DataFeed
     from hybridrl.trainers.role_spec import RoleSpec
     from hybridrl.trainers.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-Function = Callable[..., Any]
+UserFunction = Callable[..., Any]
 
 
 class Job:
@@ -115,7 +115,7 @@ class Job:
         progress: Callable[[str], None] | None = None,
         roles: Sequence[str] | Mapping[str, RoleSpec] | None = None,
         *,
-        reward: Function | Sequence[Function] | None = None,
+        reward: UserFunction | Sequence[UserFunction] | None = None,
         data: Any = None,
         trainer: type[Trainer] | None = None,
         is_whole: bool = False,
@@ -123,35 +123,35 @@ class Job:
         if progress is None:
             progress = progress_lines().phase
         self.started = psutil.Process().create_time()
-        self.command = command_line(sys.orig_argv)
+        self.command = redact_command_line(sys.orig_argv)
         self.config = config = resolve_given(config, reward, data, trainer)
-        self.name = _new_name()
+        self.name = _make_job_name()
         self._as_asked: Config | None = None
         self.placement_notice = self.plan_notice = ""
-        self.plan: Plan | None = None
-        self.beside = BesideSteps()
+        self.plan: JobPlan | None = None
+        self.beside = DriverActivity()
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
-        self.roles = wanted_roles(config, roles)
+        self.roles = resolve_roles(config, roles)
         check(config, self.roles)
         self._opened = ExitStack()
-        self._state: RunState | None = None
+        self._state: RunStatus | None = None
         try:
-            self.directory = _make_directory(config)
+            self.directory = _make_run_directory(config)
             if config.run.private:
                 self.directory.close_to_others()
                 self._opened.callback(os.umask, os.umask(0o077))  # processes inherit it
             self._opened.enter_context(RunLock(self.directory.path))
-            self._state = RunState(self.directory.path)
+            self._state = RunStatus(self.directory.path)
             if config.resume is None:  # else when it is known that the checkpoint fits
                 self._state.begin()
-            steps = steps_folder(self.directory.path, config.checkpoint.folder)
+            steps = resolve_checkpoint_folder(self.directory.path, config.checkpoint.folder)
             if config.checkpoint.folder is not None and isinstance(steps, Path):
-                make_steps_folder(steps)
+                make_checkpoint_folder(steps)
                 self._opened.enter_context(RunLock(steps, "checkpoint.folder"))
             if config.resume is not None or config.fork is not None:
                 progress("looking for a checkpoint")
-            self.resumed = find_checkpoint(config, to_plain(config), self.roles)
+            self.resumed = find_resume_point(config, config_to_dict(config), self.roles)
             self.folder_owner = self._claim(steps)
             if data is not None:
                 from hybridrl.data.job_data import with_rows
@@ -159,8 +159,11 @@ class Job:
                 self.config = config = with_rows(config, data, self.directory.path)
             self._keep_settings()
             self.checked = FigureCheck(lambda said: self.executor.notify(said))
-            self._writers = open_writers(
-                trackers_of(config.metrics), self.directory, config.run.name, to_plain(config)
+            self._writers = open_metric_writers(
+                parse_trackers(config.metrics),
+                self.directory,
+                config.run.name,
+                config_to_dict(config),
             )
             for writer in self._writers:
                 self._opened.callback(self._close_writer, writer)
@@ -170,12 +173,12 @@ class Job:
             self._end(error)
             raise
 
-    def _claim(self, steps: Location) -> FolderOwner | None:
+    def _claim(self, steps: Location) -> FolderOwnership | None:
         """Claim a checkpoint folder outside the run's folder for this run."""
         config = self.config
         if config.checkpoint.folder is None or not (config.checkpoint.wanted or config.resume):
             return None
-        owner = FolderOwner(steps, self.directory.path)
+        owner = FolderOwnership(steps, self.directory.path)
         owner.claim(resumes=config.resume is not None)
         self._opened.callback(owner.release)
         return owner
@@ -183,7 +186,7 @@ class Job:
     def _open(self, progress: Callable[[str], None]) -> None:
         config = self.config
         progress("starting Ray and loading data" if config.executor == "ray" else "loading data")
-        with no_collection(), ThreadPoolExecutor(1) as beside:
+        with pause_garbage_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
             loading = beside.submit(self._load, progress)
@@ -194,9 +197,9 @@ class Job:
         if asked != self.config:
             self._keep_settings()
         self._place(progress)
-        from hybridrl.job.worker_groups import check_planned_faults
+        from hybridrl.job.worker_groups import check_injected_faults
 
-        check_planned_faults(self)  # once: after a loss there may be fewer ranks than were planned
+        check_injected_faults(self)  # once: after a loss there may be fewer ranks than were planned
         self._build(progress)
 
     def _keep_settings(self) -> None:
@@ -207,29 +210,31 @@ class Job:
 
     def _known(self) -> KnownJob:
         """What settings that are left open are chosen by."""
-        from hybridrl.planner.step.step_calls import Lengths
+        from hybridrl.planner.step.step_calls import SampleLengths
 
-        lengths = Lengths.alike(self.longest_prompt, self.longest_response)
+        lengths = SampleLengths.alike(self.longest_prompt, self.longest_response)
         return KnownJob(self.executor.cluster, self.roles, self.model_path, lengths)
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Place the roles on the devices of the cluster."""
-        from hybridrl.planner.machine.device_catalog import present
+        from hybridrl.planner.machine.device_catalog import add_device_memory
 
         self.feed = self._make_feed()
-        self.directory.write_cluster(present(self.executor.cluster).to_json())
+        self.directory.write_cluster(add_device_memory(self.executor.cluster).to_json())
         if self.config.placement.strategy == "auto":
             progress("searching for a placement")
             self._search_placement()
             return
-        from hybridrl.planner.job_start import UNPLANNED, plan_job
+        from hybridrl.planner.job_start import UNPLANNED, plan_starting_job
 
         known = self._known()
-        self.placement = check_placement(self.config, known.cluster, self.roles)
+        self.placement = resolve_placement(self.config, known.cluster, self.roles)
         self.directory.write_placement(self.placement.to_json())
         try:
             config = known.with_model(self.config)
-            self.plan = plan_job(config, known.cluster, self.placement, known.lengths, self.roles)
+            self.plan = plan_starting_job(
+                config, known.cluster, self.placement, known.lengths, self.roles
+            )
             self.plan_notice = self.plan.notice
         except NotPlannedError as error:
             self.plan, self.plan_notice = None, UNPLANNED.format(error=error)
@@ -246,9 +251,9 @@ class Job:
         """Build the workers of the roles where they are placed."""
         count = len(self.executor.cluster.devices)
         progress(f"starting workers on {count} device{'s' if count > 1 else ''}")
-        from hybridrl.job.worker_groups import build_groups
+        from hybridrl.job.worker_groups import build_worker_groups
 
-        self.groups = build_groups(self, self.executor)
+        self.groups = build_worker_groups(self, self.executor)
 
     def restart(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Rebuild what a loss destroys: `executor`, `placement`, `plan`, `groups`, and `feed`,
@@ -263,7 +268,7 @@ class Job:
 
         self.executor.close()
         remove_shared_memory(self.name)
-        self.name = _new_name()
+        self.name = _make_job_name()
         try:
             self._devices.wait_after_loss(progress)
             progress("starting other processes")
@@ -320,7 +325,7 @@ class Job:
         Raises:
             DataError: if there are no held-out prompts.
         """
-        from hybridrl.evaluation.held_out_metrics import evaluate_answers
+        from hybridrl.evaluation.held_out_metrics import evaluate_responses
 
         if self.held_out is None:
             raise DataError(
@@ -329,13 +334,13 @@ class Job:
             )
         actor, reward = self.groups["actor"], self.groups["reward"]
         held_out = self.put(self.held_out)
-        return evaluate_answers(actor, reward, held_out, self.sampling, self.config)["accuracy"]
+        return evaluate_responses(actor, reward, held_out, self.sampling, self.config)["accuracy"]
 
     def write_settings(self) -> None:
         """Write `config.yaml` for later resumes; from now on the folder belongs to this job."""
         if self._state is not None:
             self._state.begin()
-        self.directory.write_config(to_yaml(self._as_asked or self.config))
+        self.directory.write_config(format_config_yaml(self._as_asked or self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds figures of a step to `metrics.jsonl` and the trackers; says which are none."""
@@ -351,7 +356,7 @@ class Job:
     def _end(self, error: BaseException | None) -> None:
         """Record how the run ended, then close everything. The record comes first because closing
         may take long."""
-        self._outcome, _ = outcome_of(error)
+        self._outcome, _ = classify_outcome(error)
         try:
             if self._state is not None and self._state.end(error):
                 self._write_report()
@@ -371,11 +376,11 @@ class Job:
         writer.close(self._outcome)
 
     def _start_executor(self) -> Executor:
-        from hybridrl.system.shared_memory import remove_leftovers, remove_shared_memory
+        from hybridrl.system.shared_memory import remove_shared_memory, remove_stale_segments
 
-        remove_leftovers()
+        remove_stale_segments()
         self._opened.callback(lambda: remove_shared_memory(self.name))
-        self._devices = Devices(self.config, self.roles, self.directory.path)
+        self._devices = DevicePool(self.config, self.roles, self.directory.path)
         self._opened.callback(self._devices.close)
         executor = self._make_executor()
         self._opened.callback(lambda: self.executor.close())
@@ -386,15 +391,17 @@ class Job:
 
     def _load(self, progress: Callable[[str], None]) -> None:
         """Load model folder, tokenizer and data, and derive what depends on their sizes."""
-        from hybridrl.evaluation.loaded_sets import EvalSet
-        from hybridrl.planner.computation_dtype import kind_here, with_dtype
-        from hybridrl.planner.job_start import count_models
-        from hybridrl.planner.sample_lengths import read_lengths
-        from hybridrl.rollout import Sampling
+        from hybridrl.evaluation.loaded_sets import LoadedEvalSet
+        from hybridrl.planner.computation_dtype import detect_device_kind, resolve_dtype
+        from hybridrl.planner.job_start import preload_model_shapes
+        from hybridrl.planner.sample_lengths import parse_sample_lengths
+        from hybridrl.rollout import SamplingSettings
 
         config, rollout = self.config, self.config.rollout
         folder, said = self.directory.path, config.placement.lengths
-        self._usual_lengths = None if said is None else read_lengths(said, "placement.lengths")
+        self._usual_lengths = (
+            None if said is None else parse_sample_lengths(said, "placement.lengths")
+        )
         whole = self._is_whole
         found = load_job_inputs(config, self.roles, folder, is_whole=whole, progress=progress)
         self.model_path, self.tokenizer_path = found.model_path, found.tokenizer_path
@@ -405,10 +412,10 @@ class Job:
         self.context_length = max(longest, found.longest_evaluated)
         self.remarks = found.remarks
         self.directory.write_data_report(found.report)
-        self.made_with = made_with(found.model.to_dict(), self.tokenizer)
+        self.made_with = describe_model_identity(found.model.to_dict(), self.tokenizer)
         if self.resumed.folder is not None:
-            check_made_with(self.resumed.folder, self.made_with)
-        self.sampling = Sampling(
+            check_model_identity(self.resumed.folder, self.made_with)
+        self.sampling = SamplingSettings(
             rollout.max_tokens,
             rollout.temperature,
             rollout.top_p,
@@ -417,20 +424,20 @@ class Job:
             rollout.min_tokens,
         )
         self.eval_sets = {
-            name: EvalSet(one, found.sets[name], self.sampling)
-            for name, one in eval_sets(config).items()
+            name: LoadedEvalSet(one, found.sets[name], self.sampling)
+            for name, one in resolve_eval_sets(config).items()
         }
         model = replace(config.model, path=self.model_path)
-        likely = with_dtype(replace(config, model=model), kind_here(config.devices))
+        likely = resolve_dtype(replace(config, model=model), detect_device_kind(config.devices))
         with contextlib.suppress(NotPlannedError):  # told when the job is planned
-            count_models(likely, self.roles)
+            preload_model_shapes(likely, self.roles)
 
-    def _make_feed(self) -> Feed:
-        from hybridrl.trainers.data_feed import Feed
+    def _make_feed(self) -> DataFeed:
+        from hybridrl.trainers.data_feed import DataFeed
 
         kind = self.trainer_class.DATA
         rows = self.training, self.examples
-        return Feed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
+        return DataFeed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
 
     def publish(self) -> None:
         """Send the newest weights to the generator before the next samples, whatever age
@@ -439,12 +446,12 @@ class Job:
             self.groups["actor"].publish()
 
 
-def _new_name() -> str:
+def _make_job_name() -> str:
     """Return a name for the workers' shared memory that later workers do not share."""
     return f"hybridrl-{os.getpid()}-{int(time.time())}"
 
 
-def _make_directory(config: Config) -> RunDirectory:
+def _make_run_directory(config: Config) -> RunDirectory:
     run = config.run
     if run.directory:
         return RunDirectory.at(Path(run.directory), resumes=config.resume is not None)

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.check_list import Need, run_checks
 from hybridrl.checks.data.row_tests import check_tests
-from hybridrl.checks.models.model_folder_checks import check_reachable
+from hybridrl.checks.models.model_folder_checks import check_hub_model
 from hybridrl.checks.models.tokenizer_checks import (
     check_tokenizer,
-    check_tokenizers,
+    check_vocabularies,
     remark_on_ends,
 )
-from hybridrl.checks.settings.environment_checks import check_template
-from hybridrl.checks.settings.role_checks import model_of
-from hybridrl.config.eval_sets import eval_sets, evaluates_held_out, needs_held_out
+from hybridrl.checks.settings.environment_checks import check_chat_template
+from hybridrl.checks.settings.role_checks import find_model_setting
+from hybridrl.config.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.task_settings import remark_on_task
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.data.data_files import check_path
-from hybridrl.data.duplicates import HELD_OUT, DataReport, report_on
-from hybridrl.data.environment_tasks import ENVIRONMENT
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
+from hybridrl.data.data_files import find_data_files
+from hybridrl.data.duplicates import HELD_OUT_NAME, DuplicateReport, find_duplicates
+from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
-from hybridrl.data.mixture import characters_of
+from hybridrl.data.mixture import collect_task_characters
 from hybridrl.data.refused_rows import checked_by, collected
-from hybridrl.environments.rows import probe
-from hybridrl.errors import ConfigError, Problems
+from hybridrl.environments.rows import check_environment_loads
+from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
 from hybridrl.run_files.first_row import show_first_row
 from hybridrl.system.storage import explain_write_errors
@@ -39,7 +39,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-HEAD_DIM_STEP = 32
+_HEAD_DIM_MULTIPLE = 32
 
 
 @dataclass(frozen=True)
@@ -89,24 +89,24 @@ def load_job_inputs(
     Raises:
         HybridRLError: with everything that is wrong with them.
     """
-    from hybridrl.models import load_config, load_tokenizer, trained_parts
-    from hybridrl.models.lora import check_targets
+    from hybridrl.models import load_model_config, load_tokenizer, trained_parts
+    from hybridrl.models.lora import check_lora_targets
 
-    trainer, problems = load_trainer(config.trainer.name), Problems()
+    trainer, problems = load_trainer(config.trainer.name), ErrorCollector()
     model = tokenizer = rows = None
     remarks: list[str] = []
-    report = DataReport({}, [])
-    named_models = {model_of(config, role, spec) for role, spec in roles.items()}
+    report = DuplicateReport({}, [])
+    named_models = {find_model_setting(config, role, spec) for role, spec in roles.items()}
     for setting, place in {*named_models, ("model.tokenizer", config.model.tokenizer)}:
         with problems.noted():
             if place is not None:
-                check_reachable(place, setting)
+                check_hub_model(place, setting)
     path = named = config.model.tokenizer or ""
     if not problems:
         with problems.noted():
-            path = model_folder(config, folder)
-            model = load_config(path)
-            check_targets(model, config.actor.lora)
+            path = resolve_model_folder(config, folder)
+            model = load_model_config(path)
+            check_lora_targets(model, config.actor.lora)
             if trainer.TRAINS:
                 adapters = config.actor.lora.rank is not None
                 remarks += filter(None, [trained_parts(path, model, adapters=adapters)])
@@ -115,25 +115,25 @@ def load_job_inputs(
             tokenizer = load_tokenizer(named) if named else None
     if tokenizer is None and config.data.path is not None:
         with problems.noted():
-            check_path(config.data.path, config.data.split)
+            find_data_files(config.data.path, config.data.split)
     if tokenizer is not None:
         with problems.noted():
-            check_tokenizers(config, roles, tokenizer, named)
+            check_vocabularies(config, roles, tokenizer, named)
         with problems.noted():
             if model is not None:
                 check_tokenizer(config, tokenizer, model, path)
                 if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
                     remarks.append(said)
-            check_template(config, tokenizer)
+            check_chat_template(config, tokenizer)
             with collected() as refused, checked_by(check_tests(config, progress)):
-                rows, sets = load_rows(config, trainer.DATA, tokenizer)
-    if config.environment.name is not None and config.data.task != ENVIRONMENT:
+                rows, sets = load_job_rows(config, trainer.DATA, tokenizer)
+    if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
         with problems.noted():  # whose own tasks would have loaded it
-            probe(config.environment)
+            check_environment_loads(config.environment)
     evaluated = 0
     if rows is not None:
         evaluated = longest_evaluated(config, sets)
-        remarks += remarks_on(config, trainer.DATA, rows)
+        remarks += list_data_remarks(config, trainer.DATA, rows)
         report = _report_on(config, rows, sets, tokenizer)
         if refused:
             report.figures["left_out"] = {one.place: one.figures() for one in refused}
@@ -157,18 +157,20 @@ def load_job_inputs(
     return JobInputs(*inputs, remarks, report.figures)
 
 
-def load_rows(config: Config, kind: str, tokenizer: Any) -> tuple[JobData, dict[str, Batch | None]]:
+def load_job_rows(
+    config: Config, kind: str, tokenizer: Any
+) -> tuple[JobData, dict[str, Batch | None]]:
     """Read the rows that a job learns from or is evaluated on, and those of its sets.
 
     Args:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
     """
     trains = load_trainer(config.trainer.name).TRAINS
-    needs_rows = needs_held_out(config, trains)
+    needs_rows = needs_held_out_rows(config, trains)
     if not needs_rows and not trains:  # the job's own data is the business of nobody
         sets = load_eval_sets(config, tokenizer, None)
         first = next(rows for rows in sets.values() if rows is not None)
-        most = (one.own.max_tokens for one in eval_sets(config).values())
+        most = (one.own.max_tokens for one in resolve_eval_sets(config).values())
         response = max(limit or config.rollout.max_tokens for limit in most)
         return JobData(first, None, None, longest([first], "prompt_ids"), response), sets
     held_out = config.eval.prompts if needs_rows else 0
@@ -176,7 +178,7 @@ def load_rows(config: Config, kind: str, tokenizer: Any) -> tuple[JobData, dict[
     return data, load_eval_sets(config, tokenizer, data.held_out)
 
 
-def remarks_on(config: Config, kind: str, rows: JobData) -> list[str]:
+def list_data_remarks(config: Config, kind: str, rows: JobData) -> list[str]:
     """Return remarks on small data sets: a step repeats rows, or none can be held out.
 
     Args:
@@ -201,12 +203,12 @@ def remarks_on(config: Config, kind: str, rows: JobData) -> list[str]:
 
 def _report_on(
     config: Config, rows: JobData, sets: Mapping[str, Batch | None], tokenizer: Any
-) -> DataReport:
+) -> DuplicateReport:
     """Report what the prompts repeat, and the first row as the model reads it."""
     trainer = load_trainer(config.trainer.name)
     kind = trainer.DATA
-    if config.data.task == ENVIRONMENT:  # tasks may differ though their prompts do not
-        return DataReport({}, [])
+    if config.data.task == ENVIRONMENT_TASK:  # tasks may differ though their prompts do not
+        return DuplicateReport({}, [])
     shown = []
     if not is_served(config.rollout, config.environment):  # a program sends messages of its own
         shown = show_first_row(rows.training, tokenizer)
@@ -214,42 +216,42 @@ def _report_on(
     if (held_out := rows.held_out) is not None:
         if kind == "pairs":
             held_out = held_out.take(range(0, len(held_out), 2))  # two rows of each prompt
-        kept[HELD_OUT] = held_out
+        kept[HELD_OUT_NAME] = held_out
     if trainer.TRAINS:
-        for name, one in eval_sets(config).items():
+        for name, one in resolve_eval_sets(config).items():
             if one.data is not None and (prompts := sets[name]) is not None:
                 kept[one.setting] = prompts
-    report = report_on(rows.training, kept, tokenizer, repeats=kind == "prompts")
+    report = find_duplicates(rows.training, kept, tokenizer, repeats=kind == "prompts")
     report.figures["first_row"] = [one.figures() for one in shown]
     report.remarks[:0] = [one.sentence() for one in shown]
     return report
 
 
-def model_folder(config: Config, run: Path) -> str:
+def resolve_model_folder(config: Config, run: Path) -> str:
     """Return the folder or hub name of the model; if none is named, make a tiny model in the run's
     folder."""
     return config.model.path or str(_make_tiny_model(config, run / "initial_model"))
 
 
-def tiny_tokenizer(config: Config) -> Any:
+def build_tiny_tokenizer(config: Config) -> Any:
     """Build the tokenizer of the tiny model. It has the characters of the built-in task or, with an
     environment or an endpoint, those of English text and a chat template."""
     talks = config.environment.name is not None or config.rollout.serve
-    if talks or config.data.task == ENVIRONMENT:
-        return build_tokenizer(TEXT, chat=True)
-    return build_tokenizer(characters_of(config.data))
+    if talks or config.data.task == ENVIRONMENT_TASK:
+        return build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
+    return build_character_tokenizer(collect_task_characters(config.data))
 
 
 def _make_tiny_model(config: Config, folder: Path) -> Path:
     from hybridrl.models import make_tiny_model
 
     tiny = config.model.tiny
-    if tiny.hidden_size % (HEAD_DIM_STEP * tiny.heads):
+    if tiny.hidden_size % (_HEAD_DIM_MULTIPLE * tiny.heads):
         raise ConfigError(
             f"model.tiny.hidden_size={tiny.hidden_size} must be a multiple of "
-            f"{HEAD_DIM_STEP} x model.tiny.heads={tiny.heads}: vLLM's attention kernels take "
+            f"{_HEAD_DIM_MULTIPLE} x model.tiny.heads={tiny.heads}: vLLM's attention kernels take "
             "heads of 32, 64, 96 ... dimensions."
         )
-    tokenizer = tiny_tokenizer(config)
+    tokenizer = build_tiny_tokenizer(config)
     with explain_write_errors(folder):
         return make_tiny_model(folder, tokenizer, seed=config.run.seed, **asdict(tiny))

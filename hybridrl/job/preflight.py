@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from hybridrl.checks.check_list import Need, run_checks
-from hybridrl.checks.machine.device_checks import devices_to_check
-from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
+from hybridrl.checks.machine.device_checks import build_preflight_cluster
+from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
 from hybridrl.checks.models import model_folder_checks
 from hybridrl.checks.settings.job_checks import lacks_model
-from hybridrl.checks.settings.role_checks import check_models
-from hybridrl.config.load import to_plain
+from hybridrl.checks.settings.role_checks import check_role_models
+from hybridrl.config.load import config_to_dict
 from hybridrl.config.schema import Config
 from hybridrl.data import data_files
-from hybridrl.errors import Problems
+from hybridrl.errors import ErrorCollector
 from hybridrl.job.job_inputs import JobInputs, load_job_inputs
-from hybridrl.planner.sample_lengths import read_lengths
+from hybridrl.planner.sample_lengths import parse_sample_lengths
 from hybridrl.trainers.role_spec import RoleSpec
 
 
-def preflight(
+def run_preflight(
     config: Config, *needs: Need, plans: bool = False, is_elsewhere: bool = False
 ) -> list[str]:
     """Check what a start would refuse, as far as that needs neither workers nor devices; leave
@@ -40,33 +40,33 @@ def preflight(
     Raises:
         HybridRLError: with all that is wrong.
     """
-    problems, data = Problems(), config.data
+    problems, data = ErrorCollector(), config.data
     run_checks(problems, Need.SETTINGS, config=config)
     with problems.noted():
         if config.placement.lengths is not None:
-            read_lengths(config.placement.lengths, "placement.lengths")
-    unseen = _unseen(config, plans, is_elsewhere)
+            parse_sample_lengths(config.placement.lengths, "placement.lengths")
+    unseen = _find_unavailable_inputs(config, plans, is_elsewhere)
     remarks: list[str] = []
     # What comes of wrong settings beyond the sentences on them is no news.
     with contextlib.suppress(Exception) if problems else contextlib.nullcontext():
-        roles = wanted_roles(config, None)
-        models, places = Problems(), Need.MACHINE in needs
+        roles = resolve_roles(config, None)
+        models, places = ErrorCollector(), Need.MACHINE in needs
         with models.noted():
-            check_models(config, roles, unseen)
+            check_role_models(config, roles, unseen)
         with problems.noted():
             models.raise_if_any()
         if Need.FOLDER in needs:
-            plain = to_plain(config)
+            plain = config_to_dict(config)
             run_checks(problems, Need.FOLDER, config=config, roles=roles, plain_settings=plain)
         if not unseen and not models and not lacks_model(config):
-            with _scratch() as folder, problems.noted():
+            with _make_temporary_folder() as folder, problems.noted():
                 found = load_job_inputs(config, roles, folder, is_whole=True)
                 remarks += found.remarks
                 if places and not problems:
                     remarks += _plan(config, roles, found)
         elif data.path is not None and data.path not in unseen:
             with problems.noted():
-                data_files.check_path(data.path, data.split)
+                data_files.find_data_files(data.path, data.split)
         if places and unseen and not problems:
             with problems.noted():
                 unseen["places"] = " ".join(_plan(config, roles, None))
@@ -81,24 +81,24 @@ def _plan(config: Config, roles: Mapping[str, RoleSpec], found: JobInputs | None
     Raises:
         ConfigError: if a start would be refused for its placement or its plan.
     """
-    from hybridrl.planner.computation_dtype import with_dtype
+    from hybridrl.planner.computation_dtype import resolve_dtype
     from hybridrl.planner.job_start import plan_ahead
-    from hybridrl.planner.step.step_calls import Lengths
+    from hybridrl.planner.step.step_calls import SampleLengths
 
-    devices = devices_to_check(config)
+    devices = build_preflight_cluster(config)
     if devices is None:
         return ["The placement was not checked: its devices are not on this machine."]
     if found is None:
-        check_placement(config, devices)
+        resolve_placement(config, devices)
         return []
     config = replace(config, model=replace(config.model, path=found.model_path))
-    config = with_dtype(config, devices.kind)
-    check_placement(config, devices)
-    longest = Lengths.alike(found.data.longest_prompt, found.data.longest_response)
+    config = resolve_dtype(config, devices.kind)
+    resolve_placement(config, devices)
+    longest = SampleLengths.alike(found.data.longest_prompt, found.data.longest_response)
     return plan_ahead(config, devices, longest, roles)
 
 
-def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
+def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
     """Return a sentence for each model or data path that cannot be read here, by path."""
     named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     named["data.path"] = config.data.path
@@ -138,6 +138,6 @@ def _unseen(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _scratch() -> Iterator[Path]:
+def _make_temporary_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hybridrl-preflight-") as folder:
         yield Path(folder)

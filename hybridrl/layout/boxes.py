@@ -21,22 +21,22 @@ Cut = Callable[[int, int, int], tuple[int, int]]
 """(length, index, count) to the range that part `index` of `count` holds."""
 
 
-def whole(shape: Iterable[int]) -> Box:
+def full_box(shape: Iterable[int]) -> Box:
     """Return the box that covers a whole tensor."""
     return tuple((0, length) for length in shape)
 
 
-def extent(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """Return the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
-def volume(box: Box) -> int:
+def box_numel(box: Box) -> int:
     """Return the number of elements of a box."""
     return math.prod([stop - start for start, stop in box])
 
 
-def intersection(first: Box, second: Box) -> Box | None:
+def intersect_boxes(first: Box, second: Box) -> Box | None:
     """Return the box of elements that two boxes of one tensor share; None if there are none."""
     shared = []
     for (start, stop), (other_start, other_stop) in zip(first, second, strict=True):
@@ -48,17 +48,17 @@ def intersection(first: Box, second: Box) -> Box | None:
     return tuple(shared)
 
 
-def relative(box: Box, outer: Box) -> Box:
+def rebase_box(box: Box, outer: Box) -> Box:
     """Return a box in the coordinates of the outer box that contains it."""
     pairs = zip(box, outer, strict=True)
     return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in pairs)
 
 
-def subtract(box: Box, hole: Box) -> list[Box]:
+def subtract_box(box: Box, hole: Box) -> list[Box]:
     """Return disjoint boxes, at most two per dim, that cover `box` without `hole`."""
-    shared = intersection(box, hole)
+    shared = intersect_boxes(box, hole)
     if shared is None:
-        return [box] if volume(box) else []
+        return [box] if box_numel(box) else []
     left = []
     for dim, ((start, stop), (low, high)) in enumerate(zip(box, shared, strict=True)):
         # Before this dim the boxes have the hole's ranges, after it those of the whole.
@@ -70,23 +70,23 @@ def subtract(box: Box, hole: Box) -> list[Box]:
     return left
 
 
-def subtract_all(box: Box, holes: Iterable[Box]) -> list[Box]:
+def subtract_boxes(box: Box, holes: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover `box` without any of `holes`."""
-    left = [box] if volume(box) else []
+    left = [box] if box_numel(box) else []
     for hole in holes:
-        left = [part for piece in left for part in subtract(piece, hole)]
+        left = [part for piece in left for part in subtract_box(piece, hole)]
     return left
 
 
-def disjoint(boxes: Iterable[Box]) -> list[Box]:
+def make_disjoint(boxes: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover the union of `boxes`."""
     found: list[Box] = []
     for box in boxes:
-        found += subtract_all(box, found)
+        found += subtract_boxes(box, found)
     return found
 
 
-def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Return the boxes, at most `2 * ndim - 1`, that cover elements `[start, stop)` of the
     flattened tensor.
 
@@ -115,7 +115,7 @@ def _boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         boxes += _in_row(first, _boxes_of_range(inner, head, row))
         first += 1
     if first < last:
-        boxes.append(((first, last), *whole(inner)))
+        boxes.append(((first, last), *full_box(inner)))
     return boxes + _in_row(last, _boxes_of_range(inner, 0, tail))
 
 
@@ -123,16 +123,16 @@ def _in_row(row: int, boxes: list[Box]) -> list[Box]:
     return [((row, row + 1), *box) for box in boxes]
 
 
-def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
     """Yield the contiguous runs of a box in the flattened tensor as (first element, number of
     elements), in order and as few as possible."""
-    if not volume(box):
+    if not box_numel(box):
         return
     last = len(shape)  # the dims from here on are whole, so a run goes through them
     while last and box[last - 1] == (0, shape[last - 1]):
         last -= 1
     if not last:
-        yield 0, volume(box)
+        yield 0, box_numel(box)
         return
     strides = [math.prod(shape[dim + 1 :]) for dim in range(last)]
     start, stop = box[last - 1]
@@ -144,10 +144,10 @@ def runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
         yield at, count
 
 
-def windows(box: Box, most: int) -> Iterator[Box]:
+def split_box(box: Box, most: int) -> Iterator[Box]:
     """Split a box into parts of at most `most` elements (at least 1), in the order of its elements.
     Cuts go along the first dims, which keeps runs long."""
-    size = volume(box)
+    size = box_numel(box)
     if size <= most:
         if size:
             yield box
@@ -156,7 +156,7 @@ def windows(box: Box, most: int) -> Iterator[Box]:
     start, stop = box[dim]
     rows = max(most // (size // (stop - start)), 1)
     for low in range(start, stop, rows):
-        yield from windows((*box[:dim], (low, min(low + rows, stop)), *box[dim + 1 :]), most)
+        yield from split_box((*box[:dim], (low, min(low + rows, stop)), *box[dim + 1 :]), most)
 
 
 def chunk_range(length: int, index: int, count: int) -> tuple[int, int]:
@@ -216,18 +216,18 @@ class Part(NamedTuple):
         return tuple(piece for piece in map(self.piece, held) if piece is not None)
 
 
-OfRank = Mapping[str, tuple[Piece, ...]]
+RankPieces = Mapping[str, tuple[Piece, ...]]
 """By global name what one rank holds."""
 
 
-def local_pieces(name: str, box: Box) -> tuple[Piece, ...]:
+def make_local_pieces(name: str, box: Box) -> tuple[Piece, ...]:
     """Return the pieces of a rank whose local tensor, of the same name, is this box; none if the
     box is empty."""
-    return (Piece(box, name, (0,) * len(box)),) if volume(box) else ()
+    return (Piece(box, name, (0,) * len(box)),) if box_numel(box) else ()
 
 
 @dataclass(frozen=True, eq=False)
-class PieceTable(Mapping[int, OfRank]):
+class PieceTable(Mapping[int, RankPieces]):
     """A table of pieces by rank and tensor that stores equal columns once.
 
     A model's layers are cut alike, so there are few different columns, however many tensors and
@@ -244,7 +244,7 @@ class PieceTable(Mapping[int, OfRank]):
     columns: tuple[tuple[tuple[Piece, ...], ...], ...]
     tensors: Mapping[str, tuple[str, int]]
 
-    def __getitem__(self, rank: int) -> OfRank:
+    def __getitem__(self, rank: int) -> RankPieces:
         return _Row(self, self._places[rank])
 
     def __iter__(self) -> Iterator[int]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from hybridrl.layout.boxes import Box, intersection, subtract, volume
+from hybridrl.layout.boxes import Box, box_numel, intersect_boxes, subtract_box
 
 
-class Cell(NamedTuple):
+class TensorCell(NamedTuple):
     """A part of a tensor with the ranks that hold it and the boxes that need it.
 
     Attributes:
@@ -23,14 +23,14 @@ class Cell(NamedTuple):
     wanted: tuple[int, ...]
 
 
-def find_cells(held: Mapping[int, Sequence[Box]], wanted: Sequence[Box]) -> list[Cell]:
+def find_cells(held: Mapping[int, Sequence[Box]], wanted: Sequence[Box]) -> list[TensorCell]:
     """Return the cells of everything that is both held and wanted. They are disjoint, sorted, and
     do not depend on the order of the ranks.
 
     Args:
         held: By rank.
     """
-    distinct = sorted({box for box in wanted if volume(box)})
+    distinct = sorted({box for box in wanted if box_numel(box)})
     numbers: dict[Box, list[int]] = {box: [] for box in distinct}
     for number, box in enumerate(wanted):
         if box in numbers:
@@ -39,17 +39,19 @@ def find_cells(held: Mapping[int, Sequence[Box]], wanted: Sequence[Box]) -> list
     for atom, holders in _atoms(held):
         parts: list[tuple[Box, tuple[int, ...]]] = [(atom, ())]
         for box in distinct:
-            if intersection(atom, box) is None:
+            if intersect_boxes(atom, box) is None:
                 continue
             cut = []
             for part, inside in parts:
-                if (shared := intersection(part, box)) is not None:
+                if (shared := intersect_boxes(part, box)) is not None:
                     cut.append((shared, (*inside, *numbers[box])))
-                    cut += [(rest, inside) for rest in subtract(part, box)]
+                    cut += [(rest, inside) for rest in subtract_box(part, box)]
                 else:
                     cut.append((part, inside))
             parts = cut
-        found += [Cell(part, holders, tuple(sorted(inside))) for part, inside in parts if inside]
+        found += [
+            TensorCell(part, holders, tuple(sorted(inside))) for part, inside in parts if inside
+        ]
     return sorted(found)
 
 
@@ -58,7 +60,7 @@ def _atoms(held: Mapping[int, Sequence[Box]]) -> list[tuple[Box, tuple[int, ...]
     by_box: dict[Box, list[int]] = {}
     for rank in sorted(held):
         for box in dict.fromkeys(held[rank]):
-            if volume(box):
+            if box_numel(box):
                 by_box.setdefault(box, []).append(rank)
     if _is_grid(list(by_box)):
         return [(box, tuple(holders)) for box, holders in sorted(by_box.items())]
@@ -68,13 +70,13 @@ def _atoms(held: Mapping[int, Sequence[Box]]) -> list[tuple[Box, tuple[int, ...]
         refined = []
         new = [box]
         for atom, others in atoms:
-            shared = intersection(atom, box)
+            shared = intersect_boxes(atom, box)
             if shared is None:
                 refined.append((atom, others))
                 continue
-            refined += [(part, others) for part in subtract(atom, box)]
+            refined += [(part, others) for part in subtract_box(atom, box)]
             refined.append((shared, others | holders))
-            new = [part for piece in new for part in subtract(piece, atom)]
+            new = [part for piece in new for part in subtract_box(piece, atom)]
         atoms = refined + [(part, holders) for part in new]
     return [(box, tuple(sorted(holders))) for box, holders in atoms]
 

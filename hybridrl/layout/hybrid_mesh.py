@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 
 from hybridrl.errors import ConfigError
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class HybridMesh:
         """The number of generation replicas in one training replica."""
         return self.pp * self.tp // (self.rollout_pp * self.rollout_tp)
 
-    def coordinates(self, rank: int) -> dict[str, Coordinate]:
+    def coordinates(self, rank: int) -> dict[str, MeshCoordinate]:
         """Return the coordinates of `rank` on the training axes `dp`, `pp`, `tp`, on the generation
         axes `rollout_dp`, `rollout_pp`, `rollout_tp`, and on `micro_dp`, which numbers the
         generation replicas inside a training replica."""
@@ -83,22 +83,22 @@ class HybridMesh:
         return ranks
 
     @cached_property
-    def _grid(self) -> Mesh:
+    def _grid(self) -> RankMesh:
         axes = {"dp": self.dp, "inner_pp": self.pp // self.rollout_pp}
         axes |= {"inner_tp": self.tp // self.rollout_tp}
-        return Mesh(axes | {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp})
+        return RankMesh(axes | {"rollout_pp": self.rollout_pp, "rollout_tp": self.rollout_tp})
 
     def _place(
         self, pp: int, tp: int, dp: int, rollout_pp: int, rollout_tp: int, micro_dp: int
-    ) -> dict[str, Coordinate]:
+    ) -> dict[str, MeshCoordinate]:
         return {
-            "dp": Coordinate(dp, self.dp),
-            "pp": Coordinate(pp, self.pp),
-            "tp": Coordinate(tp, self.tp),
-            "rollout_dp": Coordinate(dp * self.micro_dp + micro_dp, self.dp * self.micro_dp),
-            "rollout_pp": Coordinate(rollout_pp, self.rollout_pp),
-            "rollout_tp": Coordinate(rollout_tp, self.rollout_tp),
-            "micro_dp": Coordinate(micro_dp, self.micro_dp),
+            "dp": MeshCoordinate(dp, self.dp),
+            "pp": MeshCoordinate(pp, self.pp),
+            "tp": MeshCoordinate(tp, self.tp),
+            "rollout_dp": MeshCoordinate(dp * self.micro_dp + micro_dp, self.dp * self.micro_dp),
+            "rollout_pp": MeshCoordinate(rollout_pp, self.rollout_pp),
+            "rollout_tp": MeshCoordinate(rollout_tp, self.rollout_tp),
+            "micro_dp": MeshCoordinate(micro_dp, self.micro_dp),
         }
 
 

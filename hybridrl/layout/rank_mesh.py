@@ -15,7 +15,7 @@ from hybridrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Coordinate:
+class MeshCoordinate:
     """A coordinate on one axis: `index` of `size`."""
 
     index: int
@@ -23,7 +23,7 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class RankMesh:
     """A grid of ranks with named axes.
 
     Attributes:
@@ -44,15 +44,15 @@ class Mesh:
         """The rank at each position of the grid, row by row."""
         return self.ranks or tuple(range(self.size))
 
-    def coordinates(self, rank: int) -> dict[str, Coordinate]:
+    def coordinates(self, rank: int) -> dict[str, MeshCoordinate]:
         """Return the coordinate of `rank` on every axis."""
         if rank not in self.grid:
             raise ConfigError(f"Rank {rank} is not on a mesh of {self.size} ranks ({self.axes}).")
         place = self.grid.index(rank)
-        found: dict[str, Coordinate] = {}
+        found: dict[str, MeshCoordinate] = {}
         for name, size in reversed(list(self.axes.items())):
             place, index = divmod(place, size)
-            found[name] = Coordinate(index, size)
+            found[name] = MeshCoordinate(index, size)
         return dict(reversed(list(found.items())))
 
     def groups(self, *axes: str) -> list[list[int]]:

@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 from hybridrl.errors import LayoutError
 from hybridrl.layout.boxes import (
     Box,
-    OfRank,
     Part,
     Piece,
     PieceTable,
     Place,
-    disjoint,
-    subtract_all,
-    volume,
+    RankPieces,
+    box_numel,
+    make_disjoint,
+    subtract_boxes,
 )
 
 
-class Move(NamedTuple):
+class TensorMove(NamedTuple):
     """A box of a global tensor to send from rank `sender` to all `receivers`, which store it at the
     same offset of their local tensors."""
 
@@ -39,15 +39,15 @@ class Move(NamedTuple):
     source: Place
     target: Place
 
-    def part(self, box: Box) -> Move:
+    def part(self, box: Box) -> TensorMove:
         """Return the same move restricted to a smaller box inside this one."""
         source = Piece(self.box, *self.source).at(box)
         target = Piece(self.box, *self.target).at(box)
-        return Move(self.name, box, self.sender, self.receivers, source, target)
+        return TensorMove(self.name, box, self.sender, self.receivers, source, target)
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """A map from ranks to the pieces of every tensor that they hold.
 
     Attributes:
@@ -57,12 +57,12 @@ class Layout:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    pieces: Mapping[int, OfRank]
+    pieces: Mapping[int, RankPieces]
 
-    def of(self, rank: int) -> Layout:
+    def of(self, rank: int) -> TensorLayout:
         """Return the layout of one rank alone."""
         here = self.pieces.get(rank)
-        return Layout(self.shapes, {} if here is None else {rank: here})
+        return TensorLayout(self.shapes, {} if here is None else {rank: here})
 
     def holders(self, name: str) -> Mapping[int, tuple[Piece, ...]]:
         """Return the pieces of one tensor by rank."""
@@ -86,14 +86,14 @@ class Layout:
             for rank, held in sorted(self.holders(name).items())
         )
 
-    def shifted(self, by: int) -> Layout:
+    def shifted(self, by: int) -> TensorLayout:
         """Return the layout with ranks numbered from `by`, for a plan between separate worker
         groups."""
         if isinstance(self.pieces, PieceTable):
-            return Layout(self.shapes, self.pieces.shifted(by))
-        return Layout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
+            return TensorLayout(self.shapes, self.pieces.shifted(by))
+        return TensorLayout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
 
-    def renamed(self, names: Mapping[str, str]) -> Layout:
+    def renamed(self, names: Mapping[str, str]) -> TensorLayout:
         """Return the layout of the tensors named in `names`, under their new names and in its
         order."""
         parts = {
@@ -102,20 +102,20 @@ class Layout:
         }
         return self.parts(parts)
 
-    def beside(self, other: Layout) -> Layout:
+    def beside(self, other: TensorLayout) -> TensorLayout:
         """The tensors of this layout and of another one, whose ranks are the same."""
         shapes = {**self.shapes, **other.shapes}
         if isinstance(self.pieces, PieceTable) and isinstance(other.pieces, PieceTable):
-            return Layout(shapes, self.pieces.beside(other.pieces))
-        return Layout(
+            return TensorLayout(shapes, self.pieces.beside(other.pieces))
+        return TensorLayout(
             shapes, {rank: {**here, **other.pieces[rank]} for rank, here in self.pieces.items()}
         )
 
-    def parts(self, parts: Mapping[str, Part]) -> Layout:
+    def parts(self, parts: Mapping[str, Part]) -> TensorLayout:
         """Return the layout of tensors derived from those of this layout, by name."""
         shapes = {name: part.shape for name, part in parts.items()}
         if isinstance(self.pieces, PieceTable):
-            return Layout(shapes, self.pieces.parts(parts))
+            return TensorLayout(shapes, self.pieces.parts(parts))
         pieces = {
             rank: {
                 name: held
@@ -124,7 +124,7 @@ class Layout:
             }
             for rank, here in self.pieces.items()
         }
-        return Layout(shapes, pieces)
+        return TensorLayout(shapes, pieces)
 
     def to_json(self) -> str:
         """The layout as JSON text."""
@@ -132,7 +132,7 @@ class Layout:
         return json.dumps({"shapes": dict(self.shapes), "pieces": pieces})
 
     @classmethod
-    def from_json(cls, text: str) -> Layout:
+    def from_json(cls, text: str) -> TensorLayout:
         """The layout that `to_json` wrote."""
         read = json.loads(text)
         return cls(
@@ -145,7 +145,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TransferPlan:
     """The moves and copies that bring tensors from one layout to another.
 
     Attributes:
@@ -153,14 +153,14 @@ class Plan:
         copies: Inside one rank, from its old to its new tensors.
     """
 
-    moves: tuple[Move, ...]
-    copies: tuple[Move, ...]
+    moves: tuple[TensorMove, ...]
+    copies: tuple[TensorMove, ...]
 
     def received(self) -> Counter[int]:
         """Return the number of elements that each rank receives from others."""
         found: Counter[int] = Counter()
         for move in self.moves:
-            size = volume(move.box)
+            size = box_numel(move.box)
             for rank in move.receivers:
                 found[rank] += size
         return found
@@ -169,43 +169,43 @@ class Plan:
         """Return the number of elements that each rank sends to others."""
         found: Counter[int] = Counter()
         for move in self.moves:
-            found[move.sender] += volume(move.box) * len(move.receivers)
+            found[move.sender] += box_numel(move.box) * len(move.receivers)
         return found
 
-    def of(self, rank: int) -> Plan:
+    def of(self, rank: int) -> TransferPlan:
         """Return the moves and copies that one rank takes part in."""
         moves = (m for m in self.moves if m.sender == rank or rank in m.receivers)
-        return Plan(tuple(moves), tuple(m for m in self.copies if m.sender == rank))
+        return TransferPlan(tuple(moves), tuple(m for m in self.copies if m.sender == rank))
 
     def to_json(self) -> str:
         """The plan as JSON text."""
         return json.dumps({"moves": self.moves, "copies": self.copies})
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> TransferPlan:
         """The plan that `to_json` wrote."""
         read = json.loads(text)
         return cls(tuple(map(_move, read["moves"])), tuple(map(_move, read["copies"])))
 
 
-def join(layouts: Iterable[Layout]) -> Layout:
+def merge_layouts(layouts: Iterable[TensorLayout]) -> TensorLayout:
     """Merge several layouts into one, such as one from every rank.
 
     Raises:
         LayoutError: if two of them give a tensor different shapes, or speak of the same rank.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    pieces: dict[int, OfRank] = {}
+    pieces: dict[int, RankPieces] = {}
     for layout in layouts:
         for name, shape in layout.shapes.items():
-            check_shape(name, shapes.setdefault(name, shape), shape)
+            check_same_shape(name, shapes.setdefault(name, shape), shape)
         if twice := pieces.keys() & layout.pieces.keys():
             raise LayoutError(f"Two layouts say what rank {min(twice)} holds; expected one.")
         pieces.update(layout.pieces)
-    return Layout(shapes, pieces)
+    return TensorLayout(shapes, pieces)
 
 
-def check_shape(name: str, first: Sequence[int], second: Sequence[int]) -> None:
+def check_same_shape(name: str, first: Sequence[int], second: Sequence[int]) -> None:
     """Raise `LayoutError` if two layouts give a tensor different shapes."""
     if tuple(first) != tuple(second):
         raise LayoutError(
@@ -223,16 +223,16 @@ def _piece(read: Any) -> Piece:
     return Piece(_box(box), tensor, tuple(start))
 
 
-def _move(read: Any) -> Move:
+def _move(read: Any) -> TensorMove:
     name, box, sender, receivers, source, target = read
     places = [Place(tensor, tuple(start)) for tensor, start in (source, target)]
-    return Move(name, _box(box), sender, tuple(receivers), places[0], places[1])
+    return TensorMove(name, _box(box), sender, tuple(receivers), places[0], places[1])
 
 
-_NOTHING: OfRank = {}
+_NOTHING: RankPieces = {}
 
 
-def peak(*layouts: Layout) -> dict[int, int]:
+def compute_peak_elements(*layouts: TensorLayout) -> dict[int, int]:
     """Return for each rank the number of elements that it holds if it holds all these layouts at
     once, shared elements counted once: the peak of a transfer from one to the other without its
     buffers. For one layout, what it holds."""
@@ -240,24 +240,24 @@ def peak(*layouts: Layout) -> dict[int, int]:
     return {rank: _count(layout.pieces.get(rank, _NOTHING) for layout in layouts) for rank in ranks}
 
 
-def redundant(source: Layout, target: Layout) -> dict[int, int]:
+def compute_redundant_elements(source: TensorLayout, target: TensorLayout) -> dict[int, int]:
     """Return for each rank the number of elements of the source layout that the target layout does
     not hold there: the cost of keeping the source beside the target."""
     found = {}
     for rank, here in source.pieces.items():
         kept = target.pieces.get(rank, _NOTHING)
         found[rank] = sum(
-            volume(part)
+            box_numel(part)
             for name, pieces in here.items()
-            for box in disjoint(piece.box for piece in pieces)
-            for part in subtract_all(box, [piece.box for piece in kept.get(name, ())])
+            for box in make_disjoint(piece.box for piece in pieces)
+            for part in subtract_boxes(box, [piece.box for piece in kept.get(name, ())])
         )
     return found
 
 
-def _count(together: Iterable[OfRank]) -> int:
+def _count(together: Iterable[RankPieces]) -> int:
     boxes: defaultdict[str, list[Box]] = defaultdict(list)
     for of_rank in together:
         for name, pieces in of_rank.items():
             boxes[name] += [piece.box for piece in pieces]
-    return sum(volume(box) for of_name in boxes.values() for box in disjoint(of_name))
+    return sum(box_numel(box) for of_name in boxes.values() for box in make_disjoint(of_name))

@@ -11,7 +11,7 @@ from torch import Tensor
 from hybridrl.layout.boxes import Box
 
 
-def view_box(view: Tensor, whole: Tensor) -> Box | None:
+def find_view_box(view: Tensor, whole: Tensor) -> Box | None:
     """Return the box of the contiguous tensor `whole` that `view` shows; None if it shows another
     selection or order of elements. A view may lack leading dims, of which it shows one index."""
     lacking = whole.ndim - view.ndim
@@ -33,7 +33,7 @@ def view_box(view: Tensor, whole: Tensor) -> Box | None:
     return tuple(box)
 
 
-def storage(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Return an identifier of the tensor's storage, real or on the meta device; unique among
     tensors that are alive."""
     return int(tensor.untyped_storage()._cdata)

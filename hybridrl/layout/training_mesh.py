@@ -7,14 +7,14 @@ import math
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.layout.hybrid_mesh import HybridMesh
-from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.layout.rank_mesh import RankMesh
 
-DATA = ("dp", "ring", "ulysses")
+DATA_AXES = ("dp", "ring", "ulysses")
 """Axes over which tokens are split: the ranks of one place on the other axes hold the same
 parameters, or share them."""
 
 
-def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -> Mesh:
+def build_training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -> RankMesh:
     """Build the mesh (dp, ring, ulysses, pp, tp) of a model over `devices` ranks.
 
     What a rank trains is part of what it generates with; see `HybridMesh`. Where generation cuts
@@ -24,7 +24,7 @@ def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -
     Raises:
         ConfigError: if the sizes do not fit each other.
     """
-    check_sizes(devices, parallel, rollout_tp)
+    check_parallel_sizes(devices, parallel, rollout_tp)
     model = parallel.pp * parallel.tp
     axes = {
         "dp": devices // (model * parallel.ring * parallel.ulysses),
@@ -34,18 +34,18 @@ def training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -
         "tp": parallel.tp,
     }
     if rollout_tp > parallel.tp:
-        return Mesh(axes)
+        return RankMesh(axes)
     data = devices // model
     grid = HybridMesh(parallel.pp, parallel.tp, data, rollout_tp=rollout_tp).training_ranks()
-    return Mesh(axes, tuple(rank for replica in grid for stage in replica for rank in stage))
+    return RankMesh(axes, tuple(rank for replica in grid for stage in replica for rank in stage))
 
 
-def devices_of(parallel: ParallelConfig) -> int:
+def model_parallel_size(parallel: ParallelConfig) -> int:
     """Return the number of devices that one data-parallel replica of a model is split over."""
     return parallel.ring * parallel.ulysses * parallel.pp * parallel.tp
 
 
-def check_sizes(
+def check_parallel_sizes(
     devices: int,
     parallel: ParallelConfig,
     rollout_tp: int = 1,
@@ -89,7 +89,7 @@ def check_sizes(
             f"parameters, and with {setting}.shards=1 none do. Leave one of them out."
         )
     if parallel.weights != "full":
-        _check_weights(parallel, setting)
+        _check_weight_compression(parallel, setting)
     if devices % rollout_tp:
         raise ConfigError(
             f"{rollout_setting}={rollout_tp} does not divide the {devices} devices. Set it to a "
@@ -102,7 +102,7 @@ def check_sizes(
         )
 
 
-def _check_weights(parallel: ParallelConfig, setting: str) -> None:
+def _check_weight_compression(parallel: ParallelConfig, setting: str) -> None:
     """Check that compressed weight gathers are used only where FSDP alone gathers weights."""
     said = f"{setting}.weights={parallel.weights}"
     if parallel.shards == 1:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.errors import LayoutError
-from hybridrl.layout.boxes import Box, OfRank, Piece, Place, subtract_all, volume
-from hybridrl.layout.cells import Cell, find_cells
-from hybridrl.layout.tensor_layout import Layout, Move, Plan, check_shape
+from hybridrl.layout.boxes import Box, Piece, Place, RankPieces, box_numel, subtract_boxes
+from hybridrl.layout.cells import TensorCell, find_cells
+from hybridrl.layout.tensor_layout import TensorLayout, TensorMove, TransferPlan, check_same_shape
 
 
-def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
+def plan_transfer(
+    source: TensorLayout, target: TensorLayout, rank: int | None = None
+) -> TransferPlan:
     """Plan the moves and copies that write every element of `target` once.
 
     An element that a rank has is copied there; any other is sent by one rank that has it, so no
@@ -28,29 +30,30 @@ def plan(source: Layout, target: Layout, rank: int | None = None) -> Plan:
     that stand side by side inside each of them. Equal layouts give equal plans.
 
     Args:
-        rank: Whose part of the plan is wanted, `plan(source, target).of(rank)`; None: all of it.
+        rank: Whose part of the plan is wanted, `plan_transfer(source, target).of(rank)`; None: all
+            of it.
 
     Raises:
         LayoutError: if the source lacks a tensor or a part of it, or has it in another shape. All
             ranks raise it.
     """
-    planner = _Planner(source, target, rank)
+    planner = _TransferPlanner(source, target, rank)
     for name, shape in sorted(target.shapes.items()):
         if name not in source.shapes:
             raise LayoutError(f"The source layout has no tensor `{name}`, which the target needs.")
-        check_shape(name, source.shapes[name], shape)
+        check_same_shape(name, source.shapes[name], shape)
         planner.look_at(name)
     return planner.plan()
 
 
-class _Alike(NamedTuple):
+class _RankClass(NamedTuple):
     """Ranks, in ascending order, that need the same pieces."""
 
     ranks: tuple[int, ...]
-    pieces: OfRank
+    pieces: RankPieces
 
 
-class _Need(NamedTuple):
+class _CellNeed(NamedTuple):
     """Ranks that need a cell at the same offset.
 
     Attributes:
@@ -66,7 +69,7 @@ class _Need(NamedTuple):
     own: tuple[int, ...]
 
 
-class _Job(NamedTuple):
+class _CellTransfer(NamedTuple):
     """A cell with its senders and the ranks that need it.
 
     Attributes:
@@ -78,13 +81,13 @@ class _Job(NamedTuple):
     box: Box
     size: int
     sources: dict[int, tuple[int, tuple[int, ...]]]
-    needs: tuple[_Need, ...]
+    needs: tuple[_CellNeed, ...]
     wanting: int
     peers: int
 
 
 @dataclass
-class _Dealt:
+class _AssignedElements:
     """A count of elements over all cells with the same senders and receivers: in total, and
     assigned so far."""
 
@@ -92,18 +95,18 @@ class _Dealt:
     before: int = 0
 
 
-class _Planner:
-    def __init__(self, source: Layout, target: Layout, rank: int | None) -> None:
+class _TransferPlanner:
+    def __init__(self, source: TensorLayout, target: TensorLayout, rank: int | None) -> None:
         self._source = source
         self._rank = rank
-        self._classes = _classes(target)
+        self._classes = _group_ranks_by_need(target)
         self._class_of = {r: i for i, alike in enumerate(self._classes) for r in alike.ranks}
-        self._known: dict[Hashable, list[_Job]] = {}
+        self._known: dict[Hashable, list[_CellTransfer]] = {}
         self._peers: dict[Hashable, int] = {}
         self._receivers: dict[Hashable, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         self._slices: dict[Hashable, tuple[int, ...]] = {}
-        self._dealt: dict[int, _Dealt] = {}
-        self._jobs: list[tuple[str, list[_Job]]] = []
+        self._dealt: dict[int, _AssignedElements] = {}
+        self._jobs: list[tuple[str, list[_CellTransfer]]] = []
 
     def look_at(self, name: str) -> None:
         """Add the cells of a tensor to the plan."""
@@ -121,13 +124,13 @@ class _Planner:
         jobs = self._known[kind]
         for job in jobs:
             if job.wanting and len(job.sources) > 1:
-                self._dealt.setdefault(job.peers, _Dealt()).total += job.size
+                self._dealt.setdefault(job.peers, _AssignedElements()).total += job.size
         self._jobs.append((name, jobs))
 
-    def plan(self) -> Plan:
+    def plan(self) -> TransferPlan:
         """Return the plan for all tensors added so far."""
-        moves: list[Move] = []
-        copies: list[Move] = []
+        moves: list[TensorMove] = []
+        copies: list[TensorMove] = []
         for name, jobs in self._jobs:
             places: dict[Place, Place] = {}  # one object for many moves
             for job in jobs:
@@ -137,16 +140,16 @@ class _Planner:
                     for need, receivers in self._between(job, low, high):
                         if self._is_wanted(sender, receivers):
                             target = self._target_place(name, need, places)
-                            moves.append(Move(name, box, sender, receivers, source, target))
+                            moves.append(TensorMove(name, box, sender, receivers, source, target))
                 for need in job.needs:
                     for own in need.own:
                         if self._rank in (None, own):
                             source = self._source_place(name, job, own, places)
                             target = self._target_place(name, need, places)
-                            copies.append(Move(name, box, own, (own,), source, target))
-        return Plan(tuple(moves), tuple(copies))
+                            copies.append(TensorMove(name, box, own, (own,), source, target))
+        return TransferPlan(tuple(moves), tuple(copies))
 
-    def _jobs_of(self, name: str) -> list[_Job]:
+    def _jobs_of(self, name: str) -> list[_CellTransfer]:
         held = self._source.holders(name)
         boxes = {rank: [piece.box for piece in pieces] for rank, pieces in held.items()}
         pieces = [
@@ -166,31 +169,31 @@ class _Planner:
 
     def _job(
         self,
-        cell: Cell,
+        cell: TensorCell,
         needed: list[tuple[int, int, Piece]],
         held: Mapping[int, tuple[Piece, ...]],
-    ) -> _Job:
+    ) -> _CellTransfer:
         # Holders and receivers in the same order: each serves its like before others.
         last = len(self._classes)
         holders = sorted(cell.holders, key=lambda rank: (self._class_of.get(rank, last), rank))
         sources = {}
         for rank in holders:
-            index = next(i for i, piece in enumerate(held[rank]) if _lies_in(cell.box, piece.box))
+            index = next(i for i, piece in enumerate(held[rank]) if _is_inside(cell.box, piece.box))
             sources[rank] = (index, held[rank][index].at(cell.box).start)
         places: dict[Place, list[tuple[int, int]]] = {}
         for number, index, piece in needed:
             places.setdefault(piece.at(cell.box), []).append((number, index))
         needs = tuple(
-            _Need(*found[0], start, *self._receivers_of(tuple(n for n, _ in found), cell))
+            _CellNeed(*found[0], start, *self._receivers_of(tuple(n for n, _ in found), cell))
             for (_, start), found in places.items()
         )
         key = (tuple(holders), tuple(number for number, *_ in needed))
         peers = self._peers.setdefault(key, len(self._peers))
         wanting = sum(len(need.receivers) for need in needs)
-        return _Job(cell.box, volume(cell.box), sources, needs, wanting, peers)
+        return _CellTransfer(cell.box, box_numel(cell.box), sources, needs, wanting, peers)
 
     def _receivers_of(
-        self, numbers: tuple[int, ...], cell: Cell
+        self, numbers: tuple[int, ...], cell: TensorCell
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the ranks of these classes that do not hold the cell, and those that do."""
         key = (numbers, cell.holders)
@@ -202,7 +205,7 @@ class _Planner:
             self._receivers[key] = others, own
         return self._receivers[key]
 
-    def _shares(self, job: _Job) -> Iterator[tuple[int, int, int]]:
+    def _shares(self, job: _CellTransfer) -> Iterator[tuple[int, int, int]]:
         """Yield for each sender the range `[low, high)` of receivers that it serves for a cell.
 
         All cells of the same peers are laid in one line, receiver by receiver, which is cut into as
@@ -226,7 +229,9 @@ class _Planner:
                 yield sender, low, high
             low = high
 
-    def _between(self, job: _Job, low: int, high: int) -> Iterator[tuple[_Need, tuple[int, ...]]]:
+    def _between(
+        self, job: _CellTransfer, low: int, high: int
+    ) -> Iterator[tuple[_CellNeed, tuple[int, ...]]]:
         """Yield the receivers `[low, high)` of a cell, grouped by need."""
         first = 0
         for need in job.needs:
@@ -245,37 +250,39 @@ class _Planner:
     def _is_wanted(self, sender: int, receivers: tuple[int, ...]) -> bool:
         return self._rank is None or sender == self._rank or self._rank in receivers
 
-    def _source_place(self, name: str, job: _Job, rank: int, places: dict[Place, Place]) -> Place:
+    def _source_place(
+        self, name: str, job: _CellTransfer, rank: int, places: dict[Place, Place]
+    ) -> Place:
         index, start = job.sources[rank]
         place = Place(self._source.tensor(name, rank, index), start)
         return places.setdefault(place, place)
 
-    def _target_place(self, name: str, need: _Need, places: dict[Place, Place]) -> Place:
+    def _target_place(self, name: str, need: _CellNeed, places: dict[Place, Place]) -> Place:
         place = Place(self._classes[need.alike].pieces[name][need.piece].tensor, need.start)
         return places.setdefault(place, place)
 
     def _check_found(
-        self, name: str, cells: list[Cell], pieces: list[tuple[int, int, Piece]]
+        self, name: str, cells: list[TensorCell], pieces: list[tuple[int, int, Piece]]
     ) -> None:
         found: Counter[int] = Counter()
         for cell in cells:
             for number in cell.wanted:
-                found[number] += volume(cell.box)
+                found[number] += box_numel(cell.box)
         for number, (alike, _, piece) in enumerate(pieces):
-            if found[number] < volume(piece.box):
-                lost = subtract_all(piece.box, [cell.box for cell in cells])[0]
+            if found[number] < box_numel(piece.box):
+                lost = subtract_boxes(piece.box, [cell.box for cell in cells])[0]
                 raise LayoutError(
                     f"No rank of the source layout holds {list(lost)} of tensor `{name}`, "
                     f"which rank {self._classes[alike].ranks[0]} of the target layout needs."
                 )
 
 
-def _classes(target: Layout) -> list[_Alike]:
+def _group_ranks_by_need(target: TensorLayout) -> list[_RankClass]:
     """Group the ranks of a layout by the pieces that they need, in the order of their first
     rank."""
-    seen: dict[int, tuple[OfRank, list[int]]] = {}  # by object: many ranks share one
+    seen: dict[int, tuple[RankPieces, list[int]]] = {}  # by object: many ranks share one
     ranks: dict[Hashable, list[int]] = {}
-    pieces: list[OfRank] = []
+    pieces: list[RankPieces] = []
     for rank in sorted(target.pieces):
         here = target.pieces[rank]
         if id(here) not in seen:
@@ -285,9 +292,11 @@ def _classes(target: Layout) -> list[_Alike]:
                 pieces.append(here)
             seen[id(here)] = here, ranks[key]
         seen[id(here)][1].append(rank)
-    return [_Alike(tuple(alike), here) for alike, here in zip(ranks.values(), pieces, strict=True)]
+    return [
+        _RankClass(tuple(alike), here) for alike, here in zip(ranks.values(), pieces, strict=True)
+    ]
 
 
-def _lies_in(box: Box, outer: Box) -> bool:
+def _is_inside(box: Box, outer: Box) -> bool:
     pairs = zip(box, outer, strict=True)
     return all(first <= low and high <= last for (low, high), (first, last) in pairs)

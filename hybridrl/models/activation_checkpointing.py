@@ -11,10 +11,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from hybridrl.config.schema import CHECKPOINTING
-from hybridrl.system.device_traits import pins_memory
+from hybridrl.config.schema import CHECKPOINTING_MODES
+from hybridrl.system.device_traits import has_pinned_memory
 
-NONE, SELECTIVE, FULL, OFFLOAD = CHECKPOINTING
+NO_CHECKPOINTING, SELECTIVE_CHECKPOINTING, FULL_CHECKPOINTING, OFFLOAD_CHECKPOINTING = (
+    CHECKPOINTING_MODES
+)
 _EXPENSIVE = (
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
     "aten::_scaled_dot_product_flash_attention",
@@ -26,7 +28,7 @@ _EXPENSIVE = (
 """Operations whose results `selective` keeps: matrix products and attention."""
 
 
-def set_checkpointing(model: PreTrainedModel, kept: str) -> None:
+def set_activation_checkpointing(model: PreTrainedModel, kept: str) -> None:
     """Set the part of its forward that every layer keeps for the backward.
 
     Args:
@@ -34,13 +36,13 @@ def set_checkpointing(model: PreTrainedModel, kept: str) -> None:
             products and attention; the rest, which is cheap, is computed again. `full`: its input
             only. `offload`: that too, in the host's memory.
     """
-    if kept == NONE:
+    if kept == NO_CHECKPOINTING:
         return
     settings: dict[str, Any] = {"use_reentrant": False}
-    if kept == SELECTIVE:
+    if kept == SELECTIVE_CHECKPOINTING:
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     model.gradient_checkpointing_enable(settings)
-    if kept == OFFLOAD:
+    if kept == OFFLOAD_CHECKPOINTING:
         for module in model.modules():
             if checkpoint := getattr(module, "_gradient_checkpointing_func", None):
                 module._gradient_checkpointing_func = partial(_with_input_on_host, checkpoint)
@@ -49,7 +51,7 @@ def set_checkpointing(model: PreTrainedModel, kept: str) -> None:
 def _with_input_on_host(
     checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any
 ) -> Any:
-    with save_on_cpu(pin_memory=pins_memory()):
+    with save_on_cpu(pin_memory=has_pinned_memory()):
         return checkpoint(function, *args)
 
 

@@ -16,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.packing import Packing
+from hybridrl.models.packing import PackingMetadata
 
 
 @dataclass(frozen=True)
-class Balance:
+class RouterBalance:
     """The numbers that the balancing loss of a mini-batch needs beforehand.
 
     Attributes:
@@ -33,15 +33,15 @@ class Balance:
     coefficient: float
 
 
-class Routing:
+class ExpertRouters:
     """The routers of a model in the order of its layers, with hooks that count, balance and replay.
 
     The balancing loss is that of Fedus et al. 2021 (Switch Transformers, arXiv:2101.03961, eq. 4 to
     6), averaged over layers: with f_i the share of choices that fall on expert i, P_i the mean of
-    its probability, both over all tokens of the global mini-batch, and E experts,
-    ``weight * E * sum_i f_i P_i``; 1 times the weight if all are chosen alike. f_i has no gradient.
-    It is counted before (`Balance`), so that the loss is a sum over tokens and does not depend on
-    how these are divided into micro-batches and ranks.
+    its probability, both over all tokens of the global mini-batch, and E experts, ``weight * E *
+    sum_i f_i P_i``; 1 times the weight if all are chosen alike. f_i has no gradient. It is counted
+    before (`RouterBalance`), so that the loss is a sum over tokens and does not depend on how these
+    are divided into micro-batches and ranks.
 
     Args:
         model: Its routers get hooks. It may be cut afterwards, and parts of it may go.
@@ -57,10 +57,10 @@ class Routing:
         self.layers = len(routers)
         self.experts = int(config.num_experts)
         self.chosen = int(config.num_experts_per_tok)
-        self._normalises = normalises(next(iter(routers.values())), config)
+        self._normalises = detect_normalized_weights(next(iter(routers.values())), config)
         self._counted: Tensor | None = None
-        self._balance: Balance | None = None
-        self._packing: Packing | None = None
+        self._balance: RouterBalance | None = None
+        self._packing: PackingMetadata | None = None
         kinds = set(model._no_split_modules or ())
         for number, (name, router) in enumerate(routers.items()):
             router.register_forward_hook(self._hook(number))
@@ -68,12 +68,12 @@ class Routing:
             layer.register_forward_pre_hook(self._remember, with_kwargs=True)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Routing | None:
+    def of(cls, model: PreTrainedModel) -> ExpertRouters | None:
         """Return the routers of a model; None if it has none whose arithmetic is known here. None
         if it has no routers whose arithmetic is known here."""
         routers = find_routers(model)
         config = model.config.get_text_config()
-        if not routers or normalises(next(iter(routers.values())), config) is None:
+        if not routers or detect_normalized_weights(next(iter(routers.values())), config) is None:
             return None
         return cls(model, routers)
 
@@ -90,7 +90,7 @@ class Routing:
         found, self._counted = self._counted, None
         return found
 
-    def keep_balance(self, balance: Balance | None) -> None:
+    def keep_balance(self, balance: RouterBalance | None) -> None:
         """Add the balancing loss in every forward from now on; None stops it. None: no more."""
         self._balance = balance
 
@@ -148,7 +148,7 @@ def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module) is kind}
 
 
-def normalises(router: nn.Module, config: PretrainedConfig) -> bool | None:
+def detect_normalized_weights(router: nn.Module, config: PretrainedConfig) -> bool | None:
     """Return whether the chosen experts' weights add up to 1, by trial; None if no softmax. None if
     they are no softmax over the experts in either way."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
@@ -165,7 +165,7 @@ def normalises(router: nn.Module, config: PretrainedConfig) -> bool | None:
         return next(near, None)
 
 
-def check_routing(config: PretrainedConfig, setting: str, path: str) -> None:
+def check_routers(config: PretrainedConfig, setting: str, path: str) -> None:
     """Refuse a setting that needs routers, for a model without any that are known here.
 
     Raises:
@@ -173,24 +173,24 @@ def check_routing(config: PretrainedConfig, setting: str, path: str) -> None:
     """
     with torch.device("meta"):
         model = build_language_model(config)
-    if Routing.of(model) is None:
+    if ExpertRouters.of(model) is None:
         raise ConfigError(
             f"{setting}: {path} has no routers that choose experts by a softmax over all of a "
             "layer, as Qwen3-MoE, Qwen2-MoE, Mixtral and OLMoE have them. Leave the setting out."
         )
 
 
-def figures(counted: Tensor, chosen: int) -> dict[str, float]:
+def compute_router_metrics(counted: Tensor, chosen: int) -> dict[str, float]:
     """Compute the metrics of an update's routing.
 
     Args:
-        counted: As `Routing.counted`, of all tokens of the mini-batch.
+        counted: As `ExpertRouters.counted`, of all tokens of the mini-batch.
         chosen: Experts that take a token.
 
     Returns:
         `router_busiest`: the largest share of a layer's choices that falls on one expert, of all
         layers; `router_entropy`: that of the choices, 1 if all experts are chosen alike, the mean
-        of the layers; `router_loss`: see `Routing`, without its weight.
+        of the layers; `router_loss`: see `ExpertRouters`, without its weight.
     """
     counts, probabilities = counted.cpu()
     load = counts / counts.sum(1, keepdim=True).clamp(min=1.0)
@@ -204,13 +204,13 @@ def figures(counted: Tensor, chosen: int) -> dict[str, float]:
     }
 
 
-def balance_of(counted: Tensor, chosen: int, weight: float) -> Balance:
+def compute_router_balance(counted: Tensor, chosen: int, weight: float) -> RouterBalance:
     """Compute what the balancing loss needs from the counts of a mini-batch."""
     counts = counted[0]
     choices = counts.sum(1, keepdim=True).clamp(min=1.0)
     tokens = float(choices.max()) / chosen
     layers, experts = counts.shape
-    return Balance(counts / choices, weight * experts / (layers * tokens))
+    return RouterBalance(counts / choices, weight * experts / (layers * tokens))
 
 
 def _layer_of(model: PreTrainedModel, name: str, kinds: set[str]) -> nn.Module:

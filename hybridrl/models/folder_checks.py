@@ -18,17 +18,17 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.utils import logging
 
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, read_language_model
 
-HEAD = "score."
+SCALAR_HEAD_PREFIX = "score."
 """What the name of a scalar head's parameters begins with."""
-POINTER = b"version https://git-lfs"
+_LFS_POINTER = b"version https://git-lfs"
 _PATTERNS = ("*.safetensors", "*.bin")
 
 
-def check_files(path: str, setting: str) -> None:
+def check_weight_files(path: str, setting: str) -> None:
     """Check the beginnings and lengths of the files of weights.
 
     Args:
@@ -40,8 +40,8 @@ def check_files(path: str, setting: str) -> None:
     folder = Path(path)
     for file in sorted(f for pattern in _PATTERNS for f in folder.glob(pattern)):
         with file.open("rb") as stream:
-            begins = stream.read(len(POINTER))
-        if begins == POINTER:
+            begins = stream.read(len(_LFS_POINTER))
+        if begins == _LFS_POINTER:
             raise ConfigError(
                 f"{setting}={path}: {file.name} is a pointer of git-LFS, not the weights. Fetch "
                 "them with `git lfs pull` in that folder, or download it with `hf download`."
@@ -52,10 +52,10 @@ def check_files(path: str, setting: str) -> None:
                 f"{setting}={path}: {file.name} is no whole file of torch.save. Was the download "
                 "cut short? Download it again."
             )
-    TensorFiles(folder)  # whose headers and lengths must agree
+    TensorReader(folder)  # whose headers and lengths must agree
 
 
-def check_complete(
+def check_model_tensors(
     path: str, setting: str, config: PretrainedConfig, *, scalar: bool, needs_head: bool
 ) -> None:
     """Compare names and shapes in the headers of a folder's files with its config.json.
@@ -83,7 +83,7 @@ def check_complete(
             "knows this one."
         ) from error
     try:
-        with quiet():
+        with silence_transformers():
             model, report = read_language_model(
                 path,
                 described,
@@ -96,16 +96,16 @@ def check_complete(
             f"{setting}={path}: its files could not be read as the model that its config.json "
             f"describes ({_reason(error)}). Copy, download or save it again."
         ) from error
-    if scalar and not hasattr(model, HEAD[:-1]):
+    if scalar and not hasattr(model, SCALAR_HEAD_PREFIX[:-1]):
         raise ConfigError(
             f"{setting}={path} is of the type `{config.model_type}`, whose scalar head is not "
-            f"`{HEAD[:-1]}`, and so no critic or reward model. Take a decoder such as Qwen or "
-            "Llama, with one label."
+            f"`{SCALAR_HEAD_PREFIX[:-1]}`, and so no critic or reward model. Take a decoder such "
+            "as Qwen or Llama, with one label."
         )
-    refuse_made_up(report, f"{setting}={path}", needs_head=needs_head or not scalar)
+    check_loaded_tensors(report, f"{setting}={path}", needs_head=needs_head or not scalar)
 
 
-def refuse_made_up(report: Mapping[str, Any], who: str, *, needs_head: bool) -> None:
+def check_loaded_tensors(report: Mapping[str, Any], who: str, *, needs_head: bool) -> None:
     """Refuse a model that has parameters which were not in its files.
 
     Args:
@@ -124,7 +124,7 @@ def refuse_made_up(report: Mapping[str, Any], who: str, *, needs_head: bool) -> 
             "model: take config.json and weights from the same place."
         )
     missing = sorted(report["missing_keys"])
-    head = [name for name in missing if name.startswith(HEAD)]
+    head = [name for name in missing if name.startswith(SCALAR_HEAD_PREFIX)]
     body = [name for name in missing if name not in head]
     if body:
         others = sorted(report["unexpected_keys"])
@@ -148,7 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Silence transformers' table of missing weights inside the block: errors tell instead."""
     before = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)

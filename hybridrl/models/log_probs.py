@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hybridrl.system.device_traits import logits_at_a_time, multiplies_into_float32
+from hybridrl.system.device_traits import has_mm_out_dtype, logits_per_chunk
 
 
-class Vocabulary(NamedTuple):
+class VocabularyShard(NamedTuple):
     """The part of the vocabulary on this rank, from `start`; ranks of `group` have the rest."""
 
     start: int
@@ -54,7 +54,7 @@ def token_log_probs(
     weight: torch.Tensor,
     targets: torch.Tensor,
     temperature: float = 1.0,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyShard | None = None,
     soft_cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the log-probability of each target and the entropy of each distribution, in float32.
@@ -89,16 +89,16 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: torch.Tensor,
         targets: torch.Tensor,
         scale: LogitScale,
-        vocabulary: Vocabulary | None,
+        vocabulary: VocabularyShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # By token: the largest logit; and, with z the logits less the largest, the sum of exp(z),
         # that of exp(z) z, and the target's z.
         largest = hidden.new_empty(len(hidden), dtype=torch.float32)
         sums = largest.new_empty(len(hidden), 3)
-        local, mine = local_rows(targets, weight, vocabulary)
-        states, table = operand(hidden), operand(weight)
-        for chunk in chunks(hidden, weight):
-            logits = logits_of(states[chunk], table, scale)
+        local, mine = find_local_rows(targets, weight, vocabulary)
+        states, table = prepare_operand(hidden), prepare_operand(weight)
+        for chunk in split_tokens(hidden, weight):
+            logits = compute_logits(states[chunk], table, scale)
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
             exponentials = logits.exp()
@@ -127,7 +127,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
         hidden, weight, targets, entropy, largest, log_sum = ctx.saved_tensors
         with_entropy = bool(grad_entropy.any())
-        local, mine = local_rows(targets, weight, ctx.vocabulary)
+        local, mine = find_local_rows(targets, weight, ctx.vocabulary)
 
         def of_logits(chunk: slice, log_softmax: torch.Tensor) -> torch.Tensor:
             probs = log_softmax.exp()
@@ -140,7 +140,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad -= terms.mul_(grad_entropy[chunk, None])
             return grad
 
-        grads = head_gradients(
+        grads = compute_head_gradients(
             *(hidden, weight, ctx.scale, ctx.vocabulary, largest, log_sum),
             of_logits,
             with_weight=ctx.needs_input_grad[1],
@@ -148,11 +148,11 @@ class _TokenLogProbs(torch.autograd.Function):
         return *grads, None, None, None
 
 
-def head_gradients(
+def compute_head_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     scale: LogitScale,
-    vocabulary: Vocabulary | None,
+    vocabulary: VocabularyShard | None,
     largest: torch.Tensor,
     log_sum: torch.Tensor,
     of_logits: Callable[[slice, torch.Tensor], torch.Tensor],
@@ -170,10 +170,10 @@ def head_gradients(
     """
     grad_hidden = torch.empty_like(hidden)
     grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_weight else None
-    states, table = operand(hidden), operand(weight)
-    for chunk in chunks(hidden, weight):
+    states, table = prepare_operand(hidden), prepare_operand(weight)
+    for chunk in split_tokens(hidden, weight):
         # Less the largest first: it may be large, and the rest is not.
-        logits = logits_of(states[chunk], table, scale)
+        logits = compute_logits(states[chunk], table, scale)
         slope = scale.slope(logits)
         logits -= largest[chunk, None]
         logits -= log_sum[chunk, None]
@@ -195,8 +195,8 @@ def head_gradients(
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-def local_rows(
-    targets: torch.Tensor, weight: torch.Tensor, vocabulary: Vocabulary | None
+def find_local_rows(
+    targets: torch.Tensor, weight: torch.Tensor, vocabulary: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each id's row in `weight`, 0 if another rank has it, and whether this rank has it."""
     local = targets if vocabulary is None else targets - vocabulary.start
@@ -204,21 +204,21 @@ def local_rows(
     return torch.where(mine, local, 0), mine
 
 
-def chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
+def split_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
     """Split tokens into chunks whose logits fit into memory at once."""
-    size = max(1, logits_at_a_time(weight.device.type) // len(weight))
+    size = max(1, logits_per_chunk(weight.device.type) // len(weight))
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
-def operand(matrix: torch.Tensor) -> torch.Tensor:
+def prepare_operand(matrix: torch.Tensor) -> torch.Tensor:
     """Return `matrix` in the form that `_product` takes. Where the device cannot sum half-precision
     products in float32, this is a float32 copy, made once for all chunks: as large as the gradient
     that the backward sums."""
     is_half = matrix.dtype in (torch.bfloat16, torch.float16)
-    return matrix if is_half and multiplies_into_float32(matrix.device.type) else matrix.float()
+    return matrix if is_half and has_mm_out_dtype(matrix.device.type) else matrix.float()
 
 
-def logits_of(states: torch.Tensor, table: torch.Tensor, scale: LogitScale) -> torch.Tensor:
+def compute_logits(states: torch.Tensor, table: torch.Tensor, scale: LogitScale) -> torch.Tensor:
     """Compute float32 logits `[tokens, vocabulary]` from operands of `prepare_operand`."""
     return scale.apply(_product(states, table.T))
 

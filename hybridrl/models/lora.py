@@ -1,7 +1,7 @@
 """LoRA: small trainable adapters beside frozen weights (Hu et al. 2021, arXiv:2106.09685), by peft.
 
 The model stays a plain transformers model: `save_pretrained` writes the adapter alone, and
-`merged` shows its weights as if the adapters had been multiplied in.
+`merge_adapters` shows its weights as if the adapters had been multiplied in.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.config.schema import LoraSettings
-from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
+from hybridrl.config.schema import LoraAdapterConfig
+from hybridrl.errors import ConfigError, MissingPackageError, pip_install, suggest_name
 from hybridrl.models.language_model import build_language_model, decoder_of
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 """The one adapter that a model has here."""
-ALL = "all-linear"
-HEAD = "score"
+_ALL_LINEAR = "all-linear"
+_SCALAR_HEAD = "score"
 """The scalar head of a critic is new, so it is trained whole."""
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraAdapterConfig, seed: int = 0) -> None:
     """Freeze `model` and put an adapter beside its linear layers, in place. Parameters on the meta
     device stay there; those of the adapter are where new tensors are.
 
@@ -48,7 +48,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
             f"actor.lora.rank={settings.rank} needs peft, which could not be imported ({error}): "
             f"{pip_install('peft')}."
         ) from error
-    scalar = hasattr(model, HEAD)
+    scalar = hasattr(model, _SCALAR_HEAD)
     if not scalar:  # which has no `lm_head`, and the targets are those of all roles
         _check_named(model, settings)
     adapter = LoraConfig(
@@ -56,11 +56,11 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, seed: int = 0) 
         lora_alpha=settings.alpha,
         target_modules=_targets(model, settings),
         task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
-        modules_to_save=[HEAD] if scalar else None,
+        modules_to_save=[_SCALAR_HEAD] if scalar else None,
     )
     try:
         with _off_meta(model):
-            model.add_adapter(adapter, ADAPTER)
+            model.add_adapter(adapter, ADAPTER_NAME)
     except ValueError as error:
         raise ConfigError(f"actor.lora.targets={settings.targets}: {error}") from error
     _draw(model, seed)
@@ -93,7 +93,7 @@ def _stored(model: PreTrainedModel, folder: str, file: Any) -> dict[str, str]:
     same."""
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     # peft asks for a scalar head as well, which is no adapter.
-    names = {k: v for k, v in adapter_names(model, shapes).items() if ".lora_" in k}
+    names = {k: v for k, v in find_peft_names(model, shapes).items() if ".lora_" in k}
     there = set(file.keys())
     lacks = [stored for stored in names.values() if stored not in there]
     further = sorted(there - set(names.values()))
@@ -114,14 +114,14 @@ def _stored(model: PreTrainedModel, folder: str, file: Any) -> dict[str, str]:
     return names
 
 
-def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
+def check_lora_targets(config: PretrainedConfig, settings: LoraAdapterConfig) -> None:
     """Refuses targets that a language model of this architecture lacks, and adapters
     (`lora.path`) that do not fit it, without its weights.
 
     Raises:
         ConfigError: if `lora.targets` names no module of the model, or adapters are of another.
     """
-    is_usual = settings.rank is None or (settings.targets == ALL and settings.path is None)
+    is_usual = settings.rank is None or (settings.targets == _ALL_LINEAR and settings.path is None)
     if is_usual or importlib.util.find_spec("peft") is None:  # which is told elsewhere
         return
     try:
@@ -135,7 +135,7 @@ def check_targets(config: PretrainedConfig, settings: LoraSettings) -> None:
             _stored(model, settings.path, file)
 
 
-def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
+def _check_named(model: PreTrainedModel, settings: LoraAdapterConfig) -> None:
     """Refuse a target that names no module; peft overlooks it if another target matches."""
     if isinstance(settings.targets, str):
         return
@@ -151,11 +151,11 @@ def _check_named(model: PreTrainedModel, settings: LoraSettings) -> None:
             linear = {name.rpartition(".")[2] for name in found}
             raise ConfigError(
                 f"actor.lora.targets={list(settings.targets)}: the model has no module `{target}`; "
-                f"its linear layers are {', '.join(sorted(linear))}.{nearest(target, linear)}"
+                f"its linear layers are {', '.join(sorted(linear))}.{suggest_name(target, linear)}"
             )
 
 
-def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | list[str]:
+def _targets(model: PreTrainedModel, settings: LoraAdapterConfig) -> str | list[str]:
     """What peft is to look for. All linear layers are modules here: the matrices of experts, which
     are a parameter together, stay as they are, and so do the layers beside them, whose names mean
     the experts' to peft. In a class with towers, which are built where the adapter is loaded, the
@@ -167,17 +167,17 @@ def _targets(model: PreTrainedModel, settings: LoraSettings) -> str | list[str]:
         for name, module in modules.items()
         if any(p.ndim > 2 for p in module.parameters(recurse=False)) and "." in name
     }
-    if settings.targets != ALL:
+    if settings.targets != _ALL_LINEAR:
         if isinstance(settings.targets, str):
             return settings.targets
         leaves = list(settings.targets)
     elif not blocks and not has_towers:
-        return ALL
+        return _ALL_LINEAR
     else:
         head = model.get_output_embeddings()
         linear = (name for name, m in modules.items() if type(m) is nn.Linear and m is not head)
         plain = (name.rpartition(".")[2] for name in linear if blocks.isdisjoint(name.split(".")))
-        leaves = sorted(set(plain) - {HEAD})
+        leaves = sorted(set(plain) - {_SCALAR_HEAD})
     if not has_towers:
         return leaves
     path = next(name for name, module in modules.items() if module is decoder)
@@ -190,7 +190,7 @@ def _draw(model: PreTrainedModel, seed: int) -> None:
         for name, module in model.named_modules():
             if hasattr(module, "reset_lora_parameters"):
                 torch.default_generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                module.reset_lora_parameters(ADAPTER, init_lora_weights=True)
+                module.reset_lora_parameters(ADAPTER_NAME, init_lora_weights=True)
 
 
 @contextmanager
@@ -214,10 +214,10 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def adapter_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, str]:
+def find_peft_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, str]:
     """Return peft's file names of the adapter's parameters, by their names in the model."""
     marks = {name: torch.empty(0, device="meta") for name in parameters}
-    stored = model.get_adapter_state_dict(ADAPTER, state_dict=marks)
+    stored = model.get_adapter_state_dict(ADAPTER_NAME, state_dict=marks)
     found = {id(mark): name for name, mark in stored.items()}
     return {
         name: f"base_model.model.{found[id(mark)]}"  # as `save_pretrained` does for peft
@@ -226,7 +226,7 @@ def adapter_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str
     }
 
 
-def merged(
+def merge_adapters(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield weights under their checkpoint names, each with its adapter multiplied in: W + s B A. W
@@ -236,7 +236,7 @@ def merged(
         parameters: The model's parameters whole, in the order of `named_parameters`.
     """
     scaling = {
-        name: module.scaling[ADAPTER]
+        name: module.scaling[ADAPTER_NAME]
         for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }

@@ -16,19 +16,19 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.layout.boxes import whole
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.layout.boxes import full_box
 from hybridrl.models.language_model import build_language_model
-from hybridrl.models.packed_attention import NAME
-from hybridrl.models.stored_tensors import parts_in_files
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.stored_tensors import find_stored_tensors
 
-HEAD = "score.weight"
+_SCALAR_HEAD_WEIGHT = "score.weight"
 """The scalar head. It is small, and every rank reads it whole."""
 
 _log = logging.getLogger(__name__)
 
 
-class Unread(NamedTuple):
+class OpenedModel(NamedTuple):
     """A model with the files in which its parameters are still to be read.
 
     Attributes:
@@ -37,10 +37,10 @@ class Unread(NamedTuple):
     """
 
     model: PreTrainedModel
-    files: TensorFiles
+    files: TensorReader
 
 
-def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread | None:
+def build_meta_model(path: str, config: PretrainedConfig, *, scalar: bool) -> OpenedModel | None:
     """Build the model at `path` without its weights; return None, with the reason in the log, if
     only transformers can read them: from a hub, from other than safetensors files, quantised, or as
     tensors that are no parts of the parameters. None, with the reason in the log, if only
@@ -58,21 +58,23 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
         return _left_to_transformers(path, "it is not a folder")
     if getattr(config, "quantization_config", None):
         return _left_to_transformers(path, "it is quantised")
-    files = TensorFiles(Path(path))
+    files = TensorReader(Path(path))
     if not files.shapes:
         return _left_to_transformers(path, "it has no safetensors files")
     try:
         with torch.device("meta"):
             model = build_language_model(
-                config, scalar=scalar, dtype=torch.float32, attn_implementation=NAME
+                config, scalar=scalar, dtype=torch.float32, attn_implementation=PACKED_ATTENTION
             )
     except ValueError as error:
         return _left_to_transformers(path, str(error))
     parameters = dict(model.named_parameters())
-    if scalar and HEAD not in parameters:
-        return _left_to_transformers(path, f"its head is not `{HEAD}`")
-    wanted = {name: p for name, p in parameters.items() if not (scalar and name == HEAD)}
-    found = parts_in_files(model, {n: tuple(p.shape) for n, p in wanted.items()}, files.shapes)
+    if scalar and _SCALAR_HEAD_WEIGHT not in parameters:
+        return _left_to_transformers(path, f"its head is not `{_SCALAR_HEAD_WEIGHT}`")
+    wanted = {
+        name: p for name, p in parameters.items() if not (scalar and name == _SCALAR_HEAD_WEIGHT)
+    }
+    found = find_stored_tensors(model, {n: tuple(p.shape) for n, p in wanted.items()}, files.shapes)
     for name in wanted:
         parts = found.get(name, ())
         if not parts or any(files.shapes[part.name] != part.shape for part in parts):
@@ -83,21 +85,21 @@ def empty_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Unread 
         for name, buffer in model.state_dict().items()
         if name not in parameters and name not in tied
     }
-    buffers = parts_in_files(model, kept, files.shapes)
+    buffers = find_stored_tensors(model, kept, files.shapes)
     for name, shape in kept.items():
         if [part.shape for part in buffers.get(name, ())] != [shape]:
             return _left_to_transformers(path, f"`{name}` is no parameter")
     alike = [name for name in files.shapes if _end(name) in list(map(_end, tied))]
-    if twice := sorted(parts_in_files(model, dict.fromkeys(tied, ()), alike)):
+    if twice := sorted(find_stored_tensors(model, dict.fromkeys(tied, ()), alike)):
         return _left_to_transformers(path, f"`{twice[0]}` is tied, and in it besides")
     if (buffer := _compute_buffers(model, kept)) is not None:
         return _left_to_transformers(path, f"`{buffer}` is not computed by its class")
     for name, (part,) in buffers.items():
-        files.read(part.name, whole(part.shape), model.get_buffer(name))
+        files.read(part.name, full_box(part.shape), model.get_buffer(name))
     if scalar:
         _read_head(model, files)
     _read_generation_config(model, path)
-    return Unread(model.eval(), files)
+    return OpenedModel(model.eval(), files)
 
 
 def _end(name: str) -> list[str]:
@@ -148,11 +150,11 @@ def _is_blank(buffer: torch.Tensor, blank: torch.Tensor) -> bool:
     return bool(torch.isnan(buffer).any() if blank.is_floating_point() else (buffer == blank).any())
 
 
-def _read_head(model: PreTrainedModel, files: TensorFiles) -> None:
+def _read_head(model: PreTrainedModel, files: TensorReader) -> None:
     head = torch.empty(model.score.weight.shape)
     model.score.weight = nn.Parameter(head)
-    if files.shapes.get(HEAD) == tuple(head.shape):
-        files.read(HEAD, tuple((0, size) for size in head.shape), head)
+    if files.shapes.get(_SCALAR_HEAD_WEIGHT) == tuple(head.shape):
+        files.read(_SCALAR_HEAD_WEIGHT, tuple((0, size) for size in head.shape), head)
         return
     nn.init.zeros_(model.score.weight)
 

@@ -19,18 +19,22 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.errors import ConfigError
-from hybridrl.models.folder_checks import HEAD, quiet, refuse_made_up
+from hybridrl.models.folder_checks import (
+    SCALAR_HEAD_PREFIX,
+    check_loaded_tensors,
+    silence_transformers,
+)
 from hybridrl.models.language_model import decoder_of, read_language_model
-from hybridrl.models.meta_model import empty_model
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.meta_model import build_meta_model
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.system.dtypes import DTYPES
 
 logging.disable_progress_bar()
 
 
-def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
+def load_model_config(path: str, setting: str = "model.path") -> PretrainedConfig:
     """Load the architecture of the model at `path`, which `setting` names in errors."""
     try:
         return AutoConfig.from_pretrained(path)
@@ -40,9 +44,9 @@ def load_config(path: str, setting: str = "model.path") -> PretrainedConfig:
         ) from error
 
 
-def stored_dtype(path: str) -> str:
+def read_stored_dtype(path: str) -> str:
     """Return the name of the dtype in which the model at `path` is stored; else `float32`."""
-    names, config = {dtype: name for name, dtype in DTYPES.items()}, load_config(path)
+    names, config = {dtype: name for name, dtype in DTYPES.items()}, load_model_config(path)
     said = [getattr(one, "dtype", None) for one in (config, config.get_text_config())]
     return next((names[dtype] for dtype in said if dtype in names), "float32")
 
@@ -61,22 +65,25 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def load_model(path: str, dtype: str) -> PreTrainedModel:
     """Load the causal language model at `path`, on the CPU, with packed attention."""
     try:
-        with quiet():
+        with silence_transformers():
             model, found = read_language_model(
-                path, load_config(path), dtype=DTYPES[dtype], attn_implementation=NAME
+                path,
+                load_model_config(path),
+                dtype=DTYPES[dtype],
+                attn_implementation=PACKED_ATTENTION,
             )
     except Exception as error:  # libraries raise many kinds
         raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
-    refuse_made_up(found, f"model.path={path}", needs_head=True)
+    check_loaded_tensors(found, f"model.path={path}", needs_head=True)
     return _finished(model)
 
 
-def unread_model(path: str) -> tuple[PreTrainedModel, TensorFiles | None]:
+def open_model(path: str) -> tuple[PreTrainedModel, TensorReader | None]:
     """As `load_model` in float32, with parameters on the meta device, and the files in which they
     are; with weights where they cannot be read by parts, and None where files and model do not have
     the same numbers."""
-    config = load_config(path)
-    if (found := empty_model(path, config, scalar=False)) is None:
+    config = load_model_config(path)
+    if (found := build_meta_model(path, config, scalar=False)) is None:
         model = load_model(path, "float32")
         return model, _files_of(path, config, model)
     return _finished(found.model), found.files
@@ -91,32 +98,32 @@ def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> Pre
     Args:
         needs_head: It will never learn: without a head of its own it is refused.
     """
-    config = load_config(path)
-    check_labels(config, path)
+    config = load_model_config(path)
+    check_single_label(config, path)
     config.num_labels = 1
     try:
-        with quiet():
+        with silence_transformers():
             model, found = read_language_model(
-                path, config, scalar=True, dtype=DTYPES[dtype], attn_implementation=NAME
+                path, config, scalar=True, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION
             )
     except Exception as error:  # libraries raise many kinds
         raise ConfigError(
             f"{path} could not be loaded with a scalar head: {_first_line(error)}"
         ) from error
-    refuse_made_up(found, path, needs_head=needs_head)
-    if any(name.startswith(HEAD) for name in found["missing_keys"]):
+    check_loaded_tensors(found, path, needs_head=needs_head)
+    if any(name.startswith(SCALAR_HEAD_PREFIX) for name in found["missing_keys"]):
         torch.nn.init.zeros_(model.score.weight)
     return _finished(model)
 
 
-def unread_scalar_model(
+def open_scalar_model(
     path: str, *, needs_head: bool = False
-) -> tuple[PreTrainedModel, TensorFiles | None]:
+) -> tuple[PreTrainedModel, TensorReader | None]:
     """Open the model at `path` with a scalar head, as `open_model` and `load_scalar_model` do."""
-    config = load_config(path)
-    check_labels(config, path)
+    config = load_model_config(path)
+    check_single_label(config, path)
     config.num_labels = 1
-    found = empty_model(path, config, scalar=True)
+    found = build_meta_model(path, config, scalar=True)
     lacks_head = found is not None and "score.weight" not in found.files.shapes
     if found is None or (needs_head and lacks_head):
         model = load_scalar_model(path, "float32", needs_head=needs_head)
@@ -124,7 +131,7 @@ def unread_scalar_model(
     return _finished(found.model), found.files
 
 
-def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> TensorFiles | None:
+def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> TensorReader | None:
     """The files that a model was read from: those of the folder, or of the hub's copy here.
 
     Raises:
@@ -135,7 +142,7 @@ def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> Te
         # If it was not kept, or is no name of the hub, its files stay unknown.
         with contextlib.suppress(OSError, ValueError):
             folder = Path(snapshot_download(path, local_files_only=True))
-    if is_plain and folder.is_dir() and (files := TensorFiles(folder)).shapes:
+    if is_plain and folder.is_dir() and (files := TensorReader(folder)).shapes:
         return files
     if decoder_of(model) is not model.base_model:
         raise ConfigError(
@@ -146,7 +153,7 @@ def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> Te
     return None
 
 
-def check_labels(config: PretrainedConfig, who: str) -> None:
+def check_single_label(config: PretrainedConfig, who: str) -> None:
     """Refuse a classifier of more than one label.
 
     Raises:
@@ -165,7 +172,7 @@ def _finished(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def tiny_config(
+def make_tiny_config(
     *, hidden_size: int, layers: int, heads: int, context: int, experts: int = 0
 ) -> PretrainedConfig:
     """Return the architecture of `make_tiny_model`, but for its vocabulary: Qwen2's, or with
@@ -200,9 +207,9 @@ def make_tiny_model(
     """Write a model of random weights and its tokenizer to `folder`.
 
     Args:
-        shape: See `tiny_config`.
+        shape: See `make_tiny_config`.
     """
-    config = tiny_config(**shape)
+    config = make_tiny_config(**shape)
     config.vocab_size = len(tokenizer)
     config.bos_token_id = tokenizer.bos_token_id
     config.eos_token_id = tokenizer.eos_token_id

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.packed_attention import NAME
-from hybridrl.models.shrunk_config import VOCABULARY, shrunk
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.shrunk_config import SHRUNK_VOCABULARY, shrink_config
 
 TOLERANCE = 1e-3
 """Of a log-probability. Rounding is below 1e-4, what is wrong above 1e-2."""
@@ -41,10 +41,10 @@ class ModelTrial:
     """Two models of the same random weights, and samples for them.
 
     Args:
-        config: Of the model; see `shrunk` for the architecture of the copies.
+        config: Of the model; see `shrink_config` for the architecture of the copies.
         lengths: Tokens of the samples.
         scalar: The model has a scalar head instead of logits.
-        cut: See `shrunk`.
+        cut: See `shrink_config`.
 
     Attributes:
         model: With packed attention, to be packed, cut or divided.
@@ -56,8 +56,8 @@ class ModelTrial:
     def __init__(
         self, config: PretrainedConfig, lengths: Sequence[int], scalar: bool = False, **cut: int
     ) -> None:
-        self.samples = [torch.randint(VOCABULARY, (length,)) for length in lengths]
-        small = shrunk(config, **cut)
+        self.samples = [torch.randint(SHRUNK_VOCABULARY, (length,)) for length in lengths]
+        small = shrink_config(config, **cut)
         if scalar:
             small.num_labels = 1
         with torch.device("meta"):
@@ -67,7 +67,7 @@ class ModelTrial:
         options = {"scalar": scalar, "dtype": torch.float32}
         self.model, self.reference = (
             build_language_model(small, attn_implementation=attention, **options).eval()
-            for attention in (NAME, "eager")
+            for attention in (PACKED_ATTENTION, "eager")
         )
         for parameter in self.model.parameters():  # biases, norms, caps and scales must matter, too
             if parameter.ndim > 1:
@@ -84,8 +84,8 @@ class ModelTrial:
             {
                 "prompt_ids": [sample[:1] for sample in self.samples],
                 "response_ids": [sample[1:] for sample in self.samples],
-                "response_mask": Ragged(ones.bool(), bounds),
-                "loss_weights": Ragged(ones, bounds),
+                "response_mask": RaggedColumn(ones.bool(), bounds),
+                "loss_weights": RaggedColumn(ones, bounds),
             }
         )
 

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hybridrl.models.packing import Bucket, Packing
+from hybridrl.models.packing import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
 
-SINK_DIMS = 8
+_SINK_DIMS = 8
 """Kernels want heads of a multiple of 8 dims."""
-NAME = "hybridrl_packed"
+PACKED_ATTENTION = "hybridrl_packed"
 """Value of `attn_implementation` that selects this attention."""
 
 
@@ -33,7 +33,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    packing: Packing,
+    packing: PackingMetadata,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -72,7 +72,7 @@ def causal_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    packing: Packing,
+    packing: PackingMetadata,
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
@@ -91,7 +91,7 @@ def causal_attention(
     """
     if not packing.buckets:
         if sinks is None and fits_flash(q):
-            return _variable_length(q, k, v, packing, scale, window)
+            return _flash_attention(q, k, v, packing, scale, window)
         packing = _with_buckets(packing)
     if len(packing.buckets) == 1:
         return _rectangle(q, k, v, packing.buckets[0], scale, window, sinks)
@@ -104,11 +104,11 @@ def causal_attention(
     return output
 
 
-def _variable_length(
+def _flash_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    packing: Packing,
+    packing: PackingMetadata,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _rectangle(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bucket: Bucket,
+    bucket: AttentionBucket,
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
@@ -177,16 +177,16 @@ def _with_sink_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, products: torch.Tensor
 ) -> list[torch.Tensor]:
     """Prepend a key whose product with every query of a head is given, and whose value is zero. All
-    are `[rows, heads, tokens, head_dim]`; the result has keys for each head, and `SINK_DIMS` more
+    are `[rows, heads, tokens, head_dim]`; the result has keys for each head, and `_SINK_DIMS` more
     dims: a 1 in the first of a query meets the product there in that key."""
     heads = q.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     ones = q.new_ones(*q.shape[:-1], 1)
-    sink = F.pad(products.to(k.dtype).view(1, heads, 1, 1), (k.shape[-1], SINK_DIMS - 1))
+    sink = F.pad(products.to(k.dtype).view(1, heads, 1, 1), (k.shape[-1], _SINK_DIMS - 1))
     return [
-        F.pad(torch.cat([q, ones], -1), (0, SINK_DIMS - 1)),
-        torch.cat([sink.expand(len(k), -1, -1, -1), F.pad(k, (0, SINK_DIMS))], 2),
-        F.pad(v, (0, k.shape[-1] + SINK_DIMS - v.shape[-1], 1, 0)),
+        F.pad(torch.cat([q, ones], -1), (0, _SINK_DIMS - 1)),
+        torch.cat([sink.expand(len(k), -1, -1, -1), F.pad(k, (0, _SINK_DIMS))], 2),
+        F.pad(v, (0, k.shape[-1] + _SINK_DIMS - v.shape[-1], 1, 0)),
     ]
 
 
@@ -220,16 +220,16 @@ class _Gather(torch.autograd.Function):
         ), None
 
 
-def _with_buckets(packing: Packing) -> Packing:
+def _with_buckets(packing: PackingMetadata) -> PackingMetadata:
     """Rectangles for an accelerator whose flash kernel does not take these tensors."""
-    made = Packing.of(packing.cu_seqlens.cpu(), torch.device("cpu"))
+    made = PackingMetadata.of(packing.cu_seqlens.cpu(), torch.device("cpu"))
     device = packing.cu_seqlens.device
     buckets = tuple(
         b._replace(source=b.source.to(device), target=b.target.to(device)) for b in made.buckets
     )
-    return Packing(packing.cu_seqlens, packing.longest, buckets)
+    return PackingMetadata(packing.cu_seqlens, packing.longest, buckets)
 
 
-AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 # The packing says which tokens see each other; a mask over all packed tokens would be quadratic.
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+AttentionMaskInterface.register(PACKED_ATTENTION, lambda *_, **__: None)

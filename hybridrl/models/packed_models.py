@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybridrl.models.language_model import decoder_of
-from hybridrl.models.log_probs import Vocabulary, soft_cap_of, token_log_probs
-from hybridrl.models.packing import PackedSamples, Rows
-from hybridrl.models.teacher_kl import divergence, likeliest
+from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
+from hybridrl.models.packing import PackedSamples, SampleLayout
+from hybridrl.models.teacher_kl import find_top_tokens, teacher_kl_loss
 
-TOP_IDS, TOP_LOG_PROBS = "top_ids", "top_log_probs"
+_TOP_IDS, _TOP_LOG_PROBS = "top_ids", "top_log_probs"
 
 
 class PackedModel(nn.Module):
@@ -34,7 +34,7 @@ class PackedModel(nn.Module):
     OUTPUTS: ClassVar[tuple[str, ...]]
     shift: int = 0
 
-    def __init__(self, inner: PreTrainedModel, rows: Rows = Rows.PACKED) -> None:
+    def __init__(self, inner: PreTrainedModel, rows: SampleLayout = SampleLayout.PACKED) -> None:
         super().__init__()
         self.inner, self.rows = inner, rows
         for module in inner.modules():
@@ -66,10 +66,10 @@ class CausalPolicy(PackedModel):
     chunks: `[tokens, vocabulary]` logits never exist."""
 
     OUTPUTS = ("log_probs", "entropy")
-    vocabulary: Vocabulary | None = None
+    vocabulary: VocabularyShard | None = None
     """The part of the vocabulary that this rank has, where it is cut."""
 
-    def __init__(self, inner: PreTrainedModel, rows: Rows = Rows.PACKED) -> None:
+    def __init__(self, inner: PreTrainedModel, rows: SampleLayout = SampleLayout.PACKED) -> None:
         super().__init__(inner, rows)
         self.head.log_probs = MethodType(_log_probs, self.head)  # type: ignore[assignment]
         self.head.soft_cap = soft_cap_of(inner.config)
@@ -82,7 +82,7 @@ class CausalPolicy(PackedModel):
         found: dict[str, tuple[int, ...]] = dict.fromkeys(self.OUTPUTS, ())
         if top_k:
             width = min(top_k, self.inner.config.get_text_config().vocab_size)
-            found |= {TOP_IDS: (width,), TOP_LOG_PROBS: (width,)}
+            found |= {_TOP_IDS: (width,), _TOP_LOG_PROBS: (width,)}
         return found
 
     def forward(
@@ -98,11 +98,11 @@ class CausalPolicy(PackedModel):
         Args:
             top_k: With a number, so many `top_ids` and `top_log_probs` besides, of the likeliest
                 tokens in the place of each.
-            kind: Where the samples have `candidates`, of the `divergence` that is given besides:
-                see `hybridrl.models.teacher_kl`.
+            kind: Where the samples have `candidates`, of the `teacher_kl_loss` that is given
+                besides: see `hybridrl.models.teacher_kl`.
         """
         hidden = self.hidden(samples).index_select(0, samples.predictors)
-        (width,) = self.shapes(top_k).get(TOP_IDS, (0,))
+        (width,) = self.shapes(top_k).get(_TOP_IDS, (0,))
         found: dict[str, torch.Tensor] = self.head.log_probs(
             hidden, samples, temperature, self.vocabulary, width, kind
         )
@@ -124,7 +124,7 @@ class ScalarModel(PackedModel):
         self,
         inner: PreTrainedModel,
         reads: Literal["before", "after"],
-        rows: Rows = Rows.PACKED,
+        rows: SampleLayout = SampleLayout.PACKED,
     ) -> None:
         super().__init__(inner, rows)
         self.shift = 1 if reads == "after" else 0
@@ -144,7 +144,7 @@ def _log_probs(
     hidden: torch.Tensor,
     samples: PackedSamples,
     temperature: float,
-    vocabulary: Vocabulary | None,
+    vocabulary: VocabularyShard | None,
     top_k: int,
     kind: str,
 ) -> dict[str, torch.Tensor]:
@@ -153,8 +153,8 @@ def _log_probs(
     log_probs, entropy = token_log_probs(hidden, weight, samples.targets, *cut)
     found = {"log_probs": log_probs, "entropy": entropy}
     if samples.candidates is not None:
-        found["divergence"] = divergence(hidden, weight, samples.candidates, kind, *cut)
+        found["divergence"] = teacher_kl_loss(hidden, weight, samples.candidates, kind, *cut)
     if top_k:
-        ids, best = likeliest(hidden, weight, top_k, *cut)
-        found |= {TOP_IDS: ids.float(), TOP_LOG_PROBS: best}
+        ids, best = find_top_tokens(hidden, weight, top_k, *cut)
+        found |= {_TOP_IDS: ids.float(), _TOP_LOG_PROBS: best}
     return found

@@ -8,15 +8,15 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hybridrl.batch.batch import ROUTES, TEACHER_IDS, TEACHER_LOG_PROBS, Batch, Ragged
+from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch, RaggedColumn
 from hybridrl.errors import DataError
-from hybridrl.models.teacher_kl import Candidates
+from hybridrl.models.teacher_kl import TopTokens
 
-WASTE = 1.25
+MAX_PADDING_RATIO = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
 
 
-class Rows(enum.Enum):
+class SampleLayout(enum.Enum):
     """How samples are laid out for a model; see `hybridrl.models.packing_trial`."""
 
     PACKED = "packed"
@@ -25,7 +25,7 @@ class Rows(enum.Enum):
     """Each in a row of its own, as long as the longest."""
 
 
-class Bucket(NamedTuple):
+class AttentionBucket(NamedTuple):
     """Samples of similar length, padded to the longest for kernels that need a rectangle.
 
     `source` `[real tokens]` are their places in the packed row, `target` their places in the
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
     target: torch.Tensor
 
 
-class SplitRow(Protocol):
+class SequenceShard(Protocol):
     """A rank's part of a packed row whose tokens several ranks hold together."""
 
     @property
@@ -57,7 +57,7 @@ class SplitRow(Protocol):
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingMetadata:
     """The bounds of the samples of a packed row, and what attention and routers need of them.
 
     Attributes:
@@ -72,8 +72,8 @@ class Packing:
 
     cu_seqlens: torch.Tensor
     longest: int
-    buckets: tuple[Bucket, ...]
-    split: SplitRow | None = None
+    buckets: tuple[AttentionBucket, ...]
+    split: SequenceShard | None = None
     real: torch.Tensor | None = None
     routes: torch.Tensor | None = None
 
@@ -84,7 +84,7 @@ class Packing:
         device: torch.device,
         real: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
-    ) -> Packing:
+    ) -> PackingMetadata:
         """Build the metadata of samples with the bounds `cu_seqlens` `[samples + 1]`."""
         lengths = cu_seqlens.diff().tolist()
         buckets = tuple(_buckets(lengths, cu_seqlens.tolist())) if device.type == "cpu" else ()
@@ -123,14 +123,16 @@ class PackedSamples:
     """
 
     input_ids: torch.Tensor
-    packing: Packing
+    packing: PackingMetadata
     predictors: torch.Tensor
     targets: torch.Tensor
     response_bounds: torch.Tensor
-    candidates: Candidates | None = None
+    candidates: TopTokens | None = None
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device, rows: Rows = Rows.PACKED) -> PackedSamples:
+    def of(
+        cls, batch: Batch, device: torch.device, rows: SampleLayout = SampleLayout.PACKED
+    ) -> PackedSamples:
         """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
         `teacher_ids` and `teacher_log_probs` if it has them).
 
@@ -140,7 +142,7 @@ class PackedSamples:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         bounds = prompts.cu_seqlens + responses.cu_seqlens
         bounds = bounds if len(batch) else torch.tensor([0, 1])
-        if rows is Rows.PADDED:
+        if rows is SampleLayout.PADDED:
             bounds = torch.arange(len(bounds)) * bounds.diff().max()
         tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
         starts = bounds[: len(batch)]
@@ -150,10 +152,12 @@ class PackedSamples:
         tokens[response_places] = responses.values
         real = torch.zeros(len(tokens), dtype=torch.bool)
         real[prompt_places] = real[response_places] = True
-        routes = _routes(batch, starts, len(tokens)) if ROUTES in batch.columns else None
+        routes = _routes(batch, starts, len(tokens)) if ROUTED_EXPERTS in batch.columns else None
         return cls(
-            input_ids=tokens.view(1 if rows is Rows.PACKED else len(starts) or 1, -1).to(device),
-            packing=Packing.of(bounds, device, real, routes),
+            input_ids=tokens.view(1 if rows is SampleLayout.PACKED else len(starts) or 1, -1).to(
+                device
+            ),
+            packing=PackingMetadata.of(bounds, device, real, routes),
             predictors=(response_places - 1).to(device),
             targets=responses.values.to(device, copy=True),  # a plain tensor
             response_bounds=responses.cu_seqlens,
@@ -161,7 +165,7 @@ class PackedSamples:
         )
 
 
-def _candidates(batch: Batch, device: torch.device) -> Candidates:
+def _candidates(batch: Batch, device: torch.device) -> TopTokens:
     """Read the teacher's columns, which must have equally many numbers for each response token."""
     tokens, found = batch.lengths("response_ids"), []
     for name in (TEACHER_IDS, TEACHER_LOG_PROBS):
@@ -173,20 +177,21 @@ def _candidates(batch: Batch, device: torch.device) -> Candidates:
                 f"of {column.lengths[:3].tolist()} for {tokens[:3].tolist()} tokens."
             )
         found.append(column.values.view(int(tokens.sum()), width).to(device, copy=True))
-    return Candidates(found[0].long(), found[1])
+    return TopTokens(found[0].long(), found[1])
 
 
 def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | None:
     """Place the column `routed_experts`, which lacks each sample's last token, into the row."""
-    column = batch.ragged(ROUTES)
+    column = batch.ragged(ROUTED_EXPERTS)
     lengths = torch.from_numpy(batch.lengths("prompt_ids") + batch.lengths("response_ids")) - 1
     if not (count := int(lengths.sum())):
         return None
     width = len(column.values) // count
     if not torch.equal(column.lengths, lengths * width):
         raise DataError(
-            f"The column `{ROUTES}` does not have as many experts for each token but the last of a "
-            f"sample: rows of {column.lengths[:3].tolist()} for {lengths[:3].tolist()} tokens."
+            f"The column `{ROUTED_EXPERTS}` does not have as many experts for each token but the "
+            f"last of a sample: rows of {column.lengths[:3].tolist()} for {lengths[:3].tolist()} "
+            "tokens."
         )
     found = torch.full((tokens, width), -1, dtype=torch.int32)
     shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
@@ -194,19 +199,19 @@ def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | N
     return found
 
 
-def _places(column: Ragged, starts: torch.Tensor) -> torch.Tensor:
+def _places(column: RaggedColumn, starts: torch.Tensor) -> torch.Tensor:
     """Return the place of each value of a ragged column whose rows begin at `starts`."""
     shift = (starts - column.cu_seqlens[:-1]).repeat_interleave(column.lengths)
     return torch.arange(len(column.values)) + shift
 
 
-def _buckets(lengths: list[int], bounds: list[int]) -> list[Bucket]:
+def _buckets(lengths: list[int], bounds: list[int]) -> list[AttentionBucket]:
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     real = 0
     for i in order:
         longest = lengths[groups[-1][0]] if groups else 0
-        if groups and longest * (len(groups[-1]) + 1) <= WASTE * (real + lengths[i]):
+        if groups and longest * (len(groups[-1]) + 1) <= MAX_PADDING_RATIO * (real + lengths[i]):
             groups[-1].append(i)
             real += lengths[i]
         else:
@@ -215,8 +220,8 @@ def _buckets(lengths: list[int], bounds: list[int]) -> list[Bucket]:
     return [_bucket(sorted(group), lengths, bounds) for group in groups]
 
 
-def _bucket(samples: list[int], lengths: list[int], bounds: list[int]) -> Bucket:
+def _bucket(samples: list[int], lengths: list[int], bounds: list[int]) -> AttentionBucket:
     longest = max(lengths[i] for i in samples)
     source = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in samples])
     target = torch.cat([torch.arange(lengths[i]) + row * longest for row, i in enumerate(samples)])
-    return Bucket(len(samples), longest, source, target)
+    return AttentionBucket(len(samples), longest, source, target)

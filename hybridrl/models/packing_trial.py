@@ -20,18 +20,20 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import check_scalar
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
 from hybridrl.models.packed_models import CausalPolicy, ScalarModel
-from hybridrl.models.packing import PackedSamples, Rows
+from hybridrl.models.packing import PackedSamples, SampleLayout
 
-LENGTHS = (11, 40, 7)
+_SAMPLE_LENGTHS = (11, 40, 7)
 """Of the samples: the second is longer than a window and than what rotary positions were made
 for."""
-ADDS_POSITIONS = ("bloom", "mpt")
+_ALIBI_MODEL_TYPES = ("bloom", "mpt")
 """Types of models that always do."""
 NEW_LINE = "\n"
-_admitted: dict[str, Rows] = {}
+_admitted: dict[str, SampleLayout] = {}
 
 
-def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
+def resolve_sample_layout(
+    config: PretrainedConfig, path: str, *, scalar: bool = False
+) -> SampleLayout:
     """Return the layout of samples for the model, tried when it is first asked for.
 
     Args:
@@ -46,7 +48,7 @@ def admit(config: PretrainedConfig, path: str, *, scalar: bool = False) -> Rows:
     return _admitted[key]
 
 
-def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
+def _tried(config: PretrainedConfig, path: str, scalar: bool) -> SampleLayout:
     who = f"{path} ({config.model_type})"
     if scalar:
         check_scalar(config, who)
@@ -60,11 +62,11 @@ def _tried(config: PretrainedConfig, path: str, scalar: bool) -> Rows:
     )
 
 
-def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | None, float]:
+def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[SampleLayout | None, float]:
     """Return the layout that works (None: no layout does) and the error of the last one tried."""
     with trial_seed(), torch.no_grad():
         try:
-            trial = ModelTrial(config, LENGTHS, scalar=scalar)
+            trial = ModelTrial(config, _SAMPLE_LENGTHS, scalar=scalar)
             expected = trial.reference_outputs()
         except Exception as error:  # of whatever kind: nobody knows what models will come
             raise ConfigError(
@@ -74,7 +76,7 @@ def _trial(config: PretrainedConfig, who: str, scalar: bool) -> tuple[Rows | Non
             ) from error
         ours, batch = trial.model, trial.batch()
         off = math.inf
-        for rows in Rows:
+        for rows in SampleLayout:
             model = ScalarModel(ours, "before", rows) if scalar else CausalPolicy(ours, rows)
             try:
                 outputs = model.train()(PackedSamples.of(batch, torch.device("cpu"), rows))
@@ -100,7 +102,7 @@ def _cause(config: PretrainedConfig, who: str, scalar: bool) -> str:
         with contextlib.suppress(Exception):  # it may not run so
             if settings and _trial(without, who, scalar)[0] is not None:
                 return f"because {words} ({', '.join(sorted(settings))} in its config.json)."
-    if config.model_type in ADDS_POSITIONS or getattr(config, "alibi", False):
+    if config.model_type in _ALIBI_MODEL_TYPES or getattr(config, "alibi", False):
         return "because positions are added to the scores of its attention (ALiBi)."
     return (
         "because its attention or its head does what the packed forward does not know, such as "

@@ -8,34 +8,34 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-HEADS, HEAD_WIDTH, VOCABULARY, WINDOW, TRAINED_LENGTH = 4, 16, 128, 8, 24
-MOST = {
+_HEADS, _HEAD_DIM, SHRUNK_VOCABULARY, SHRUNK_WINDOW, _TRAINED_LENGTH = 4, 16, 128, 8, 24
+_MAX_VALUES = {
     "num_experts": 4,
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "sliding_window": WINDOW,
-    "mamba_chunk_size": WINDOW,
-    "chunk_size": WINDOW,
-    "vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window": SHRUNK_WINDOW,
+    "mamba_chunk_size": SHRUNK_WINDOW,
+    "chunk_size": SHRUNK_WINDOW,
+    "vocab_size_per_layer_input": SHRUNK_VOCABULARY,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
-    "qk_nope_head_dim": 2 * HEAD_WIDTH,
-    "qk_rope_head_dim": HEAD_WIDTH,
-    "v_head_dim": HEAD_WIDTH,
+    "qk_nope_head_dim": 2 * _HEAD_DIM,
+    "qk_rope_head_dim": _HEAD_DIM,
+    "v_head_dim": _HEAD_DIM,
 }
 """What is larger is made as large as this."""
-WIDTHS = {
+_WIDTHS = {
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
 """So wide is it made, or a little wider so that it can be cut."""
-ALIGNED = 8
+_ALIGNMENT = 8
 """Columns: kernels for experts want rows of whole 16 bytes on each rank."""
 
 
-def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> PretrainedConfig:
+def shrink_config(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> PretrainedConfig:
     """`config` with few and narrow layers in its language model, one or more of each kind that it
     has. Whatever else makes its arithmetic its own stays: kinds of layers, norms, biases, caps,
     scales, rotary positions.
@@ -46,28 +46,28 @@ def shrunk(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> Pretrain
     """
     whole = copy.deepcopy(config)
     small = whole.get_text_config()
-    heads = _get(small, "num_attention_heads") or HEADS
+    heads = _get(small, "num_attention_heads") or _HEADS
     groups = max(1, heads // (_get(small, "num_key_value_heads") or heads))
-    few = _multiple(HEADS, cuts)
-    widths = {"hidden_size": few * HEAD_WIDTH}
-    widths |= {name: _multiple(width, ALIGNED * cuts) for name, width in WIDTHS.items()}
-    for name, most in MOST.items():
+    few = _multiple(_HEADS, cuts)
+    widths = {"hidden_size": few * _HEAD_DIM}
+    widths |= {name: _multiple(width, _ALIGNMENT * cuts) for name, width in _WIDTHS.items()}
+    for name, most in _MAX_VALUES.items():
         if _is_above(_get(small, name), most):
             _set(small, name, most)
     for name, width in widths.items():
         if _is_above(_get(small, name), 0):
             _set(small, name, width)
-    _set(small, "vocab_size", VOCABULARY)
+    _set(small, "vocab_size", SHRUNK_VOCABULARY)
     _narrow_states(small)
     _set(small, "num_attention_heads", few)
     if _get(small, "num_key_value_heads"):
         _set(small, "num_key_value_heads", _divisor(few, few // groups))
-    if _is_above(_get(small, "head_dim"), HEAD_WIDTH):
-        _set(small, "head_dim", HEAD_WIDTH)
+    if _is_above(_get(small, "head_dim"), _HEAD_DIM):
+        _set(small, "head_dim", _HEAD_DIM)
     if whole is not small:  # samples are to hold no tokens of pictures
         for name, token in whole.to_dict().items():
             if name.endswith(("_token_id", "_token_index")) and isinstance(token, int):
-                _set(whole, name, VOCABULARY + token)
+                _set(whole, name, SHRUNK_VOCABULARY + token)
     _set(small, "pad_token_id", 0)  # some models compute with it
     for name in ("bos_token_id", "eos_token_id"):
         _set(small, name, None)
@@ -100,28 +100,28 @@ def _narrow_states(small: PretrainedConfig) -> None:
     for heads, width in (("mamba_n_heads", "mamba_d_head"), ("num_heads", "head_dim")):
         expand = _get(small, "mamba_expand") or _get(small, "expand")
         if _get(small, heads) and expand:
-            _set(small, width, HEAD_WIDTH)
-            _set(small, heads, int(expand * small.hidden_size) // HEAD_WIDTH)
+            _set(small, width, _HEAD_DIM)
+            _set(small, heads, int(expand * small.hidden_size) // _HEAD_DIM)
     if _get(small, "mamba_d_ssm"):
-        _set(small, "mamba_d_ssm", small.mamba_n_heads * HEAD_WIDTH)
+        _set(small, "mamba_d_ssm", small.mamba_n_heads * _HEAD_DIM)
 
 
 def _shorten_positions(small: PretrainedConfig) -> None:
     """Shorten the trained length, so that positions beyond it are treated as in the large model."""
     name = "original_max_position_embeddings"
     if _get(small, name):
-        _set(small, name, TRAINED_LENGTH)
+        _set(small, name, _TRAINED_LENGTH)
     rotary = _get(small, "rope_parameters") or {}
     if name in rotary:
-        rotary[name] = TRAINED_LENGTH
+        rotary[name] = _TRAINED_LENGTH
     if section := rotary.get("mrope_section"):  # pairs that turn by each of three positions
-        width = (_get(small, "head_dim") or HEAD_WIDTH) * rotary.get("partial_rotary_factor", 1.0)
+        width = (_get(small, "head_dim") or _HEAD_DIM) * rotary.get("partial_rotary_factor", 1.0)
         few = [pairs * int(width) // 2 // sum(section) for pairs in section]
         rotary["mrope_section"] = [int(width) // 2 - sum(few[1:]), *few[1:]]
     for name in ("short_factor", "long_factor"):  # of each pair of a head's dims that is turned
         if name in rotary:
             share = rotary.get("partial_rotary_factor") or 1.0
-            rotary[name] = rotary[name][: int(HEAD_WIDTH * share) // 2]
+            rotary[name] = rotary[name][: int(_HEAD_DIM * share) // 2]
 
 
 def _is_above(value: Any, most: int) -> bool:

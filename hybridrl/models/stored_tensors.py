@@ -24,32 +24,32 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from hybridrl.checkpoint.tensors.file_plan import MODEL
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles, TensorInFiles
+from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
+from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, TensorReader
 from hybridrl.layout.boxes import (
     Box,
     Part,
     Piece,
     PieceTable,
-    intersection,
-    relative,
-    volume,
-    whole,
+    box_numel,
+    full_box,
+    intersect_boxes,
+    rebase_box,
 )
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.layout.tensor_views import storage, view_box
-from hybridrl.models.lora import adapter_names, has_adapters
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.tensor_views import find_view_box, storage_id
+from hybridrl.models.lora import find_peft_names, has_adapters
 
-ADAPTER_STEM = "adapter_model"
+_ADAPTER_STEM = "adapter_model"
 """What the name of an adapter's file begins with, as peft has it."""
 CARRIED = "carried/"
 """Begins the local names of tensors that are copied from file to file."""
 OUTPUT = "lm_head"
 """What heads over the vocabulary are called."""
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
-class StoredPart(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in files that is a box of a parameter.
 
     Attributes:
@@ -71,10 +71,10 @@ class StoredPart(NamedTuple):
 
     def inside(self, box: Box) -> Box:
         """Return where in the tensor a smaller box of the parameter is."""
-        return relative(box, self.box)[self.lacking :]
+        return rebase_box(box, self.box)[self.lacking :]
 
 
-class StoredForm(NamedTuple):
+class StorageFormat(NamedTuple):
     """A description of how a model's weights are kept in files.
 
     Attributes:
@@ -86,21 +86,21 @@ class StoredForm(NamedTuple):
     """
 
     stem: str
-    parts: tuple[StoredPart, ...]
-    source: TensorFiles | None = None
+    parts: tuple[StoredTensor, ...]
+    source: TensorReader | None = None
     carried: tuple[str, ...] = ()
 
-    def by_parameter(self) -> dict[str, list[StoredPart]]:
+    def by_parameter(self) -> dict[str, list[StoredTensor]]:
         """Group the tensors by the parameter that they are parts of."""
-        found: dict[str, list[StoredPart]] = {}
+        found: dict[str, list[StoredTensor]] = {}
         for part in self.parts:
             found.setdefault(part.parameter, []).append(part)
         return found
 
-    def layout(self, layout: Layout) -> Layout:
+    def layout(self, layout: TensorLayout) -> TensorLayout:
         """Return the layout of the files' tensors on ranks that hold these parts of the parameters.
         What a rank holds of the index i of a parameter that is divided is called `<parameter>/<i>`,
-        counted from the first that it holds; see `index_of`."""
+        counted from the first that it holds; see `select_local_tensor`."""
         return layout.parts(
             {
                 part.name: Part(
@@ -110,7 +110,7 @@ class StoredForm(NamedTuple):
             }
         )
 
-    def all_tensors(self, layout: Layout) -> Layout:
+    def all_tensors(self, layout: TensorLayout) -> TensorLayout:
         """`layout` and the carried tensors, of which each rank can read all."""
         own = self.layout(layout)
         if self.source is None or not self.carried:
@@ -119,10 +119,10 @@ class StoredForm(NamedTuple):
         here = tuple(layout.pieces)
         kinds = {shape: number for number, shape in enumerate(dict.fromkeys(shapes.values()))}
         columns = tuple(
-            ((Piece(whole(shape), "", (0,) * len(shape)),),) * len(here) for shape in kinds
+            ((Piece(full_box(shape), "", (0,) * len(shape)),),) * len(here) for shape in kinds
         )
         tensors = {name: (CARRIED + name, kinds[shape]) for name, shape in shapes.items()}
-        carried = Layout(shapes, PieceTable(here, columns, tensors))
+        carried = TensorLayout(shapes, PieceTable(here, columns, tensors))
         return own.beside(carried)
 
     def carried_tensors(self) -> dict[str, TensorInFiles]:
@@ -138,30 +138,30 @@ class StoredForm(NamedTuple):
         return {name: self.source.dtypes[name] for name in self.carried if self.source is not None}
 
 
-def _piece(part: StoredPart, piece: Piece) -> Piece | None:
-    if (shared := intersection(piece.box, part.box)) is None:
+def _piece(part: StoredTensor, piece: Piece) -> Piece | None:
+    if (shared := intersect_boxes(piece.box, part.box)) is None:
         return None
     tensor, start = piece.at(shared)
     first, start = start[: part.lacking], start[part.lacking :]
     return Piece(part.inside(shared), "/".join([tensor, *map(str, first)]), start)
 
 
-def index_of(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+def select_local_tensor(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
     """Return a local tensor of `StorageFormat.layout_of_files`, of what this rank holds."""
     parameter, *indices = name.split("/")
     return parts[parameter][tuple(map(int, indices))]
 
 
-def most_bytes(stem: str, file_bytes: int) -> int:
+def limit_file_bytes(stem: str, file_bytes: int) -> int:
     """Return the most bytes of one file; peft opens a single one, so adapters are never split."""
-    return sys.maxsize if stem == ADAPTER_STEM else file_bytes
+    return sys.maxsize if stem == _ADAPTER_STEM else file_bytes
 
 
-def stored_form(
+def find_storage_format(
     model: PreTrainedModel,
     shapes: Mapping[str, tuple[int, ...]],
-    source: TensorFiles | None = None,
-) -> StoredForm | None:
+    source: TensorReader | None = None,
+) -> StorageFormat | None:
     """The form in which a model is saved whose parameters have these names and shapes: that of the
     files which it was read from, else that of transformers, or peft; None if tensors of files are
     not parts of the parameters.
@@ -170,9 +170,9 @@ def stored_form(
         source: The files that the model was read from.
     """
     if has_adapters(model):
-        names = adapter_names(model, shapes)
-        return StoredForm(
-            ADAPTER_STEM,
+        names = find_peft_names(model, shapes)
+        return StorageFormat(
+            _ADAPTER_STEM,
             tuple(_whole_part(stored, name, shapes[name]) for name, stored in names.items()),
         )
     found = {} if source is None else as_read(model, shapes, source.shapes)
@@ -184,17 +184,19 @@ def stored_form(
         found.setdefault(part.parameter, []).append(part)
     parts = tuple(part for name in shapes for part in found[name])
     if source is None:
-        return StoredForm(MODEL, parts)
+        return StorageFormat(MODEL_STEM, parts)
     here = {part.name for part in parts}
     here |= {name for name in source.shapes if is_replaced(model, name)}
-    return StoredForm(MODEL, parts, source, tuple(n for n in source.shapes if n not in here))
+    return StorageFormat(
+        MODEL_STEM, parts, source, tuple(n for n in source.shapes if n not in here)
+    )
 
 
 def as_read(
     model: PreTrainedModel,
     shapes: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, tuple[int, ...]],
-) -> dict[str, list[StoredPart]]:
+) -> dict[str, list[StoredTensor]]:
     """The tensors that each parameter was read from, and those that are tied to it.
 
     Args:
@@ -203,7 +205,7 @@ def as_read(
     """
     found = {
         name: list(parts)
-        for name, parts in parts_in_files(model, shapes, stored).items()
+        for name, parts in find_stored_tensors(model, shapes, stored).items()
         if all(stored[part.name] == part.shape for part in parts)
     }
     tied = model.all_tied_weights_keys
@@ -222,14 +224,14 @@ def is_replaced(model: PreTrainedModel, stored: str) -> bool:
     return is_head and model.get_output_embeddings() is None
 
 
-def as_named(stem: str, shapes: Mapping[str, tuple[int, ...]]) -> StoredForm:
+def plain_storage_format(stem: str, shapes: Mapping[str, tuple[int, ...]]) -> StorageFormat:
     """Return the form of files that hold every parameter as it is."""
-    return StoredForm(stem, tuple(_whole_part(name, name, of) for name, of in shapes.items()))
+    return StorageFormat(stem, tuple(_whole_part(name, name, of) for name, of in shapes.items()))
 
 
-def parts_in_files(
+def find_stored_tensors(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], stored: Iterable[str]
-) -> dict[str, tuple[StoredPart, ...]]:
+) -> dict[str, tuple[StoredTensor, ...]]:
     """Return for each parameter that is in files the tensors that it is in, whole or in parts.
 
     Args:
@@ -260,20 +262,20 @@ def parts_in_files(
 
 def _whole_parts(
     shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, str]
-) -> dict[str, tuple[StoredPart, ...]]:
+) -> dict[str, tuple[StoredTensor, ...]]:
     return {
-        name: (_whole_part(there[stored_name(name)], name, shape),)
+        name: (_whole_part(there[remove_adapter_prefix(name)], name, shape),)
         for name, shape in shapes.items()
-        if stored_name(name) in there
+        if remove_adapter_prefix(name) in there
     }
 
 
 def _divided(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
-) -> list[list[StoredPart]]:
+) -> list[list[StoredTensor]]:
     """The tensors that transformers makes of each of these parameters."""
-    by_stored_name = {stored_name(name): name for name in shapes}
-    found: dict[str, list[StoredPart]] = {}
+    by_stored_name = {remove_adapter_prefix(name): name for name in shapes}
+    found: dict[str, list[StoredTensor]] = {}
     for part in _converted(model, {s: shapes[name] for s, name in by_stored_name.items()}) or ():
         name = by_stored_name[part.parameter]
         found.setdefault(name, []).append(part._replace(parameter=name))
@@ -289,29 +291,29 @@ def _renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
     return {rename_source_key(name, renamings, [], prefix, known)[0]: name for name in stored}
 
 
-def stored_name(name: str) -> str:
+def remove_adapter_prefix(name: str) -> str:
     """Return the name in the model's own files of a parameter that has an adapter beside it."""
     return name.replace(".base_layer.", ".")
 
 
-def is_converted(model: PreTrainedModel) -> bool:
+def has_converted_tensors(model: PreTrainedModel) -> bool:
     """Return whether files have other tensors than the parameters, such as each expert alone."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return any(isinstance(one, WeightConverter) for one in conversions)
 
 
-def _whole_part(name: str, parameter: str, shape: tuple[int, ...]) -> StoredPart:
-    return StoredPart(name, parameter, whole(shape), tuple(shape))
+def _whole_part(name: str, parameter: str, shape: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor(name, parameter, full_box(shape), tuple(shape))
 
 
 def _converted(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[StoredPart, ...] | None:
+) -> tuple[StoredTensor, ...] | None:
     """Return the tensors that transformers makes of these parameters; None if it does not only
     divide and rename them, or leaves some out. None if they do not only divide and rename them, or
     leave some out."""
     mine = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    owners = {storage(tensor): name for name, tensor in mine.items()}
+    owners = {storage_id(tensor): name for name, tensor in mine.items()}
     with _CopiesAreViews():
         stored = revert_weight_conversion(model, dict(mine))
     left_out = set(model._keys_to_ignore_on_save or ())
@@ -319,12 +321,12 @@ def _converted(
     for name, tensor in stored.items():
         if name in left_out:
             continue
-        owner = owners.get(storage(tensor))
-        box = None if owner is None else view_box(tensor, mine[owner])
+        owner = owners.get(storage_id(tensor))
+        box = None if owner is None else find_view_box(tensor, mine[owner])
         if owner is None or box is None:
             return None
-        parts.append(StoredPart(name, owner, box, tuple(tensor.shape)))
-        covered[owner] += volume(box)
+        parts.append(StoredTensor(name, owner, box, tuple(tensor.shape)))
+        covered[owner] += box_numel(box)
     if any(covered[name] != tensor.numel() for name, tensor in mine.items()):
         return None
     return tuple(parts)
@@ -336,6 +338,6 @@ class _CopiesAreViews(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is aten.clone.default:
+        if func is _aten.clone.default:
             return args[0].view_as(args[0])
         return func(*args, **(kwargs or {}))

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from hybridrl.models.log_probs import (
     LogitScale,
-    Vocabulary,
-    chunks,
-    head_gradients,
-    local_rows,
-    logits_of,
-    operand,
+    VocabularyShard,
+    compute_head_gradients,
+    compute_logits,
+    find_local_rows,
+    prepare_operand,
+    split_tokens,
 )
 
 DIVERGENCES = ("reverse", "forward")
 """KL(model, teacher) and KL(teacher, model)."""
-MOST_GAP = 60.0
+_MAX_LOG_RATIO = 60.0
 """Nats between two probabilities whose ratio float32 still has room for."""
-LEAST_REST = 1e-7
+_MIN_REST = 1e-7
 """Of a teacher's probability for all tokens beyond its list: what float32 tells from 1."""
 
 
-class Candidates(NamedTuple):
+class TopTokens(NamedTuple):
     """A teacher's likeliest tokens, with their log-probabilities.
 
     Attributes:
@@ -44,44 +44,44 @@ class Candidates(NamedTuple):
 
 
 @torch.no_grad()
-def likeliest(
+def find_top_tokens(
     hidden: Tensor,
     weight: Tensor,
     k: int,
     temperature: float = 1.0,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyShard | None = None,
     soft_cap: float | None = None,
-) -> Candidates:
+) -> TopTokens:
     """Return the k likeliest tokens of each distribution; fewer if there are fewer.
 
     Args:
         hidden, weight, temperature, vocabulary, soft_cap: As of `token_log_probs`.
     """
-    states, table = operand(hidden), operand(weight)
+    states, table = prepare_operand(hidden), prepare_operand(weight)
     scale = LogitScale(temperature, soft_cap)
     width = min(k, len(weight))
     values = hidden.new_empty(len(hidden), width, dtype=torch.float32)
     ids = torch.empty_like(values, dtype=torch.int64)
     log_sum = values.new_empty(len(hidden), 1)
-    for chunk in chunks(hidden, weight):
-        logits = logits_of(states[chunk], table, scale)
+    for chunk in split_tokens(hidden, weight):
+        logits = compute_logits(states[chunk], table, scale)
         values[chunk], ids[chunk] = logits.topk(width, dim=1)
         log_sum[chunk] = logits.logsumexp(1, keepdim=True)
     if vocabulary is not None:
-        values, ids = _of_all(values, ids + vocabulary.start, vocabulary.group)
+        values, ids = _gather_top_tokens(values, ids + vocabulary.start, vocabulary.group)
         log_sum = _gathered(log_sum, vocabulary.group).logsumexp(1, keepdim=True)
         values, best = values.topk(min(k, values.shape[1]), dim=1)
         ids = ids.gather(1, best)
-    return Candidates(ids, values - log_sum)
+    return TopTokens(ids, values - log_sum)
 
 
-def divergence(
+def teacher_kl_loss(
     hidden: Tensor,
     weight: Tensor,
-    candidates: Candidates,
+    candidates: TopTokens,
     kind: str,
     temperature: float = 1.0,
-    vocabulary: Vocabulary | None = None,
+    vocabulary: VocabularyShard | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
     """Compute the KL of each distribution and the teacher's, `[tokens]`, float32; differentiable.
@@ -108,22 +108,22 @@ class _Divergence(torch.autograd.Function):
         teacher: Tensor,
         kind: str,
         scale: LogitScale,
-        vocabulary: Vocabulary | None,
+        vocabulary: VocabularyShard | None,
     ) -> Tensor:
-        local, mine = local_rows(ids, weight, vocabulary)
+        local, mine = find_local_rows(ids, weight, vocabulary)
         largest = hidden.new_empty(len(hidden), dtype=torch.float32)
         # By token: the sum of exp(z) of all, and of those beyond the list, z less the largest.
         sums = largest.new_empty(len(hidden), 2)
         listed = largest.new_empty(ids.shape)
-        states, table = operand(hidden), operand(weight)
-        for chunk in chunks(hidden, weight):
-            logits = logits_of(states[chunk], table, scale)
+        states, table = prepare_operand(hidden), prepare_operand(weight)
+        for chunk in split_tokens(hidden, weight):
+            logits = compute_logits(states[chunk], table, scale)
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
             own = logits.gather(1, local[chunk])
             listed[chunk] = torch.where(mine[chunk], own, -torch.inf)
             sums[chunk, 0] = logits.exp().sum(1)
-            sums[chunk, 1] = _beyond(logits, local[chunk], mine[chunk]).exp_().sum(1)
+            sums[chunk, 1] = _mask_listed(logits, local[chunk], mine[chunk]).exp_().sum(1)
         if vocabulary is not None:
             mine_largest, largest = largest, largest.clone()
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
@@ -137,7 +137,7 @@ class _Divergence(torch.autograd.Function):
         log_sum = sums[:, 0].log()
         # The last event is that of all other tokens.
         log_p = torch.cat([listed, sums[:, 1:].log()], 1) - log_sum[:, None]
-        rest = (1 - teacher.exp().sum(1, keepdim=True)).clamp_min(LEAST_REST).log()
+        rest = (1 - teacher.exp().sum(1, keepdim=True)).clamp_min(_MIN_REST).log()
         log_q = torch.cat([teacher, rest], 1)
         p, gap = log_p.exp(), torch.where(log_p.isneginf(), 0.0, log_p - log_q)
         if kind == "reverse":
@@ -147,7 +147,7 @@ class _Divergence(torch.autograd.Function):
             q = log_q.exp()
             total = -(q * gap).sum(1)
             # By p, as of the others, a listed token's could be infinite.
-            beyond = 1 - (-gap[:, -1:]).clamp_max(MOST_GAP).exp()
+            beyond = 1 - (-gap[:, -1:]).clamp_max(_MAX_LOG_RATIO).exp()
             coefficients = torch.cat([(p - q)[:, :-1], beyond], 1)
         ctx.save_for_backward(hidden, weight, ids, coefficients, largest, log_sum)
         ctx.kind, ctx.scale, ctx.vocabulary = kind, scale, vocabulary
@@ -156,17 +156,17 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, ids, coefficients, largest, log_sum = ctx.saved_tensors
-        local, mine = local_rows(ids, weight, ctx.vocabulary)
+        local, mine = find_local_rows(ids, weight, ctx.vocabulary)
 
         def of_logits(chunk: slice, log_softmax: Tensor) -> Tensor:
             rows, here = local[chunk], mine[chunk]
             listed = coefficients[chunk, :-1]
             if ctx.kind == "reverse":
                 listed = listed * log_softmax.gather(1, rows).exp()
-            found = _beyond(log_softmax, rows, here).exp_().mul_(coefficients[chunk, -1:])
+            found = _mask_listed(log_softmax, rows, here).exp_().mul_(coefficients[chunk, -1:])
             return found.scatter_add_(1, rows, listed * here).mul_(grad[chunk, None])
 
-        grads = head_gradients(
+        grads = compute_head_gradients(
             *(hidden, weight, ctx.scale, ctx.vocabulary, largest, log_sum),
             of_logits,
             with_weight=ctx.needs_input_grad[1],
@@ -174,12 +174,14 @@ class _Divergence(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def _beyond(logits: Tensor, rows: Tensor, mine: Tensor) -> Tensor:
+def _mask_listed(logits: Tensor, rows: Tensor, mine: Tensor) -> Tensor:
     """Set the logits of the listed tokens that are this rank's to minus infinity, in place."""
     return logits.scatter_add_(1, rows, torch.where(mine, -torch.inf, 0.0))
 
 
-def _of_all(values: Tensor, ids: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather_top_tokens(
+    values: Tensor, ids: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """Gather the top tokens of all ranks side by side, padded where a rank has fewer rows."""
     most = torch.tensor([values.shape[1]], device=values.device)
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.models.language_model import build_language_model
-from hybridrl.models.stored_tensors import as_read, stored_form
+from hybridrl.models.stored_tensors import as_read, find_storage_format
 
 COMPUTED = "rotary_emb.inv_freq"
 """What old files have besides, and no model reads."""
@@ -31,10 +31,10 @@ def trained_parts(path: str, config: PretrainedConfig, *, adapters: bool) -> str
     with torch.device("meta"):
         model = build_language_model(config, dtype=torch.float32)
     own = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    if stored_form(model, own) is None:
+    if find_storage_format(model, own) is None:
         said = f"{type(model).__name__} is saved as transformers writes it, so what {path} has "
         return "" if adapters else f"{said}besides the tensors of that class is left out."
-    carried = TensorFiles(Path(path)).shapes
+    carried = TensorReader(Path(path)).shapes
     stored = carried or _shapes_in_pickles(Path(path))
     if carried:
         own |= {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}

@@ -4,7 +4,7 @@ Ring attention is a sum over such blocks. Each gives its output together with th
 softmax's denominator (`lse`), from which blocks are merged; the backward pass of a block takes the
 output and `lse` of all blocks together, so that nothing of the size queries x keys is ever kept.
 On CUDA half-precision blocks run on torch's variable-length flash kernels; elsewhere, and in
-float32, on `rectangles`.
+float32, on `make_rectangles`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.parallel.padded_attention import Rectangle, rectangles
-from hybridrl.parallel.zigzag import RingRow, ranges
+from hybridrl.parallel.padded_attention import PaddedRectangle, make_rectangles
+from hybridrl.parallel.zigzag import RingRow, concatenate_ranges
 from hybridrl.system.device_traits import fits_flash
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class AttentionBlock:
     """A block of attention: the tokens of a row of queries and the tokens of a row of keys that
     they see.
 
@@ -46,7 +46,7 @@ class Block:
     @classmethod
     def between(
         cls, reader: RingRow, source: RingRow, distance: int, device: torch.device
-    ) -> Block | None:
+    ) -> AttentionBlock | None:
         """Build the block of the reader's queries and the source's keys that they see; None if no
         query sees any.
 
@@ -89,13 +89,13 @@ class Block:
         return int(self.query_lengths.max()), int(self.key_lengths.max())
 
     @cached_property
-    def rectangles(self) -> list[Rectangle]:
+    def rectangles(self) -> list[PaddedRectangle]:
         """The samples as padded rectangles, for the portable kernel."""
-        return rectangles(self.query_lengths, self.key_lengths, self.causal, self.device)
+        return make_rectangles(self.query_lengths, self.key_lengths, self.causal, self.device)
 
 
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+def block_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of a block.
 
@@ -117,14 +117,14 @@ def block_forward(
     return out, lse
 
 
-def block_backward(
+def block_attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block: Block,
+    block: AttentionBlock,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the float32 gradients of a block's queries, keys and values.
@@ -143,7 +143,7 @@ def block_backward(
     return found
 
 
-def correction(
+def merge_correction(
     out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the terms to add to the output and `lse` over some keys to include the keys of a block
@@ -157,7 +157,7 @@ def _has_flash_kernel(q: Tensor) -> bool:
 
 
 def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
+    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, scale: float
 ) -> tuple[Tensor, Tensor]:
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q.contiguous(),
@@ -180,7 +180,7 @@ def _flash_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    block: Block,
+    block: AttentionBlock,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # There is no dropout, so its random state is never read.
@@ -208,4 +208,4 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 def _indices(starts: Tensor, lengths: Tensor, tokens: int, device: torch.device) -> Tensor | None:
-    return None if int(lengths.sum()) == tokens else ranges(starts, lengths).to(device)
+    return None if int(lengths.sum()) == tokens else concatenate_ranges(starts, lengths).to(device)

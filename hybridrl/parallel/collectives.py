@@ -36,13 +36,13 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def copy_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def copy_to_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return `x`, which is equal on every rank and used differently by each; its gradients are
     summed in the backward."""
     return _Copy.apply(x, group)
 
 
-def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_from_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of every rank's `x`, which all ranks use alike; the gradient passes through
     unchanged."""
     return _Sum.apply(x, group)
@@ -51,7 +51,7 @@ def sum_over(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 DIGEST_BYTES = 32
 
 
-def all_values(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def all_gather_distinct(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return every rank's value, in the order of ranks; equal values are sent once and are one
     object. Collective.
 

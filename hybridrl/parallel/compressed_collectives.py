@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.compress.codec import Codec
-from hybridrl.compress.grouped_integers import GroupedIntegers
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 
-INT8 = GroupedIntegers(8, 512)
-INT4 = GroupedIntegers(4, 128, hadamard=True)
+INT8_CODEC = GroupedIntegerCodec(8, 512)
+INT4_CODEC = GroupedIntegerCodec(4, 128, hadamard=True)
 """What SDP4Bit takes within a node and between nodes."""
 
 
 @dataclass(frozen=True)
-class Hop:
+class ReductionHop:
     """An exchange over some ranks after which each has the sum of its own part.
 
     Args:
@@ -83,7 +83,7 @@ class CompressedReduceScatter:
             two hops: for each place on a node, for each node, the rank there.
     """
 
-    def __init__(self, hops: Sequence[Hop], order: Sequence[int] | None = None) -> None:
+    def __init__(self, hops: Sequence[ReductionHop], order: Sequence[int] | None = None) -> None:
         self._hops = hops
         self._order = order
 

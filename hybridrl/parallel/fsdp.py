@@ -19,24 +19,24 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from hybridrl.models import PackedModel
-from hybridrl.parallel.gradient_reduction import GradientSums
-from hybridrl.parallel.measured_reduction import MeasuredSums
+from hybridrl.parallel.gradient_reduction import GradientReduceScatter
+from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.weight_gathers import DifferenceAllGather
 from hybridrl.system.device_traits import SMALL_MODEL_BYTES
 
 
-def is_small(model: nn.Module) -> bool:
+def is_small_model(model: nn.Module) -> bool:
     """Return whether the float32 model is small enough to be gathered as one unit."""
     return sum(p.numel() for p in model.parameters()) * 4 < SMALL_MODEL_BYTES
 
 
-def shard(
+def apply_fsdp(
     model: PackedModel,
     mesh: DeviceMesh,
     dtype: torch.dtype,
     *,
     offload: bool,
-    reduce_scatter: GradientSums | None = None,
+    reduce_scatter: GradientReduceScatter | None = None,
 ) -> PackedModel:
     """Shard the float32 parameters over `mesh`, in place. Gradients are summed over it and not
     averaged: the weights of the global loss already divide by the tokens of all ranks.
@@ -57,7 +57,7 @@ def shard(
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         "shard_placement_fn": partial(_dim_to_cut, shards=mesh.size(mesh.ndim - 1)),
     }
-    if not is_small(model):
+    if not is_small_model(model):
         kinds = set(model.inner._no_split_modules or ())
         for module in list(model.inner.modules()):
             if type(module).__name__ in kinds:
@@ -65,48 +65,50 @@ def shard(
         _shard_ends(model, settings)
     fully_shard(model, **settings)
     if mesh.size() > 1:
-        for unit in units(model):
+        for unit in list_fsdp_units(model):
             unit.set_gradient_divide_factor(1.0)
             # gloo has no sum of multiples, which is what a factor means to it otherwise.
             unit.set_force_sum_reduction_for_comms(True)
-        if isinstance(reduce_scatter, MeasuredSums):
+        if isinstance(reduce_scatter, MeasuredReduceScatter):
             _install(reduce_scatter, model)
         elif reduce_scatter is not None:
-            for unit in units(model):
+            for unit in list_fsdp_units(model):
                 unit.set_custom_reduce_scatter(reduce_scatter)
     return model
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
+def list_fsdp_units(model: nn.Module) -> list[FSDPModule]:
     """Return the FSDP units of a model: the modules whose parameters are gathered together."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def gather_differences(model: nn.Module) -> list[DifferenceAllGather]:
+def apply_difference_gathers(model: nn.Module) -> list[DifferenceAllGather]:
     """Make each FSDP unit gather its weights as differences, and return the gathers."""
     gathers = []
-    for unit in units(model):
+    for unit in list_fsdp_units(model):
         gathers.append(DifferenceAllGather())
         unit.set_custom_all_gather(gathers[-1])
     return gathers
 
 
-def unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
+def list_unit_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
     """Return the trained parameters of each FSDP unit, inner units first."""
     seen: set[nn.Parameter] = set()
     found = []
-    for unit in reversed(units(model)):
+    for unit in reversed(list_fsdp_units(model)):
         own = [p for p in unit.parameters() if p.requires_grad and p not in seen]
         seen.update(own)
         found.append(own)
     return found
 
 
-def _install(sums: MeasuredSums, model: nn.Module) -> None:
+def _install(sums: MeasuredReduceScatter, model: nn.Module) -> None:
     """Give every unit with trained parameters its own reduce-scatter."""
     trained = {
         unit: sum(parameter.numel() for parameter in own)
-        for unit, own in zip(reversed(units(model)), unit_parameters(model), strict=True)
+        for unit, own in zip(
+            reversed(list_fsdp_units(model)), list_unit_parameters(model), strict=True
+        )
         if own
     }
     sums.install(list(trained), list(trained.values()))

@@ -11,23 +11,28 @@ import torch.distributed as dist
 
 from hybridrl.compress.codec import Codec
 from hybridrl.errors import ConfigError
-from hybridrl.parallel.compressed_collectives import INT4, INT8, CompressedReduceScatter, Hop
-from hybridrl.parallel.measured_reduction import MeasuredSums
-from hybridrl.parallel.reduction_timing import HopWay
+from hybridrl.parallel.compressed_collectives import (
+    INT4_CODEC,
+    INT8_CODEC,
+    CompressedReduceScatter,
+    ReductionHop,
+)
+from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
+from hybridrl.parallel.reduction_timing import ReductionMethod
 
-AUTO = "auto"
-CODECS: dict[str, Codec | None] = {"float32": None, "int8": INT8, "int4": INT4}
-WITHIN, BETWEEN = ("float32", "int8"), ("float32", "int8", "int4")
+_AUTO = "auto"
+_CODECS: dict[str, Codec | None] = {"float32": None, "int8": INT8_CODEC, "int4": INT4_CODEC}
+_INTRA_NODE_CODECS, _INTER_NODE_CODECS = ("float32", "int8"), ("float32", "int8", "int4")
 """What `auto` may take within a node and between nodes. Not the largest values alone: what they
 leave out has to be kept on every rank, four bytes for each gradient of the whole model, which is
 the memory that sharding is there to save."""
 
-GradientSums = CompressedReduceScatter | MeasuredSums
+GradientReduceScatter = CompressedReduceScatter | MeasuredReduceScatter
 
 
 def make_reduce_scatter(
     kind: str, rows: Sequence[Sequence[int]], device: torch.device | None = None
-) -> GradientSums | None:
+) -> GradientReduceScatter | None:
     """Build the reduce-scatter that sums gradients over this rank's row of ranks. Collective over
     the default process group.
 
@@ -46,24 +51,24 @@ def make_reduce_scatter(
         return None
     rows = [sorted(row) for row in rows]
     if kind == "int8":
-        group = _own_group(rows)
-        return None if group is None else CompressedReduceScatter([Hop(group, INT8)])
-    nodes = _nodes()
-    if kind == AUTO:
-        return _measured(rows, nodes, device or torch.device("cpu"))
-    levels = _Levels(rows, nodes)
-    hops = levels.hops(INT8, INT4)
+        group = _make_own_group(rows)
+        return None if group is None else CompressedReduceScatter([ReductionHop(group, INT8_CODEC)])
+    nodes = _find_node_addresses()
+    if kind == _AUTO:
+        return _make_measured(rows, nodes, device or torch.device("cpu"))
+    levels = _TwoLevelGroups(rows, nodes)
+    hops = levels.hops(INT8_CODEC, INT4_CODEC)
     return CompressedReduceScatter(hops, levels.order) if hops else None
 
 
-class _Levels:
+class _TwoLevelGroups:
     """The process groups of a two-level reduction: within each node, then between nodes. Building
     them is collective."""
 
     def __init__(self, rows: Sequence[Sequence[int]], nodes: Sequence[str]) -> None:
-        tables = [ranks_by_node(row, nodes) for row in rows]
-        self.inside = _own_group([places for table in tables for places in table])
-        self.across = _own_group(
+        tables = [group_ranks_by_node(row, nodes) for row in rows]
+        self.inside = _make_own_group([places for table in tables for places in table])
+        self.across = _make_own_group(
             [list(one) for table in tables for one in zip(*table, strict=True)]
         )
         self.order: list[int] = []
@@ -72,45 +77,47 @@ class _Levels:
                 places = zip(*table, strict=True)
                 self.order = [row.index(there) for place in places for there in place]
 
-    def hops(self, inside: Codec | None, across: Codec | None) -> list[Hop]:
+    def hops(self, inside: Codec | None, across: Codec | None) -> list[ReductionHop]:
         """Return the hops that have more than one rank."""
         both = ((self.inside, inside), (self.across, across))
-        return [Hop(group, codec) for group, codec in both if group is not None]
+        return [ReductionHop(group, codec) for group, codec in both if group is not None]
 
 
-def _measured(
+def _make_measured(
     rows: Sequence[Sequence[int]], nodes: Sequence[str], device: torch.device
-) -> MeasuredSums | None:
+) -> MeasuredReduceScatter | None:
     """Build the reduce-scatter of `auto` with all its candidates, lossless ones first."""
-    group = _own_group(rows)
+    group = _make_own_group(rows)
     try:
-        tables = [ranks_by_node(row, nodes) for row in rows]
+        tables = [group_ranks_by_node(row, nodes) for row in rows]
     except ConfigError:  # nodes with more ranks than others: one hop
         tables = []
     counts = {(len(table), len(table[0])) for table in tables}
     on_nodes, on_each = counts.pop() if len(counts) == 1 else (1, 1)
-    levels = _Levels(rows, nodes) if on_nodes > 1 and on_each > 1 else None
+    levels = _TwoLevelGroups(rows, nodes) if on_nodes > 1 and on_each > 1 else None
     if group is None:
         return None
-    one_hop = BETWEEN if on_nodes > 1 and on_each == 1 else WITHIN
-    ways = [HopWay(name, [Hop(group, CODECS[name])]) for name in one_hop]
+    one_hop = _INTER_NODE_CODECS if on_nodes > 1 and on_each == 1 else _INTRA_NODE_CODECS
+    ways = [ReductionMethod(name, [ReductionHop(group, _CODECS[name])]) for name in one_hop]
     if levels is not None:
         ways += [
-            HopWay(f"{inside}+{across}", levels.hops(CODECS[inside], CODECS[across]), levels.order)
-            for across in BETWEEN
-            for inside in WITHIN
+            ReductionMethod(
+                f"{inside}+{across}", levels.hops(_CODECS[inside], _CODECS[across]), levels.order
+            )
+            for across in _INTER_NODE_CODECS
+            for inside in _INTRA_NODE_CODECS
         ]
-    return MeasuredSums(ways, group, device)
+    return MeasuredReduceScatter(ways, group, device)
 
 
-def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
+def _make_own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
     """Make the process groups and return this rank's; None for a rank that is in none of them, or
     alone."""
     mine, _ = dist.new_subgroups_by_enumeration(groups)
     return mine if mine is not None and mine.size() > 1 else None
 
 
-def _nodes() -> list[str]:
+def _find_node_addresses() -> list[str]:
     """Return for each rank the address from which it reaches the first rank, which is equal for all
     ranks of a node."""
     found: list[str] = [""] * dist.get_world_size()
@@ -123,7 +130,7 @@ def _nodes() -> list[str]:
     return found
 
 
-def ranks_by_node(ranks: Sequence[int], nodes: Sequence[str]) -> list[list[int]]:
+def group_ranks_by_node(ranks: Sequence[int], nodes: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each node, equally many on each.
 
     Args:

@@ -20,43 +20,48 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridrl.parallel.compressed_collectives import CompressedReduceScatter
 from hybridrl.parallel.reduction_choice import (
-    IN_ORDER,
-    ON_A_STREAM,
-    Bucket,
-    Choice,
-    choose,
+    NO_OVERLAP,
+    STREAM_OVERLAP,
+    GradientBucket,
+    ReductionChoice,
+    choose_methods,
 )
-from hybridrl.parallel.reduction_timing import HopWay, agreed, measured_ways, reduce_scatter
-from hybridrl.system.device_traits import Moment
+from hybridrl.parallel.reduction_timing import (
+    ReductionMethod,
+    all_reduce_figures,
+    measure_methods,
+    reduce_scatter_tensor,
+)
+from hybridrl.system.device_traits import TimingEvent
 from hybridrl.system.measured_choice import MeasuredChoice
 
-DRIFT = 1.5
+_DRIFT_RATIO = 1.5
 """Sums that take so many times as long as was measured, or as little, may want another way..."""
-IN_A_ROW = 3
+DRIFTED_UPDATES = 3
 """...if they do so in so many updates."""
-WORTH = 0.02
+MIN_TIME_SHARE = 0.02
 """...and if it is such a share of all time: to measure takes seconds."""
-CALM = 100
+CALM_UPDATES = 100
 """Updates after which a measurement is forgotten that was made again. Until then twice as much is
 let pass after each: what differs may not be the link, and to measure it more often would not
 help."""
-SETTLING = 3
+SETTLING_UPDATES = 3
 """Updates after which is chosen again where sums go on beside the backward: what a bubble is can
 be seen only once sums are short."""
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _TimedReduction:
     """One reduction of a unit's gradients: when they were ready, when it began and when it
     ended."""
 
     unit: int
-    ready: Moment
-    begin: Moment
-    end: Moment
+    ready: TimingEvent
+    begin: TimingEvent
+    end: TimingEvent
 
 
-class MeasuredSums:
+class MeasuredReduceScatter:
     """The measured reduce-scatters of one model's gradients, on one rank.
 
     Args:
@@ -72,17 +77,17 @@ class MeasuredSums:
     """
 
     def __init__(
-        self, ways: Sequence[HopWay], group: dist.ProcessGroup, device: torch.device
+        self, ways: Sequence[ReductionMethod], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self._ways, self._group, self._device = ways, group, device
-        self._overlap = IN_ORDER if device.type == "cpu" else ON_A_STREAM
-        self.choice: Choice | None = None
-        self.units: list[UnitSum] = []
+        self._overlap = NO_OVERLAP if device.type == "cpu" else STREAM_OVERLAP
+        self.choice: ReductionChoice | None = None
+        self.units: list[UnitReduceScatter] = []
         self.said: list[str] = []
         self.measurements = 0
-        self._sums: list[_Sum] = []
-        self._held = MeasuredChoice(IN_A_ROW)
-        self._drift, self._updates, self._again = DRIFT, 0, 0
+        self._sums: list[_TimedReduction] = []
+        self._held = MeasuredChoice(DRIFTED_UPDATES)
+        self._drift, self._updates, self._again = _DRIFT_RATIO, 0, 0
         self._last = 0.0  # when the last update was over
 
     def install(self, units: Sequence[FSDPModule], values: Sequence[int]) -> None:
@@ -94,7 +99,7 @@ class MeasuredSums:
         self._values = list(values)
         self._order = list(range(len(values)))
         self._gaps = [0.0] * len(values)
-        self.units = [UnitSum(self, number) for number in range(len(values))]
+        self.units = [UnitReduceScatter(self, number) for number in range(len(values))]
         for unit, own in zip(units, self.units, strict=True):
             unit.set_custom_reduce_scatter(own)
         self._measure()
@@ -102,9 +107,9 @@ class MeasuredSums:
         self._say()
         self._last = time.monotonic()
 
-    def note(self, unit: int, ready: Moment, begin: Moment, end: Moment) -> None:
+    def note(self, unit: int, ready: TimingEvent, begin: TimingEvent, end: TimingEvent) -> None:
         """Record the times of a reduction until the update is over."""
-        self._sums.append(_Sum(unit, ready, begin, end))
+        self._sums.append(_TimedReduction(unit, ready, begin, end))
 
     def after_update(self) -> None:
         """Compare the time of an update's reductions with the measurement. Collective over the
@@ -121,33 +126,33 @@ class MeasuredSums:
         now = time.monotonic()
         share = abs(took - expected) / max(now - self._last, 1e-9)
         self._last = now
-        ratio, share = agreed([took / expected, share], dist.ReduceOp.MIN, self._group)
+        ratio, share = all_reduce_figures([took / expected, share], dist.ReduceOp.MIN, self._group)
         self._updates += 1
-        if self._overlap.beside and self._updates <= SETTLING:
+        if self._overlap.beside and self._updates <= SETTLING_UPDATES:
             self._see_gaps(done)
             self._choose()
-            if self._updates == SETTLING:
+            if self._updates == SETTLING_UPDATES:
                 self._say()
             return
-        if self._updates - self._again > CALM and self._drift > DRIFT:
-            self._drift = DRIFT
-            self._held.hold(1 / DRIFT, DRIFT)
-        if not self._held.is_outdated(ratio, counts=share >= WORTH):
+        if self._updates - self._again > CALM_UPDATES and self._drift > _DRIFT_RATIO:
+            self._drift = _DRIFT_RATIO
+            self._held.hold(1 / _DRIFT_RATIO, _DRIFT_RATIO)
+        if not self._held.is_outdated(ratio, counts=share >= MIN_TIME_SHARE):
             return
         self._drift, self._again = 2 * self._drift, self._updates
         self._measure()
         self._choose()
         self._say(
-            f"in {IN_A_ROW} updates sums took {ratio:.2g} times what was measured, so it was "
-            "measured again. "
+            f"in {DRIFTED_UPDATES} updates sums took {ratio:.2g} times what was measured, so it "
+            "was measured again. "
         )
 
     def _choose(self) -> None:
         ready, buckets = 0.0, []
         for unit in self._order:
-            buckets.append(Bucket(self._values[unit], ready))
+            buckets.append(GradientBucket(self._values[unit], ready))
             ready += self._gaps[unit]
-        self.choice = choose(buckets, self._costs, self._overlap)
+        self.choice = choose_methods(buckets, self._costs, self._overlap)
         made = {way.name: way.sums for way in self._ways}
         costs = {way.name: way for way in self._costs}
         self._seconds = [0.0] * len(buckets)
@@ -160,7 +165,7 @@ class MeasuredSums:
         assert self.choice is not None
         self.said.append(f"parallel.gradients=auto: {why}{self.choice.sentence()}.")
 
-    def _see_gaps(self, done: Sequence[_Sum]) -> None:
+    def _see_gaps(self, done: Sequence[_TimedReduction]) -> None:
         """Measure the seconds of computation between neighbouring units where no reduction hid
         them; the result is the same on all ranks."""
         seen: list[int] = []
@@ -173,32 +178,32 @@ class MeasuredSums:
                 self._gaps[one.unit] = gap
         seen += [unit for unit in (done[-1].unit, *self._order) if unit not in seen]
         self._order = list(dict.fromkeys(seen))
-        self._gaps = agreed(self._gaps, dist.ReduceOp.MAX, self._group)
+        self._gaps = all_reduce_figures(self._gaps, dist.ReduceOp.MAX, self._group)
 
     def _measure(self) -> None:
         self.measurements += 1
         largest = max(self._values, default=0)
-        self._costs = measured_ways(self._ways, largest, self._group, self._device)
+        self._costs = measure_methods(self._ways, largest, self._group, self._device)
         self._held.hold(1 / self._drift, self._drift)
 
 
-class UnitSum:
+class UnitReduceScatter:
     """The custom reduce-scatter of one FSDP unit.
 
     Attributes:
         sums: How; None: torch's own.
     """
 
-    def __init__(self, owner: MeasuredSums, number: int) -> None:
+    def __init__(self, owner: MeasuredReduceScatter, number: int) -> None:
         self._owner, self._number = owner, number
         self.sums: CompressedReduceScatter | None = None
-        self._ready: Moment | None = None
+        self._ready: TimingEvent | None = None
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Allocate memory for gradients, which are ready at the first call of a reduction."""
-        self._ready = self._ready or Moment(device)
+        self._ready = self._ready or TimingEvent(device)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -209,11 +214,11 @@ class UnitSum:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        begin = Moment(input_tensor.device)
+        begin = TimingEvent(input_tensor.device)
         if self.sums is None:
-            reduce_scatter(output_tensor, input_tensor, op, group)
+            reduce_scatter_tensor(output_tensor, input_tensor, op, group)
         else:
             self.sums(output_tensor, input_tensor, group, op)
-        end = Moment(input_tensor.device)
+        end = TimingEvent(input_tensor.device)
         ready, self._ready = self._ready or begin, None
         self._owner.note(self._number, ready, begin, end)

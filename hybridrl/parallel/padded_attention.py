@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.models.packing import WASTE
-from hybridrl.parallel.zigzag import ranges
+from hybridrl.models.packing import MAX_PADDING_RATIO
+from hybridrl.parallel.zigzag import concatenate_ranges
 
 SLICE_ELEMENTS = 1 << 20
 """Scores held at a time."""
 
 
 @dataclass(frozen=True, eq=False)
-class Rectangle:
+class PaddedRectangle:
     """Samples of similar length, padded to the longest.
 
     What a padded query gives is left out, and its gradient is 0. A padded key is masked, unless
@@ -139,9 +139,9 @@ class Rectangle:
         return scores
 
 
-def rectangles(
+def make_rectangles(
     query_lengths: Tensor, key_lengths: Tensor, causal: bool, device: torch.device
-) -> list[Rectangle]:
+) -> list[PaddedRectangle]:
     """Divide samples into few rectangles with little padding.
 
     Args:
@@ -155,7 +155,7 @@ def rectangles(
     for i in order:
         wide, high = max(longest_key, keys[i]), max(longest_query, queries[i])
         tokens = real + queries[i] + keys[i]
-        if groups and (wide + high) * (len(groups[-1]) + 1) <= WASTE * tokens:
+        if groups and (wide + high) * (len(groups[-1]) + 1) <= MAX_PADDING_RATIO * tokens:
             groups[-1].append(i)
             longest_query, longest_key, real = high, wide, tokens
         else:
@@ -173,14 +173,14 @@ def rectangles(
         if not causal and int(of_keys.min()) < longest_key:
             no_key = (torch.arange(longest_key) >= of_keys[:, None]).to(device)
         found.append(
-            Rectangle(
+            PaddedRectangle(
                 rows=len(rows),
                 longest_query=longest_query,
                 longest_key=longest_key,
-                query_source=ranges(query_starts[rows], of_queries).to(device),
-                query_target=ranges(row * longest_query, of_queries).to(device),
-                key_source=ranges(key_starts[rows], of_keys).to(device),
-                key_target=ranges(row * longest_key, of_keys).to(device),
+                query_source=concatenate_ranges(query_starts[rows], of_queries).to(device),
+                query_target=concatenate_ranges(row * longest_query, of_queries).to(device),
+                key_source=concatenate_ranges(key_starts[rows], of_keys).to(device),
+                key_target=concatenate_ranges(row * longest_key, of_keys).to(device),
                 causal=causal,
                 no_key=no_key,
             )

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
-from hybridrl.layout.training_mesh import DATA
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
+from hybridrl.layout.training_mesh import DATA_AXES
 from hybridrl.parallel.gradient_reduction import make_reduce_scatter
 
 _NUMBERS = itertools.count()
@@ -36,7 +36,7 @@ class ParallelMesh:
 
     def __init__(
         self,
-        mesh: Mesh,
+        mesh: RankMesh,
         device: torch.device,
         shards: int | None = None,
         gradients: str = "full",
@@ -48,9 +48,9 @@ class ParallelMesh:
         self.coordinates = (
             mesh.coordinates(self.rank)
             if self.rank in mesh.grid
-            else {name: Coordinate(0, size) for name, size in mesh.axes.items()}
+            else {name: MeshCoordinate(0, size) for name, size in mesh.axes.items()}
         )
-        data = mesh.groups(*DATA)
+        data = mesh.groups(*DATA_AXES)
         self.data_ranks = len(data[0])
         self.copies = self.data_ranks // (shards or self.data_ranks)
         self.fsdp = self._fsdp_mesh(torch.tensor(data))
@@ -63,7 +63,7 @@ class ParallelMesh:
     @classmethod
     def data_parallel(cls, device: torch.device, ranks: int) -> ParallelMesh:
         """Build the mesh of one axis, `dp`, over the first `ranks` processes."""
-        return cls(Mesh({"dp": ranks}), device)
+        return cls(RankMesh({"dp": ranks}), device)
 
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """Return the process group of the ranks that differ from this one on `axes` only (no axes:

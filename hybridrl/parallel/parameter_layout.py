@@ -12,18 +12,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hybridrl.layout.boxes import Piece, PieceTable, chunk_range, local_pieces, volume, whole
-from hybridrl.layout.tensor_layout import Layout, join
-from hybridrl.parallel.collectives import all_values
+from hybridrl.layout.boxes import (
+    Piece,
+    PieceTable,
+    box_numel,
+    chunk_range,
+    full_box,
+    make_local_pieces,
+)
+from hybridrl.layout.tensor_layout import TensorLayout, merge_layouts
+from hybridrl.parallel.collectives import all_gather_distinct
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.tensor_parallel import Cut
+from hybridrl.parallel.tensor_parallel import ParameterCut
 
 _Held = tuple[Piece, ...]
 
 
-def training_layout(
-    parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], mesh: ParallelMesh
-) -> Layout:
+def build_training_layout(
+    parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, ParameterCut], mesh: ParallelMesh
+) -> TensorLayout:
     """Build the layout of a model over all ranks of `mesh`. Collective.
 
     Args:
@@ -33,17 +40,19 @@ def training_layout(
     index, shapes, pieces = mesh.index("tp"), {}, {}
     for name, parameter in parameters.items():
         cut = cuts.get(name)
-        shapes[name] = whole_shape(parameter, cut)
-        pieces[name] = pieces_of("", parameter, cut, index)
-    mine = Said.of_pieces(pieces)
+        shapes[name] = full_shape(parameter, cut)
+        pieces[name] = find_parameter_pieces("", parameter, cut, index)
+    mine = PackedRankPieces.of_pieces(pieces)
     if (group := mesh.group()) is None:
-        return layout_of([shapes], [mine])
-    found: list[Said | None] = [None] * group.size()
+        return merge_rank_pieces([shapes], [mine])
+    found: list[PackedRankPieces | None] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)
-    return layout_of(all_values(shapes, group), [said for said in found if said is not None])
+    return merge_rank_pieces(
+        all_gather_distinct(shapes, group), [said for said in found if said is not None]
+    )
 
 
-class Said(NamedTuple):
+class PackedRankPieces(NamedTuple):
     """The pieces of one rank's parameters with equal ones stored once, since layers are sharded
     alike.
 
@@ -56,14 +65,16 @@ class Said(NamedTuple):
     of: npt.NDArray[np.int32]
 
     @classmethod
-    def of_pieces(cls, pieces: Mapping[str, _Held]) -> Said:
+    def of_pieces(cls, pieces: Mapping[str, _Held]) -> PackedRankPieces:
         """Build from pieces whose local tensors have no name."""
         kinds: dict[_Held, int] = {}
         of = [kinds.setdefault(held, len(kinds)) for held in pieces.values()]
         return cls(tuple(kinds), np.array(of, np.int32))
 
 
-def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[Said]) -> Layout:
+def merge_rank_pieces(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[PackedRankPieces]
+) -> TensorLayout:
     """Build the layout of all ranks from the pieces of each.
 
     Args:
@@ -72,7 +83,7 @@ def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[S
         ranks: What each says of these.
     """
     stages = {id(stage): stage for stage in shapes}
-    every = join(Layout(stage, {}) for stage in stages.values()).shapes
+    every = merge_layouts(TensorLayout(stage, {}) for stage in stages.values()).shapes
     place = {name: number for number, name in enumerate(every)}
     columns_of = {key: [place[name] for name in stage] for key, stage in stages.items()}
     kinds: dict[_Held, int] = {(): 0}
@@ -90,13 +101,15 @@ def layout_of(shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: Sequence[S
             columns[key] = len(found)
             found.append(tuple(pieces[kind] for kind in column.tolist()))
         tensors[name] = (name, columns[key])
-    return Layout(every, PieceTable(tuple(range(len(ranks))), tuple(found), tensors))
+    return TensorLayout(every, PieceTable(tuple(range(len(ranks))), tuple(found), tensors))
 
 
-def pieces_of(name: str, parameter: nn.Parameter, cut: Cut | None, index: int) -> tuple[Piece, ...]:
+def find_parameter_pieces(
+    name: str, parameter: nn.Parameter, cut: ParameterCut | None, index: int
+) -> tuple[Piece, ...]:
     """Return the pieces of a parameter that this rank holds: tensor parallelism cuts first, then
     FSDP cuts the rest."""
-    held = list(whole(parameter.shape))  # of what tensor parallelism has left
+    held = list(full_box(parameter.shape))  # of what tensor parallelism has left
     if isinstance(parameter, DTensor):
         places = parameter.device_mesh.get_coordinate()
         for axis, placement in enumerate(parameter.placements):
@@ -106,19 +119,19 @@ def pieces_of(name: str, parameter: nn.Parameter, cut: Cut | None, index: int) -
                 low, high = chunk_range(stop - start, places[axis], count)
                 held[placement.dim] = (start + low, start + high)
     if cut is None:
-        return local_pieces(name, tuple(held))
+        return make_local_pieces(name, tuple(held))
     found, at = [], 0
     for start, stop in cut.bounds[index]:
         low, high = (max(at, min(side, at + stop - start)) for side in held[cut.dim])
         box, place = list(held), [0] * len(held)
         box[cut.dim] = (low - at + start, high - at + start)
         place[cut.dim] = low - held[cut.dim][0]
-        if volume(tuple(box)):
+        if box_numel(tuple(box)):
             found.append(Piece(tuple(box), name, tuple(place)))
         at += stop - start
     return tuple(found)
 
 
-def whole_shape(parameter: nn.Parameter, cut: Cut | None) -> tuple[int, ...]:
+def full_shape(parameter: nn.Parameter, cut: ParameterCut | None) -> tuple[int, ...]:
     """Return the shape of the full parameter, however it is cut."""
     return tuple(parameter.shape) if cut is None else cut.shape

@@ -53,7 +53,7 @@ def check_stages(layers: int, ranks: int, chunks: int = 1, setting: str = "paral
         )
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """The kind of a pipeline action. States flow from stage s to s + 1, their gradients back."""
 
     FORWARD = "forward"
@@ -64,28 +64,28 @@ class Kind(Enum):
     RECEIVE_GRADIENT = "receive gradient"
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """One action of a rank. `stage` is the rank's own; a message goes to its neighbour."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
 
-TICKS = {Kind.FORWARD: 1, Kind.BACKWARD: 2}
+ACTION_TICKS = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2}
 """Time that computations are taken to need when messages are put in order."""
 
 
 @lru_cache(maxsize=64)
-def schedule(
+def build_schedule(
     ranks: int, chunks: int, micro_batches: int, *, training: bool
-) -> tuple[tuple[Action, ...], ...]:
+) -> tuple[tuple[PipelineAction, ...], ...]:
     """Build the sequence of actions of every rank.
 
-    Messages stand where they are due if computations take `TICKS` and messages no time. That puts
-    all actions of all ranks into one order in time, which every rank keeps to: even if each send
-    waited for its receive, no rank could wait for another in a circle. Between any two ranks both
-    see the same sequence of messages, so a transport without tags (NCCL) matches them.
+    Messages stand where they are due if computations take `ACTION_TICKS` and messages no time. That
+    puts all actions of all ranks into one order in time, which every rank keeps to: even if each
+    send waited for its receive, no rank could wait for another in a circle. Between any two ranks
+    both see the same sequence of messages, so a transport without tags (NCCL) matches them.
 
     Args:
         ranks: Ranks of the pipeline, at least 2: a stage's neighbours lie on other ranks.
@@ -93,39 +93,41 @@ def schedule(
         micro_batches: Micro-batches, at least 1.
         training: With backwards; otherwise forwards only.
     """
-    computed = [computations(rank, ranks, chunks, micro_batches, training) for rank in range(ranks)]
-    ends = timeline(computed)
-    timed: list[list[tuple[tuple[int, int, int], Action]]] = [
-        [((ends[action] - TICKS[action.kind], 1, 0), action) for action in actions]
+    computed = [
+        list_computations(rank, ranks, chunks, micro_batches, training) for rank in range(ranks)
+    ]
+    ends = compute_end_ticks(computed)
+    timed: list[list[tuple[tuple[int, int, int], PipelineAction]]] = [
+        [((ends[action] - ACTION_TICKS[action.kind], 1, 0), action) for action in actions]
         for actions in computed
     ]
     for action, end in ends.items():
         kind, stage, micro_batch = action
-        there = stage + 1 if kind is Kind.FORWARD else stage - 1
+        there = stage + 1 if kind is ActionKind.FORWARD else stage - 1
         if not 0 <= there < ranks * chunks:
             continue
         # At one time, the messages of one rank's neighbours are told apart by their senders.
         key = (end, 0, stage)
         send, receive = (
-            (Kind.SEND_STATES, Kind.RECEIVE_STATES)
-            if kind is Kind.FORWARD
-            else (Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT)
+            (ActionKind.SEND_STATES, ActionKind.RECEIVE_STATES)
+            if kind is ActionKind.FORWARD
+            else (ActionKind.SEND_GRADIENT, ActionKind.RECEIVE_GRADIENT)
         )
-        timed[stage % ranks].append((key, Action(send, stage, micro_batch)))
-        timed[there % ranks].append((key, Action(receive, there, micro_batch)))
+        timed[stage % ranks].append((key, PipelineAction(send, stage, micro_batch)))
+        timed[there % ranks].append((key, PipelineAction(receive, there, micro_batch)))
     return tuple(
         tuple(action for _, action in sorted(actions, key=lambda each: each[0]))
         for actions in timed
     )
 
 
-def computations(
+def list_computations(
     rank: int, ranks: int, chunks: int, micro_batches: int, training: bool
-) -> list[Action]:
+) -> list[PipelineAction]:
     """List the forwards and backwards of one rank, in order."""
     groups = _groups(ranks, micro_batches) if chunks > 1 else [range(micro_batches)]
     forwards = [
-        Action(Kind.FORWARD, chunk * ranks + rank, micro_batch)
+        PipelineAction(ActionKind.FORWARD, chunk * ranks + rank, micro_batch)
         for group in groups
         for chunk in range(chunks)
         for micro_batch in group
@@ -133,7 +135,7 @@ def computations(
     if not training:
         return forwards
     backwards = [
-        Action(Kind.BACKWARD, chunk * ranks + rank, micro_batch)
+        PipelineAction(ActionKind.BACKWARD, chunk * ranks + rank, micro_batch)
         for group in groups
         for chunk in reversed(range(chunks))
         for micro_batch in group
@@ -147,14 +149,14 @@ def computations(
     return order + backwards[len(forwards) - ahead :]
 
 
-def timeline(computed: list[list[Action]]) -> dict[Action, int]:
+def compute_end_ticks(computed: list[list[PipelineAction]]) -> dict[PipelineAction, int]:
     """Compute the tick at which each computation ends if each starts as soon as it can.
 
     Raises:
         ValueError: if the orders wait for each other in a circle.
     """
     last = max(action.stage for actions in computed for action in actions)
-    ends: dict[Action, int] = {}
+    ends: dict[PipelineAction, int] = {}
     clocks = [0] * len(computed)
     done = [0] * len(computed)
     moved = True
@@ -167,7 +169,7 @@ def timeline(computed: list[list[Action]]) -> dict[Action, int]:
                 if any(need not in ends for need in needed):
                     break
                 start = max([clocks[rank], *(ends[need] for need in needed)])
-                clocks[rank] = ends[action] = start + TICKS[action.kind]
+                clocks[rank] = ends[action] = start + ACTION_TICKS[action.kind]
                 done[rank] += 1
                 moved = True
     if done != [len(actions) for actions in computed]:
@@ -175,13 +177,13 @@ def timeline(computed: list[list[Action]]) -> dict[Action, int]:
     return ends
 
 
-def _needs(action: Action, last: int) -> list[Action]:
+def _needs(action: PipelineAction, last: int) -> list[PipelineAction]:
     """Return the computations whose results `action` needs."""
     kind, stage, micro_batch = action
-    if kind is Kind.FORWARD:
-        return [Action(kind, stage - 1, micro_batch)] if stage else []
-    forward = Action(Kind.FORWARD, stage, micro_batch)
-    return [forward, Action(kind, stage + 1, micro_batch)] if stage < last else [forward]
+    if kind is ActionKind.FORWARD:
+        return [PipelineAction(kind, stage - 1, micro_batch)] if stage else []
+    forward = PipelineAction(ActionKind.FORWARD, stage, micro_batch)
+    return [forward, PipelineAction(kind, stage + 1, micro_batch)] if stage < last else [forward]
 
 
 def _groups(ranks: int, micro_batches: int) -> list[range]:

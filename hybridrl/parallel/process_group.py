@@ -3,7 +3,7 @@
 The hosts of a job hold many groups, on all devices or on some. Each group is a world of its own:
 its ranks count from 0, what is inside it - meshes, FSDP, vLLM - need not know that there are
 others, and no host has to take part in making a process group that it is not in. While a worker
-runs a call, torch.distributed's default process group is that of its group (`enter`).
+runs a call, torch.distributed's default process group is that of its group (`enter_world`).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hybridrl.controller.worker import Context, Rendezvous
-from hybridrl.system.collective_waits import time_waits
-from hybridrl.system.device_traits import COLLECTIVES, make_current
+from hybridrl.controller.worker import Rendezvous, WorkerContext
+from hybridrl.system.collective_waits import start_timing_waits
+from hybridrl.system.device_traits import COLLECTIVE_BACKENDS, set_current_device
 
 COLLECTIVE_TIMEOUT = timedelta(days=365)
 """Longer than any call's deadline (`controller.timeout_s`), which reports who hangs and where."""
-NAMES_PER_WORLD = 100_000
+_NAMES_PER_WORLD = 100_000
 
 _worlds: dict[str, dist.ProcessGroup] = {}
 _counts: dict[str, int] = {}
 _current = ""
 
 
-def join(context: Context) -> torch.device:
+def join_group_world(context: WorkerContext) -> torch.device:
     """Join the world of `context.role`, once, make it the current one and return this host's
     device. Collective over the group.
 
     The ranks meet at the first one. In a job of this machine alone every socket is bound to
     loopback. The environment variables that launchers set, and vLLM reads, are set as well.
     """
-    device = make_current(context.device_kind, context.host)
+    device = set_current_device(context.device_kind, context.host)
     join_world(
         context.role, context.rank, context.world_size, context.rendezvous, context.device_kind
     )
@@ -54,16 +54,16 @@ def join_world(
     """
     global _current
     if _worlds.get(name) not in distributed_c10d._world.pg_map:  # never made, or destroyed
-        time_waits()
+        start_timing_waits()
         store = _store(rendezvous, world_size)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
         _leave()
         # torch names process groups by counting, and ranks that meet must use the same names: each
         # world counts from a number of its own, however many worlds a host was in before.
-        _counts[name] = NAMES_PER_WORLD * (1 + zlib.crc32(name.encode()))
+        _counts[name] = _NAMES_PER_WORLD * (1 + zlib.crc32(name.encode()))
         _set(None, _counts[name])
         dist.init_process_group(
-            COLLECTIVES[device_kind],
+            COLLECTIVE_BACKENDS[device_kind],
             store=store,
             rank=rank,
             world_size=world_size,
@@ -72,11 +72,11 @@ def join_world(
         _worlds[name] = dist.group.WORLD
         _counts[name] = distributed_c10d._world.group_count
         _current = name
-    enter(name)
+    enter_world(name)
     return _worlds[name]
 
 
-def enter(name: str) -> None:
+def enter_world(name: str) -> None:
     """Make a world of this host the current one of torch.distributed. Does nothing for a name that
     is no world's, since not every role has models."""
     global _current
@@ -87,7 +87,7 @@ def enter(name: str) -> None:
     _current = name
 
 
-def peers(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+def make_peer_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """Make a process group for each of these groups of ranks and return this rank's; None if it is
     alone. Collective over the current world."""
     if all(len(ranks) == 1 for ranks in groups):
@@ -96,7 +96,7 @@ def peers(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     return mine
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store:
+def find_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store of a world."""
     return distributed_c10d._world.pg_map[group][1]
 

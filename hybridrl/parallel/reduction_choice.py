@@ -3,8 +3,8 @@
 A model's backward gives the gradients of one unit (what FSDP gathers together) after the other, and
 each unit's are summed over the ranks as soon as they are there. A way to sum them has up to two
 hops; what a hop encodes takes time of the device, what it sends takes time of a link. What of it
-overlaps with what is a property of the device (`Overlap`), and `seconds_of` is the timeline that
-follows.
+overlaps with what is a property of the device (`OverlapModel`), and `predict_backward_seconds` is
+the timeline that follows.
 
 After Espresso (ByteComp), arXiv 2205.14465, which has every tensor's gradients go at any time and
 searches: a tensor's compression there moves the communication of all later ones. FSDP2 starts no
@@ -27,14 +27,14 @@ from itertools import pairwise
 from hybridrl.errors import ConfigError
 from hybridrl.system.measured_choice import quickest
 
-FULL = "full"
+FULL_REDUCTION = "full"
 """torch's own sum in float32: what every choice is compared with."""
-MARGIN = 0.02
+_MIN_SAVING = 0.02
 """The share of a sum's time that a way has to save over one that stands before it."""
 
 
 @dataclass(frozen=True)
-class Curve:
+class CostCurve:
     """A piecewise linear cost in seconds by number of values, extrapolated beyond the last two
     points.
 
@@ -45,7 +45,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, alpha: float, rate: float) -> Curve:
+    def of(cls, alpha: float, rate: float) -> CostCurve:
         """Build the curve of `alpha` seconds plus one second for each `rate` values."""
         return cls(((0.0, alpha), (1.0, alpha + 1 / rate)))
 
@@ -60,11 +60,11 @@ class Curve:
         return max(y + (values - x) * (later - y) / (further - x), 0.0)
 
 
-NOTHING = Curve(((0.0, 0.0), (1.0, 0.0)))
+ZERO_COST = CostCurve(((0.0, 0.0), (1.0, 0.0)))
 
 
 @dataclass(frozen=True)
-class Part:
+class HopCost:
     """The cost of one hop of a reduction method.
 
     Attributes:
@@ -74,12 +74,12 @@ class Part:
     """
 
     share: float
-    codec: Curve
-    link: Curve
+    codec: CostCurve
+    link: CostCurve
 
 
 @dataclass(frozen=True)
-class Way:
+class MethodCost:
     """The predicted cost of a reduction method.
 
     Attributes:
@@ -88,7 +88,7 @@ class Way:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[HopCost, ...]
 
     def codec(self, values: float) -> float:
         """Return the seconds of encoding and decoding a unit of this many values."""
@@ -100,7 +100,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """A unit's gradients: their number, and when the backward has computed them.
 
     Attributes:
@@ -113,7 +113,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class OverlapModel:
     """A model of what overlaps on a kind of device while gradients are reduced.
 
     Attributes:
@@ -127,16 +127,16 @@ class Overlap:
     contention: float = 0.0
 
 
-IN_ORDER = Overlap(beside=False)
+NO_OVERLAP = OverlapModel(beside=False)
 """CPUs: torch's hooks, our codecs and gloo's synchronous collectives share the backward's thread.
 Nothing overlaps, whatever a link could do meanwhile."""
-ON_A_STREAM = Overlap(beside=True, contention=1.0)
+STREAM_OVERLAP = OverlapModel(beside=True, contention=1.0)
 """GPUs. That codecs take the whole device while they run is the careful assumption: they are
 limited by memory, as much of a backward is, and have not been measured beside one."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReductionChoice:
     """The chosen reduction methods and their predicted seconds.
 
     Attributes:
@@ -163,7 +163,7 @@ class Choice:
         (first, number), *others = counts.most_common()
         said = [f"{first} for {number} of {total} unit{'s' if total > 1 else ''}"]
         said += [f"{name} for {number}" for name, number in others]
-        if set(counts) == {FULL}:
+        if set(counts) == {FULL_REDUCTION}:
             return f"{said[0]}, because nothing else is expected to be quicker"
         what = "backward and sums" if self.with_backward else "sums"
         return (
@@ -171,7 +171,9 @@ class Choice:
         )
 
 
-def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> float:
+def predict_backward_seconds(
+    buckets: Sequence[GradientBucket], ways: Sequence[MethodCost], overlap: OverlapModel
+) -> float:
     """Predict the seconds from the start of a backward until all its gradients are reduced.
 
     Args:
@@ -196,7 +198,9 @@ def seconds_of(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap)
     return max(backward, summed)
 
 
-def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> Choice:
+def choose_methods(
+    buckets: Sequence[GradientBucket], ways: Sequence[MethodCost], overlap: OverlapModel
+) -> ReductionChoice:
     """Choose the method of each bucket that makes the backward shortest; a method replaces an
     earlier one only if it saves at least the share `_MIN_SAVING`.
 
@@ -215,17 +219,19 @@ def choose(buckets: Sequence[Bucket], ways: Sequence[Way], overlap: Overlap) -> 
         is_last = number == len(buckets) - 1
         gap = 0.0 if is_last else buckets[number + 1].ready - bucket.ready
         alone = {way.name: _seconds_alone(bucket, way, gap, is_last, overlap) for way in ways}
-        found.append(by_name[quickest(alone, MARGIN)])
-    full = [by_name[FULL]] * len(buckets)
-    return Choice(
+        found.append(by_name[quickest(alone, _MIN_SAVING)])
+    full = [by_name[FULL_REDUCTION]] * len(buckets)
+    return ReductionChoice(
         tuple(way.name for way in found),
-        seconds_of(buckets, found, overlap),
-        seconds_of(buckets, full, overlap),
+        predict_backward_seconds(buckets, found, overlap),
+        predict_backward_seconds(buckets, full, overlap),
         with_backward=any(bucket.ready for bucket in buckets),
     )
 
 
-def _seconds_alone(bucket: Bucket, way: Way, gap: float, is_last: bool, overlap: Overlap) -> float:
+def _seconds_alone(
+    bucket: GradientBucket, way: MethodCost, gap: float, is_last: bool, overlap: OverlapModel
+) -> float:
     """Return the seconds from the start of a bucket's reduction to the start of the next, or to the
     end."""
     codec, link = way.codec(bucket.values), way.link(bucket.values)
@@ -234,9 +240,11 @@ def _seconds_alone(bucket: Bucket, way: Way, gap: float, is_last: bool, overlap:
     return max(gap + overlap.contention * codec, codec + link)
 
 
-def _check(buckets: Sequence[Bucket], ways: Mapping[str, Way]) -> None:
-    if FULL not in ways:
-        raise ConfigError(f"Ways to sum gradients are compared with `{FULL}`, which is not there.")
+def _check(buckets: Sequence[GradientBucket], ways: Mapping[str, MethodCost]) -> None:
+    if FULL_REDUCTION not in ways:
+        raise ConfigError(
+            f"Ways to sum gradients are compared with `{FULL_REDUCTION}`, which is not there."
+        )
     before = 0.0
     for number, bucket in enumerate(buckets):
         figures = [bucket.ready]

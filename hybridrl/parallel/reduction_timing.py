@@ -14,27 +14,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, Hop
-from hybridrl.parallel.reduction_choice import FULL, NOTHING, Curve, Part, Way
+from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, ReductionHop
+from hybridrl.parallel.reduction_choice import (
+    FULL_REDUCTION,
+    ZERO_COST,
+    CostCurve,
+    HopCost,
+    MethodCost,
+)
 from hybridrl.system.timing import measure_seconds
 
-LEAST, STEP, MOST = 1 << 12, 4, 1 << 24
+MIN_VALUES, _GROWTH_FACTOR, _MAX_VALUES = 1 << 12, 4, 1 << 24
 """Values that are summed: the fewest, how many times as many come next, and the most."""
-LONG = 0.1
+_SLOW_SECONDS = 0.1
 """Seconds. What takes longer is measured at no larger size."""
-TURNS = 5
+MIN_REPEATS = 5
 """Of each way at each size."""
 
-Work = Callable[[torch.Tensor], None]
+_TimedCall = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class HopWay:
+class ReductionMethod:
     """A reduction method: its name, its hops and the order of the parts before the first hop (see
     `CompressedReduceScatter`)."""
 
     name: str
-    hops: Sequence[Hop]
+    hops: Sequence[ReductionHop]
     order: Sequence[int] | None = None
 
     @property
@@ -43,9 +49,9 @@ class HopWay:
         return CompressedReduceScatter(self.hops, self.order)
 
 
-def measured_ways(
-    ways: Sequence[HopWay], largest: int, group: dist.ProcessGroup, device: torch.device
-) -> list[Way]:
+def measure_methods(
+    ways: Sequence[ReductionMethod], largest: int, group: dist.ProcessGroup, device: torch.device
+) -> list[MethodCost]:
     """Measure `full` and these methods, and return the cost of each one's hops. Collective over the
     group.
 
@@ -53,24 +59,24 @@ def measured_ways(
         largest: Values of the largest unit.
         group: All ranks that share parameters.
     """
-    orders: dict[Hop, Sequence[int] | None] = {}
+    orders: dict[ReductionHop, Sequence[int] | None] = {}
     for way in ways:
         for number, hop in enumerate(way.hops):
             orders.setdefault(hop, way.order if number == 0 else None)
     works = [_whole_sum(group), *(_one_hop(hop, order) for hop, order in orders.items())]
-    whole, *hops = _curves(works, min(largest, MOST), group, device)
+    whole, *hops = _measure_curves(works, min(largest, _MAX_VALUES), group, device)
     curves = dict(zip(orders, hops, strict=True))
-    found = [Way(FULL, (Part(1.0, NOTHING, whole),))]
+    found = [MethodCost(FULL_REDUCTION, (HopCost(1.0, ZERO_COST, whole),))]
     for way in ways:
         parts, share = [], 1.0
         for hop in way.hops:
-            parts.append(_part(hop, share, curves))
+            parts.append(_split_hop_cost(hop, share, curves))
             share /= hop.group.size()
-        found.append(Way(way.name, tuple(parts)))
+        found.append(MethodCost(way.name, tuple(parts)))
     return found
 
 
-def reduce_scatter(
+def reduce_scatter_tensor(
     out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
 ) -> None:
     """Call torch's own reduce-scatter under the name that it has in this version."""
@@ -78,36 +84,40 @@ def reduce_scatter(
     named(out, values, op=op, group=group)
 
 
-def agreed(figures: Sequence[float], operation: Any, group: dist.ProcessGroup) -> list[float]:
+def all_reduce_figures(
+    figures: Sequence[float], operation: Any, group: dist.ProcessGroup
+) -> list[float]:
     """All-reduce figures so that they are the same on all ranks."""
     together = torch.tensor(figures, dtype=torch.float64)
     dist.all_reduce(together, operation, group=group)
     return [float(figure) for figure in together]
 
 
-def _part(hop: Hop, share: float, curves: dict[Hop, Curve]) -> Part:
+def _split_hop_cost(
+    hop: ReductionHop, share: float, curves: dict[ReductionHop, CostCurve]
+) -> HopCost:
     """Split the time of a hop into the link's share, which is what as many bytes of float32 take,
     and the codec's, which is the rest."""
-    whole, exact = curves[hop], curves.get(Hop(hop.group, None))
+    whole, exact = curves[hop], curves.get(ReductionHop(hop.group, None))
     if hop.codec is None or exact is None:
-        return Part(share, NOTHING, whole)
+        return HopCost(share, ZERO_COST, whole)
     ranks, codec, link = hop.group.size(), [], []
     for values, taken in whole.points:
         sent = min(taken, exact(hop.codec.size(int(values) // ranks) * ranks / 4))
         link.append((values, sent))
         codec.append((values, taken - sent))
-    return Part(share, Curve(tuple(codec)), Curve(tuple(link)))
+    return HopCost(share, CostCurve(tuple(codec)), CostCurve(tuple(link)))
 
 
-def _whole_sum(group: dist.ProcessGroup) -> Work:
+def _whole_sum(group: dist.ProcessGroup) -> _TimedCall:
     def work(values: torch.Tensor) -> None:
         out = values.new_empty(len(values) // group.size())
-        reduce_scatter(out, values, dist.ReduceOp.SUM, group)
+        reduce_scatter_tensor(out, values, dist.ReduceOp.SUM, group)
 
     return work
 
 
-def _one_hop(hop: Hop, order: Sequence[int] | None) -> Work:
+def _one_hop(hop: ReductionHop, order: Sequence[int] | None) -> _TimedCall:
     sums = CompressedReduceScatter([hop], order)
 
     def work(values: torch.Tensor) -> None:
@@ -117,25 +127,25 @@ def _one_hop(hop: Hop, order: Sequence[int] | None) -> Work:
     return work
 
 
-def _curves(
-    works: Sequence[Work], largest: int, group: dist.ProcessGroup, device: torch.device
-) -> list[Curve]:
+def _measure_curves(
+    works: Sequence[_TimedCall], largest: int, group: dist.ProcessGroup, device: torch.device
+) -> list[CostCurve]:
     """Measure each call at two sizes or more, growing the size until it takes long enough."""
     found: list[list[tuple[float, float]]] = [[] for _ in works]
     ranks = group.size()  # of any hop a multiple
     largest = ranks * -(-largest // ranks)
-    least = numel = ranks * -(-LEAST // ranks)
+    least = numel = ranks * -(-MIN_VALUES // ranks)
     going = list(range(len(works)))
     while going:
         values = torch.randn(numel, device=device)
         runs = [partial(works[number], values) for number in going]
-        mine = measure_seconds(runs, device, turns=TURNS, least=0.0)
-        slowest = agreed(mine, dist.ReduceOp.MAX, group)
+        mine = measure_seconds(runs, device, turns=MIN_REPEATS, least=0.0)
+        slowest = all_reduce_figures(mine, dist.ReduceOp.MAX, group)
         for number, seconds in zip(going, slowest, strict=True):
             found[number].append((float(numel), seconds))
         if numel >= largest and numel > least:
             break
         if numel > least:
-            going = [number for number in going if found[number][-1][1] <= LONG]
-        numel = max(STEP * least, min(STEP * numel, largest))
-    return [Curve(tuple(points)) for points in found]
+            going = [number for number in going if found[number][-1][1] <= _SLOW_SECONDS]
+        numel = max(_GROWTH_FACTOR * least, min(_GROWTH_FACTOR * numel, largest))
+    return [CostCurve(tuple(points)) for points in found]

@@ -26,7 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.parallel.block_attention import Block, block_backward, block_forward, correction
+from hybridrl.parallel.block_attention import (
+    AttentionBlock,
+    block_attention_backward,
+    block_attention_forward,
+    merge_correction,
+)
 from hybridrl.parallel.zigzag import RingRow
 
 
@@ -45,14 +50,15 @@ class RingPlan:
     group: dist.ProcessGroup
     rank: int
     sizes: list[int]
-    blocks: list[Block | None]
+    blocks: list[AttentionBlock | None]
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rows: list[RingRow], device: torch.device) -> RingPlan:
         """Build the plan of this rank for the `rows` of the ring."""
         rank = dist.get_rank(group)
         blocks = [
-            Block.between(rows[rank], row, rank - source, device) for source, row in enumerate(rows)
+            AttentionBlock.between(rows[rank], row, rank - source, device)
+            for source, row in enumerate(rows)
         ]
         return cls(group, rank, [len(row.places) for row in rows], blocks)
 
@@ -60,7 +66,7 @@ class RingPlan:
         """Return the ring rank whose keys this rank has after `step` transfers."""
         return (self.rank - step) % len(self.sizes)
 
-    def pass_on(self, tensor: Tensor, tokens: int) -> _Transfer:
+    def pass_on(self, tensor: Tensor, tokens: int) -> _RingTransfer:
         """Start sending `tensor` to the next rank, and receiving one of `tokens` rows from the
         previous rank."""
         ring = len(self.sizes)
@@ -74,11 +80,11 @@ class RingPlan:
             if part.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        return _Transfer(tensor, received, works)
+        return _RingTransfer(tensor, received, works)
 
 
 @dataclass(frozen=True, eq=False)
-class _Transfer:
+class _RingTransfer:
     """A transfer in flight; the sent tensor must live until it is done."""
 
     sent: Tensor
@@ -118,12 +124,14 @@ class _RingAttention(torch.autograd.Function):
             transfer = plan.pass_on(kv, plan.sizes[plan.source(step + 1)]) if more else None
             if block := plan.blocks[plan.source(step)]:
                 k, v = _rows(kv, block.keys).chunk(2, dim=1)
-                found = block_forward(_rows(q, block.queries), k, v, block, scale)
+                found = block_attention_forward(_rows(q, block.queries), k, v, block, scale)
                 if step == 0:
                     out, lse = found
                 else:
                     merged = _rows(out, block.queries), _rows(lse, block.queries)
-                    for whole, change in zip((out, lse), correction(*merged, *found), strict=True):
+                    for whole, change in zip(
+                        (out, lse), merge_correction(*merged, *found), strict=True
+                    ):
                         _add(whole, change, block.queries)
             if transfer:
                 kv = transfer.wait()
@@ -149,7 +157,9 @@ class _RingAttention(torch.autograd.Function):
                 k, v = _rows(kv, block.keys).chunk(2, dim=1)
                 of_queries = (_rows(x, block.queries) for x in (grad, q))
                 merged = (_rows(x, block.queries) for x in (out, lse))
-                part_q, *part_kv = block_backward(*of_queries, k, v, *merged, block, ctx.scale)
+                part_q, *part_kv = block_attention_backward(
+                    *of_queries, k, v, *merged, block, ctx.scale
+                )
                 _add(grad_q, part_q, block.queries)
                 _add(grad_kv, torch.cat(part_kv, dim=1), block.keys)
             if arriving:

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packing import PackedSamples, Packing, Rows
-from hybridrl.models.teacher_kl import Candidates
+from hybridrl.models.packing import PackedSamples, PackingMetadata, SampleLayout
+from hybridrl.models.teacher_kl import TopTokens
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.ring_attention import RingPlan, ring_attention
 from hybridrl.parallel.ulysses import HeadExchange
-from hybridrl.parallel.zigzag import even_bounds, rank_places, ring_rows
+from hybridrl.parallel.zigzag import compute_rank_positions, split_bounds, split_over_ring
 
 
 class SequenceParallel:
@@ -77,39 +77,39 @@ class SequenceParallel:
         """
         device = samples.input_ids.device
         cu_seqlens = samples.packing.cu_seqlens.to("cpu", torch.int64)
-        rows = ring_rows(cu_seqlens, self.ring)
-        places = rank_places(rows, self.ulysses)
+        rows = split_over_ring(cu_seqlens, self.ring)
+        places = compute_rank_positions(rows, self.ulysses)
         mine = places[self._rank]
-        reading = Reading.of(samples.predictors.cpu() + shift, places, self._rank, device)
+        reading = TokenOwnership.of(samples.predictors.cpu() + shift, places, self._rank, device)
         exchange = plan = None
         if self.ulysses > 1:
-            bounds = even_bounds(len(rows[self._ring_rank].places), self.ulysses)
+            bounds = split_bounds(len(rows[self._ring_rank].places), self.ulysses)
             counts = torch.tensor(bounds).diff().tolist()
             exchange = HeadExchange(self._ulysses_group, counts)
         if self.ring > 1:
             plan = RingPlan.of(self._ring_group, rows, device)
         starts = cu_seqlens[torch.bucketize(mine, cu_seqlens, right=True) - 1]
-        held = HeldTokens(
+        held = LocalTokens(
             tokens=len(mine),
-            position_ids=_not_empty(mine - starts).to(device),
+            position_ids=_pad_empty(mine - starts).to(device),
             packing=samples.packing,
             reading=reading,
             exchange=exchange,
             plan=plan,
         )
         return PackedSamples(
-            input_ids=_not_empty(samples.input_ids[0, mine.to(device)])[None],
+            input_ids=_pad_empty(samples.input_ids[0, mine.to(device)])[None],
             packing=dataclasses.replace(
                 samples.packing,
                 split=held,
-                real=_part(samples.packing.real, mine.to(device), False),
-                routes=_part(samples.packing.routes, mine.to(device), -1),
+                real=_select_local(samples.packing.real, mine.to(device), False),
+                routes=_select_local(samples.packing.routes, mine.to(device), -1),
             ),
             predictors=reading.local - shift,
             targets=samples.targets[reading.mine],
             response_bounds=samples.response_bounds,
             candidates=samples.candidates
-            and Candidates(*(part[reading.mine] for part in samples.candidates)),
+            and TopTokens(*(part[reading.mine] for part in samples.candidates)),
         )
 
     def gather(self, outputs: dict[str, Tensor], samples: PackedSamples) -> dict[str, Tensor]:
@@ -122,18 +122,18 @@ class SequenceParallel:
             samples: What `split` gave.
         """
         held = samples.packing.split
-        assert isinstance(held, HeldTokens)
+        assert isinstance(held, LocalTokens)
         columns = [x if x.ndim > 1 else x[:, None] for x in outputs.values()]
-        gathered = gather_tokens(torch.cat(columns, 1), held.reading, self._group)
+        gathered = gather_response_tokens(torch.cat(columns, 1), held.reading, self._group)
         parts = gathered.split([x.shape[1] for x in columns], dim=1)
         named = zip(outputs.items(), parts, strict=True)
         return {name: part.squeeze(1) if x.ndim == 1 else part for (name, x), part in named}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HeldTokens:
+class LocalTokens:
     """The tokens of a packed row that this rank holds; implements
-    `hybridrl.models.packing.SplitRow`.
+    `hybridrl.models.packing.SequenceShard`.
 
     Attributes:
         tokens: How many.
@@ -146,8 +146,8 @@ class HeldTokens:
 
     tokens: int
     position_ids: Tensor
-    packing: Packing
-    reading: Reading
+    packing: PackingMetadata
+    reading: TokenOwnership
     exchange: HeadExchange | None
     plan: RingPlan | None
 
@@ -164,7 +164,7 @@ class HeldTokens:
         else:
             qkv = torch.cat(real, dim=1)
         if self.plan:
-            check_window(window)
+            check_ring_window(window)
             out = ring_attention(qkv, heads, self.plan, scale or q.shape[-1] ** -0.5)
         else:  # the exchange has brought this rank the whole row
             key_value_heads = (qkv.shape[1] - heads) // 2
@@ -174,7 +174,7 @@ class HeldTokens:
         return out if self.tokens else torch.cat([out, torch.zeros_like(q)])
 
 
-def check_window(window: int | None) -> None:
+def check_ring_window(window: int | None) -> None:
     """Raise `ConfigError` for attention windows, which a ring of several ranks does not support.
 
     Args:
@@ -188,9 +188,9 @@ def check_window(window: int | None) -> None:
         )
 
 
-def check_rows(rows: Rows, ranks: int) -> None:
+def check_rows_divisible(rows: SampleLayout, ranks: int) -> None:
     """Raise `ConfigError` for a model whose samples cannot be split over several ranks."""
-    if ranks > 1 and rows is Rows.PADDED:
+    if ranks > 1 and rows is SampleLayout.PADDED:
         raise ConfigError(
             "The model hands on states from token to token besides attention, by convolutions or "
             "recurrences, so its sequences cannot be divided over ranks. Set "
@@ -198,7 +198,7 @@ def check_rows(rows: Rows, ranks: int) -> None:
         )
 
 
-def _part(of_tokens: Tensor | None, mine: Tensor, of_none: int) -> Tensor | None:
+def _select_local(of_tokens: Tensor | None, mine: Tensor, of_none: int) -> Tensor | None:
     """Return the rows of this rank's tokens, or one row of `of_none` for the placeholder of a rank
     without tokens."""
     if of_tokens is None:
@@ -206,12 +206,12 @@ def _part(of_tokens: Tensor | None, mine: Tensor, of_none: int) -> Tensor | None
     return of_tokens[mine] if len(mine) else of_tokens.new_full((1, *of_tokens.shape[1:]), of_none)
 
 
-def _not_empty(x: Tensor) -> Tensor:
+def _pad_empty(x: Tensor) -> Tensor:
     return x if len(x) else x.new_zeros(1)
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class TokenOwnership:
     """A map from response tokens to the rank whose outputs contain them.
 
     Attributes:
@@ -228,7 +228,9 @@ class Reading:
     slots: Tensor
 
     @classmethod
-    def of(cls, read_at: Tensor, places: list[Tensor], rank: int, device: torch.device) -> Reading:
+    def of(
+        cls, read_at: Tensor, places: list[Tensor], rank: int, device: torch.device
+    ) -> TokenOwnership:
         """Build the map for response tokens read at `read_at` in the packed row, whose positions on
         each rank are `places`; both on the CPU."""
         counts = torch.tensor([len(held) for held in places])
@@ -247,7 +249,9 @@ class Reading:
         return cls(mine.to(device), locals_[read_at[mine]].to(device), most, slots.to(device))
 
 
-def gather_tokens(values: Tensor, reading: Reading, group: dist.ProcessGroup) -> Tensor:
+def gather_response_tokens(
+    values: Tensor, reading: TokenOwnership, group: dist.ProcessGroup
+) -> Tensor:
     """Gather `[this rank's response tokens, numbers]` of every rank into `[response tokens,
     numbers]` in their original order. Collective; the backward is not: each rank takes the gradient
     of its own part, because all compute the same loss."""
@@ -256,7 +260,9 @@ def gather_tokens(values: Tensor, reading: Reading, group: dist.ProcessGroup) ->
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, reading: Reading, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, reading: TokenOwnership, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.mine = reading.mine
         padded = values.new_zeros(reading.most, values.shape[1])
         padded[: len(values)] = values

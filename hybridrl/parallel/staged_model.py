@@ -18,18 +18,18 @@ from hybridrl.models.language_model import decoder_of
 from hybridrl.models.lora import has_adapters
 from hybridrl.parallel.pipeline_schedule import check_stages, split_layers
 
-PARTS = ("embed_tokens", "layers", "norm")
+_DECODER_PARTS = ("embed_tokens", "layers", "norm")
 """What a decoder consists of, by the names that Qwen2, Qwen3, Llama and Mistral have for it."""
 
 
-class Elsewhere(nn.Module):
+class AbsentModule(nn.Module):
     """A placeholder for a layer or norm of another stage; returns its input."""
 
     def forward(self, states: Tensor, *_: Any, **__: Any) -> Tensor:
         return states
 
 
-class Received(nn.Module):
+class ReceivedStates(nn.Module):
     """A placeholder for the embedding; returns the states that the previous stage sent."""
 
     states: Tensor | None = None
@@ -90,7 +90,7 @@ class StagedModel(nn.Module):
         shared = (name for name, p in inner.named_parameters() if is_tied and p is head.weight)
         self.tied = next(shared, None)
 
-        received, elsewhere = Received(), Elsewhere()
+        received, elsewhere = ReceivedStates(), AbsentModule()
         # Not registered as modules: they would give parameters second names.
         self._parts: dict[int, dict[str, nn.Module]] = {
             stage: {
@@ -113,7 +113,7 @@ class StagedModel(nn.Module):
             base.norm = elsewhere
             for name, module in list(inner.named_children()):
                 if base not in module.modules():
-                    setattr(inner, name, Elsewhere())
+                    setattr(inner, name, AbsentModule())
 
     @property
     def inner(self) -> nn.Module:
@@ -140,7 +140,7 @@ class StagedModel(nn.Module):
             The outputs of the model from the last stage; `[tokens, hidden]` from others.
         """
         base, parts = decoder_of(self.inner), self._parts[stage]
-        whole = {name: getattr(base, name) for name in PARTS}
+        whole = {name: getattr(base, name) for name in _DECODER_PARTS}
         if stage:
             parts["embed_tokens"].states = states
         try:
@@ -157,16 +157,16 @@ class StagedModel(nn.Module):
 
 
 def _refuse_unknown_parts(base: nn.Module) -> None:
-    missing = [part for part in PARTS if not hasattr(base, part)]
+    missing = [part for part in _DECODER_PARTS if not hasattr(base, part)]
     others = [
         name
         for name, module in base.named_children()
-        if name not in PARTS and any(True for _ in module.parameters())
+        if name not in _DECODER_PARTS and any(True for _ in module.parameters())
     ]
     if missing or others:
         wrong = [f"no `{name}`" for name in missing] + [f"`{name}`" for name in others]
         raise ConfigError(
             f"parallel.pp cannot cut a {type(base).__name__}: it has {', '.join(wrong)}. Pipelines "
-            f"know decoders of {', '.join(PARTS)}, as Qwen2, Qwen3, Llama and Mistral have them; "
-            "choose parallel.pp=1 for this model."
+            f"know decoders of {', '.join(_DECODER_PARTS)}, as Qwen2, Qwen3, Llama and Mistral "
+            "have them; choose parallel.pp=1 for this model."
         )

@@ -22,24 +22,24 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedModel
 from hybridrl.models.language_model import decoder_of
-from hybridrl.models.log_probs import Vocabulary
-from hybridrl.parallel.collectives import copy_to_all, sum_over
+from hybridrl.models.log_probs import VocabularyShard
+from hybridrl.parallel.collectives import copy_to_region, reduce_from_region
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
-EXPERTS, PACKED = "moe_tp_experts", "packed_colwise"
+_EXPERTS_STYLE, _PACKED_STYLE = "moe_tp_experts", "packed_colwise"
 """A module that holds all experts of a layer, and in it the parameter that holds two matrices of
 every expert one after the other."""
-STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", EXPERTS, PACKED)
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", _EXPERTS_STYLE, _PACKED_STYLE)
 """What a plan may say of a module or, of experts, a parameter."""
-EMBEDDING = "embedding_rowwise"
+_TIED_EMBEDDING_STYLE = "embedding_rowwise"
 """What it says of a tied embedding, which is cut along the vocabulary here, as untied ones are."""
-ALIGNED = 8
+_EXPERT_ALIGNMENT = 8
 """Columns of an expert: torch's grouped matrix product wants rows of whole 16 bytes."""
-KEY_VALUE = ("k_proj", "v_proj")
+_KEY_VALUE_MODULES = ("k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParameterCut:
     """The split of a parameter over the ranks of a tensor-parallel group.
 
     Attributes:
@@ -65,7 +65,7 @@ class Cut:
 
 
 @dataclass
-class TensorCuts:
+class TensorParallelCuts:
     """The result of `apply_tensor_parallel`: the cut of each parameter, and those with partial
     gradients.
 
@@ -75,11 +75,11 @@ class TensorCuts:
             same elements: each has used them for heads of its own.
     """
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, ParameterCut]
     partial: list[str]
 
 
-def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
+def check_tensor_parallel_heads(config: PretrainedConfig, size: int, path: str) -> None:
     """Check that the heads and experts of a model can be split into `size` parts."""
     if size == 1:
         return
@@ -97,26 +97,26 @@ def check_heads(config: PretrainedConfig, size: int, path: str) -> None:
             f"{path} nor is divided by them, so ranks would share parts of heads."
         )
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or set(plan.values()) - {*STYLES, EMBEDDING}:
+    if not plan or set(plan.values()) - {*_STYLES, _TIED_EMBEDDING_STYLE}:
         raise ConfigError(
-            f"actor.parallel.tp={size}: transformers has no plan of {', '.join(STYLES[:2])} layers "
-            f"for {config.model_type} models ({path}). Set actor.parallel.tp=1."
+            f"actor.parallel.tp={size}: transformers has no plan of {', '.join(_STYLES[:2])} "
+            f"layers for {config.model_type} models ({path}). Set actor.parallel.tp=1."
         )
-    if EXPERTS in plan.values():
+    if _EXPERTS_STYLE in plan.values():
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-        if width % (size * ALIGNED):
+        if width % (size * _EXPERT_ALIGNMENT):
             raise ConfigError(
                 f"actor.parallel.tp={size}: the experts of {path} are {width} wide, and kernels "
-                f"need a multiple of {ALIGNED} on each device. Set it to a divisor of "
-                f"{width // ALIGNED}."
+                f"need a multiple of {_EXPERT_ALIGNMENT} on each device. Set it to a divisor of "
+                f"{width // _EXPERT_ALIGNMENT}."
             )
 
 
-def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
+def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParallelCuts:
     """Keep this rank's part of every parameter, in place, and add the sums over the group that the
     model's forward needs."""
     group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
-    done = TensorCuts({}, [])
+    done = TensorParallelCuts({}, [])
     if group is None:
         return done
     inner = model.inner
@@ -130,18 +130,18 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
         if style is None:
             continue
         name = names[module]
-        if style == EXPERTS:
+        if style == _EXPERTS_STYLE:
             _cut_experts(module, path, name, config.base_model_tp_plan, mesh, done)
             continue
         if style == "replicated_with_grad_allreduce":
             done.partial += [f"{name}.{leaf}" for leaf, _ in module.named_parameters()]
             continue
-        is_shared = shared > 1 and path.endswith(KEY_VALUE)
+        is_shared = shared > 1 and path.endswith(_KEY_VALUE_MODULES)
         parts = size // shared if is_shared else size
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if style == "rowwise" and leaf == "bias":
                 continue
-            found = _even(tuple(parameter.shape), 0 if style == "colwise" else 1, size, parts)
+            found = _even_cut(tuple(parameter.shape), 0 if style == "colwise" else 1, size, parts)
             _replace(module, leaf, found.of(parameter.detach(), rank))
             done.cuts[f"{name}.{leaf}"] = found
             if is_shared:
@@ -156,7 +156,7 @@ def cut(model: PackedModel, mesh: ParallelMesh) -> TensorCuts:
 
 def _style(plan: dict[str, str], path: str) -> str | None:
     found = (style for pattern, style in plan.items() if fnmatch.fnmatch(path, pattern))
-    return next((style for style in found if style != EMBEDDING), None)
+    return next((style for style in found if style != _TIED_EMBEDDING_STYLE), None)
 
 
 def _column_paths(base: PreTrainedModel) -> list[str]:
@@ -164,7 +164,9 @@ def _column_paths(base: PreTrainedModel) -> list[str]:
     return [path for path, _ in base.named_modules() if _style(plan, path) == "colwise"]
 
 
-def _even(shape: tuple[int, ...], dim: int, size: int, parts: int, matrices: int = 1) -> Cut:
+def _even_cut(
+    shape: tuple[int, ...], dim: int, size: int, parts: int, matrices: int = 1
+) -> ParameterCut:
     """Return the cut of matrices that lie one after the other, each into `parts`; neighbouring
     ranks share a part where there are more ranks than parts."""
     length = shape[dim] // matrices
@@ -172,7 +174,7 @@ def _even(shape: tuple[int, ...], dim: int, size: int, parts: int, matrices: int
     edges = [min(step * part, length) for part in range(parts + 1)]
     index = [rank * parts // size for rank in range(size)]
     firsts = range(0, shape[dim], length)
-    return Cut(
+    return ParameterCut(
         shape, dim, tuple(tuple((at + edges[i], at + edges[i + 1]) for at in firsts) for i in index)
     )
 
@@ -183,7 +185,7 @@ def _cut_experts(
     name: str,
     plan: dict[str, str],
     mesh: ParallelMesh,
-    done: TensorCuts,
+    done: TensorParallelCuts,
 ) -> None:
     """Split every expert of a layer as an MLP is split. Their outputs are weighted and summed on
     each rank before the one sum over ranks, so that the gradient of the router's weights, which all
@@ -191,24 +193,28 @@ def _cut_experts(
     group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
     for leaf, parameter in list(experts.named_parameters(recurse=False)):
         style, shape = _style(plan, f"{path}.{leaf}"), tuple(parameter.shape)
-        if style not in (PACKED, "rowwise") or getattr(experts, "is_transposed", False):
+        if style not in (_PACKED_STYLE, "rowwise") or getattr(experts, "is_transposed", False):
             raise ConfigError(
                 f"actor.parallel.tp={size}: the experts of {type(experts).__name__} keep `{leaf}` "
                 "in a form that cannot be cut here. Set actor.parallel.tp=1."
             )
-        if style == PACKED:
-            found = _even(shape, len(shape) - 2, size, size, matrices=2)
+        if style == _PACKED_STYLE:
+            found = _even_cut(shape, len(shape) - 2, size, size, matrices=2)
         else:
-            found = _even(shape, len(shape) - 1, size, size)
+            found = _even_cut(shape, len(shape) - 1, size, size)
         _replace(experts, leaf, found.of(parameter.detach(), rank))
         done.cuts[f"{name}.{leaf}"] = found
 
     def copy_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden_states, top_k_index, top_k_weights = args
-        return copy_to_all(hidden_states, group), top_k_index, copy_to_all(top_k_weights, group)
+        return (
+            copy_to_region(hidden_states, group),
+            top_k_index,
+            copy_to_region(top_k_weights, group),
+        )
 
     experts.register_forward_pre_hook(copy_inputs)
-    experts.register_forward_hook(lambda _, __, output: sum_over(output, group))
+    experts.register_forward_hook(lambda _, __, output: reduce_from_region(output, group))
 
 
 def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:
@@ -222,15 +228,15 @@ def _copy_input(group: dist.ProcessGroup) -> Any:
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (copy_to_all(args[0], group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": copy_to_all(kwargs["hidden_states"], group)}
+            return (copy_to_region(args[0], group), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": copy_to_region(kwargs["hidden_states"], group)}
 
     return hook
 
 
 def _sum_output(linear: nn.Linear, group: dist.ProcessGroup) -> None:
     def forward(x: Tensor) -> Tensor:
-        found = sum_over(F.linear(x, linear.weight), group)
+        found = reduce_from_region(F.linear(x, linear.weight), group)
         return found if linear.bias is None else found + linear.bias
 
     linear.forward = forward  # type: ignore[method-assign]
@@ -242,11 +248,11 @@ def _cut_vocabulary(
     rank: int,
     size: int,
     names: dict[nn.Module, str],
-    done: TensorCuts,
+    done: TensorParallelCuts,
 ) -> None:
     """Split the embedding and the output embedding of a language model along the vocabulary."""
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
-    found = _even(tuple(embedding.weight.shape), 0, size, size)
+    found = _even_cut(tuple(embedding.weight.shape), 0, size, size)
     ((start, stop),) = found.bounds[rank]
     tied = head is not None and head.weight is embedding.weight
     _replace(embedding, "weight", found.of(embedding.weight.detach(), rank))
@@ -259,7 +265,7 @@ def _cut_vocabulary(
     def embed(ids: Tensor) -> Tensor:
         mine = (ids >= start) & (ids < stop)
         vectors = F.embedding(torch.where(mine, ids - start, 0), embedding.weight, padding)
-        return sum_over(vectors * mine[..., None], group)
+        return reduce_from_region(vectors * mine[..., None], group)
 
     embedding.forward = embed
     if isinstance(model, CausalPolicy):
@@ -268,4 +274,4 @@ def _cut_vocabulary(
         else:
             _replace(head, "weight", found.of(head.weight.detach(), rank))
             done.cuts[f"{names[head]}.weight"] = found
-        model.vocabulary = Vocabulary(start, group)
+        model.vocabulary = VocabularyShard(start, group)

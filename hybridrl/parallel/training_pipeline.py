@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridrl.models import PackedModel, PackedSamples
-from hybridrl.parallel.pipeline_schedule import Action, Kind, schedule
+from hybridrl.parallel.pipeline_schedule import ActionKind, PipelineAction, build_schedule
 from hybridrl.parallel.staged_model import StagedModel
 
 
-class Pipeline:
+class TrainingPipeline:
     """A training pipeline as one of its ranks sees it.
 
     Every method but `cut` is collective over the pipeline.
@@ -59,7 +59,7 @@ class Pipeline:
             take: Called on the last rank with the number of a micro-batch and its outputs.
             options: Of the model's forward.
         """
-        actions = schedule(self.ranks, self.chunks, len(micro_batches), training=False)
+        actions = build_schedule(self.ranks, self.chunks, len(micro_batches), training=False)
         run = PipelineRun(self.group, model, micro_batches, take, options)
         for action in actions[self.rank]:
             run.do(action)
@@ -84,11 +84,13 @@ class Pipeline:
             reduce_once: Sharded gradients are reduced after the last micro-batch only.
             options: Of the model's forward.
         """
-        actions = schedule(self.ranks, self.chunks, len(micro_batches), training=True)[self.rank]
+        actions = build_schedule(self.ranks, self.chunks, len(micro_batches), training=True)[
+            self.rank
+        ]
         run = PipelineRun(self.group, model, micro_batches, loss, options)
-        last = max(n for n, action in enumerate(actions) if action.kind is Kind.BACKWARD)
+        last = max(n for n, action in enumerate(actions) if action.kind is ActionKind.BACKWARD)
         for number, action in enumerate(actions):
-            if action.kind is Kind.BACKWARD:
+            if action.kind is ActionKind.BACKWARD:
                 model.set_requires_gradient_sync(number == last or not reduce_once)
                 model.set_is_last_backward(number == last)
             run.do(action)
@@ -159,26 +161,26 @@ class PipelineRun:
         self._answer = answer
         self._options = options
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._received: dict[Action, tuple[dist.Work, Tensor]] = {}
-        self._to_send: dict[Action, Tensor] = {}
-        self._sending: dict[tuple[Kind, int], tuple[dist.Work, Tensor]] = {}
+        self._received: dict[PipelineAction, tuple[dist.Work, Tensor]] = {}
+        self._to_send: dict[PipelineAction, Tensor] = {}
+        self._sending: dict[tuple[ActionKind, int], tuple[dist.Work, Tensor]] = {}
 
-    def do(self, action: Action) -> None:
+    def do(self, action: PipelineAction) -> None:
         """Run one action. Sends and receives are only started; the action that needs a message
         waits for it."""
         kind, stage, micro_batch = action
         match kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 self._forward(stage, micro_batch)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 self._backward(stage, micro_batch)
-            case Kind.SEND_STATES:
+            case ActionKind.SEND_STATES:
                 self._send(action, stage + 1)
-            case Kind.RECEIVE_STATES:
+            case ActionKind.RECEIVE_STATES:
                 self._receive(action, stage - 1)
-            case Kind.SEND_GRADIENT:
+            case ActionKind.SEND_GRADIENT:
                 self._send(action, stage - 1)
-            case Kind.RECEIVE_GRADIENT:
+            case ActionKind.RECEIVE_GRADIENT:
                 self._receive(action, stage + 1)
 
     def finish(self) -> None:
@@ -191,12 +193,14 @@ class PipelineRun:
         samples, training = self._micro_batches[number], torch.is_grad_enabled()
         states = None
         if stage:
-            states = self._take(Action(Kind.RECEIVE_STATES, stage, number)).requires_grad_(training)
+            states = self._take(
+                PipelineAction(ActionKind.RECEIVE_STATES, stage, number)
+            ).requires_grad_(training)
         result = self._model(samples, stage=stage, states=states, **self._options)
         if isinstance(result, Mapping):
             result = self._answer(number, result)
         else:
-            self._to_send[Action(Kind.SEND_STATES, stage, number)] = result.detach()
+            self._to_send[PipelineAction(ActionKind.SEND_STATES, stage, number)] = result.detach()
         if training:
             self._kept[stage, number] = _Kept(states, result)
 
@@ -204,13 +208,13 @@ class PipelineRun:
         states, result = self._kept.pop((stage, number))
         gradient = None  # a loss is its own beginning
         if result.ndim:
-            gradient = self._take(Action(Kind.RECEIVE_GRADIENT, stage, number))
+            gradient = self._take(PipelineAction(ActionKind.RECEIVE_GRADIENT, stage, number))
         if result.requires_grad:  # a first stage may be frozen
             torch.autograd.backward(result, gradient)
         if states is not None:
-            self._to_send[Action(Kind.SEND_GRADIENT, stage, number)] = states.grad
+            self._to_send[PipelineAction(ActionKind.SEND_GRADIENT, stage, number)] = states.grad
 
-    def _send(self, action: Action, to_stage: int) -> None:
+    def _send(self, action: PipelineAction, to_stage: int) -> None:
         peer = to_stage % self._ranks
         # One message of a kind on its way to a peer, so that sent tensors do not pile up.
         if earlier := self._sending.pop((action.kind, peer), None):
@@ -219,14 +223,14 @@ class PipelineRun:
         work = dist.isend(tensor, group=self._group, group_dst=peer)
         self._sending[action.kind, peer] = (work, tensor)
 
-    def _receive(self, action: Action, from_stage: int) -> None:
+    def _receive(self, action: PipelineAction, from_stage: int) -> None:
         tokens = self._micro_batches[action.micro_batch].input_ids
         shape = (tokens.numel(), self._model.hidden_size)
         buffer = torch.empty(shape, dtype=self._model.dtype, device=tokens.device)
         work = dist.irecv(buffer, group=self._group, group_src=from_stage % self._ranks)
         self._received[action] = (work, buffer)
 
-    def _take(self, action: Action) -> Tensor:
+    def _take(self, action: PipelineAction) -> Tensor:
         work, buffer = self._received.pop(action)
         work.wait()
         return buffer

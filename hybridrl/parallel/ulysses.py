@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridrl.errors import ConfigError
 
 
-def check_heads(heads: int, key_value_heads: int, ulysses: int) -> None:
+def check_ulysses_heads(heads: int, key_value_heads: int, ulysses: int) -> None:
     """Raise `ConfigError` for heads that cannot be divided over `ulysses` ranks.
 
     Args:

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hybridrl.compress.grouped_integers import GroupedIntegers
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 
-DIFFERENCES = GroupedIntegers(4, 512)
+DIFFERENCE_CODEC = GroupedIntegerCodec(4, 512)
 
 
-def add_difference(held: torch.Tensor, encoded: torch.Tensor) -> None:
+def apply_encoded_difference(held: torch.Tensor, encoded: torch.Tensor) -> None:
     """Add the decoded difference `wanted - held` to `held`, in place.
 
     Args:
         held: What it has: flat, of any precision. It is added to in float32 and rounded once, so
             all receivers with the same bits before have the same bits after.
     """
-    change = DIFFERENCES.decode(encoded, held.numel(), torch.float32)
+    change = DIFFERENCE_CODEC.decode(encoded, held.numel(), torch.float32)
     held.copy_(change.add_(held))
 
 
@@ -80,8 +80,8 @@ class DifferenceAllGather:
         """Exchange encoded differences and apply them to the copy, this rank's own part included,
         so that all ranks have the same bits."""
         parts = held.view(group.size(), -1)
-        encoded = DIFFERENCES.encode(wanted.float() - parts[group.rank()])
+        encoded = DIFFERENCE_CODEC.encode(wanted.float() - parts[group.rank()])
         received = encoded.new_empty(group.size() * len(encoded))
         dist.all_gather_into_tensor(received, encoded, group=group)
         for part, its in zip(parts, received.view(group.size(), -1), strict=True):
-            add_difference(part, its)
+            apply_encoded_difference(part, its)

@@ -40,7 +40,7 @@ class RingRow:
         return self.early + self.late
 
 
-def ring_rows(cu_seqlens: Tensor, ring: int) -> list[RingRow]:
+def split_over_ring(cu_seqlens: Tensor, ring: int) -> list[RingRow]:
     """Return the row of each of `ring` ranks, for samples with bounds `cu_seqlens`, int64 `[samples
     + 1]`. Together the rows hold every position once."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
@@ -50,27 +50,29 @@ def ring_rows(cu_seqlens: Tensor, ring: int) -> list[RingRow]:
     rows = []
     for rank in range(ring):
         mine = [rank, chunks - 1 - rank]
-        places = ranges((starts[:, None] + bounds[:, mine]).reshape(-1), sizes[:, mine].reshape(-1))
+        places = concatenate_ranges(
+            (starts[:, None] + bounds[:, mine]).reshape(-1), sizes[:, mine].reshape(-1)
+        )
         rows.append(RingRow(places, sizes[:, mine[0]], sizes[:, mine[1]]))
     return rows
 
 
-def even_bounds(tokens: int, parts: int) -> list[int]:
+def split_bounds(tokens: int, parts: int) -> list[int]:
     """Return the `parts + 1` bounds of consecutive, nearly equal parts of `tokens`."""
     return [tokens * part // parts for part in range(parts + 1)]
 
 
-def rank_places(rows: list[RingRow], ulysses: int) -> list[Tensor]:
+def compute_rank_positions(rows: list[RingRow], ulysses: int) -> list[Tensor]:
     """Return the positions in the packed row of each rank's tokens when each ring rank's row is
     split into consecutive parts over `ulysses` ranks. Ranks of one ring rank follow each other."""
     found = []
     for row in rows:
-        bounds = even_bounds(len(row.places), ulysses)
+        bounds = split_bounds(len(row.places), ulysses)
         found += [row.places[start:stop] for start, stop in itertools.pairwise(bounds)]
     return found
 
 
-def ranges(starts: Tensor, lengths: Tensor) -> Tensor:
+def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
     shift = starts - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)

@@ -1,7 +1,7 @@
 """Placement: a strategy gives each role its devices, in rank order, and its parallel layout.
 
-A strategy is a function `place(roles, cluster, settings) -> Placement`. A user's own stands in a
-file: `placement.strategy=path/to/file.py:place`.
+A strategy is a function `place_roles(roles, cluster, settings) -> Placement`. A user's own stands
+in a file: `placement.strategy=path/to/file.py:place`.
 """
 
 from __future__ import annotations
@@ -12,41 +12,47 @@ from collections.abc import Callable, Sequence
 from hybridrl.config.schema import PlacementConfig
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.placement import explicit, flattening, interleaving, separation
-from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
-from hybridrl.placement.role_settings import RoleSettings, settings_of
+from hybridrl.placement.placement import (
+    ACTOR_ROLE,
+    GENERATOR_ROLE,
+    Placement,
+    RolePlace,
+    RoleRequirements,
+)
+from hybridrl.placement.role_settings import RolePlaceSettings, parse_role_settings
 from hybridrl.system import user_code
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
 __all__ = [
-    "ACTOR",
-    "GENERATOR",
+    "ACTOR_ROLE",
+    "GENERATOR_ROLE",
     "STRATEGIES",
     "Placement",
-    "Role",
+    "PlacementStrategy",
     "RolePlace",
-    "RoleSettings",
-    "Strategy",
-    "place",
-    "settings_of",
+    "RolePlaceSettings",
+    "RoleRequirements",
+    "parse_role_settings",
+    "place_roles",
 ]
 
-Strategy = Callable[[Sequence[Role], Cluster, PlacementConfig], Placement]
+PlacementStrategy = Callable[[Sequence[RoleRequirements], ClusterSpec, PlacementConfig], Placement]
 
-STRATEGIES: dict[str, Strategy] = {
-    "flattening": flattening.place,
-    "interleaving": interleaving.place,
-    "separation": separation.place,
-    "explicit": explicit.place,
+STRATEGIES: dict[str, PlacementStrategy] = {
+    "flattening": flattening.place_colocated,
+    "interleaving": interleaving.place_interleaved,
+    "separation": separation.place_disaggregated,
+    "explicit": explicit.place_explicit,
     "file": explicit.place_from_file,
-    "auto": flattening.place,
+    "auto": flattening.place_colocated,
 }
 """By the name that `placement=` takes. `auto` is flattening until devices and models are known and
 the planner has chosen (`hybridrl.planner.search.proposals`)."""
 
 
-def place(
-    roles: Sequence[Role],
-    cluster: Cluster,
+def place_roles(
+    roles: Sequence[RoleRequirements],
+    cluster: ClusterSpec,
     settings: PlacementConfig,
     chosen: Placement | None = None,
 ) -> Placement:
@@ -56,20 +62,23 @@ def place(
         ConfigError: for an unknown strategy, or a placement that does not fit roles and devices.
     """
     for name in settings.roles:
-        settings_of(settings, name)
-    strategy = user_code.named("placement.strategy", settings.strategy, STRATEGIES)
+        parse_role_settings(settings, name)
+    strategy = user_code.resolve_user_object("placement.strategy", settings.strategy, STRATEGIES)
     if chosen is not None:
         placement = chosen
     elif settings.strategy in STRATEGIES:
         placement = strategy(roles, cluster, settings)
     else:
-        placement = _by_users(strategy, roles, cluster, settings)
-    _check(placement, roles, len(cluster.devices))
+        placement = _place_by_user_function(strategy, roles, cluster, settings)
+    _check_placement(placement, roles, len(cluster.devices))
     return placement
 
 
-def _by_users(
-    strategy: Strategy, roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig
+def _place_by_user_function(
+    strategy: PlacementStrategy,
+    roles: Sequence[RoleRequirements],
+    cluster: ClusterSpec,
+    settings: PlacementConfig,
 ) -> Placement:
     """Call a strategy of the user's, and check what it returns."""
     setting = f"placement.strategy={settings.strategy}"
@@ -90,12 +99,12 @@ def _by_users(
     return found
 
 
-def _check(placement: Placement, roles: Sequence[Role], devices: int) -> None:
+def _check_placement(placement: Placement, roles: Sequence[RoleRequirements], devices: int) -> None:
     by = f"The placement `{placement.strategy}`"
-    if placement.is_separated and ACTOR in placement.co_residents(GENERATOR):
+    if placement.is_separated and ACTOR_ROLE in placement.co_residents(GENERATOR_ROLE):
         raise ConfigError(
-            f"{by} puts `{GENERATOR}` and `actor` on the same device. Give them different ones, or "
-            f"leave `{GENERATOR}` out: then the actor generates where it trains."
+            f"{by} puts `{GENERATOR_ROLE}` and `actor` on the same device. Give them different "
+            f"ones, or leave `{GENERATOR_ROLE}` out: then the actor generates where it trains."
         )
     for role in roles:
         if role.name not in placement.roles:

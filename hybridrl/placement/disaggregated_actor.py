@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hybridrl.config.schema import LOSSY_SYNC
+from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 
-PARTS = 4
+STREAM_PARTS = 4
 """The number of parts in which samples leave the generator, so that some are scored while others
 are still generated."""
 
 
-class SeparatedActor:
+class DisaggregatedActor:
     """An actor with the interface of a worker group. `generate_sequences` runs on the generator,
     all else on the trainer.
 
@@ -51,9 +51,9 @@ class SeparatedActor:
         self._on_their_way = 0  # the number of updates in the weights that were last sent
         self._sent = 0  # times
         self._differs = weight_sync != "full"
-        self._is_rough = weight_sync in LOSSY_SYNC
+        self._is_rough = weight_sync in LOSSY_WEIGHT_SYNCS
         self._packed = self._loaded = 0  # times, and which of them the generator has
-        self._parcels: deque[_Parcels] = deque()
+        self._parcels: deque[_PackedWeights] = deque()
         rendezvous = trainer.open_rendezvous().get()
         ranks = (len(trainer.devices), len(generator.devices))
         joined = (
@@ -93,7 +93,7 @@ class SeparatedActor:
         elif not self._staleness:
             self.publish()
         self._generator.start_sequences(batch, sampling)
-        parts = [self._generator.take_sequences(part, PARTS) for part in range(PARTS)]
+        parts = [self._generator.take_sequences(part, STREAM_PARTS) for part in range(STREAM_PARTS)]
         if self._staleness and not self._store:
             # The trainer has nothing to do before these samples are there, so it does not mind
             # that the generator takes weights after them only.
@@ -158,15 +158,15 @@ class SeparatedActor:
             self._parcels.popleft()
         self._load(self._parcels[0])
 
-    def _pack(self) -> _Parcels:
+    def _pack(self) -> _PackedWeights:
         if not self._updates:
-            return _Parcels(0, 0, None, None)
+            return _PackedWeights(0, 0, None, None)
         self._packed += 1
         packed = self._trainer.pack_weights()
         whole = self._trainer.pack_whole_weights() if self._differs else packed
-        return _Parcels(self._updates, self._packed, packed, whole)
+        return _PackedWeights(self._updates, self._packed, packed, whole)
 
-    def _load(self, parcels: _Parcels) -> None:
+    def _load(self, parcels: _PackedWeights) -> None:
         if parcels.updates == self._on_their_way:
             return
         # Differences are differences to the weights that were packed just before.
@@ -177,7 +177,7 @@ class SeparatedActor:
         self._on_their_way, self._loaded = parcels.updates, parcels.number
 
 
-class _Parcels(NamedTuple):
+class _PackedWeights(NamedTuple):
     """Packed weights in the queue.
 
     Attributes:

@@ -6,12 +6,20 @@ from collections.abc import Sequence
 
 from hybridrl.config.schema import PlacementConfig
 from hybridrl.errors import ConfigError
-from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
-from hybridrl.placement.role_settings import settings_of
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.placement.placement import (
+    ACTOR_ROLE,
+    GENERATOR_ROLE,
+    Placement,
+    RolePlace,
+    RoleRequirements,
+)
+from hybridrl.placement.role_settings import parse_role_settings
+from hybridrl.system.cluster_spec import ClusterSpec
 
 
-def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+def place_explicit(
+    roles: Sequence[RoleRequirements], cluster: ClusterSpec, settings: PlacementConfig
+) -> Placement:
     """Place roles on the devices of `placement.roles.<role>.devices`. A `generator` among them
     separates generation from the actor.
 
@@ -19,13 +27,13 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
         ConfigError: if a role has no devices there.
     """
     wanted = list(roles)
-    if GENERATOR in settings.roles:
-        parallel = next((r.generation for r in roles if r.name == ACTOR), None)
+    if GENERATOR_ROLE in settings.roles:
+        parallel = next((r.generation for r in roles if r.name == ACTOR_ROLE), None)
         if parallel is not None:
-            wanted.append(Role(GENERATOR, parallel=parallel))
+            wanted.append(RoleRequirements(GENERATOR_ROLE, parallel=parallel))
     found = {}
     for role in wanted:
-        devices = settings_of(settings, role.name).devices
+        devices = parse_role_settings(settings, role.name).devices
         if devices is None:
             raise ConfigError(
                 f"placement=explicit does not say where `{role.name}` lives; set "
@@ -37,7 +45,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
 
 
 def place_from_file(
-    roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig
+    roles: Sequence[RoleRequirements], cluster: ClusterSpec, settings: PlacementConfig
 ) -> Placement:
     """Load the placement of the JSON file at `placement.path`.
 

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridrl.config.schema import PlacementConfig
-from hybridrl.placement.placement import Placement, Role, RolePlace
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.placement.placement import Placement, RolePlace, RoleRequirements
+from hybridrl.system.cluster_spec import ClusterSpec
 
 
-def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+def place_colocated(
+    roles: Sequence[RoleRequirements], cluster: ClusterSpec, settings: PlacementConfig
+) -> Placement:
     """Place each role on all devices, in their order: roles take turns, nothing overlaps, and every
     model is sharded over all devices."""
     everywhere = tuple(range(len(cluster.devices)))

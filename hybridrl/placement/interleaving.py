@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridrl.config.schema import PlacementConfig
-from hybridrl.layout.training_mesh import devices_of
-from hybridrl.placement.placement import Placement, Role, RolePlace
-from hybridrl.placement.role_settings import settings_of
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.placement.placement import Placement, RolePlace, RoleRequirements
+from hybridrl.placement.role_settings import parse_role_settings
+from hybridrl.system.cluster_spec import ClusterSpec
 
 
-def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+def place_interleaved(
+    roles: Sequence[RoleRequirements], cluster: ClusterSpec, settings: PlacementConfig
+) -> Placement:
     """Place roles that train on all devices, and roles that only score on complementary parts of
     them, so that reference and reward work at the same time, each gathered from fewer devices.
     Parts overlap only where shares sum to more than 1. Called Interleaving in "Adaptive Placement
@@ -25,10 +27,10 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     scoring = [role for role in roles if not role.trains]
     found, start = {}, 0
     for role in roles:
-        share = settings_of(settings, role.name).share
+        share = parse_role_settings(settings, role.name).share
         if share is None:
             share = 1.0 if role.trains else 1 / len(scoring)
-        unit = devices_of(role.parallel)
+        unit = model_parallel_size(role.parallel)
         count = min(total, max(unit, unit * round(share * total / unit)))
         if count == total:
             devices = range(total)

@@ -11,12 +11,12 @@ from typing import Any
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError
 
-ACTOR, GENERATOR = "actor", "generator"
+ACTOR_ROLE, GENERATOR_ROLE = "actor", "generator"
 """The policy, and the role that generates for it where that has devices and weights of its own."""
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleRequirements:
     """The requirements of a role that a strategy has to know.
 
     Attributes:
@@ -59,7 +59,7 @@ class Placement:
     @property
     def is_separated(self) -> bool:
         """True if generation has its own devices and weights."""
-        return GENERATOR in self.roles
+        return GENERATOR_ROLE in self.roles
 
     def co_residents(self, role: str) -> list[str]:
         """Return the roles that share a device with this one."""
@@ -75,7 +75,7 @@ class Placement:
         roles = {
             name: {
                 "devices": list(place.devices),
-                "parallel": _changed(place.parallel),
+                "parallel": _list_changed_sizes(place.parallel),
                 "co_residents": self.co_residents(name),
             }
             for name, place in self.roles.items()
@@ -91,7 +91,7 @@ class Placement:
         """
         try:
             read = json.loads(text)
-            roles = {name: _place(place) for name, place in read["roles"].items()}
+            roles = {name: _parse_role_place(place) for name, place in read["roles"].items()}
             return cls(str(read.get("strategy", "file")), roles)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
@@ -115,11 +115,11 @@ class Placement:
             raise ConfigError(f"placement.path={path}: {error}") from error
 
 
-def _place(read: Mapping[str, Any]) -> RolePlace:
+def _parse_role_place(read: Mapping[str, Any]) -> RolePlace:
     return RolePlace(tuple(map(int, read["devices"])), ParallelConfig(**read.get("parallel", {})))
 
 
-def _changed(parallel: ParallelConfig) -> dict[str, int]:
+def _list_changed_sizes(parallel: ParallelConfig) -> dict[str, int]:
     """Return the sizes that differ from the defaults, for the reader."""
     default = asdict(ParallelConfig())
     return {name: size for name, size in asdict(parallel).items() if size != default[name]}

@@ -7,12 +7,20 @@ from collections.abc import Iterable, Sequence
 
 from hybridrl.config.schema import Config, PlacementConfig
 from hybridrl.errors import ConfigError
-from hybridrl.layout.training_mesh import devices_of
-from hybridrl.placement.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
-from hybridrl.system.cluster_spec import Cluster, Device
+from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.placement.placement import (
+    ACTOR_ROLE,
+    GENERATOR_ROLE,
+    Placement,
+    RolePlace,
+    RoleRequirements,
+)
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot
 
 
-def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) -> Placement:
+def place_disaggregated(
+    roles: Sequence[RoleRequirements], cluster: ClusterSpec, settings: PlacementConfig
+) -> Placement:
     """Place roles that train on the first devices and generation, with weights of its own, on the
     last `generation_devices`, so that the next samples can be generated while the last ones are
     learned. Roles that only score are placed on the side that `scoring` names.
@@ -28,7 +36,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
         )
     generating = settings.generation_devices
     if generating is None:
-        generating = _half(total, roles)
+        generating = _choose_generation_device_count(total, roles)
     if not 1 <= generating < total:
         raise ConfigError(
             f"placement.generation_devices={generating}: of {total} devices, 1 to {total - 1} can "
@@ -43,12 +51,12 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     found = {}
     for role in roles:
         side = training if role.trains else sides[settings.scoring]
-        if len(side) % devices_of(role.parallel):
+        if len(side) % model_parallel_size(role.parallel):
             side = training  # which the actor fits on, and this model is cut alike
         found[role.name] = RolePlace(tuple(side), role.parallel)
-        if role.name == ACTOR and role.generation is not None:
-            found[GENERATOR] = RolePlace(tuple(generation), role.generation)
-    if GENERATOR not in found:
+        if role.name == ACTOR_ROLE and role.generation is not None:
+            found[GENERATOR_ROLE] = RolePlace(tuple(generation), role.generation)
+    if GENERATOR_ROLE not in found:
         raise ConfigError(
             "placement=separation gives generation its own devices, but this trainer generates "
             "nothing. Set placement=flattening."
@@ -56,7 +64,7 @@ def place(roles: Sequence[Role], cluster: Cluster, settings: PlacementConfig) ->
     return Placement("separation", found)
 
 
-def way_of_weights(config: Config, devices: Iterable[Device]) -> tuple[bool, str]:
+def choose_weight_transport(config: Config, devices: Iterable[DeviceSlot]) -> tuple[bool, str]:
     """Choose how weights travel to the generator.
 
     Args:
@@ -74,9 +82,14 @@ def way_of_weights(config: Config, devices: Iterable[Device]) -> tuple[bool, str
     return store, method
 
 
-def _half(total: int, roles: Sequence[Role]) -> int:
+def _choose_generation_device_count(total: int, roles: Sequence[RoleRequirements]) -> int:
     """Return about half of the devices, a number that the model can be cut over on both sides."""
-    train = next((devices_of(role.parallel) for role in roles if role.name == ACTOR), 1)
-    share = next((devices_of(r.generation) for r in roles if r.name == ACTOR and r.generation), 1)
+    train = next(
+        (model_parallel_size(role.parallel) for role in roles if role.name == ACTOR_ROLE), 1
+    )
+    share = next(
+        (model_parallel_size(r.generation) for r in roles if r.name == ACTOR_ROLE and r.generation),
+        1,
+    )
     fitting = [n for n in range(share, total, share) if (total - n) % train == 0]
     return min(fitting, key=lambda n: (abs(2 * n - total), n), default=total // 2)

@@ -8,13 +8,13 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import NotPlannedError
-from hybridrl.models import load_config
-from hybridrl.planner.memory.model_shape import shape_of
-from hybridrl.system.device_traits import bfloat16_from
-from hybridrl.system.dtypes import AUTO
+from hybridrl.models import load_model_config
+from hybridrl.planner.memory.model_shape import compute_model_shape
+from hybridrl.system.device_traits import min_bfloat16_parameters
+from hybridrl.system.dtypes import AUTO_DTYPE
 
 
-def with_dtype(config: Config, kind: str) -> Config:
+def resolve_dtype(config: Config, kind: str) -> Config:
     """Return the configuration with a dtype in place of `auto`: bfloat16 on accelerators, and on
     CPUs that multiply it if the model is large enough; else float32.
 
@@ -22,23 +22,23 @@ def with_dtype(config: Config, kind: str) -> Config:
         config: With the model's folder.
         kind: Of the job's devices. CPUs are taken to be like those of this machine.
     """
-    if config.model.dtype != AUTO:
+    if config.model.dtype != AUTO_DTYPE:
         return config
-    least = bfloat16_from(kind)
+    least = min_bfloat16_parameters(kind)
     chosen = "float32"
     if least is not None and (not least or _has_parameters(config, least)):
         chosen = "bfloat16"
     return replace(config, model=replace(config.model, dtype=chosen))
 
 
-def notice(asked: Config, config: Config, kind: str) -> str:
+def format_dtype_notice(asked: Config, config: Config, kind: str) -> str:
     """Return a sentence for users whose results change with the processor; empty if theirs do not.
 
     Args:
         asked: As the settings were.
-        config: As `with_dtype` gave them.
+        config: As `resolve_dtype` gave them.
     """
-    if asked.model.dtype != AUTO or kind != "cpu" or config.model.dtype != "bfloat16":
+    if asked.model.dtype != AUTO_DTYPE or kind != "cpu" or config.model.dtype != "bfloat16":
         return ""
     return (
         "model.dtype=auto: this model computes in bfloat16, which this machine's processor "
@@ -46,16 +46,19 @@ def notice(asked: Config, config: Config, kind: str) -> str:
     )
 
 
-def kind_here(devices: str) -> str:
+def detect_device_kind(devices: str) -> str:
     """Return the kind of devices that a job is likely to get: what `devices` says, or what this
     machine has."""
-    if devices != AUTO:
+    if devices != AUTO_DTYPE:
         return devices
     return "cuda" if torch.accelerator.is_available() else "cpu"
 
 
 def _has_parameters(config: Config, least: int) -> bool:
     try:
-        return shape_of(load_config(str(config.model.path)), "float32").parameters.all >= least
+        return (
+            compute_model_shape(load_model_config(str(config.model.path)), "float32").parameters.all
+            >= least
+        )
     except NotPlannedError:
         return False

@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.changed import Setting, changed
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.config.changed import Setting, apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, NotPlannedError
-from hybridrl.planner.step.step_calls import Lengths
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.system.cpu_cores import usable_cores
-from hybridrl.system.formatting import gib
+from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.formatting import format_gib
 from hybridrl.trainers.role_spec import RoleSpec
 
 if TYPE_CHECKING:
-    from hybridrl.planner.job_plan import Plan
+    from hybridrl.planner.job_plan import JobPlan
 
 TOKENS = "actor.tokens_per_microbatch"
 MOST_TOKENS = {"cpu": 16384, "cuda": 32768}
@@ -32,15 +32,15 @@ HALVINGS = 2
 """Of `actor.tokens_per_microbatch`, that a search for a placement looks at."""
 KEEPS = ("none", "selective")
 """Values of `actor.gradient_checkpointing` with which activations are kept."""
-SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+_MEMORY_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
 
 
-def choose_settings(
+def choose_automatic_settings(
     config: Config,
-    cluster: Cluster,
-    lengths: Lengths | None = None,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
     *,
     is_elsewhere: bool = False,
@@ -60,7 +60,7 @@ def choose_settings(
     found: list[Setting] = []
     if config.reward.processes is None and not is_elsewhere:
         # The cores that each device has beside the one that its own program takes.
-        cores = usable_cores() // cluster.devices_per_node
+        cores = count_usable_cores() // cluster.devices_per_node
         found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
     if config.actor.tokens_per_microbatch is not None:
         return found
@@ -85,7 +85,7 @@ def choose_settings(
     return [*found, (TOKENS, tokens)]
 
 
-def search_variants(config: Config, cluster: Cluster) -> list[tuple[Setting, ...]]:
+def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting, ...]]:
     """Return what a search for a placement may change, from what costs nothing to what costs most
     time; first nothing."""
     actor = config.actor
@@ -116,7 +116,7 @@ def _longest(config: Config) -> int:
     return config.data.max_prompt_tokens + config.rollout.max_tokens
 
 
-def cures(plan: Plan) -> list[list[Setting]]:
+def find_fitting_settings(plan: JobPlan) -> list[list[Setting]]:
     """Find every single setting with which the job fits, cheapest first; if there is none, a
     shortest combination that fits."""
     alone: dict[str, list[Setting]] = {}
@@ -141,7 +141,7 @@ def cures(plan: Plan) -> list[list[Setting]]:
     return []
 
 
-def refuse(plan: Plan, tolerance: float = 1.0) -> None:
+def check_plan_fits(plan: JobPlan, tolerance: float = 1.0) -> None:
     """Raise if a plan does not fit, and name the settings with which it would.
 
     Raises:
@@ -153,13 +153,16 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
     if not what:
         phase = plan.fullest.fullest
         parts = sorted(phase.parts.items(), key=lambda part: -part[1])[:3]
-        mostly = ", ".join(f"{name} {gib(size)}" for name, size in parts)
+        mostly = ", ".join(f"{name} {format_gib(size)}" for name, size in parts)
         what = (
             f"This does not fit: while `{phase.role}` does `{phase.phase}`, device "
-            f"{plan.fullest.devices[0]} needs {gib(phase.bytes)} GiB ({mostly}, ...) and has "
-            f"{gib(plan.cluster.memory_of(plan.fullest.devices[0]))}"
+            f"{plan.fullest.devices[0]} needs {format_gib(phase.bytes)} GiB ({mostly}, ...) and "
+            f"has {format_gib(plan.cluster.memory_of(plan.fullest.devices[0]))}"
         )
-    found = [" ".join(f"{name}={_text(value)}" for name, value in cure) for cure in cures(plan)]
+    found = [
+        " ".join(f"{name}={_text(value)}" for name, value in cure)
+        for cure in find_fitting_settings(plan)
+    ]
     if not found:
         more = "more devices"
         if plan.lacking:  # of a copy for each rollout.parallel.tp devices
@@ -168,7 +171,7 @@ def refuse(plan: Plan, tolerance: float = 1.0) -> None:
     raise ConfigError(f"{what}. It would fit with {'; or with '.join(found)}.")
 
 
-def _candidates(plan: Plan) -> Iterator[Setting]:
+def _candidates(plan: JobPlan) -> Iterator[Setting]:
     """Yield candidate settings, from those that cost nothing to those that cost most time."""
     config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
@@ -178,7 +181,7 @@ def _candidates(plan: Plan) -> Iterator[Setting]:
         for divisor in (2, 4, 8, 16):
             yield "rollout.max_sequences", max(1, rollout.max_sequences // divisor)
     elif is_cuda:
-        for share in SHARES:
+        for share in _MEMORY_SHARES:
             yield "rollout.memory_share", share
     else:
         for divisor in (2, 4, 8):
@@ -208,35 +211,35 @@ def _doubled(name: str, size: int, most: int = LARGEST_TP) -> Iterator[Setting]:
 
 def _planned(
     config: Config,
-    cluster: Cluster,
-    lengths: Lengths | None,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None,
     roles: Mapping[str, RoleSpec] | None,
     settings: list[Setting],
-) -> Plan:
+) -> JobPlan:
     """The plan with these settings; raises a ConfigError where there is no such job."""
-    from hybridrl.planner.job_plan import make_plan
+    from hybridrl.planner.job_plan import build_job_plan
 
-    config = changed(config, settings)
-    placement = check_placement(config, cluster, roles)
-    return make_plan(config, cluster, placement, lengths, roles=roles)
+    config = apply_changes(config, settings)
+    placement = resolve_placement(config, cluster, roles)
+    return build_job_plan(config, cluster, placement, lengths, roles=roles)
 
 
-def _replanned(plan: Plan, settings: list[Setting]) -> Plan | None:
+def _replanned(plan: JobPlan, settings: list[Setting]) -> JobPlan | None:
     """Plan the same roles with these settings; None if there is no such job."""
     sizes = plan.sizes
-    lengths = Lengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)
+    lengths = SampleLengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)
     try:
         return _planned(plan.config, plan.cluster, lengths, plan.roles, settings)
     except ConfigError:
         return None
 
 
-def _fits(plan: Plan, settings: list[Setting]) -> bool:
+def _fits(plan: JobPlan, settings: list[Setting]) -> bool:
     after = _replanned(plan, settings)
     return after is not None and after.fits()
 
 
-def _badness(plan: Plan) -> tuple[bool, float]:
+def _badness(plan: JobPlan) -> tuple[bool, float]:
     return bool(plan.lacking), plan.filled(plan.fullest)
 
 

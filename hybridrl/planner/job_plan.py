@@ -8,21 +8,30 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
+from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
 from hybridrl.config.schema import Config
-from hybridrl.placement import GENERATOR, Placement
-from hybridrl.planner.computation_dtype import with_dtype
-from hybridrl.planner.job_roles import Planner
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.memory.device_memory import DeviceMemory, lacking_of, memory_of
-from hybridrl.planner.step.step_calls import Lengths, MicroBatches, Sizes, sizes_of
-from hybridrl.planner.step.step_time import Times, estimate
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.placement import GENERATOR_ROLE, Placement
+from hybridrl.planner.computation_dtype import resolve_dtype
+from hybridrl.planner.job_roles import JobRoles
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.memory.device_memory import (
+    MemoryEstimate,
+    estimate_device_memory,
+    find_generator_shortage,
+)
+from hybridrl.planner.step.step_calls import (
+    MicroBatchPlan,
+    SampleLengths,
+    StepSizes,
+    compute_step_sizes,
+)
+from hybridrl.planner.step.step_time import TimeEstimate, estimate_step_time
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers.role_spec import RoleSpec
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """The plan of a job: its placement, memory and time.
 
     Attributes:
@@ -43,27 +52,27 @@ class Plan:
     """
 
     config: Config
-    cluster: Cluster
+    cluster: ClusterSpec
     placement: Placement
     roles: Mapping[str, RoleSpec]
     notice: str
-    sizes: Sizes
-    batches: Mapping[tuple[str, str], MicroBatches]
+    sizes: StepSizes
+    batches: Mapping[tuple[str, str], MicroBatchPlan]
     parameters: Mapping[str, int]
     active: Mapping[str, int]
-    memory: Sequence[DeviceMemory]
+    memory: Sequence[MemoryEstimate]
     lacking: str
     sync_bytes: float
     host_bytes: float
     nodes_of_a_copy: int
-    times: Times | None
+    times: TimeEstimate | None
 
     @property
-    def fullest(self) -> DeviceMemory:
+    def fullest(self) -> MemoryEstimate:
         """Return the devices with the largest share of their memory in use."""
         return max(self.memory, key=self.filled)
 
-    def filled(self, device: DeviceMemory) -> float:
+    def filled(self, device: MemoryEstimate) -> float:
         """Return the share of memory that a group of equal devices uses at its peak."""
         return device.fullest.bytes / self.cluster.memory_of(device.devices[0])
 
@@ -72,14 +81,14 @@ class Plan:
         return not self.lacking and self.filled(self.fullest) <= tolerance
 
 
-def make_plan(
+def build_job_plan(
     config: Config,
-    cluster: Cluster,
+    cluster: ClusterSpec,
     placement: Placement | None = None,
-    lengths: Lengths | None = None,
-    rates: Rates | Sequence[Rates] | None = None,
+    lengths: SampleLengths | None = None,
+    rates: DeviceRates | Sequence[DeviceRates] | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
-) -> Plan:
+) -> JobPlan:
     """Build the plan of a job whose model paths are folders.
 
     Args:
@@ -91,16 +100,16 @@ def make_plan(
     Raises:
         ConfigError: if there is no such placement.
     """
-    config = with_dtype(config, cluster.kind)
-    placement = placement or check_placement(config, cluster, roles)
-    placed = [role for role in placement.roles if role != GENERATOR]
-    roles = wanted_roles(config, placed if roles is None else roles)
-    planner = Planner(config, cluster, placement, sizes_of(config, lengths), roles)
+    config = resolve_dtype(config, cluster.kind)
+    placement = placement or resolve_placement(config, cluster, roles)
+    placed = [role for role in placement.roles if role != GENERATOR_ROLE]
+    roles = resolve_roles(config, placed if roles is None else roles)
+    planner = JobRoles(config, cluster, placement, compute_step_sizes(config, lengths), roles)
     wholes = {
         role: planner.shape(role, whole=True) for role in placement.roles if planner.has_model(role)
     }
     syncing = [call.role for call in planner.calls if call.phase == "sync"]
-    return Plan(
+    return JobPlan(
         config=config,
         cluster=cluster,
         placement=placement,
@@ -110,16 +119,16 @@ def make_plan(
         batches=planner.batches,
         parameters={role: shape.parameters.all for role, shape in wholes.items()},
         active={role: shape.active for role, shape in wholes.items()},
-        memory=memory_of(planner),
-        lacking=lacking_of(planner),
+        memory=estimate_device_memory(planner),
+        lacking=find_generator_shortage(planner),
         sync_bytes=max((planner.sync_bytes(role) for role in syncing), default=0.0),
         host_bytes=_host_bytes(planner),
         nodes_of_a_copy=planner.nodes_of_a_copy,
-        times=None if rates is None else estimate(planner, rates),
+        times=None if rates is None else estimate_step_time(planner, rates),
     )
 
 
-def _host_bytes(planner: Planner) -> float:
+def _host_bytes(planner: JobRoles) -> float:
     """Return the checkpoint memory of the node that has most."""
     taken: defaultdict[str, float] = defaultdict(float)
     for role, place in planner.placement.roles.items():
@@ -129,7 +138,7 @@ def _host_bytes(planner: Planner) -> float:
     return max(taken.values(), default=0.0)
 
 
-def to_json(plan: Plan, settings: Sequence[tuple[str, Any]] = ()) -> str:
+def job_plan_to_json(plan: JobPlan, settings: Sequence[tuple[str, Any]] = ()) -> str:
     """Return the plan as JSON; `placement=file placement.path=<file>` runs it, also after edits.
 
     Args:

@@ -11,22 +11,22 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from hybridrl.config.role_models import model_settings
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
-from hybridrl.layout.training_mesh import devices_of, training_mesh
-from hybridrl.models import load_config
-from hybridrl.placement import ACTOR, GENERATOR, Placement, RolePlace
-from hybridrl.placement.separation import way_of_weights
-from hybridrl.planner.memory.model_part import CHECKPOINT, ModelPart, generation_copy
-from hybridrl.planner.memory.model_shape import ModelShape, shape_of
-from hybridrl.planner.step.call_recorder import recorded_calls
-from hybridrl.planner.step.step_calls import Sizes, micro_batches
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
+from hybridrl.models import load_model_config
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
+from hybridrl.placement.separation import choose_weight_transport
+from hybridrl.planner.memory.model_part import CHECKPOINT_BYTES, ModelPart, generation_copy_bytes
+from hybridrl.planner.memory.model_shape import ModelShape, compute_model_shape
+from hybridrl.planner.step.call_recorder import record_calls
+from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.trainers.role_spec import RoleSpec
 
 
-class Planner:
+class JobRoles:
     """The roles of one job, with their calls, models and micro-batches.
 
     Attributes:
@@ -40,21 +40,21 @@ class Planner:
     def __init__(
         self,
         config: Config,
-        cluster: Cluster,
+        cluster: ClusterSpec,
         placement: Placement,
-        sizes: Sizes,
+        sizes: StepSizes,
         roles: Mapping[str, RoleSpec],
     ) -> None:
         self.config, self.cluster, self.placement, self.sizes = config, cluster, placement, sizes
         self.roles = roles
-        self.calls, self.notice = recorded_calls(config, sizes, placement, roles)
+        self.calls, self.notice = record_calls(config, sizes, placement, roles)
         self.generators = {call.role for call in self.calls if call.phase == "generate"}
         self.sleeps = cluster.is_cuda and config.rollout.engine == "vllm"
         self._begin()
 
     def _begin(self) -> None:
         self.batches = {
-            (call.role, call.phase): micro_batches(
+            (call.role, call.phase): plan_micro_batches(
                 self.config, self.sizes, call, self.placement.roles[call.role]
             )
             for call in self.calls
@@ -63,7 +63,7 @@ class Planner:
         self._stages: dict[str, list[int]] = {}
         self._parts: dict[tuple[str, int], ModelPart] = {}
 
-    def of_role(self, role: str, place: RolePlace, config: Config) -> Planner:
+    def of_role(self, role: str, place: RolePlace, config: Config) -> JobRoles:
         """Return a copy with one role alone, on this place.
 
         Args:
@@ -78,13 +78,13 @@ class Planner:
 
     def has_model(self, role: str) -> bool:
         """Return whether a role holds a model that is cut over its devices."""
-        return role == GENERATOR or self.roles[role].has_model(role, self.config)
+        return role == GENERATOR_ROLE or self.roles[role].has_model(role, self.config)
 
     def rollout_tp(self, role: str) -> int:
         """Return the number of a role's devices that share one copy of the model while
         generating."""
-        if role == GENERATOR:
-            return devices_of(self.placement.roles[GENERATOR].parallel)
+        if role == GENERATOR_ROLE:
+            return model_parallel_size(self.placement.roles[GENERATOR_ROLE].parallel)
         return self.config.rollout.parallel.ranks
 
     def stages(self, role: str) -> list[int]:
@@ -98,7 +98,7 @@ class Planner:
         if place.parallel.pp == 1:
             return [0] * len(place.devices)
         share = self.rollout_tp(role) if role in self.generators else 1
-        mesh = training_mesh(len(place.devices), place.parallel, share)
+        mesh = build_training_mesh(len(place.devices), place.parallel, share)
         return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
 
     def part(self, role: str, stage: int) -> ModelPart:
@@ -110,7 +110,7 @@ class Planner:
     def _part_of(self, role: str, stage: int) -> ModelPart:
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
         parallel, is_cuda = place.parallel, self.cluster.is_cuda
-        optimizer = model_settings(self.config, role).optimizer_of(actor.optimizer)
+        optimizer = parse_role_model(self.config, role).optimizer_of(actor.optimizer)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
         offload = actor.offload_parameters and is_cuda
@@ -130,29 +130,29 @@ class Planner:
         )
 
     def trains(self, role: str) -> bool:
-        return role != GENERATOR and bool(self.roles[role].trains)
+        return role != GENERATOR_ROLE and bool(self.roles[role].trains)
 
     def path(self, role: str) -> str:
         """Return the path that a role's model is read from."""
-        own = None if role == GENERATOR else self.roles[role].path(role, self.config)
+        own = None if role == GENERATOR_ROLE else self.roles[role].path(role, self.config)
         return own or self.config.model.path
 
     def generation_shape(self, role: str) -> ModelShape:
         """Return the shape of one rank's part of a role's generation copy; with `rollout=pipeline`,
         of a stage with an equal share of the layers and both ends."""
         parallel: Any = self.config.rollout.parallel
-        if role == GENERATOR:
-            parallel = self.placement.roles[GENERATOR].parallel
-        shape = shape_at(self.path(role), self.config, tp=parallel.tp)
+        if role == GENERATOR_ROLE:
+            parallel = self.placement.roles[GENERATOR_ROLE].parallel
+        shape = load_model_shape(self.path(role), self.config, tp=parallel.tp)
         return replace(shape, layers=-(-shape.layers // parallel.pp))
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
         """Return the shape of one rank's part of a role's model, or of the whole model."""
-        return shape_at(
+        return load_model_shape(
             self.path(role),
             self.config,
             tp=1 if whole else self.placement.roles[role].parallel.tp,
-            scalar=role != GENERATOR and bool(self.roles[role].scalar),
+            scalar=role != GENERATOR_ROLE and bool(self.roles[role].scalar),
             trains=self.trains(role),
         )
 
@@ -165,7 +165,7 @@ class Planner:
             return 0.0
         if not (self.has_model(role) and self.trains(role)):
             return 0.0
-        whole = CHECKPOINT * self.shape(role, whole=True).parameters.trained
+        whole = CHECKPOINT_BYTES * self.shape(role, whole=True).parameters.trained
         share = whole / len(self.placement.roles[role].devices)
         return share * (1 + 2 * self.nodes_of_a_copy)
 
@@ -179,8 +179,8 @@ class Planner:
         """Return the bytes that the busiest device of a generating role receives: what its part of
         the generation copy lacks of its training weights."""
         shape = self.generation_shape(role)
-        if role == GENERATOR:
-            return generation_copy(shape)
+        if role == GENERATOR_ROLE:
+            return generation_copy_bytes(shape)
         place = self.placement.roles[role]
         if len(place.devices) == 1:
             return 0.0
@@ -191,22 +191,22 @@ class Planner:
             counts = self.shape(role, whole=True).parameters
             separate = self.config.rollout.adapters == "separate"
             return (counts.trained if separate else whole) * 4.0 * (1 - 1 / parts)
-        return max(0.0, generation_copy(shape) - shape.item * whole / parts)
+        return max(0.0, generation_copy_bytes(shape) - shape.item * whole / parts)
 
     def record_bytes(self, role: str) -> float:
         """Return the host memory of a device's record of the generator's weights, for senders and
         receivers of differences."""
         places = self.placement.roles
-        if role not in (ACTOR, GENERATOR) or self.config.actor.lora.rank:
+        if role not in (ACTOR_ROLE, GENERATOR_ROLE) or self.config.actor.lora.rank:
             return 0.0
-        if not {ACTOR, GENERATOR} <= places.keys():
+        if not {ACTOR_ROLE, GENERATOR_ROLE} <= places.keys():
             return 0.0
-        ends = [*places[ACTOR].devices, *places[GENERATOR].devices]
+        ends = [*places[ACTOR_ROLE].devices, *places[GENERATOR_ROLE].devices]
         devices = self.cluster.devices
-        if way_of_weights(self.config, (devices[number] for number in ends))[1] == "full":
+        if choose_weight_transport(self.config, (devices[number] for number in ends))[1] == "full":
             return 0.0
-        if role == GENERATOR:
-            return generation_copy(self.generation_shape(role))
+        if role == GENERATOR_ROLE:
+            return generation_copy_bytes(self.generation_shape(role))
         whole = self.shape(role, whole=True)
         return whole.item * whole.parameters.all / len(places[role].devices)
 
@@ -215,7 +215,7 @@ _SHAPES: dict[tuple[object, ...], ModelShape] = {}
 """What was counted before, by what it depends on."""
 
 
-def shape_at(
+def load_model_shape(
     path: str, config: Config, *, tp: int = 1, scalar: bool = False, trains: bool = False
 ) -> ModelShape:
     """Load the shape of one of `tp` ranks' part of the model in a folder, as a job computes with
@@ -225,7 +225,7 @@ def shape_at(
     of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters)
     key = (*of_any, checkpointing) if trains else of_any  # who only scores keeps nothing
     if key not in _SHAPES:
-        found = shape_of(
+        found = compute_model_shape(
             _model_config(path),
             config.model.dtype,
             tp=tp,
@@ -241,4 +241,4 @@ def shape_at(
 
 @cache
 def _model_config(path: str) -> PretrainedConfig:
-    return load_config(path)
+    return load_model_config(path)

@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.changed import changed
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.controller.executor import Executor
 from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.placement import Placement
-from hybridrl.planner.fitting_settings import choose_settings, refuse
-from hybridrl.planner.job_plan import Plan, make_plan
-from hybridrl.planner.job_roles import shape_at
+from hybridrl.planner.fitting_settings import check_plan_fits, choose_automatic_settings
+from hybridrl.planner.job_plan import JobPlan, build_job_plan
+from hybridrl.planner.job_roles import load_model_shape
 from hybridrl.planner.machine.cluster_rates import resolve_rates
-from hybridrl.planner.machine.device_catalog import is_seen, present
-from hybridrl.planner.machine.job_probe import probe_job
-from hybridrl.planner.search.proposals import Proposals, propose
-from hybridrl.planner.step.step_calls import Lengths
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.planner.machine.device_catalog import add_device_memory, is_seen
+from hybridrl.planner.machine.job_probe import probe_job_devices
+from hybridrl.planner.search.proposals import SearchResult, propose_placements
+from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers.role_spec import RoleSpec
 
-SEARCH_SECONDS = 30.0
+_MAX_SEARCH_SECONDS = 30.0
 """A job waits no longer for a placement."""
-TOLERANCE = 1.15
+_MEMORY_TOLERANCE = 1.15
 """A job is refused when it is expected to need more than this multiple of the memory there is:
 predictions were seen to be right within as much."""
 
@@ -32,7 +32,7 @@ predictions were seen to be right within as much."""
 UNPLANNED = "{error} The job starts without a plan, and its memory is not checked."
 
 
-def count_models(config: Config, roles: Mapping[str, RoleSpec]) -> None:
+def preload_model_shapes(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     """Count parameters and activation bytes of the job's models ahead of time, so that the plan
     finds them cached; takes about a second.
 
@@ -43,16 +43,16 @@ def count_models(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     for role, spec in roles.items():
         if spec.has_model(role, config):
             path, scalar = spec.path(role, config) or config.model.path, bool(spec.scalar)
-            shape_at(path, config, tp=tp, scalar=scalar, trains=bool(spec.trains))
+            load_model_shape(path, config, tp=tp, scalar=scalar, trains=bool(spec.trains))
 
 
-def plan_job(
+def plan_starting_job(
     config: Config,
-    cluster: Cluster,
+    cluster: ClusterSpec,
     placement: Placement,
-    lengths: Lengths,
+    lengths: SampleLengths,
     roles: Mapping[str, RoleSpec],
-) -> Plan:
+) -> JobPlan:
     """Predict the memory of a starting job and refuse it if it needs far more than there is.
 
     Args:
@@ -63,13 +63,13 @@ def plan_job(
         NotPlannedError: if a model cannot be counted.
         ConfigError: if that is far more than there is.
     """
-    plan = make_plan(config, present(cluster), placement, lengths, roles=roles)
-    refuse(plan, TOLERANCE)
+    plan = build_job_plan(config, add_device_memory(cluster), placement, lengths, roles=roles)
+    check_plan_fits(plan, _MEMORY_TOLERANCE)
     return plan
 
 
 def plan_ahead(
-    config: Config, cluster: Cluster, lengths: Lengths, roles: Mapping[str, RoleSpec]
+    config: Config, cluster: ClusterSpec, lengths: SampleLengths, roles: Mapping[str, RoleSpec]
 ) -> list[str]:
     """Plans a job that does not start, as far as this machine can tell.
 
@@ -84,23 +84,27 @@ def plan_ahead(
         ConfigError: if a start would be refused for its plan.
     """
     try:
-        count_models(config, roles)
+        preload_model_shapes(config, roles)
         if config.placement.strategy == "auto" or not is_seen(cluster):
             return []
-        config = changed(config, choose_settings(config, present(cluster), lengths, roles))
-        plan_job(config, cluster, check_placement(config, cluster, roles), lengths, roles)
+        config = apply_changes(
+            config, choose_automatic_settings(config, add_device_memory(cluster), lengths, roles)
+        )
+        plan_starting_job(
+            config, cluster, resolve_placement(config, cluster, roles), lengths, roles
+        )
     except NotPlannedError as error:
         return [UNPLANNED.format(error=error)]
     return []
 
 
-def choose_placement(
+def search_placement(
     config: Config,
     executor: Executor,
-    lengths: Lengths,
+    lengths: SampleLengths,
     roles: Mapping[str, RoleSpec],
-    usual: Lengths | None = None,
-) -> Proposals:
+    usual: SampleLengths | None = None,
+) -> SearchResult:
     """For `placement=auto`: the best ways to run the job on its devices, by their makers' figures,
     by what was measured before, or by a probe that the job's own hosts make now.
 
@@ -113,17 +117,17 @@ def choose_placement(
         ConfigError: if nothing fits.
     """
     try:
-        count_models(config, roles)
+        preload_model_shapes(config, roles)
     except NotPlannedError as error:
         raise ConfigError(
             f"placement=auto compares plans. {error} Set placement=flattening."
         ) from error
-    cluster = present(executor.cluster)
+    cluster = add_device_memory(executor.cluster)
     rates = resolve_rates(
-        config, cluster, usual or lengths, partial(probe_job, executor), makers_first=True
+        config, cluster, usual or lengths, partial(probe_job_devices, executor), makers_first=True
     )
-    return propose(
+    return propose_placements(
         *(config, cluster, rates, usual or lengths, roles),
         longest=lengths,
-        deadline_s=SEARCH_SECONDS,
+        deadline_s=_MAX_SEARCH_SECONDS,
     )

@@ -20,11 +20,13 @@ _LLAMA = {
     "70b": (8192, 28672, 80, 64, 8),
 }
 """Hidden size, width of the MLP, layers, heads, key-value heads."""
-NAMES = (*_LLAMA, *(f"llama-{size}" for size in _LLAMA))
+NAMED_MODELS = (*_LLAMA, *(f"llama-{size}" for size in _LLAMA))
 
 
 @contextmanager
-def with_described_models(config: Config, tiny: PretrainedConfig | None = None) -> Iterator[Config]:
+def materialize_named_models(
+    config: Config, tiny: PretrainedConfig | None = None
+) -> Iterator[Config]:
     """Yield the configuration with a temporary model folder in place of each name in
     `NAMED_MODELS`, and of the tiny model.
 
@@ -35,7 +37,7 @@ def with_described_models(config: Config, tiny: PretrainedConfig | None = None) 
     with tempfile.TemporaryDirectory(prefix="hybridrl-plan-") as folder:
 
         def folder_of(path: str | None) -> str | None:
-            if path is None or path.lower() not in NAMES:
+            if path is None or path.lower() not in NAMED_MODELS:
                 return path
             return _write(_llama(path.lower().removeprefix("llama-")), Path(folder) / path)
 

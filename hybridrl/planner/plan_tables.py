@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from hybridrl.layout.training_mesh import devices_of
-from hybridrl.planner.job_plan import Plan
-from hybridrl.planner.step.step_time import Times
-from hybridrl.system.formatting import gib
+from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.planner.job_plan import JobPlan
+from hybridrl.planner.step.step_time import TimeEstimate
+from hybridrl.system.formatting import format_gib
 
-SHORT = {
+PHASE_VERBS = {
     "load": "loads",
     "train": "trains",
     "score": "scores",
@@ -20,24 +20,24 @@ SHORT = {
 }
 
 
-def tables(plan: Plan) -> list[Table]:
+def build_plan_tables(plan: JobPlan) -> list[Table]:
     """Build all tables of a plan."""
-    found = [roles_table(plan), memory_table(plan)]
-    return found if plan.times is None else [*found, time_table(plan, plan.times)]
+    found = [build_roles_table(plan), build_memory_table(plan)]
+    return found if plan.times is None else [*found, build_time_table(plan, plan.times)]
 
 
-def time_table(plan: Plan, times: Times) -> Table:
+def build_time_table(plan: JobPlan, times: TimeEstimate) -> Table:
     """Build the table of the seconds of each role's phases, and of the step."""
     table = _table(f"time of a step, by {times.source}", ["call", "devices"], ["seconds"])
     for (role, phase), seconds in times.phases.items():
-        where = ranges(plan.placement.roles[role].devices)
-        table.add_row(f"{role} {SHORT[phase]}", where, f"{seconds:.3g}")
+        where = format_ranges(plan.placement.roles[role].devices)
+        table.add_row(f"{role} {PHASE_VERBS[phase]}", where, f"{seconds:.3g}")
     beside = f", {times.overlap:.0%} of the work beside other work" if times.overlap > 0.005 else ""
     table.add_row(f"a step{beside}", "", f"{times.step:.3g}", style="bold")
     return table
 
 
-def roles_table(plan: Plan) -> Table:
+def build_roles_table(plan: JobPlan) -> Table:
     """Build the table of roles: their devices, their cut, and the roles that they share devices
     with."""
     table = _table("where roles live", ["role"], ["parameters"], ["devices", "cut", "beside"])
@@ -45,22 +45,26 @@ def roles_table(plan: Plan) -> Table:
         table.add_row(
             role,
             _parameters(plan, role),
-            ranges(place.devices),
-            cut(plan, role),
+            format_ranges(place.devices),
+            format_cut(plan, role),
             ", ".join(plan.placement.co_residents(role)) or "nobody",
         )
     return table
 
 
-def _parameters(plan: Plan, role: str) -> str:
+def _parameters(plan: JobPlan, role: str) -> str:
     """Format the number of parameters of a role's model: `30.5B, 3.35B active`."""
     if role not in plan.parameters:
         return ""
     size, active = plan.parameters[role], plan.active[role]
-    return count(size) if size == active else f"{count(size)}, {count(active)} active"
+    return (
+        format_count(size)
+        if size == active
+        else f"{format_count(size)}, {format_count(active)} active"
+    )
 
 
-def memory_table(plan: Plan) -> Table:
+def build_memory_table(plan: JobPlan) -> Table:
     """Build the table of the memory of each phase, in GiB, on each group of equal devices, against
     its capacity."""
     phases = [phase for device in plan.memory for phase in device.phases]
@@ -74,20 +78,23 @@ def memory_table(plan: Plan) -> Table:
         for number, phase in enumerate(device.phases):
             share = phase.bytes / plan.cluster.memory_of(device.devices[0])
             table.add_row(
-                ranges(device.devices) if number == 0 else "",
-                f"{phase.role} {SHORT.get(phase.phase, phase.phase)}",
-                *(gib(size) if (size := phase.parts.get(name, 0)) else "." for name in names),
-                gib(phase.bytes),
+                format_ranges(device.devices) if number == 0 else "",
+                f"{phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}",
+                *(
+                    format_gib(size) if (size := phase.parts.get(name, 0)) else "."
+                    for name in names
+                ),
+                format_gib(phase.bytes),
                 f"{share:.0%}",
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
             )
     return table
 
 
-def _memories(plan: Plan) -> str:
+def _memories(plan: JobPlan) -> str:
     """Format the memory of each device model."""
     cluster = plan.cluster
-    found = {model: gib(cluster.models[model].memory) for model in cluster.model_names}
+    found = {model: format_gib(cluster.models[model].memory) for model in cluster.model_names}
     if len(found) == 1:
         return next(iter(found.values()))
     return ", ".join(f"{memory} ({model})" for model, memory in found.items())
@@ -104,7 +111,7 @@ def _table(
     return table
 
 
-def sizes_lines(plan: Plan) -> list[str]:
+def format_step_sizes(plan: JobPlan) -> list[str]:
     """Format the sizes of a step, a line each."""
     sizes, longest = plan.sizes, ""
     if sizes.longest_response > sizes.response_tokens:
@@ -130,11 +137,11 @@ def sizes_lines(plan: Plan) -> list[str]:
             if plan.placement.roles[role].parallel.gradients != "full"
         ]
     if plan.sync_bytes:
-        lines.append(f"sync        {gib(plan.sync_bytes)} GiB to each device")
+        lines.append(f"sync        {format_gib(plan.sync_bytes)} GiB to each device")
     return lines
 
 
-def short(plan: Plan) -> list[str]:
+def format_start_summary(plan: JobPlan) -> list[str]:
     """Format roles on devices and what they take, a line each, for the start of a run."""
     width = max(len(role) for role in plan.placement.roles)
     total = len(plan.cluster.devices)
@@ -142,22 +149,22 @@ def short(plan: Plan) -> list[str]:
     for role, place in plan.placement.roles.items():
         here = set(place.devices)
         marks = " ".join(str(d) if d in here else "." for d in range(total))
-        where = f"on {marks if total <= 16 else ranges(place.devices)}"
-        how = cut(plan, role)
+        where = f"on {marks if total <= 16 else format_ranges(place.devices)}"
+        how = format_cut(plan, role)
         lines.append(f"  {role:<{width}}  {where}" + (f"  {how}" if how != "whole" else ""))
     phase = plan.fullest.fullest
     there = plan.cluster.memory_of(plan.fullest.devices[0])
     lines.append(
-        f"memory      up to {gib(phase.bytes)} of {gib(there)} GiB a "
-        f"device, while {phase.role} {SHORT.get(phase.phase, phase.phase)}"
+        f"memory      up to {format_gib(phase.bytes)} of {format_gib(there)} GiB a "
+        f"device, while {phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}"
     )
     if plan.host_bytes:
-        size = gib(plan.host_bytes)
+        size = format_gib(plan.host_bytes)
         lines.append(f"checkpoints up to {size} GiB of a node's memory{_kept(plan)}")
     return lines
 
 
-def _kept(plan: Plan) -> str:
+def _kept(plan: JobPlan) -> str:
     """Format on how many nodes a checkpoint is in memory."""
     if not (nodes := plan.nodes_of_a_copy):
         return ""
@@ -166,19 +173,19 @@ def _kept(plan: Plan) -> str:
     return f"; each is on {nodes} nodes, of which {nodes - 1} may be lost"
 
 
-def cut(plan: Plan, role: str) -> str:
+def format_cut(plan: JobPlan, role: str) -> str:
     """Format how a role's model is cut: `dp=4 tp=2`."""
     if role not in plan.parameters and role != "generator":
         return "whole"
     place = plan.placement.roles[role]
-    found = {"dp": len(place.devices) // devices_of(place.parallel)}
+    found = {"dp": len(place.devices) // model_parallel_size(place.parallel)}
     found |= {name: getattr(place.parallel, name) for name in ("ring", "ulysses", "pp", "tp")}
     if place.parallel.shards:
         found["shards"] = place.parallel.shards
     return " ".join(f"{name}={size}" for name, size in found.items() if size > 1) or "whole"
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def format_ranges(numbers: Iterable[int]) -> str:
     """Format numbers as ranges: `0-3, 6` for 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -189,7 +196,7 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def count(number: int) -> str:
+def format_count(number: int) -> str:
     """Format a number with three digits and a unit: 6,738,415,616 as `6.74B`."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= size:

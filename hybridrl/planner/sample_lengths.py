@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 
 from hybridrl.errors import ConfigError
-from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.planner.step.step_calls import SampleLengths
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _WRITTEN = re.compile(rf"{_NUMBER}\+{_NUMBER}(?:\.\.{_NUMBER})?")
 
 
-def read_lengths(said: str, name: str) -> Lengths:
+def parse_sample_lengths(said: str, name: str) -> SampleLengths:
     """Parse sample lengths: `300+800`, `300+800..4096`, or the folder of a run.
 
     Args:
@@ -35,10 +35,10 @@ def read_lengths(said: str, name: str) -> Lengths:
             f"{name}={said}: the longest response of a step, behind `..`, is at least as long as "
             "a usual one."
         )
-    return Lengths(prompt, response, longest)
+    return SampleLengths(prompt, response, longest)
 
 
-def _of_run(said: str, name: str) -> Lengths:
+def _of_run(said: str, name: str) -> SampleLengths:
     folder = Path(said).expanduser()
     try:
         is_folder = bool(said) and folder.is_dir()

@@ -70,7 +70,7 @@ class Messages:
         return found
 
 
-class MarkedLoop(asyncio.SelectorEventLoop):
+class MarkingEventLoop(asyncio.SelectorEventLoop):
     """A loop that notes in the shared page whose item it runs a step of."""
 
     def __init__(self, page: memoryview) -> None:
@@ -117,7 +117,7 @@ class ItemServer:
         os.set_inheritable(connection, False)
         self._page = memoryview(mmap.mmap(page, mmap.PAGESIZE)).cast("q")
         self._program, self._messages = program, messages
-        self._loop = MarkedLoop(self._page)
+        self._loop = MarkingEventLoop(self._page)
         self._blocking: deque[tuple[int, float, Any]] = deque()
         self._tasks: dict[int, asyncio.Task[None]] = {}
         # Of each item, the seconds that it had the chance to go on, and those that it may have.

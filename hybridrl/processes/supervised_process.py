@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.processes import launcher
 from hybridrl.processes.child import Messages
-from hybridrl.system.memory_cgroup import memory_group
+from hybridrl.system.memory_cgroup import make_memory_cgroup
 
 MARK = "HYBRIDRL_PROCESS"
 """A variable that descendants of a process inherit. By it they are found if the launcher, which
@@ -85,7 +85,7 @@ class SupervisedProcess:
         self._outgoing = bytearray()
         self._tail, self._written, self._shown, self._kills = bytearray(), 0, 0, 0
         self._mark = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
-        self._group = memory_group(spec.memory) if spec.memory else None
+        self._group = make_memory_cgroup(spec.memory) if spec.memory else None
         # No pipes: what a program starts may open its parents' pipes in /proc and write there.
         self._socket, theirs = socket.socketpair()
         source, sink = os.pipe() if spec.keeps_output else (-1, 2)

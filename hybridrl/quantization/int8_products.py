@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.quantization.rounded_matrix import INT8, Rows, quantise, round_rows
-from hybridrl.system.device_traits import packs_int8, takes_any_int8, values_at_a_time
+from hybridrl.quantization.rounded_matrix import INT8, Rows, quantize_rows, quantize_rows_int8
+from hybridrl.system.device_traits import has_any_size_int_mm, has_onednn_int8, values_per_chunk
 
 MULTIPLE, LEAST_ROWS = 8, 17
 """Of `torch._int_mm` on GPUs."""
 PARTS = 2
-"""Times `values_at_a_time` of sums at a time: each part puts the right matrix in order again."""
+"""Times `values_per_chunk` of sums at a time: each part puts the right matrix in order again."""
 
 
 class Int8Weight:
@@ -33,7 +33,7 @@ class Int8Weight:
     def __init__(self, rows: Rows) -> None:
         self.outputs, self.inputs = rows.values.shape
         self.device = rows.values.device
-        self._packs = packs_int8(self.device.type)
+        self._packs = has_onednn_int8(self.device.type)
         self._scales = rows.scales.flatten().contiguous()
         if self._packs:
             self._values = torch.ops.onednn.qlinear_prepack(rows.values.contiguous(), None)
@@ -44,12 +44,12 @@ class Int8Weight:
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:
         """Round a matrix of any dtype to nearest."""
-        return cls(quantise(weight, INT8))
+        return cls(quantize_rows(weight, INT8))
 
     @torch.no_grad()
     def multiply(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` for ``x`` ``[..., inputs]``, in its dtype, ``[..., outputs]``."""
-        rows = round_rows(x.flatten(0, -2))
+        rows = quantize_rows_int8(x.flatten(0, -2))
         return self._product(rows, x.dtype).unflatten(0, x.shape[:-1])
 
     def whole(self) -> Tensor:
@@ -62,7 +62,7 @@ class Int8Weight:
 
     def _product(self, rows: Rows, dtype: torch.dtype) -> Tensor:
         if not self._packs:
-            return int8_product(rows, Rows(self._values.t(), self._scales[None]), dtype)
+            return int8_matmul_once(rows, Rows(self._values.t(), self._scales[None]), dtype)
         products: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(rows.values, 1.0, 0, self._values, self._scales, self._zeros),
             *(None, 1.0, 0, torch.float32, "none", [], ""),
@@ -71,7 +71,7 @@ class Int8Weight:
 
 
 @torch.no_grad()
-def int8_product(left: Rows, right: Rows, dtype: torch.dtype) -> Tensor:
+def int8_matmul_once(left: Rows, right: Rows, dtype: torch.dtype) -> Tensor:
     """Return ``left @ right`` of matrices that are used once, in parts that fit the caches.
 
     Args:
@@ -85,17 +85,17 @@ def int8_product(left: Rows, right: Rows, dtype: torch.dtype) -> Tensor:
     kind = left.values.device.type
     found = torch.empty(m, n, dtype=dtype, device=left.values.device)
     values, others, scales = left.values, right.values, right.scales
-    if not takes_any_int8(kind):
+    if not has_any_size_int_mm(kind):
         values = F.pad(values, (0, -k % MULTIPLE)).contiguous()
         # cuBLAS has no kernel for a right matrix that lies row by row, of some sizes.
         others = F.pad(others.t(), (0, -k % MULTIPLE, 0, -n % MULTIPLE)).contiguous().t()
     is_whole = dtype is torch.float32
-    some = max(LEAST_ROWS, PARTS * values_at_a_time(kind) // max(1, n))
+    some = max(LEAST_ROWS, PARTS * values_per_chunk(kind) // max(1, n))
     for into, part, its_scales in zip(
         found.split(some), values.split(some), left.scales.split(some), strict=True
     ):
         rows = len(part)
-        if not takes_any_int8(kind):
+        if not has_any_size_int_mm(kind):
             part = F.pad(part, (0, 0, 0, max(0, LEAST_ROWS - rows)))
         sums = torch._int_mm(part, others)[:rows, :n]
         products = torch.mul(sums, its_scales, out=into if is_whole else None).mul_(scales)

@@ -18,13 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.shrunk_config import shrunk
+from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.quantization.int8_products import Int8Weight
 from hybridrl.quantization.rounded_matrix import SMALLEST_SCALE
 
 BITS = (4, 8, 16, 32)
-GROUP = 64
-LARGEST_HALF = 7
+INT4_GROUP_SIZE = 64
+INT4_MAX = 7
 """Of 4 bits; symmetric, so -8 is not used."""
 
 
@@ -68,7 +68,7 @@ class LowBitLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, bits={self.bits}"
 
 
-class Linear8(LowBitLinear):
+class Int8Linear(LowBitLinear):
     """A linear layer that multiplies int8 by int8."""
 
     bits = 8
@@ -85,7 +85,7 @@ class Linear8(LowBitLinear):
         self._weight = Int8Weight.of(weight)
 
 
-class Linear4(LowBitLinear):
+class Int4Linear(LowBitLinear):
     """A linear layer with weights of 4 bits, two of which share a byte."""
 
     bits = 4
@@ -97,20 +97,22 @@ class Linear4(LowBitLinear):
         return self._whole(torch.float32)
 
     def _take(self, weight: Tensor) -> None:
-        groups = F.pad(weight.float(), (0, -self.in_features % GROUP)).unflatten(1, (-1, GROUP))
+        groups = F.pad(weight.float(), (0, -self.in_features % INT4_GROUP_SIZE)).unflatten(
+            1, (-1, INT4_GROUP_SIZE)
+        )
         largest = groups.abs().amax(2, keepdim=True)
-        self._scales = (largest / LARGEST_HALF).clamp_min(SMALLEST_SCALE)
-        codes = (groups / self._scales).round_().add_(LARGEST_HALF).to(torch.uint8)
+        self._scales = (largest / INT4_MAX).clamp_min(SMALLEST_SCALE)
+        codes = (groups / self._scales).round_().add_(INT4_MAX).to(torch.uint8)
         first, second = codes.chunk(2, dim=2)
         self._codes = first | (second << 4)
 
     def _whole(self, dtype: torch.dtype) -> Tensor:
         both = torch.cat([self._codes & 15, self._codes >> 4], dim=2)
-        values = both.to(dtype).sub_(LARGEST_HALF).mul_(self._scales.to(dtype))
+        values = both.to(dtype).sub_(INT4_MAX).mul_(self._scales.to(dtype))
         return values.flatten(1)[:, : self.in_features]
 
 
-class Linear16(LowBitLinear):
+class BFloat16Linear(LowBitLinear):
     """A linear layer that multiplies bfloat16 by bfloat16, for a model in float32."""
 
     bits = 16
@@ -126,10 +128,10 @@ class Linear16(LowBitLinear):
         self._weight = weight.to(torch.bfloat16, copy=True)
 
 
-KINDS: dict[int, type[LowBitLinear]] = {16: Linear16, 8: Linear8, 4: Linear4}
+KINDS: dict[int, type[LowBitLinear]] = {16: BFloat16Linear, 8: Int8Linear, 4: Int4Linear}
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the decoder layers of a transformers model, which plans count from 0.
 
     Raises:
@@ -145,12 +147,12 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return found
 
 
-def linears(layer: nn.Module) -> dict[str, nn.Linear]:
+def find_linear_layers(layer: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers inside a decoder layer, by their names in it."""
     return {name: m for name, m in layer.named_modules() if type(m) is nn.Linear}
 
 
-def check_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> None:
+def check_layer_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> None:
     """Refuse bits without a kernel, and layers that the model does not have.
 
     Raises:
@@ -169,7 +171,7 @@ def check_bits(bits: Mapping[int, int], layers: int, who: str = "The plan") -> N
             )
 
 
-def apply_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> None:
+def apply_layer_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> None:
     """Replace the linear layers inside decoder layers by `LowBitLinear`s, for good.
 
     Args:
@@ -179,22 +181,26 @@ def apply_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> No
             whose layers are to be in bfloat16.
 
     Raises:
-        ConfigError: see `check_bits`, `decoder_layers`.
+        ConfigError: see `check_layer_bits`, `find_decoder_layers`.
     """
-    layers = decoder_layers(model)
-    check_bits(bits, len(layers))
+    layers = find_decoder_layers(model)
+    check_layer_bits(bits, len(layers))
     for number, wanted in bits.items():
         if wanted < whole:
-            for name, linear in linears(layers[number]).items():
+            for name, linear in find_linear_layers(layers[number]).items():
                 layers[number].set_submodule(name, KINDS[wanted](linear))
 
 
 @contextmanager
-def low_bits(model: nn.Module, bits: Mapping[int, int], whole: int = 16) -> Iterator[None]:
+def temporary_layer_bits(
+    model: nn.Module, bits: Mapping[int, int], whole: int = 16
+) -> Iterator[None]:
     """Apply bits as `apply_layer_bits` inside the block, and restore the model bit for bit."""
-    layers = decoder_layers(model)
-    before = {number: linears(layers[number]) for number in bits if 0 <= number < len(layers)}
-    apply_bits(model, bits, whole)
+    layers = find_decoder_layers(model)
+    before = {
+        number: find_linear_layers(layers[number]) for number in bits if 0 <= number < len(layers)
+    }
+    apply_layer_bits(model, bits, whole)
     try:
         yield
     finally:
@@ -208,7 +214,7 @@ LATENT = "kv_lora_rank"
 weights with each other before it begins (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1)."""
 
 
-def check_linear(
+def check_linear_layers(
     config: PretrainedConfig,
     setting: str,
     path: str,
@@ -226,7 +232,7 @@ def check_linear(
         found = "latent attention, which multiplies weights with each other"
     else:
         with torch.device("meta"):
-            model = build_language_model(shrunk(config))
+            model = build_language_model(shrink_config(config))
         found = next(map(_kind, filter(_is_odd, decoder_of(model).modules())), "")
     if found:
         raise ConfigError(

@@ -1,5 +1,5 @@
 """How much a model's answers change when matrix products are computed in fewer bits: predicted
-layer by layer from a few samples of tokens (`indicator`), and measured (`token_kl`).
+layer by layer from a few samples of tokens (`measure_sensitivity`), and measured (`token_kl`).
 
 Rounding to nearest on a grid of step s adds noise of variance s^2 / 12 to each value. The KL
 between the answers before and after is, to second order, half of that noise weighed by the Fisher
@@ -30,23 +30,23 @@ from transformers import PreTrainedModel
 from hybridrl.errors import DataError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import LogitScale, soft_cap_of
-from hybridrl.models.packed_attention import NAME
-from hybridrl.models.packing import Packing
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packing import PackingMetadata
 from hybridrl.quantization.low_bit_linear import (
-    GROUP,
-    LARGEST_HALF,
-    check_bits,
-    decoder_layers,
-    linears,
-    low_bits,
+    INT4_GROUP_SIZE,
+    INT4_MAX,
+    check_layer_bits,
+    find_decoder_layers,
+    find_linear_layers,
+    temporary_layer_bits,
 )
 from hybridrl.quantization.rounded_matrix import INT8, LARGEST
-from hybridrl.system.device_traits import logits_at_a_time
+from hybridrl.system.device_traits import logits_per_chunk
 
 LARGEST_BYTE = int(LARGEST[INT8])
 
 
-def indicator(
+def measure_sensitivity(
     model: PreTrainedModel,
     samples: Sequence[Tensor],
     bits: Sequence[int] = (8, 4),
@@ -64,17 +64,17 @@ def indicator(
 
     Raises:
         DataError: if there is no token.
-        ConfigError: see `check_bits`, `decoder_layers`.
+        ConfigError: see `check_layer_bits`, `find_decoder_layers`.
     """
-    layers = decoder_layers(model)
+    layers = find_decoder_layers(model)
     for number in bits:
-        check_bits({0: number}, len(layers))
+        check_layer_bits({0: number}, len(layers))
     found = {layer: dict.fromkeys(bits, 0.0) for layer in range(len(layers))}
     tokens = _tokens(samples)
     generator = torch.Generator().manual_seed(seed)
     with ExitStack() as watched:
         for layer, module in enumerate(layers):
-            for linear in linears(module).values():
+            for linear in find_linear_layers(module).values():
                 watched.enter_context(_watched(linear, found[layer]))
         for ids in filter(len, samples):
             with torch.enable_grad():
@@ -95,15 +95,17 @@ def token_kl(
     """
     tokens = _tokens(samples)
     wholes = [_hidden(model, ids) for ids in filter(len, samples)]
-    with low_bits(model, bits, whole):
+    with temporary_layer_bits(model, bits, whole):
         low = [_hidden(model, ids) for ids in filter(len, samples)]
     total = 0.0
     for states, others in zip(low, wholes, strict=True):
         size = max(
-            1, logits_at_a_time(states.device.type) // model.config.get_text_config().vocab_size
+            1, logits_per_chunk(states.device.type) // model.config.get_text_config().vocab_size
         )
         for part, other in zip(states.split(size), others.split(size), strict=True):
-            total += float(token_kls(_log_probs(model, part), _log_probs(model, other)).sum())
+            total += float(
+                token_kl_divergence(_log_probs(model, part), _log_probs(model, other)).sum()
+            )
     return total / tokens
 
 
@@ -117,8 +119,8 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the last hidden states of a sample, ``[tokens, hidden]``."""
     device = model.get_input_embeddings().weight.device
     further: dict[str, Any] = {}
-    if model.config._attn_implementation == NAME:
-        further["packing"] = Packing.of(torch.tensor([0, len(ids)]), device)
+    if model.config._attn_implementation == PACKED_ATTENTION:
+        further["packing"] = PackingMetadata.of(torch.tensor([0, len(ids)]), device)
     outputs = decoder_of(model)(input_ids=ids.to(device)[None], use_cache=False, **further)
     states: Tensor = outputs.last_hidden_state[0]
     return states
@@ -149,19 +151,19 @@ def _watched(linear: nn.Linear, found: dict[int, float]) -> Iterator[None]:
         value, gradient = weight.detach(), parameter.grad
         for bits in found:
             if bits == 16 and not is_half:
-                found[bits] += bfloat16_kl(value, gradient)
+                found[bits] += bfloat16_rounding_kl(value, gradient)
             elif bits == 8:
-                found[bits] += weight_kl(value, gradient, LARGEST_BYTE)
+                found[bits] += weight_rounding_kl(value, gradient, LARGEST_BYTE)
             elif bits == 4:
-                found[bits] += weight_kl(value, gradient, LARGEST_HALF, GROUP)
+                found[bits] += weight_rounding_kl(value, gradient, INT4_MAX, INT4_GROUP_SIZE)
         parameter.grad = None
 
     def add_inputs(x: Tensor, gradient: Tensor) -> None:
         x, gradient = x.detach().flatten(0, -2), gradient.flatten(0, -2)
         if 16 in found and not is_half:
-            found[16] += bfloat16_kl(x, gradient)
+            found[16] += bfloat16_rounding_kl(x, gradient)
         if 8 in found:
-            found[8] += activation_kl(x, gradient, LARGEST_BYTE)
+            found[8] += activation_rounding_kl(x, gradient, LARGEST_BYTE)
 
     def own_inputs(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *others = arguments
@@ -187,7 +189,9 @@ NEAREST = 1 / 12
 """Variance of rounding to nearest, in squares of the grid's step."""
 
 
-def weight_kl(weight: Tensor, gradient: Tensor, largest: int, group: int | None = None) -> float:
+def weight_rounding_kl(
+    weight: Tensor, gradient: Tensor, largest: int, group: int | None = None
+) -> float:
     """Return the nats that rounding a weight adds to the KL of one sample.
 
     Args:
@@ -203,7 +207,7 @@ def weight_kl(weight: Tensor, gradient: Tensor, largest: int, group: int | None 
     return float(0.5 * NEAREST * (steps.square() * squares).sum())
 
 
-def activation_kl(inputs: Tensor, gradient: Tensor, largest: int) -> float:
+def activation_rounding_kl(inputs: Tensor, gradient: Tensor, largest: int) -> float:
     """Return the nats that rounding a product's inputs, token by token, adds to the KL of one
     sample.
 
@@ -216,12 +220,12 @@ def activation_kl(inputs: Tensor, gradient: Tensor, largest: int) -> float:
     return float(0.5 * NEAREST * (steps.square() * gradient.float().square().sum(1)).sum())
 
 
-def bfloat16_kl(values: Tensor, gradient: Tensor) -> float:
+def bfloat16_rounding_kl(values: Tensor, gradient: Tensor) -> float:
     """Return the nats that rounding a product's weights or inputs to bfloat16 adds to the KL of one
     sample. The step of the grid is a 128th to a 256th of a value."""
     return float(0.5 * NEAREST * 2.0**-15 * (values.float() * gradient.float()).square().sum())
 
 
-def token_kls(log_probs: Tensor, others: Tensor) -> Tensor:
+def token_kl_divergence(log_probs: Tensor, others: Tensor) -> Tensor:
     """Return KL(p || q) of each token, `[tokens]`, for log-probabilities `[tokens, vocabulary]`."""
     return (log_probs.exp() * (log_probs - others)).sum(1).clamp_min(0)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.system.device_traits import values_at_a_time
+from hybridrl.system.device_traits import values_per_chunk
 
 NONE = "none"
 INT8, FP8 = "int8", "fp8"
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     scales: Tensor
 
 
-def quantise(weight: Tensor, kind: str) -> Rows:
+def quantize_rows(weight: Tensor, kind: str) -> Rows:
     """Round ``[outputs, inputs]`` of any dtype to the nearest values of `kind`, `int8` or `fp8`.
     The largest of a row is exact but for rounding of the scale; a row with a number that is not
     finite has such a scale, so it stays as wrong as it was."""
@@ -56,7 +56,7 @@ def quantise(weight: Tensor, kind: str) -> Rows:
     return Rows(values, scales)
 
 
-def dequantise(rows: Rows) -> Tensor:
+def dequantize_rows(rows: Rows) -> Tensor:
     """Return ``values * scales`` in float32."""
     return rows.values.float() * rows.scales
 
@@ -67,7 +67,7 @@ _generators: dict[torch.device, torch.Generator] = {}
 
 
 @torch.no_grad()
-def round_rows(x: Tensor, *, stochastic: bool = False) -> Rows:
+def quantize_rows_int8(x: Tensor, *, stochastic: bool = False) -> Rows:
     """Round ``[rows, columns]`` to int8 with a scale for each row, ``[rows, 1]`` float32. A row
     with a number that is not finite has such a scale, so that what comes of it is seen.
 
@@ -91,7 +91,7 @@ def round_rows(x: Tensor, *, stochastic: bool = False) -> Rows:
 
 
 @torch.no_grad()
-def round_columns(x: Tensor, weights: Tensor | None = None) -> Rows:
+def quantize_columns_int8(x: Tensor, weights: Tensor | None = None) -> Rows:
     """Round ``[rows, columns]`` to nearest int8 with a scale for each column, ``[1, columns]``.
 
     Args:
@@ -135,5 +135,5 @@ def _round(
 def _memory(x: Tensor) -> tuple[int, Tensor]:
     """Return how many rows to round at a time, so few that they stay in the caches, and float32
     memory for them."""
-    some = max(1, values_at_a_time(x.device.type) // PASSES // max(1, x.shape[1]))
+    some = max(1, values_per_chunk(x.device.type) // PASSES // max(1, x.shape[1]))
     return some, torch.empty(min(some, len(x)), x.shape[1], device=x.device)

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from hybridrl.controller.group_call import Reply, Result
-from hybridrl.ray_backend.call_messages import Head, addressed, unseal
+from hybridrl.controller.group_call import CallResult, RankReply
+from hybridrl.ray_backend.call_messages import CallHeader, deserialize_reply, join_header
 from hybridrl.ray_backend.ray_import import ray
-from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.ray_backend.remote_result import ResultRefs
 
 
-class Order(NamedTuple):
+class CallEnvelope(NamedTuple):
     """The envelope of a call: what its delivery needs; see `GroupCall`."""
 
     number: int
@@ -25,28 +25,28 @@ class Order(NamedTuple):
     returns_batch: bool
 
 
-class Lost(NamedTuple):
+class LostReply(NamedTuple):
     """A missing reply: the host died, or Ray could not send what the method returned."""
 
     text: str
     died: bool
 
 
-Event = tuple[int, int, Reply | Lost]
+ReplyEvent = tuple[int, int, RankReply | LostReply]
 """The number of a call, a rank of it, and that rank's reply."""
 
 
-class Transport(ABC):
+class CallTransport(ABC):
     """A way to the hosts that carries all calls, so that every host runs them in the driver's
     order."""
 
     @abstractmethod
-    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Any:
+    def send(self, order: CallEnvelope, body: bytes, results: Sequence[CallResult]) -> Any:
         """Send a call whose request contains these results of other calls, and return what
         `get_shard_ref` finds its own result by."""
 
     @abstractmethod
-    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[ReplyEvent]:
         """Wait until these calls are done, at most this many seconds, and return the events of all
         calls. The caller removes each event after it has recorded it, so that no event is lost in
         an interrupt; an event may come twice."""
@@ -60,7 +60,7 @@ class Transport(ABC):
         return []
 
 
-class DirectTransport(Transport):
+class DirectTransport(CallTransport):
     """A transport that makes one Ray call per host: the least delay, and a cost to the caller that
     grows with the number of hosts.
 
@@ -75,12 +75,14 @@ class DirectTransport(Transport):
         self._gathers = gathers
         self._pending: dict[Any, tuple[int, int]] = {}
         self._replies: dict[int, list[Any]] = {}
-        self._events: deque[Event] = deque()
+        self._events: deque[ReplyEvent] = deque()
 
-    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Refs:
+    def send(self, order: CallEnvelope, body: bytes, results: Sequence[CallResult]) -> ResultRefs:
         return self.deliver(order, body, [result.data for result in results])
 
-    def deliver(self, order: Order, body: bytes, references: Sequence[Refs]) -> Refs:
+    def deliver(
+        self, order: CallEnvelope, body: bytes, references: Sequence[ResultRefs]
+    ) -> ResultRefs:
         """Send a call as `send_call` does, with the references to the results."""
         options: dict[str, Any] = {}
         if references:
@@ -91,26 +93,26 @@ class DirectTransport(Transport):
             options["rendezvous"] = first.listen.remote(order.role)
         replies, shards = [], []
         for host, part in zip(order.hosts, order.parts, strict=True):
-            head = Head(part, order.role, order.method, order.returns_batch)
+            head = CallHeader(part, order.role, order.method, order.returns_batch)
             run = self._actors[host].run
             if order.returns_batch:
                 run = run.options(num_returns=2)
-            made = run.remote(addressed(tuple(head), body), **options)
+            made = run.remote(join_header(tuple(head), body), **options)
             shard, reply = made if order.returns_batch else (None, made)
             self._pending[reply] = (order.number, len(replies))
             replies.append(reply)
             shards.append(shard)
         self._replies[order.number] = replies
         if not order.returns_batch:
-            return Refs((), ())
+            return ResultRefs((), ())
         chosen = [rank for rank, part in enumerate(order.parts) if part.answers]
         answers = [replies[rank] for rank in chosen]
         if self._gathers and len(chosen) > 1:
             answers = [self._actors[order.hosts[chosen[0]]].gather.remote(answers)]
         hosts = [order.hosts[rank] for rank in chosen]
-        return Refs(answers, [shards[rank] for rank in chosen], hosts)
+        return ResultRefs(answers, [shards[rank] for rank in chosen], hosts)
 
-    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[ReplyEvent]:
         wanted = [reply for n in numbers for reply in self._replies.get(n, ())]
         wanted = [reply for reply in wanted if reply in self._pending]
         if wanted:
@@ -127,22 +129,22 @@ class DirectTransport(Transport):
                     self._look(reply)
         return self._events
 
-    def fetch(self, data: Refs, index: int) -> Any:
+    def fetch(self, data: ResultRefs, index: int) -> Any:
         return data.shards[index]
 
     def _look(self, reply: Any) -> None:
         try:
             found = ray.get(reply)
         except (ray.exceptions.RayTaskError, ray.exceptions.RaySystemError) as error:
-            found = Lost(str(error), died=False)
+            found = LostReply(str(error), died=False)
         except ray.exceptions.RayError as error:
-            found = Lost(str(error), died=True)
+            found = LostReply(str(error), died=True)
         self._take([reply], [found])
 
     def _take(self, replies: Sequence[Any], found: Sequence[Any]) -> None:
         for reference, reply in zip(replies, found, strict=True):
             number, rank = self._pending[reference]
-            self._events.append((number, rank, unseal(reply)))
+            self._events.append((number, rank, deserialize_reply(reply)))
             del self._pending[reference]
             if not any(other in self._pending for other in self._replies.get(number, ())):
                 self._replies.pop(number, None)

@@ -10,7 +10,7 @@ from hybridrl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """A machine of the cluster.
 
     Attributes:
@@ -56,7 +56,7 @@ class NodeReport:
     unseen: Sequence[str] = ()
 
 
-def by_address(node_id: str, address: str) -> tuple[int, int, str]:
+def make_node_sort_key(node_id: str, address: str) -> tuple[int, int, str]:
     """Return a sort key: 10.0.0.9 before 10.0.0.10; nodes of one address by their ids."""
     try:
         number = ipaddress.ip_address(address)
@@ -65,13 +65,13 @@ def by_address(node_id: str, address: str) -> tuple[int, int, str]:
     return (number.version, int(number), node_id)
 
 
-def table(nodes: Sequence[Node]) -> str:
+def format_node_table(nodes: Sequence[RayNode]) -> str:
     """Format the nodes, one line each."""
-    ordered = sorted(nodes, key=lambda node: by_address(node.id, node.address))
+    ordered = sorted(nodes, key=lambda node: make_node_sort_key(node.id, node.address))
     return "\n".join(f"  {node}" for node in ordered)
 
 
-def check_room(nodes: Sequence[Node], kind: str, devices: int, cpus_per_host: float) -> None:
+def check_capacity(nodes: Sequence[RayNode], kind: str, devices: int, cpus_per_host: float) -> None:
     """Refuse a cluster that could not hold so many devices even if it were idle.
 
     Raises:
@@ -83,11 +83,11 @@ def check_room(nodes: Sequence[Node], kind: str, devices: int, cpus_per_host: fl
         raise ConfigError(
             f"num_devices={devices}: a device of kind `{kind}` takes {each} of one node, and there "
             f"is room for {room}. Set num_devices={room} or fewer, or add nodes. The nodes:\n"
-            f"{table(nodes)}"
+            f"{format_node_table(nodes)}"
         )
 
 
-def check_reports(
+def check_node_reports(
     here: Mapping[str, str], reports: Sequence[NodeReport], paths: Mapping[str, str]
 ) -> None:
     """Refuse nodes that have other versions than the driver, or do not see the job's files.
@@ -99,7 +99,7 @@ def check_reports(
     Raises:
         ConfigError: naming every such node and what is wrong there.
     """
-    other = {report.address: _differences(here, report.versions) for report in reports}
+    other = {report.address: _find_version_differences(here, report.versions) for report in reports}
     if lines := [f"  {node} {', '.join(found)}" for node, found in other.items() if found]:
         raise ConfigError(
             "The driver and all nodes must have the same versions, in the Python that runs Ray "
@@ -145,7 +145,7 @@ def check_access(errors: Mapping[str, Mapping[str, str]], folders: Mapping[str, 
         )
 
 
-def _differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+def _find_version_differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     found = []
     for package, version in here.items():
         theirs = there.get(package, "")

@@ -17,19 +17,19 @@ from typing import Any
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.cluster_nodes import (
-    Node,
     NodeReport,
+    RayNode,
     check_access,
-    check_reports,
-    check_room,
-    table,
+    check_capacity,
+    check_node_reports,
+    format_node_table,
 )
-from hybridrl.ray_backend.own_node import OwnNode, cure_of
+from hybridrl.ray_backend.own_node import LocalRayNode, cure_of
 from hybridrl.ray_backend.ray_import import ray
-from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.locations import access_errors
 
-PACKAGES = {
+CHECKED_PACKAGES = {
     "hybridrl": ("hybridrl",),
     "torch": ("torch",),
     "transformers": ("transformers",),
@@ -37,17 +37,17 @@ PACKAGES = {
 }
 """The packages that must have the same version on all nodes, and the names under which they are
 installed. Ray checks its own version."""
-CONNECT_SECONDS = 5.0
-LOOK_SECONDS = 0.5
+CONNECT_TIMEOUT_SECONDS = 5.0
+NODE_POLL_SECONDS = 0.5
 """The interval between polls of the nodes while devices are awaited."""
 
 
-QUIET = {"log_to_driver": False, "logging_level": logging.ERROR}
-TOKENS = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
+RAY_INIT_OPTIONS = {"log_to_driver": False, "logging_level": logging.ERROR}
+RAY_AUTH_VARIABLES = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 """The variables by which a user configures Ray's authentication."""
-CLOSE_SECONDS = 5.0
+CLUSTER_CLOSE_SECONDS = 5.0
 """The time limit after which a local cluster that has not ended is killed."""
-STARTS = 2
+MAX_START_ATTEMPTS = 2
 """The number of attempts to start Ray, which gives up after 30 s; a busy machine may need more."""
 SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
@@ -57,11 +57,11 @@ SHORT_FOLDER = "/tmp/ray"
 """Ray's own default where no variable names another."""
 
 
-class Connection:
+class ClusterConnection:
     """A connection of this process to a cluster, shared by executors that come and go.
 
     Args:
-        address: See `connect`.
+        address: See `_join_or_start_cluster`.
 
     Attributes:
         is_own: Whether it is to be ended here; in a process that was connected before, it is not.
@@ -71,11 +71,11 @@ class Connection:
 
     def __init__(self, address: str | None) -> None:
         self.is_own = not ray.is_initialized()
-        self.node: OwnNode | None = None
+        self.node: LocalRayNode | None = None
         self.joined = False
         if self.is_own:
-            with _our_sigterm():
-                self.node = connect(address)
+            with _preserve_sigterm_handler():
+                self.node = _join_or_start_cluster(address)
             self.joined = self.node is None
 
     def fault(self) -> str:
@@ -100,13 +100,13 @@ class Connection:
     def close(self) -> None:
         """Leave the cluster, or end it if it was started here."""
         if self.node is not None:
-            end(self.node)
+            stop_local_cluster(self.node)
         elif self.is_own:
             ray.shutdown()
 
 
 @contextlib.contextmanager
-def _our_sigterm() -> Iterator[None]:
+def _preserve_sigterm_handler() -> Iterator[None]:
     """Restore the SIGTERM handler, which Ray replaces when it starts."""
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -116,7 +116,7 @@ def _our_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def connect(address: str | None) -> OwnNode | None:
+def _join_or_start_cluster(address: str | None) -> LocalRayNode | None:
     """Join the cluster at `address` (see `ray.address`), or start one on this machine.
 
     Returns:
@@ -132,13 +132,13 @@ def connect(address: str | None) -> OwnNode | None:
         address, said = told, f"RAY_ADDRESS={told} (an environment variable)"
     # What others have started on this machine is joined only if somebody says so.
     if address in (None, "local"):
-        return start(usable_cores())
+        return start_local_cluster(count_usable_cores())
     try:
         found = address
         if address == "auto":
             found = ray._private.services.get_ray_address_from_environment("auto", None)
         _check_listening(found, said)
-        ray.init(address=address, **QUIET)
+        ray.init(address=address, **RAY_INIT_OPTIONS)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"{said}: Ray could not be reached: {error} Write `auto` on a node of the cluster, "
@@ -148,29 +148,33 @@ def connect(address: str | None) -> OwnNode | None:
     return None
 
 
-def start(cpus: int) -> OwnNode:
+def start_local_cluster(cpus: int) -> LocalRayNode:
     """Start a cluster on this machine with `cpus` CPU slots, whatever else runs there.
 
     Raises:
         HybridRLError: with the cause and its cure, after a second attempt where that may help.
     """
-    _choose_token()
+    _set_auth_token()
     folder = _temporary_folder()
-    for attempt in range(STARTS):
-        node = OwnNode()
+    for attempt in range(MAX_START_ATTEMPTS):
+        node = LocalRayNode()
         try:
             ray.init(
-                address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder, **QUIET
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                _temp_dir=folder,
+                **RAY_INIT_OPTIONS,
             )
             node.started(ray._private.worker._global_node.get_session_dir_path())
             return node
         except BaseException as error:
-            with node.ending(CLOSE_SECONDS):
+            with node.ending(CLUSTER_CLOSE_SECONDS):
                 ray.shutdown()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             cure = cure_of(error, folder)
-            if attempt == STARTS - 1 or cure:
+            if attempt == MAX_START_ATTEMPTS - 1 or cure:
                 is_late = re.search("time[d-]? ?out", str(error), re.IGNORECASE)
                 busy = "If the machine is busy, try again when it is less so. " if is_late else ""
                 cure = cure or f"{busy}Ray's own logs say more: {folder}/session_latest/logs."
@@ -189,18 +193,18 @@ def _temporary_folder() -> str:
     return usual if is_short else SHORT_FOLDER
 
 
-def end(node: OwnNode) -> None:
+def stop_local_cluster(node: LocalRayNode) -> None:
     """End a cluster that was started by `start_local_cluster`."""
     if node.fault() or node.stopped():  # Ray would wait for it, or end this process
         node.kill()
-    with node.ending(CLOSE_SECONDS):
+    with node.ending(CLUSTER_CLOSE_SECONDS):
         ray.shutdown()
 
 
-def _choose_token() -> None:
+def _set_auth_token() -> None:
     """Give a local cluster an authentication token of its own, in the environment of its processes.
     Ray would use a world-readable file in the user's home, which cannot be made everywhere."""
-    if not TOKENS & os.environ.keys():
+    if not RAY_AUTH_VARIABLES & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
@@ -211,7 +215,7 @@ def _check_listening(address: str, said: str) -> None:
     if not colon or not port.isdigit():
         return  # something that Ray refuses at once
     try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS).close()
     except OSError as error:
         raise ConfigError(
             f"{said}: nothing answers there ({error}). Is the cluster running, and is that the "
@@ -220,7 +224,7 @@ def _check_listening(address: str, said: str) -> None:
         ) from error
 
 
-def nodes() -> list[Node]:
+def list_nodes() -> list[RayNode]:
     """Return the nodes that are alive."""
     # Ray offers what is free by node in its private module only.
     free = ray._private.state.available_resources_per_node()
@@ -229,7 +233,7 @@ def nodes() -> list[Node]:
         if node["Alive"]:
             there, left = node["Resources"], free.get(node["NodeID"], {})
             found.append(
-                Node(
+                RayNode(
                     node["NodeID"],
                     node["NodeManagerAddress"],
                     node["NodeManagerPort"],
@@ -255,30 +259,30 @@ def wait_for_devices(kind: str, wanted: int, least: int, cpus: float, limit: flo
     """
     until = time.monotonic() + limit
     while True:
-        alive = nodes()
-        there = [node for node in alive if is_reachable(node)]
-        free = free_devices(there, kind, cpus)
+        alive = list_nodes()
+        there = [node for node in alive if is_node_reachable(node)]
+        free = count_free_devices(there, kind, cpus)
         # Of a node that has just been lost Ray says for half a minute that it is there, and would
         # place hosts on it.
         if free >= wanted and len(there) == len(alive):
             return wanted
         if time.monotonic() > until:
             break
-        time.sleep(LOOK_SECONDS)
+        time.sleep(NODE_POLL_SECONDS)
     if free < least:
         raise ConfigError(
             f"There are {free} free devices of kind `{kind}` after {limit:g} s (recover.wait_s), "
-            f"and {least} are needed (recover.min_devices). The nodes:\n{table(there)}"
+            f"and {least} are needed (recover.min_devices). The nodes:\n{format_node_table(there)}"
         )
     return free
 
 
-def free_devices(there: Sequence[Node], kind: str, cpus: float) -> int:
+def count_free_devices(there: Sequence[RayNode], kind: str, cpus: float) -> int:
     """Count the devices with this many cores each that no job has reserved."""
     return sum(node.slots(kind, cpus, free=True) for node in there)
 
 
-def share(there: Sequence[Node], number: int) -> float:
+def compute_cpus_per_host(there: Sequence[RayNode], number: int) -> float:
     """Return the most cores that each of `number` hosts can have; Ray gives a host as many
     threads."""
     most = int(sum(node.cpus for node in there)) // number
@@ -287,7 +291,7 @@ def share(there: Sequence[Node], number: int) -> float:
     )
 
 
-def reserve(kind: str, devices: int, cpus: float, limit: float) -> Any:
+def reserve_devices(kind: str, devices: int, cpus: float, limit: float) -> Any:
     """Reserve `devices` bundles, on as few nodes as Ray can.
 
     Args:
@@ -297,14 +301,15 @@ def reserve(kind: str, devices: int, cpus: float, limit: float) -> Any:
     Raises:
         ConfigError: if there is no room, or it is not free in time.
     """
-    check_room(nodes(), kind, devices, cpus)
+    check_capacity(list_nodes(), kind, devices, cpus)
     bundle = {"CPU": cpus, "GPU": 1.0} if kind == "cuda" else {"CPU": cpus}
     bundles = ray.util.placement_group([bundle] * devices, strategy="PACK")
     if not bundles.wait(limit):
         ray.util.remove_placement_group(bundles)
         raise ConfigError(
             f"Ray did not give {devices} devices of kind `{kind}` within {limit:g} s "
-            "(ray.start_timeout_s). Is another job using them? The nodes:\n" + table(nodes())
+            "(ray.start_timeout_s). Is another job using them? The nodes:\n"
+            + format_node_table(list_nodes())
         )
     return bundles
 
@@ -329,7 +334,7 @@ def check_nodes(
     # By value: a node that lacks the package has to be able to say so.
     ray.cloudpickle.register_pickle_by_value(node_probe)
     try:
-        answers, silent = _ask(bundles, limit, node_probe.report, PACKAGES, dict(paths))
+        answers, silent = _ask(bundles, limit, node_probe.probe_node, CHECKED_PACKAGES, dict(paths))
     finally:
         ray.cloudpickle.unregister_pickle_by_value(node_probe)
     if silent:
@@ -338,7 +343,7 @@ def check_nodes(
             "(ray.start_timeout_s). Look at Ray's own logs there, under /tmp/ray."
         )
     reports = [NodeReport(address, *answer) for address, answer in answers.items()]
-    check_reports(node_probe.versions(PACKAGES), reports, paths)
+    check_node_reports(node_probe.read_versions(CHECKED_PACKAGES), reports, paths)
     errors, silent = _ask(bundles, limit, access_errors, dict(folders), list(written))
     late = dict.fromkeys(folders, f"no answer within {limit:g} s")
     check_access(errors | dict.fromkeys(silent, late), folders)
@@ -354,7 +359,7 @@ def _ask(
     pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     asked = {
         node.address: task.options(scheduling_strategy=pin(node.id, soft=False)).remote(*arguments)
-        for node in nodes()
+        for node in list_nodes()
         if node.id in used
     }
     _, late = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit)
@@ -362,7 +367,7 @@ def _ask(
     return answers, [address for address in asked if address not in answers]
 
 
-def is_reachable(node: Node, seconds: float = 2.0) -> bool:
+def is_node_reachable(node: RayNode, seconds: float = 2.0) -> bool:
     """Return whether the node's Ray process accepts connections. Ray's own health checks take
     longer."""
     try:

@@ -7,19 +7,19 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hybridrl.controller.group_call import Call
-from hybridrl.controller.host_health import Snapshot, Status
-from hybridrl.ray_backend.ray_host import PRELOAD
+from hybridrl.controller.group_call import GroupCall
+from hybridrl.controller.host_health import HostSnapshot, HostStatus
+from hybridrl.ray_backend.ray_host import PRELOAD_METHOD
 from hybridrl.ray_backend.ray_import import ray
 
-ANSWER_SECONDS = 1.0
+ANSWER_TIMEOUT_SECONDS = 1.0
 """The time that a poll waits for answers; later ones are collected at the next poll."""
-CLOCK_QUESTIONS = 5
+CLOCK_SAMPLES = 5
 """The number of questions about a host's clock; the quickest answer is the most accurate."""
-SNAPSHOT_SECONDS = 5.0
+SNAPSHOT_TIMEOUT_SECONDS = 5.0
 
 
-class Watch:
+class HeartbeatMonitor:
     """A monitor that asks every host, on a thread that does no work, what it is doing.
 
     Args:
@@ -35,7 +35,7 @@ class Watch:
         self._asked = [0.0] * len(hosts)
         self._heard = [0.0] * len(hosts)
         self._given: set[int] = set()
-        self.statuses: list[Status | None] = [None] * len(hosts)
+        self.statuses: list[HostStatus | None] = [None] * len(hosts)
 
     def look(self) -> list[int]:
         """Poll all hosts that owe no answer, and return the hosts that are silent now."""
@@ -44,7 +44,7 @@ class Watch:
         for host, actor in enumerate(self._hosts):
             if host not in self._questions:
                 self._questions[host], self._asked[host] = actor.status.remote(), now
-        self._take(ANSWER_SECONDS)
+        self._take(ANSWER_TIMEOUT_SECONDS)
         return list(self._questions)
 
     def fallen_silent(self, seconds: float) -> list[int]:
@@ -55,12 +55,12 @@ class Watch:
         self._given = found
         return sorted(new)
 
-    def seconds_on(self, host: int, call: Call) -> float:
+    def seconds_on(self, host: int, call: GroupCall) -> float:
         """Return how long a host has worked on its first pending call, without the time that it
         waited for inputs. A silent host is assumed to be doing what it last reported."""
         status = self.statuses[host]
         worked = 0.0
-        if status is not None and status.is_working and status.method != PRELOAD:
+        if status is not None and status.is_working and status.method != PRELOAD_METHOD:
             worked = status.seconds
         if host not in self._questions:
             return worked
@@ -68,10 +68,10 @@ class Watch:
         begin = self._heard[host] - (worked if same else 0.0)
         return time.monotonic() - max(call.since, begin)
 
-    def snapshots(self) -> list[Snapshot | None]:
+    def snapshots(self) -> list[HostSnapshot | None]:
         """Return a snapshot of every host; None for hosts that do not answer."""
         asked = [host.snapshot.remote() for host in self._hosts]
-        found = _answers(asked, SNAPSHOT_SECONDS)
+        found = _gather_answers(asked, SNAPSHOT_TIMEOUT_SECONDS)
         return [found.get(reference) for reference in asked]
 
     def clocks_ahead(self, hosts: Iterable[int]) -> dict[int, float]:
@@ -80,9 +80,9 @@ class Watch:
         found = {}
         for host in hosts:
             answers = []
-            for _ in range(CLOCK_QUESTIONS):
+            for _ in range(CLOCK_SAMPLES):
                 before = time.time()
-                answer = _answers([self._hosts[host].clock.remote()], ANSWER_SECONDS)
+                answer = _gather_answers([self._hosts[host].clock.remote()], ANSWER_TIMEOUT_SECONDS)
                 if not answer:
                     break
                 (there,), after = answer.values(), time.time()
@@ -92,14 +92,14 @@ class Watch:
         return found
 
     def _take(self, seconds: float) -> None:
-        found = _answers(list(self._questions.values()), seconds)
+        found = _gather_answers(list(self._questions.values()), seconds)
         for host, question in list(self._questions.items()):
             if question in found:
                 self.statuses[host], self._heard[host] = found[question], time.monotonic()
                 del self._questions[host]
 
 
-def _answers(references: list[Any], seconds: float) -> dict[Any, Any]:
+def _gather_answers(references: list[Any], seconds: float) -> dict[Any, Any]:
     """Return the answers that come within this many seconds."""
     if not references:
         return {}

@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.controller.failures import Death, Hosts, explain
-from hybridrl.controller.group_call import Call, Failure
-from hybridrl.controller.hang_report import Hang, Pending, silence
+from hybridrl.controller.failures import HostDeath, HostRegistry, build_root_cause_error
+from hybridrl.controller.group_call import GroupCall, WorkerFailure
+from hybridrl.controller.hang_report import HangReport, PendingCalls, format_silent_host
 from hybridrl.errors import LostError
-from hybridrl.ray_backend.cluster_nodes import Node
-from hybridrl.ray_backend.connection import Connection, is_reachable
-from hybridrl.ray_backend.heartbeat import Watch
+from hybridrl.ray_backend.cluster_nodes import RayNode
+from hybridrl.ray_backend.connection import ClusterConnection, is_node_reachable
+from hybridrl.ray_backend.heartbeat import HeartbeatMonitor
 
-LOOK_SECONDS = 1.0
+CLUSTER_POLL_SECONDS = 1.0
 """The interval between checks of the cluster's own processes, which take no time."""
 
 
-class Supervision:
+class HostSupervisor:
     """A supervisor of the hosts of one job.
 
     Args:
@@ -39,20 +39,20 @@ class Supervision:
     def __init__(
         self,
         actors: Sequence[Any],
-        hosts: Hosts,
-        nodes: Mapping[str, Node],
-        connection: Connection,
+        hosts: HostRegistry,
+        nodes: Mapping[str, RayNode],
+        connection: ClusterConnection,
         *,
         timeout_s: float,
         heartbeat_s: float,
-        oldest: Callable[[int], tuple[Call, int] | None],
+        oldest: Callable[[int], tuple[GroupCall, int] | None],
         notify: Callable[[str], None],
     ) -> None:
         self._hosts, self._nodes, self._connection = hosts, nodes, connection
         self._numbers = range(len(actors))
         self._timeout, self._heartbeat = timeout_s, heartbeat_s
         self._oldest, self._notify = oldest, notify
-        self._watch = Watch(actors)
+        self._watch = HeartbeatMonitor(actors)
         self.patience = min(5.0, timeout_s / 4, heartbeat_s)
         self._looked = self._asked = time.monotonic()
         self._unreachable: set[str] = set()
@@ -74,14 +74,14 @@ class Supervision:
                 node twice in a row.
         """
         now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS:
+        if now - self._looked > CLUSTER_POLL_SECONDS:
             self._looked = now
             self._check_cluster()
         if now - self._asked > self.patience:
             self._check_hosts()
             self._asked = time.monotonic()
 
-    def lost(self, hosts: Iterable[int] | None = None) -> list[Death]:
+    def lost(self, hosts: Iterable[int] | None = None) -> list[HostDeath]:
         """Return the deaths of those of these hosts, or of all, whose nodes cannot be reached and
         which have a pending call."""
         if len(self._nodes) < 2:
@@ -89,15 +89,17 @@ class Supervision:
         looked = list(self._numbers if hosts is None else hosts)
         ids = list({self._node(host) for host in looked})
         with ThreadPoolExecutor(16) as pool:
-            reached = pool.map(is_reachable, [self._nodes[node] for node in ids])
+            reached = pool.map(is_node_reachable, [self._nodes[node] for node in ids])
             lost = {node for node, there in zip(ids, reached, strict=True) if not there}
         gone = [host for host in looked if self._node(host) in lost]
-        return [Death(*oldest, "", with_node=True) for h in gone if (oldest := self._oldest(h))]
+        return [HostDeath(*oldest, "", with_node=True) for h in gone if (oldest := self._oldest(h))]
 
-    def by_one_clock(self, found: Sequence[Failure | Death]) -> list[Failure | Death]:
+    def by_one_clock(
+        self, found: Sequence[WorkerFailure | HostDeath]
+    ) -> list[WorkerFailure | HostDeath]:
         """Return the failures with their times by this process's clock, as far as hosts answer. The
         first failure is taken for the cause, and the clocks of nodes may differ."""
-        failures = [item for item in found if isinstance(item, Failure)]
+        failures = [item for item in found if isinstance(item, WorkerFailure)]
         if len(failures) < 2 or len(self._nodes) < 2:
             return list(found)
         places = {
@@ -109,7 +111,7 @@ class Supervision:
         ahead = self._watch.clocks_ahead(set(at.values()))
         return [
             replace(item, time=item.time - ahead.get(at[item], 0.0))
-            if isinstance(item, Failure)
+            if isinstance(item, WorkerFailure)
             else item
             for item in found
         ]
@@ -144,7 +146,7 @@ class Supervision:
         silent = self._watch.look()
         lost = self.lost(silent)
         if again := [death for death in lost if self._node(death.host) in self._unreachable]:
-            raise explain(again, self._hosts)
+            raise build_root_cause_error(again, self._hosts)
         self._unreachable = {self._node(death.host) for death in lost}
         pending = {host: oldest for host in self._numbers if (oldest := self._oldest(host))}
         self._tell_of_silence(pending)
@@ -162,12 +164,14 @@ class Supervision:
             if stopped := self._connection.stopped():
                 why = f": {stopped}, and hosts wait for it"
         if late:
-            raise Hang(pending, late, self._timeout, watch.snapshots(), self._hosts, why).error()
+            raise HangReport(
+                pending, late, self._timeout, watch.snapshots(), self._hosts, why
+            ).error()
 
-    def _tell_of_silence(self, pending: Pending) -> None:
+    def _tell_of_silence(self, pending: PendingCalls) -> None:
         """Notify the user, once, of a host that does not answer, long before the deadline."""
         for host in self._watch.fallen_silent(self._heartbeat):
             if host in pending:
                 call, rank = pending[host]
                 identity = self._hosts.identities[host]
-                self._notify(silence(call, rank, identity, self._heartbeat))
+                self._notify(format_silent_host(call, rank, identity, self._heartbeat))

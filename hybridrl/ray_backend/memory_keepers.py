@@ -13,15 +13,15 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from hybridrl.checkpoint.copies.memory_files import SCHEME, Keeper, KeptFiles
+from hybridrl.checkpoint.copies.memory_files import URL_SCHEME, KeeperFileSystem, MemoryKeeper
 from hybridrl.ray_backend.ray_import import ray
 
-SILENCE_SECONDS = 30.0
+KEEPER_TIMEOUT_SECONDS = 30.0
 """The time limit for an answer of a keeper, whose calls take milliseconds."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
-class RayKeeper(Keeper):
+class RayMemoryKeeper(MemoryKeeper):
     """A `MemoryKeeper` in a process of its own."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class RayKeeper(Keeper):
         super().__init__()
 
 
-class Keepers:
+class MemoryKeepers:
     """The memory keepers of one job, one on each node.
 
     Args:
@@ -44,7 +44,7 @@ class Keepers:
     def __init__(self, others: int) -> None:
         self._job = f"{others + 1}-{uuid.uuid4().hex[:12]}"
         self._actors: dict[str, Any] = {}
-        self.url = f"{SCHEME}://{self._job}"
+        self.url = f"{URL_SCHEME}://{self._job}"
 
     def start(self, nodes: Iterable[str]) -> None:
         """Start a keeper on each of these nodes, again where one was lost, without waiting for
@@ -54,7 +54,7 @@ class Keepers:
             if not any(name.startswith(f"{self._job}/{node}/") for name in there):
                 name = f"{self._job}/{node}/{len(self._actors)}"  # of a lost one it is not free
                 pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)
-                made = RayKeeper.options(name=name, scheduling_strategy=pin)
+                made = RayMemoryKeeper.options(name=name, scheduling_strategy=pin)
                 self._actors[name] = made.remote()  # which ends with its handle
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Keepers:
         self._actors.clear()
 
 
-class RayKeptFiles(KeptFiles):
+class RayKeeperFileSystem(KeeperFileSystem):
     """The file system of a job's memory keepers, which are found by their actor names."""
 
     def keepers(self, job: str) -> list[Any]:
@@ -80,12 +80,13 @@ class RayKeptFiles(KeptFiles):
         # In the object store an array is sent to several at once, and read where it lies.
         stored = [ray.put(a) if isinstance(a, np.ndarray) else a for a in arguments]
         asked = [getattr(keeper, method).remote(*stored) for keeper in keepers]
-        until, answers = time.monotonic() + SILENCE_SECONDS, list[Any]()
+        until, answers = time.monotonic() + KEEPER_TIMEOUT_SECONDS, list[Any]()
         for answer in asked:
             try:
                 answers.append(ray.get(answer, timeout=max(0.0, until - time.monotonic())))
             except ray.exceptions.GetTimeoutError:
-                said = f"a process that keeps copies did not answer within {SILENCE_SECONDS:g} s"
+                limit = f"within {KEEPER_TIMEOUT_SECONDS:g} s"
+                said = f"a process that keeps copies did not answer {limit}"
                 answers.append(OSError(said))
             except ray.exceptions.RayError as error:
                 why = str(error).partition("\n")[0]
@@ -93,4 +94,4 @@ class RayKeptFiles(KeptFiles):
         return answers
 
 
-fsspec.register_implementation(SCHEME, RayKeptFiles, clobber=True)
+fsspec.register_implementation(URL_SCHEME, RayKeeperFileSystem, clobber=True)

@@ -13,30 +13,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def report(
+def probe_node(
     packages: Mapping[str, Sequence[str]], paths: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the versions of packages, and the settings whose paths do not exist here."""
-    return versions(packages), unseen(paths)
+    return read_versions(packages), find_missing_paths(paths)
 
 
-def versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
+def read_versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return the version of Python and of each package; "" for a package that is not installed.
 
     Args:
         packages: By the name that is imported, the names under which it may be installed.
     """
     return {"Python": platform.python_version()} | {
-        package: _version(package, names) for package, names in packages.items()
+        package: _find_version(package, names) for package, names in packages.items()
     }
 
 
-def unseen(paths: Mapping[str, str]) -> list[str]:
+def find_missing_paths(paths: Mapping[str, str]) -> list[str]:
     """Return the settings whose paths do not exist here."""
     return [setting for setting, path in paths.items() if not Path(path).exists()]
 
 
-def _version(package: str, names: Sequence[str]) -> str:
+def _find_version(package: str, names: Sequence[str]) -> str:
     found = importlib.util.find_spec(package)
     if found is None:
         return ""
@@ -45,11 +45,11 @@ def _version(package: str, names: Sequence[str]) -> str:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        return version if package != "hybridrl" else f"{version} ({_digest(found)})"
-    return f"not installed ({_digest(found)})"
+        return version if package != "hybridrl" else f"{version} ({_hash_sources(found)})"
+    return f"not installed ({_hash_sources(found)})"
 
 
-def _digest(found: importlib.machinery.ModuleSpec) -> str:
+def _hash_sources(found: importlib.machinery.ModuleSpec) -> str:
     """Hash the sources of a package, because two copies under development have the same version."""
     digest = hashlib.sha256()
     for folder in found.submodule_search_locations or []:

@@ -17,24 +17,24 @@ from collections.abc import Iterator
 
 import psutil
 
-CONTROL, RAYLET = "gcs_server", "raylet"
+GCS_PROCESS, RAYLET_PROCESS = "gcs_server", "raylet"
 """The names of Ray's two processes of a node that everything else depends on."""
-ROLES = {
-    CONTROL: "the process that knows where everything is",
-    RAYLET: "the process that starts workers and keeps what they return",
+PROCESS_PURPOSES = {
+    GCS_PROCESS: "the process that knows where everything is",
+    RAYLET_PROCESS: "the process that starts workers and keeps what they return",
 }
-MARK = "HYBRIDRL_NODE"
+NODE_MARK_VARIABLE = "HYBRIDRL_NODE"
 """The environment variable that marks all processes started by one driver."""
-_AGENT = "gent"
+_AGENT_PATTERN = "gent"
 """The text that the command line of every agent contains, whose first letter may be a capital, and
 that of no worker."""
-_WATCH = (
+_CLEANUP_SCRIPT = (
     "trap '' INT TERM HUP; while read -r key line; do export \"$key=$line\"; done; "
     'if [ "$words" ] && '
     'grep -qsie "terminate the process" -e "local raylet is dead" "$session"/logs/*driver*.log; '
     "then printf '\\nerror: %s\\n' \"$words\" >&2; session=; fi; "
     'for process in $(grep -ls "$1" /proc/[0-9]*/environ); do '
-    f'grep -aqs {_AGENT} "${{process%environ}}cmdline" || continue; '
+    f'grep -aqs {_AGENT_PATTERN} "${{process%environ}}cmdline" || continue; '
     'process=${process%/environ}; kill -9 "${process#/proc/}"; done; '
     'case "$session" in */session_*) rm -rf "$session";; esac'
 )
@@ -71,7 +71,7 @@ def cure_of(error: Exception, folder: str) -> str:
     return ""
 
 
-class OwnNode:
+class LocalRayNode:
     """The processes of Ray that this process starts.
 
     Attributes:
@@ -83,10 +83,10 @@ class OwnNode:
         killed during the start leaves nothing behind."""
         self.logs = ""
         self._parts: dict[str, psutil.Process] = {}
-        mark = os.environ[MARK] = secrets.token_hex(8)
+        mark = os.environ[NODE_MARK_VARIABLE] = secrets.token_hex(8)
         os.environ["SPT_NOENV"] = "1"  # else the titles that agents give themselves cost them it
         self._watching = subprocess.Popen(
-            ["/bin/sh", "-c", _WATCH, "sh", f"{MARK}={mark}"],
+            ["/bin/sh", "-c", _CLEANUP_SCRIPT, "sh", f"{NODE_MARK_VARIABLE}={mark}"],
             stdin=subprocess.PIPE,  # at its end there is no driver any more
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -100,19 +100,19 @@ class OwnNode:
         self._tell("session", session)
         for child in psutil.Process().children():
             with contextlib.suppress(psutil.Error):  # it has just ended
-                if child.name() in ROLES:
+                if child.name() in PROCESS_PURPOSES:
                     self._parts[child.name()] = child
-        if RAYLET in self._parts:
+        if RAYLET_PROCESS in self._parts:
             self._tell(
                 "words",
-                f"{self._ended(RAYLET)} Ray has ended the driver with it. Where there is a "
+                f"{self._ended(RAYLET_PROCESS)} Ray has ended the driver with it. Where there is a "
                 "checkpoint, resume=<run folder> goes on from it.",
             )
 
     def fault(self) -> str:
         """Return a sentence on a process of Ray that has ended; empty if none has."""
         for name, process in self._parts.items():
-            if not _is(process, alive=True):
+            if not _has_status(process, alive=True):
                 self.keep_logs()
                 return self._ended(name)
         return ""
@@ -124,8 +124,8 @@ class OwnNode:
     def stopped(self) -> str:
         """Return a clause that names the process of Ray that is stopped; empty if none is."""
         for name, process in self._parts.items():
-            if _is(process, psutil.STATUS_STOPPED):
-                return f"Ray's {name} ({ROLES[name]}; process {process.pid}) is stopped"
+            if _has_status(process, psutil.STATUS_STOPPED):
+                return f"Ray's {name} ({PROCESS_PURPOSES[name]}; process {process.pid}) is stopped"
         return ""
 
     @contextlib.contextmanager
@@ -152,9 +152,9 @@ class OwnNode:
 
     def _ended(self, name: str) -> str:
         return (
-            f"Ray's {name} ({ROLES[name]}; process {self._parts[name].pid}) ended: it was killed "
-            "from outside (kill -9, the kernel's out-of-memory killer) or crashed. Its own log is "
-            f"in {self.logs}."
+            f"Ray's {name} ({PROCESS_PURPOSES[name]}; process {self._parts[name].pid}) ended: it "
+            "was killed from outside (kill -9, the kernel's out-of-memory killer) or crashed. Its "
+            f"own log is in {self.logs}."
         )
 
     def _tell(self, key: str, line: str) -> None:
@@ -165,7 +165,7 @@ class OwnNode:
             self._watching.stdin.flush()
 
 
-def _is(process: psutil.Process, status: str = "", *, alive: bool = False) -> bool:
+def _has_status(process: psutil.Process, status: str = "", *, alive: bool = False) -> bool:
     try:
         found = process.status() if process.is_running() else psutil.STATUS_DEAD
     except psutil.NoSuchProcess:

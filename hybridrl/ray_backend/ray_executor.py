@@ -13,31 +13,49 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import Record
-from hybridrl.controller.executor import Executor, warn_of_unfinished
-from hybridrl.controller.failures import Death, Hosts, explain, out_of_memory
-from hybridrl.controller.group_call import Call, Failure, Reply, Request, Result, ShardInfo
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.controller.executor import Executor, warn_about_pending_calls
+from hybridrl.controller.failures import (
+    HostDeath,
+    HostRegistry,
+    build_root_cause_error,
+    format_out_of_memory,
+)
+from hybridrl.controller.group_call import (
+    CallRequest,
+    CallResult,
+    GroupCall,
+    RankReply,
+    ShardInfo,
+    WorkerFailure,
+)
 from hybridrl.errors import CallTimeoutError, ConfigError, DataError, LostError, WorkerError
 from hybridrl.ray_backend import connection as ray_cluster
-from hybridrl.ray_backend.call_messages import pack, seal
-from hybridrl.ray_backend.call_transport import DirectTransport, Event, Lost, Order, Transport
-from hybridrl.ray_backend.cluster_nodes import by_address, table
-from hybridrl.ray_backend.connection import Connection
-from hybridrl.ray_backend.host_supervisor import Supervision
+from hybridrl.ray_backend.call_messages import serialize_reply, serialize_request
+from hybridrl.ray_backend.call_transport import (
+    CallEnvelope,
+    CallTransport,
+    DirectTransport,
+    LostReply,
+    ReplyEvent,
+)
+from hybridrl.ray_backend.cluster_nodes import format_node_table, make_node_sort_key
+from hybridrl.ray_backend.connection import ClusterConnection
+from hybridrl.ray_backend.host_supervisor import HostSupervisor
 from hybridrl.ray_backend.ray_host import RayHost
 from hybridrl.ray_backend.ray_import import ray
 from hybridrl.ray_backend.relay_transport import RelayTransport
-from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.ray_backend.remote_result import ResultRefs
 from hybridrl.system import user_code
-from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel, choose_devices
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, DeviceSpec, resolve_devices
 
-CLOSE_SECONDS = 4.0
+HOST_CLOSE_SECONDS = 4.0
 """The time limit for hosts to close their workers before they are killed."""
-LOOK_SECONDS = 1.0
+FAILURE_POLL_SECONDS = 1.0
 """The interval at which failures of calls other than the awaited ones are noticed."""
 ROOT_CAUSE_SECONDS = 1.0
 """After a failure, how long to listen for an earlier one or a death that may be its cause."""
-DIRECT_HOSTS = 8
+MAX_DIRECT_HOSTS = 8
 """The number of hosts up to which each is called directly, which is quickest; more are called
 through a relay, so that the driver's cost hardly grows with their number."""
 
@@ -91,7 +109,7 @@ class RayExecutor(Executor):
         num_devices: int | None = None,
         *,
         address: str | None = None,
-        connection: Connection | None = None,
+        connection: ClusterConnection | None = None,
         timeout_s: float = 1800.0,
         heartbeat_s: float = 60.0,
         start_timeout_s: float = 120.0,
@@ -104,18 +122,22 @@ class RayExecutor(Executor):
         self.run_directory = run.absolute() if run else None
         self._timeout = timeout_s
         self._heartbeat = heartbeat_s
-        for module in user_code.loaded_files():  # whose names mean nothing to workers
+        for module in user_code.list_loaded_files():  # whose names mean nothing to workers
             ray.cloudpickle.register_pickle_by_value(module)
         self._shares_connection = connection is not None
-        self._connection = connection or Connection(address)
+        self._connection = connection or ClusterConnection(address)
         self._bundles = None
         try:
-            self._nodes = {node.id: node for node in ray_cluster.nodes()}
+            self._nodes = {node.id: node for node in ray_cluster.list_nodes()}
             kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
-            share = ray_cluster.share(list(self._nodes.values()), number) if kind == "cpu" else 1.0
+            share = (
+                ray_cluster.compute_cpus_per_host(list(self._nodes.values()), number)
+                if kind == "cpu"
+                else 1.0
+            )
             cpus = cpus_per_host or (share if self._connection.is_own else 1.0)
             self.cpus_per_host = cpus
-            self._bundles = ray_cluster.reserve(kind, number, cpus, start_timeout_s)
+            self._bundles = ray_cluster.reserve_devices(kind, number, cpus, start_timeout_s)
             if self._connection.joined or len(self._nodes) > 1:
                 seen = {setting: str(path.absolute()) for setting, path in paths.items()}
                 ray_cluster.check_nodes(self._bundles, start_timeout_s, seen, folders, written)
@@ -130,9 +152,11 @@ class RayExecutor(Executor):
         gpus = int(sum(node.gpus for node in nodes))
         slots = sum(node.slots("cpu", cpus_per_host) for node in nodes)
         try:
-            return choose_devices(devices, number, gpus, slots)
+            return resolve_devices(devices, number, gpus, slots)
         except ConfigError as error:
-            raise ConfigError(f"{error} The nodes of the Ray cluster:\n{table(nodes)}") from None
+            raise ConfigError(
+                f"{error} The nodes of the Ray cluster:\n{format_node_table(nodes)}"
+            ) from None
 
     def _start_hosts(
         self, kind: str, number: int, cpus: float, preload: Sequence[str], start_timeout_s: float
@@ -153,7 +177,7 @@ class RayExecutor(Executor):
             asked = [host.identity.remote(kind) for host in hosts]
             identities = ray.get(asked, timeout=start_timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            why = out_of_memory(str(error)) or f" {error}"
+            why = format_out_of_memory(str(error)) or f" {error}"
             raise LostError(f"A host process ended before it could start.{why}") from None
         except ray.exceptions.GetTimeoutError:
             raise WorkerError(
@@ -163,12 +187,12 @@ class RayExecutor(Executor):
         # The devices of a node are neighbours, so that what talks most stays inside it.
         order = sorted(
             range(number),
-            key=lambda index: by_address(identities[index].node, identities[index].address),
+            key=lambda index: make_node_sort_key(identities[index].node, identities[index].address),
         )
         self._hosts = [hosts[index] for index in order]
         self._identities = [identities[index] for index in order]
-        self._known = Hosts(self._identities, self._roles, self.run_directory)
-        self._supervision = Supervision(
+        self._known = HostRegistry(self._identities, self._roles, self.run_directory)
+        self._supervision = HostSupervisor(
             self._hosts,
             self._known,
             self._nodes,
@@ -178,45 +202,49 @@ class RayExecutor(Executor):
             oldest=self._oldest,
             notify=lambda sentence: self.notify(sentence),
         )
-        self._transport: Transport = DirectTransport(self._hosts)
-        if number > DIRECT_HOSTS:
+        self._transport: CallTransport = DirectTransport(self._hosts)
+        if number > MAX_DIRECT_HOSTS:
             self._transport = RelayTransport(self._hosts, self._timeout)
         self.nodes = [identity.node for identity in self._identities]
         if len(set(self.nodes)) > 1:
             for host in self._hosts:
                 host.introduce.remote(self._hosts, self.nodes)
         devices = [
-            Device(kind, one.address, i, one.model) for i, one in enumerate(self._identities)
+            DeviceSlot(kind, one.address, i, one.model) for i, one in enumerate(self._identities)
         ]
         accelerators = [one for one in self._identities if one.model]
         memory = {
             name: min(one.memory for one in accelerators if one.model == name)
             for name in {one.model for one in accelerators}
         }
-        self.cluster = Cluster(devices, {name: DeviceModel(m) for name, m in memory.items()})
+        self.cluster = ClusterSpec(devices, {name: DeviceSpec(m) for name, m in memory.items()})
 
-    def _send(self, call: Call, request: Request, returns_batch: bool) -> Any:
+    def _send(self, call: GroupCall, request: CallRequest, returns_batch: bool) -> Any:
         if len(self._pending) == 1:  # nobody had anything to do before
             self._supervision.work_begins()
         try:
-            body, results = pack(request)
+            body, results = serialize_request(request)
         except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
             raise DataError(
                 f"The call {call.name} cannot be sent: {type(error).__name__}: {error}. What a "
                 "method is called with, and functions given to `apply`, must be picklable."
             ) from error
-        order = Order(call.number, call.role, call.method, call.hosts, call.parts, returns_batch)
+        order = CallEnvelope(
+            call.number, call.role, call.method, call.hosts, call.parts, returns_batch
+        )
         return self._transport.send(order, body, results)
 
-    def _store(self, batch: Batch, info: ShardInfo) -> Refs:
-        reply = Reply(Record("driver", 0, "put"), info=info)
-        return Refs([ray.put(seal(reply, []))], [ray.put(batch)])
+    def _store(self, batch: Batch, info: ShardInfo) -> ResultRefs:
+        reply = RankReply(CallRecord("driver", 0, "put"), info=info)
+        return ResultRefs([ray.put(serialize_reply(reply, []))], [ray.put(batch)])
 
-    def fetch(self, result: Result, index: int) -> Batch:
+    def fetch(self, result: CallResult, index: int) -> Batch:
         begin = time.monotonic()
         while True:
             try:
-                return ray.get(self._transport.fetch(result.data, index), timeout=LOOK_SECONDS)
+                return ray.get(
+                    self._transport.fetch(result.data, index), timeout=FAILURE_POLL_SECONDS
+                )
             except ray.exceptions.GetTimeoutError:
                 self._check()
                 if time.monotonic() - begin < self._timeout:
@@ -232,9 +260,9 @@ class RayExecutor(Executor):
                 sentence = f"A batch was lost with the node on which it lay: {error}"
                 raise self._ended(LostError(sentence)) from None
 
-    def wait(self, calls: Sequence[Call], limit: float | None = None) -> bool:
+    def wait(self, calls: Sequence[GroupCall], limit: float | None = None) -> bool:
         until = math.inf if limit is None else time.monotonic() + limit
-        at_most = min(LOOK_SECONDS, self._supervision.patience)
+        at_most = min(FAILURE_POLL_SECONDS, self._supervision.patience)
         while late := [call for call in calls if not call.is_done]:
             if not self.takes_calls:
                 raise self.refusal()
@@ -263,10 +291,10 @@ class RayExecutor(Executor):
             return
         if self.takes_calls:
             if sys.exc_info()[0] is None:  # else there is an error, which says enough
-                warn_of_unfinished(self._pending)
+                warn_about_pending_calls(self._pending)
             closing = [host.close.remote() for host in self._hosts]
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+                ray.wait(closing, num_returns=len(closing), timeout=HOST_CLOSE_SECONDS)
         self.takes_calls = False
         self._pending.clear()
         if self._connection.is_whole:  # else they end with the cluster, which cannot be asked
@@ -292,14 +320,14 @@ class RayExecutor(Executor):
         if found:
             self._fail(found)
 
-    def _note(self, events: deque[Event]) -> list[Failure | Death]:
+    def _note(self, events: deque[ReplyEvent]) -> list[WorkerFailure | HostDeath]:
         """Enter replies into the pending calls, and return the failures among them."""
-        found: list[Failure | Death] = []
+        found: list[WorkerFailure | HostDeath] = []
         while events:
             number, rank, reply = events[0]
             if (call := self._pending.get(number)) is not None:
-                if isinstance(reply, Lost):
-                    found.append(_loss(call, rank, reply))
+                if isinstance(reply, LostReply):
+                    found.append(_convert_lost_reply(call, rank, reply))
                 else:
                     call.replies[rank] = reply
                     found += [reply.failure] if reply.failure is not None else []
@@ -308,7 +336,7 @@ class RayExecutor(Executor):
             events.popleft()
         return found
 
-    def _fail(self, found: list[Failure | Death]) -> NoReturn:
+    def _fail(self, found: list[WorkerFailure | HostDeath]) -> NoReturn:
         """Raise the error behind failures. A rank that dies makes its peers fail in their
         collectives, so listen a moment for all of them. Peers notice a lost node before Ray does,
         so check the nodes too."""
@@ -320,7 +348,9 @@ class RayExecutor(Executor):
         if fault := self._connection.fault():
             raise self._ended(LostError(fault))
         found += self._supervision.lost()
-        raise self._ended(explain(self._supervision.by_one_clock(found), self._known))
+        raise self._ended(
+            build_root_cause_error(self._supervision.by_one_clock(found), self._known)
+        )
 
     def _ended(self, error: WorkerError) -> WorkerError:
         """Return the error after marking the executor as failed, so that no further call is
@@ -328,7 +358,7 @@ class RayExecutor(Executor):
         self.takes_calls, self.failure = False, str(error).partition("\n")[0]
         return error
 
-    def _oldest(self, host: int) -> tuple[Call, int] | None:
+    def _oldest(self, host: int) -> tuple[GroupCall, int] | None:
         """Return the first pending call on a host, and the host's rank in it."""
         for call in list(self._pending.values()):
             for rank, at in enumerate(call.hosts):
@@ -337,11 +367,11 @@ class RayExecutor(Executor):
         return None
 
 
-def _loss(call: Call, rank: int, lost: Lost) -> Failure | Death:
+def _convert_lost_reply(call: GroupCall, rank: int, lost: LostReply) -> WorkerFailure | HostDeath:
     if lost.died:
-        return Death(call, rank, lost.text)
+        return HostDeath(call, rank, lost.text)
     message = (
         f"what it returned could not be sent to the driver. A method that is not `-> Batch` may "
         f"return what can be pickled: numbers, texts, lists, dictionaries. {lost.text.strip()}"
     )
-    return Failure(call.role, rank, call.method, message, "", time.time())
+    return WorkerFailure(call.role, rank, call.method, message, "", time.time())

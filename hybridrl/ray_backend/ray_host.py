@@ -17,20 +17,25 @@ from typing import Any
 import psutil
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import Record
-from hybridrl.controller.failures import Identity
-from hybridrl.controller.group_call import Reply, Rows
-from hybridrl.controller.host_health import Snapshot, Status
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.controller.failures import HostIdentity
+from hybridrl.controller.group_call import RankReply, Rows
+from hybridrl.controller.host_health import HostSnapshot, HostStatus
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.controller.worker_host import Host, failure_of
+from hybridrl.controller.worker_host import WorkerHost, build_worker_failure
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.ray_backend.call_messages import open_head, seal, unpack, unseal
+from hybridrl.ray_backend.call_messages import (
+    deserialize_reply,
+    deserialize_request,
+    serialize_reply,
+    split_header,
+)
 from hybridrl.ray_backend.ray_import import ray
-from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
-from hybridrl.system.garbage_collection import no_collection
+from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
+from hybridrl.system.garbage_collection import pause_garbage_collection
 from hybridrl.system.redaction import redact_output
 
-PRELOAD = "preload"
+PRELOAD_METHOD = "preload"
 
 
 @ray.remote(
@@ -52,31 +57,34 @@ class RayHost:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         redact_output()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-        _use_network_of(ray.util.get_node_ip_address())
+        _configure_network(ray.util.get_node_ip_address())
         with contextlib.suppress(OSError):  # no such folder here: then paths must be absolute
             os.chdir(folder)
-        self._host = Host()
-        self._around = Neighbourhood()
+        self._host = WorkerHost()
+        self._around = HostLocality()
 
     @ray.method(concurrency_group="health")
     def listen(self, role: str) -> Rendezvous:
         return self._host.listen(role, ray.util.get_node_ip_address())
 
     @ray.method(concurrency_group="health")
-    def identity(self, kind: str) -> Identity:
+    def identity(self, kind: str) -> HostIdentity:
         node = ray.get_runtime_context().get_node_id()
-        known = Identity(ray.util.get_node_ip_address(), os.getpid(), node)
+        known = HostIdentity(ray.util.get_node_ip_address(), os.getpid(), node)
         if kind == "cpu":  # of which the node has what it has
             return known
-        from hybridrl.system.device_traits import name_and_memory
+        from hybridrl.system.device_traits import read_gpu_name_and_memory
 
-        model, memory = name_and_memory()
+        model, memory = read_gpu_name_and_memory()
         return known._replace(model=model, memory=memory)
 
     @ray.method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:
         # It works, as far as anybody asks, but on no call.
-        with self._host.receiving(Record("host", 0, PRELOAD)), no_collection():
+        with (
+            self._host.receiving(CallRecord("host", 0, PRELOAD_METHOD)),
+            pause_garbage_collection(),
+        ):
             for module in modules:
                 # What is missing is reported when it is used.
                 with contextlib.suppress(ImportError, HybridRLError):
@@ -87,33 +95,33 @@ class RayHost:
     def run(
         self,
         message: bytes,
-        references: Sequence[Refs] = (),
+        references: Sequence[ResultRefs] = (),
         rendezvous: Rendezvous | None = None,
     ) -> Any:
         """Run this rank's part of a group call, and return the reply, after the batch if the call
         returns one."""
-        head, body = open_head(message)
+        head, body = split_header(message)
         part, role, method, returns_batch = head
         rank = getattr(part, "rank", part[0] if isinstance(part, tuple) else 0)
         try:
-            with self._host.receiving(Record(role, rank, method)):
-                request = unpack(
+            with self._host.receiving(CallRecord(role, rank, method)):
+                request = deserialize_request(
                     body, lambda n, *known: RemoteResult(references[n], *known, self._around)
                 )
         except Exception as error:
-            batch, reply = None, _unreadable(role, part, method, error)
+            batch, reply = None, _build_unreadable_reply(role, part, method, error)
         else:
             if rendezvous is not None:
                 part = replace(part, rendezvous=rendezvous)
             batch, reply = self._host.run(request, part)
-        sealed = seal(reply, [reply.value])
+        sealed = serialize_reply(reply, [reply.value])
         return (batch, sealed) if returns_batch else sealed
 
     @ray.method(concurrency_group="data")
     def gather(self, replies: Sequence[Any]) -> Any:
         """Return the replies of a call's ranks as one object, for the readers of its result."""
-        found = [unseal(reply) for reply in ray.get(list(replies))]
-        return seal(found, [reply.value for reply in found])
+        found = [deserialize_reply(reply) for reply in ray.get(list(replies))]
+        return serialize_reply(found, [reply.value for reply in found])
 
     @ray.method(concurrency_group="data")
     def rows(self, shard: Sequence[Any], rows: Rows, names: Sequence[str]) -> Batch:
@@ -125,7 +133,7 @@ class RayHost:
     def introduce(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
         """Set the hosts of a job with several nodes, and the node of each."""
         here = ray.get_runtime_context().get_node_id()
-        self._around = Neighbourhood(actors, nodes, here)
+        self._around = HostLocality(actors, nodes, here)
 
     @ray.method(concurrency_group="work")
     def close(self) -> None:
@@ -135,7 +143,7 @@ class RayHost:
             logging.getLogger(__name__).exception("Closing failed:")
 
     @ray.method(concurrency_group="health")
-    def status(self) -> Status:
+    def status(self) -> HostStatus:
         return self._host.status()
 
     @ray.method(concurrency_group="health")
@@ -143,22 +151,22 @@ class RayHost:
         return time.time()
 
     @ray.method(concurrency_group="health")
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> HostSnapshot:
         return self._host.snapshot()
 
 
-def _unreadable(role: str, part: Any, method: str, error: Exception) -> Reply:
-    record = Record(role, getattr(part, "rank", getattr(part, "index", 0)), method)
+def _build_unreadable_reply(role: str, part: Any, method: str, error: Exception) -> RankReply:
+    record = CallRecord(role, getattr(part, "rank", getattr(part, "index", 0)), method)
     cause = ConfigError(
         f"The call {role}.{method} could not be read: {type(error).__name__}: {error}. A worker's "
         "class and all that it is called with must be importable where the workers run: install "
         "the module that defines them, or define them in the driver's own script."
     )
     cause.__cause__ = error
-    return Reply(record, failure=failure_of(cause, record))
+    return RankReply(record, failure=build_worker_failure(cause, record))
 
 
-def _use_network_of(address: str) -> None:
+def _configure_network(address: str) -> None:
     """Make gloo and vLLM use the network on which Ray's nodes meet. By default they use the address
     of the machine's name, often 127.0.0.1 or 127.0.1.1. NCCL finds its interface, and InfiniBand,
     itself."""

@@ -9,21 +9,31 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.controller.group_call import Result
+from hybridrl.controller.group_call import CallResult
 from hybridrl.errors import LostError
-from hybridrl.ray_backend.call_messages import addressed, open_head, seal, unseal
-from hybridrl.ray_backend.call_transport import DirectTransport, Event, Order, Transport
+from hybridrl.ray_backend.call_messages import (
+    deserialize_reply,
+    join_header,
+    serialize_reply,
+    split_header,
+)
+from hybridrl.ray_backend.call_transport import (
+    CallEnvelope,
+    CallTransport,
+    DirectTransport,
+    ReplyEvent,
+)
 from hybridrl.ray_backend.ray_import import ray
-from hybridrl.ray_backend.remote_result import Refs
+from hybridrl.ray_backend.remote_result import ResultRefs
 
-SILENCE_SECONDS = 60.0
+RELAY_TIMEOUT_SECONDS = 60.0
 """The longest time that the relay, which has no other work, may take to answer."""
 
 
 @ray.remote(
     num_cpus=0, concurrency_groups={"calls": 1, "answers": 4}, max_restarts=0, max_task_retries=0
 )
-class Relay:
+class CallRelay:
     """An actor that makes calls in the order in which they arrive, on one thread, and keeps the
     references to their results; on other threads it waits for replies. It decodes no request, and
     no batch passes through it."""
@@ -32,12 +42,12 @@ class Relay:
         # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._made: dict[int, Refs] = {}
+        self._made: dict[int, ResultRefs] = {}
         self._last = 0  # call that was made
         self._news = threading.Condition()
         self._error: Exception | None = None
         self._polling = threading.Lock()
-        self._events: list[Event] = []  # that the driver may not have got
+        self._events: list[ReplyEvent] = []  # that the driver may not have got
         self._told = 0  # events before them
 
     @ray.method(concurrency_group="calls")
@@ -45,12 +55,12 @@ class Relay:
         self._direct = DirectTransport(actors, gathers=True)
 
     @ray.method(concurrency_group="calls", num_returns=0)
-    def send(self, message: bytes, stored: Sequence[Refs] = ()) -> None:
+    def send(self, message: bytes, stored: Sequence[ResultRefs] = ()) -> None:
         """Make a call. The header names the results in its request (those of a call by its number,
         those that the driver has stored as None, in their order) and the results that nobody needs
         any more."""
-        (order, wanted, unused), body = open_head(message)
-        order, of_driver = Order(*order), iter(stored)
+        (order, wanted, unused), body = split_header(message)
+        order, of_driver = CallEnvelope(*order), iter(stored)
         try:
             for number in unused:
                 del self._made[number]
@@ -67,13 +77,13 @@ class Relay:
     def poll(self, question: bytes) -> Any:
         """Return events as `CallTransport.poll_events` does. The message says how many events the
         driver has received, because an answer is lost if the driver is interrupted."""
-        (numbers, seconds, got), _ = open_head(question)
+        (numbers, seconds, got), _ = split_header(question)
         with self._news:
             made = self._news.wait_for(lambda: self._last >= max(numbers, default=0), seconds)
             if not made:
                 if self._error is not None:
                     raise self._error
-                return seal((self._told, []), [])
+                return serialize_reply((self._told, []), [])
         with self._polling:
             del self._events[: got - self._told]
             self._told = got
@@ -81,7 +91,9 @@ class Relay:
             self._events += came
             came.clear()
             events = list(self._events)
-        return seal((got, events), [getattr(event[2], "value", None) for event in events])
+        return serialize_reply(
+            (got, events), [getattr(event[2], "value", None) for event in events]
+        )
 
     @ray.method(concurrency_group="answers")
     def shards(self, number: int) -> Sequence[Any]:
@@ -89,7 +101,7 @@ class Relay:
         return self._made[number].shards
 
 
-class Relayed:
+class RelayedRefs:
     """A stand-in for the result of a call made by the relay; when it is deleted, the relay drops
     the result.
 
@@ -106,7 +118,7 @@ class Relayed:
         self._unused.append(self.number)
 
 
-class RelayTransport(Transport):
+class RelayTransport(CallTransport):
     """A transport that makes one Ray call per group call. The references to results stay with the
     relay, which puts them into later calls.
 
@@ -115,34 +127,34 @@ class RelayTransport(Transport):
         silence_s: How long the relay may take for an answer.
     """
 
-    def __init__(self, actors: Sequence[Any], silence_s: float = SILENCE_SECONDS) -> None:
-        self._silence_s = min(silence_s, SILENCE_SECONDS)
+    def __init__(self, actors: Sequence[Any], silence_s: float = RELAY_TIMEOUT_SECONDS) -> None:
+        self._silence_s = min(silence_s, RELAY_TIMEOUT_SECONDS)
         # Beside the driver: if their node is lost, so is the job.
         node = ray.get_runtime_context().get_node_id()
         near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
-        self._relay = Relay.options(scheduling_strategy=near).remote()
+        self._relay = CallRelay.options(scheduling_strategy=near).remote()
         self._relay.connect.remote(list(actors))
         self._unused: deque[int] = deque()
         self._got = 0
-        self._events: deque[Event] = deque()
+        self._events: deque[ReplyEvent] = deque()
 
-    def send(self, order: Order, body: bytes, results: Sequence[Result]) -> Relayed:
+    def send(self, order: CallEnvelope, body: bytes, results: Sequence[CallResult]) -> RelayedRefs:
         data = [result.data for result in results]
-        stored = [refs for refs in data if isinstance(refs, Refs)]
-        wanted = [None if isinstance(one, Refs) else one.number for one in data]
+        stored = [refs for refs in data if isinstance(refs, ResultRefs)]
+        wanted = [None if isinstance(one, ResultRefs) else one.number for one in data]
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
-        message = addressed((tuple(order), wanted, unused), body)
+        message = join_header((tuple(order), wanted, unused), body)
         self._relay.send.remote(message, *([stored] if stored else []))
-        return Relayed(order.number, self._unused)
+        return RelayedRefs(order.number, self._unused)
 
-    def poll(self, numbers: Sequence[int], seconds: float) -> deque[Event]:
-        question = addressed((list(numbers), seconds, self._got), b"")
-        told, events = unseal(self._ask(self._relay.poll.remote(question), seconds))
+    def poll(self, numbers: Sequence[int], seconds: float) -> deque[ReplyEvent]:
+        question = join_header((list(numbers), seconds, self._got), b"")
+        told, events = deserialize_reply(self._ask(self._relay.poll.remote(question), seconds))
         self._events += events[max(0, self._got - told) :]
         self._got = max(self._got, told + len(events))
         return self._events
 
-    def fetch(self, data: Relayed | Refs, index: int) -> Any:
+    def fetch(self, data: RelayedRefs | ResultRefs, index: int) -> Any:
         if data.shards is None:
             data.shards = self._ask(self._relay.shards.remote(data.number))
         return data.shards[index]

@@ -7,12 +7,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller.group_call import Columns, Rows, ShardInfo, Shards, UpstreamError
-from hybridrl.ray_backend.call_messages import unseal
+from hybridrl.controller.group_call import (
+    ExpectedColumns,
+    Rows,
+    ShardedResult,
+    ShardInfo,
+    UpstreamError,
+)
+from hybridrl.ray_backend.call_messages import deserialize_reply
 from hybridrl.ray_backend.ray_import import ray
 
 
-class Refs(NamedTuple):
+class ResultRefs(NamedTuple):
     """Ray's references to the result of a call.
 
     Attributes:
@@ -27,7 +33,7 @@ class Refs(NamedTuple):
 
 
 @dataclass
-class Neighbourhood:
+class HostLocality:
     """The node of each host, to decide what has to travel between nodes.
 
     Attributes:
@@ -52,7 +58,7 @@ class Neighbourhood:
         return wanted * self._beside < whole
 
 
-class RemoteResult(Shards):
+class RemoteResult(ShardedResult):
     """The result of another call. The descriptions of its shards are fetched once; of its rows only
     those that are read.
 
@@ -62,7 +68,7 @@ class RemoteResult(Shards):
     """
 
     def __init__(
-        self, refs: Refs, columns: Columns, rows: int | None, around: Neighbourhood
+        self, refs: ResultRefs, columns: ExpectedColumns, rows: int | None, around: HostLocality
     ) -> None:
         super().__init__(columns, rows)
         self._refs = refs
@@ -72,7 +78,7 @@ class RemoteResult(Shards):
     def infos(self) -> Sequence[ShardInfo]:
         if self._infos is None:
             self._infos = []
-            for found in map(unseal, ray.get(list(self._refs.replies))):
+            for found in map(deserialize_reply, ray.get(list(self._refs.replies))):
                 for reply in found if isinstance(found, list) else [found]:
                     if reply.failure is not None:
                         raise UpstreamError(reply.failure)

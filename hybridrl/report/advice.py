@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 WARNING, TIP = "warning", "tip"
 """Something is wrong; or something could be quicker, or might be better."""
-_TIP_SHARE = 0.5
+_HIGHEST_TIP_WEIGHT = 0.5
 
 
-class Advice(NamedTuple):
+class RunAdvice(NamedTuple):
     """A piece of advice on a run.
 
     Attributes:
@@ -28,12 +28,14 @@ class Advice(NamedTuple):
     kind: str
 
 
-def warning(title: str, numbers: Mapping[str, float], action: str, severity: float) -> Advice:
+def make_warning(
+    title: str, numbers: Mapping[str, float], action: str, severity: float
+) -> RunAdvice:
     """Build a warning: something is wrong. Its weight is above that of every tip."""
-    weight = _TIP_SHARE + (1 - _TIP_SHARE) * min(1.0, max(0.0, severity))
-    return Advice(title, numbers, action, weight, WARNING)
+    weight = _HIGHEST_TIP_WEIGHT + (1 - _HIGHEST_TIP_WEIGHT) * min(1.0, max(0.0, severity))
+    return RunAdvice(title, numbers, action, weight, WARNING)
 
 
-def tip(title: str, numbers: Mapping[str, float], action: str, gain: float) -> Advice:
+def make_tip(title: str, numbers: Mapping[str, float], action: str, gain: float) -> RunAdvice:
     """Build a tip: something could be faster or better. Its weight grows with the gain."""
-    return Advice(title, numbers, action, _TIP_SHARE * min(1.0, max(0.0, gain)), TIP)
+    return RunAdvice(title, numbers, action, _HIGHEST_TIP_WEIGHT * min(1.0, max(0.0, gain)), TIP)

@@ -15,34 +15,40 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.batch.call_record import Record
-from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER, Piece, collectives, pieces_of
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.planner.what_if.recorded_graph import (
+    DRIVER_ROLE,
+    OTHER_PHASE,
+    CallSegment,
+    match_collectives,
+    split_call,
+)
 from hybridrl.run_files.recorded_steps import (
     CHECKPOINT,
     DATA,
-    EVALUATION,
-    KEEPING,
+    DRIVER_EVALUATION,
+    DRIVER_RECORDING,
     RecordedStep,
-    read_steps,
+    read_recorded_steps,
 )
 from hybridrl.run_files.run_reader import RunReader
 
 GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
     *("generate", "score", "log-prob", "advantage", "update", "sync", "save", "idle"),
 )
-PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER, IDLE)
+PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER_PHASE, IDLE)
 """In the order in which they are shown."""
-PEERS, OVER = "peers", "nothing to do"
-"""Causes of idleness. Others are `DRIVER`, those of `BesideSteps`, and calls, which are named
+WAIT_FOR_PEERS, NO_MORE_WORK = "peers", "nothing to do"
+"""Causes of idleness. Others are `DRIVER_ROLE`, those of `BesideSteps`, and calls, which are named
 `role.phase`."""
-WORDS = {
-    PEERS: "waiting for slower ranks",
+_CAUSE_TEXTS = {
+    WAIT_FOR_PEERS: "waiting for slower ranks",
     DATA: "waiting for data",
-    EVALUATION: "during an evaluation",
+    DRIVER_EVALUATION: "during an evaluation",
     CHECKPOINT: "during a checkpoint",
-    KEEPING: "while figures and samples were kept",
-    OVER: "nothing left to do",
-    DRIVER: "waiting for the driver",
+    DRIVER_RECORDING: "while figures and samples were kept",
+    NO_MORE_WORK: "nothing left to do",
+    DRIVER_ROLE: "waiting for the driver",
 }
 _LEAST_SECONDS = 1e-6
 _SAVING = ("save_state", "start_saving", "finish_saving", "save_model")
@@ -58,9 +64,9 @@ class DeviceSpan(NamedTuple):
         phase: One of `PHASES`.
         start, end: Seconds since the first recorded step began, by the driver's clock.
         tokens: That were worked on; the longest span of a call has them all.
-        cause: Of idle spans, what it waited for: `PEERS`, `DRIVER`, `OVER`, `DATA`,
-            `EVALUATION`, `CHECKPOINT`, `KEEPING`, or `role.phase`.
-            Of others, `EVALUATION` or `CHECKPOINT` if they were for one, else empty.
+        cause: Of idle spans, what it waited for: `WAIT_FOR_PEERS`, `DRIVER_ROLE`, `NO_MORE_WORK`,
+            `DATA`, `DRIVER_EVALUATION`, `CHECKPOINT`, `DRIVER_RECORDING`, or `role.phase`. Of
+            others, `DRIVER_EVALUATION` or `CHECKPOINT` if they were for one, else empty.
     """
 
     device: int
@@ -79,7 +85,7 @@ class DeviceSpan(NamedTuple):
         return self.end - self.start
 
 
-def device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
+def read_device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
     """Read the spans of a run's devices, each in the order of time.
 
     Args:
@@ -89,24 +95,26 @@ def device_spans(run_folder: Path, last: int | None = None) -> list[DeviceSpan]:
     Raises:
         DataError: if the run has recorded no steps.
     """
-    return spans_of(read_steps(run_folder), RunReader(run_folder).devices(), last)
+    return build_device_spans(
+        read_recorded_steps(run_folder), RunReader(run_folder).devices(), last
+    )
 
 
-def spans_of(
+def build_device_spans(
     steps: Sequence[RecordedStep], devices: Iterable[int] = (), last: int | None = None
 ) -> list[DeviceSpan]:
     """Build the device spans of recorded steps, without gaps from the first to the last step.
 
     Args:
         devices: Those that are to have spans even if no call ran on them.
-        last: See `device_spans`.
+        last: See `read_device_spans`.
     """
     origin = steps[0].begin
     shown = steps if last is None else steps[-last:]
     context = steps[max(0, len(steps) - len(shown) - 1) :]
-    busy = _busy(context, origin)
+    busy = _build_busy_spans(context, origin)
     begin, end = shown[0].begin - origin, shown[-1].end - origin
-    reasons = _Reasons(context, origin)
+    reasons = IdleCauses(context, origin)
     found: list[DeviceSpan] = []
     for device in sorted({*devices, *busy}):
         at = begin
@@ -123,7 +131,7 @@ def spans_of(
     return found
 
 
-def idle_by_cause(spans: Iterable[DeviceSpan]) -> dict[int, dict[str, float]]:
+def sum_idle_by_cause(spans: Iterable[DeviceSpan]) -> dict[int, dict[str, float]]:
     """Return each device's idle share by cause, largest first."""
     whole: dict[int, float] = defaultdict(float)
     idle: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -140,23 +148,23 @@ def idle_by_cause(spans: Iterable[DeviceSpan]) -> dict[int, dict[str, float]]:
     }
 
 
-def in_words(cause: str) -> str:
+def format_cause(cause: str) -> str:
     """Format a cause of idleness for people."""
-    return WORDS.get(cause, f"waiting for {cause}")
+    return _CAUSE_TEXTS.get(cause, f"waiting for {cause}")
 
 
-def _busy(
+def _build_busy_spans(
     steps: Sequence[RecordedStep], origin: float
-) -> dict[int, list[tuple[DeviceSpan, Record]]]:
+) -> dict[int, list[tuple[DeviceSpan, CallRecord]]]:
     """Build the busy spans of each device with their call records, in the order of time."""
-    found: dict[int, list[tuple[DeviceSpan, Record]]] = defaultdict(list)
+    found: dict[int, list[tuple[DeviceSpan, CallRecord]]] = defaultdict(list)
     for step in steps:
-        for records, about in ((step.between, _about(step)), (step.records, {})):
+        for records, about in ((step.between, _find_call_causes(step)), (step.records, {})):
             done = [record for record in records if record.host >= 0 and record.end]
-            pieces = [pieces_of(r, origin + step.ahead.get(r.host, 0.0)) for r in done]
-            own = collectives(done, pieces)[1]
+            pieces = [split_call(r, origin + step.ahead.get(r.host, 0.0)) for r in done]
+            own = match_collectives(done, pieces)[1]
             for record, parts, worked in zip(done, pieces, own, strict=True):
-                for span in _of_call(step.step, record, parts, worked):
+                for span in _split_call(step.step, record, parts, worked):
                     cause = span.cause or about.get(record.call, "")
                     found[record.host].append((span._replace(cause=cause), record))
     for spans in found.values():
@@ -164,7 +172,7 @@ def _busy(
     return found
 
 
-def _about(step: RecordedStep) -> dict[int, str]:
+def _find_call_causes(step: RecordedStep) -> dict[int, str]:
     """Find what each call between two steps was made for, such as an evaluation or a checkpoint;
     empty if unknown."""
     found = {}
@@ -176,36 +184,36 @@ def _about(step: RecordedStep) -> dict[int, str]:
     return found
 
 
-def _of_call(
-    step: int, record: Record, pieces: Sequence[Piece], own: Sequence[float]
+def _split_call(
+    step: int, record: CallRecord, pieces: Sequence[CallSegment], own: Sequence[float]
 ) -> Iterator[DeviceSpan]:
     lengths = [piece.end - piece.start for piece in pieces]
     longest = lengths.index(max(lengths))
-    named = [piece.phase for piece in pieces if piece.phase != OTHER]
-    main = _phase(record, max(named, key=record.phases.__getitem__) if named else OTHER)
+    named = [piece.phase for piece in pieces if piece.phase != OTHER_PHASE]
+    main = name_phase(record, max(named, key=record.phases.__getitem__) if named else OTHER_PHASE)
     for number, (piece, seconds) in enumerate(zip(pieces, own, strict=True)):
-        phase = main if piece.phase == OTHER else _phase(record, piece.phase)
+        phase = main if piece.phase == OTHER_PHASE else name_phase(record, piece.phase)
         start, end = piece.start, piece.end
         worked = min(end, start + seconds)
         tokens = record.tokens if number == longest else 0
         call = record.host, step, record.role, record.rank, record.method
         yield DeviceSpan(*call, phase, start, worked, tokens)
         if end - worked > _LEAST_SECONDS:  # ranks of a collective end together: it waited at last
-            yield DeviceSpan(*call, IDLE, worked, end, cause=PEERS)
+            yield DeviceSpan(*call, IDLE, worked, end, cause=WAIT_FOR_PEERS)
 
 
-def _phase(record: Record, phase: str) -> str:
+def name_phase(record: CallRecord, phase: str) -> str:
     """Map a recorded phase to one of the displayed phases."""
-    if record.role == DRIVER:
+    if record.role == DRIVER_ROLE:
         return ADVANTAGE
     if record.method in _SAVING:
         return SAVE
     if phase == "score":
         return LOG_PROB if "log_prob" in record.method else SCORE
-    return {"train": UPDATE, "generate": GENERATE, "sync": SYNC}.get(phase, OTHER)
+    return {"train": UPDATE, "generate": GENERATE, "sync": SYNC}.get(phase, OTHER_PHASE)
 
 
-class _Call(NamedTuple):
+class _CallSpan(NamedTuple):
     """A call of all its ranks, as one span."""
 
     number: int
@@ -215,7 +223,7 @@ class _Call(NamedTuple):
     devices: frozenset[int]
 
 
-class _Reasons:
+class IdleCauses:
     """The causes of idle time, found from what the driver and other calls did meanwhile.
 
     Args:
@@ -230,12 +238,12 @@ class _Reasons:
             for step in steps
             for span in step.driver
         )
-        self._calls = sorted(_calls(steps, origin), key=lambda call: call.start)
+        self._calls = sorted(_build_call_spans(steps, origin), key=lambda call: call.start)
         self._starts = [call.start for call in self._calls]
         self._longest = max((call.end - call.start for call in self._calls), default=0.0)
 
     def idle(
-        self, device: int, start: float, end: float, until: Record | None
+        self, device: int, start: float, end: float, until: CallRecord | None
     ) -> Iterator[DeviceSpan]:
         """Split a time without calls into idle spans, one for each cause.
 
@@ -271,8 +279,8 @@ class _Reasons:
         self,
         device: int,
         moment: float,
-        until: Record | None,
-        running: Sequence[_Call],
+        until: CallRecord | None,
+        running: Sequence[_CallSpan],
         doing: Sequence[tuple[float, float, str]],
     ) -> str:
         acts = [phase for begin, end, phase in doing if begin <= moment < end]
@@ -283,19 +291,19 @@ class _Reasons:
         if not needed and DATA in acts:
             return DATA
         if until is None and now:
-            return OVER
+            return NO_MORE_WORK
         for call in [*needed, *now[::-1]]:
-            return PEERS if device in call.devices else call.cause
-        return DRIVER if until is not None or not running else OVER
+            return WAIT_FOR_PEERS if device in call.devices else call.cause
+        return DRIVER_ROLE if until is not None or not running else NO_MORE_WORK
 
     def _step_at(self, moment: float) -> int:
         at = bisect_left(self._windows, (moment, -1))
         return self._windows[min(at, len(self._windows) - 1)][1]
 
 
-def _calls(steps: Sequence[RecordedStep], origin: float) -> Iterator[_Call]:
+def _build_call_spans(steps: Sequence[RecordedStep], origin: float) -> Iterator[_CallSpan]:
     for step in steps:
-        by_number: dict[int, list[Record]] = defaultdict(list)
+        by_number: dict[int, list[CallRecord]] = defaultdict(list)
         for record in (*step.records, *step.between):
             by_number[record.call].append(record)
         for number, ranks in by_number.items():
@@ -303,6 +311,8 @@ def _calls(steps: Sequence[RecordedStep], origin: float) -> Iterator[_Call]:
             start = min(rank.start - shifts.get(rank.host, 0.0) for rank in ranks) - origin
             end = max(rank.end - shifts.get(rank.host, 0.0) for rank in ranks) - origin
             first = ranks[0]
-            phase = _phase(first, max(first.phases, key=first.phases.__getitem__, default=OTHER))
-            cause = f"{first.role}.{phase}" if first.role != DRIVER else phase
-            yield _Call(number, start, end, cause, frozenset(rank.host for rank in ranks))
+            phase = name_phase(
+                first, max(first.phases, key=first.phases.__getitem__, default=OTHER_PHASE)
+            )
+            cause = f"{first.role}.{phase}" if first.role != DRIVER_ROLE else phase
+            yield _CallSpan(number, start, end, cause, frozenset(rank.host for rank in ranks))

@@ -6,45 +6,45 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.console.phase_colors import PHASE_COLOURS
+from hybridrl.console.phase_colors import PHASE_COLORS
 from hybridrl.errors import DataError
 from hybridrl.report.device_spans import (
     ADVANTAGE,
     GENERATE,
     IDLE,
     LOG_PROB,
-    OTHER,
+    OTHER_PHASE,
     PHASES,
     SAVE,
     SCORE,
     SYNC,
     UPDATE,
     DeviceSpan,
-    idle_by_cause,
-    in_words,
-    spans_of,
+    build_device_spans,
+    format_cause,
+    sum_idle_by_cause,
 )
 from hybridrl.run_files.recorded_steps import RecordedStep
 from hybridrl.run_files.run_paths import STEPS
 from hybridrl.run_files.run_reader import RunReader
 
-MOST_STEPS = 20
-MOST_SPANS = 12_000
-COLOURS = {
-    GENERATE: PHASE_COLOURS["generate"],
-    SCORE: PHASE_COLOURS["score"],
+_MAX_STEPS = 20
+_MAX_SPANS = 12_000
+_PHASE_COLORS = {
+    GENERATE: PHASE_COLORS["generate"],
+    SCORE: PHASE_COLORS["score"],
     LOG_PROB: "#b98a5e",
     ADVANTAGE: "#9377d6",
-    UPDATE: PHASE_COLOURS["train"],
-    SYNC: PHASE_COLOURS["sync"],
+    UPDATE: PHASE_COLORS["train"],
+    SYNC: PHASE_COLORS["sync"],
     SAVE: "#7d8a2e",
-    OTHER: PHASE_COLOURS["other"],
+    OTHER_PHASE: PHASE_COLORS["other"],
     IDLE: "",
 }
 _MICROSECONDS = 6
 
 
-def timeline(run: RunReader) -> dict[str, Any]:
+def build_device_timeline(run: RunReader) -> dict[str, Any]:
     """Build the timeline of the newest steps, as many as fit the span limit.
 
     Returns:
@@ -54,25 +54,25 @@ def timeline(run: RunReader) -> dict[str, Any]:
         `note`: what is left out, or why there is nothing.
     """
     if not (run.path / STEPS).exists():
-        return _nothing("No step has been recorded.")
+        return _empty_timeline("No step has been recorded.")
     try:
         steps = run.steps()
     except DataError as error:
-        return _nothing(str(error))
+        return _empty_timeline(str(error))
     devices = run.devices()
-    count = min(MOST_STEPS, len(steps))
-    spans = spans_of(steps, devices, count)
-    while len(spans) > MOST_SPANS and count > 1:
-        count = max(1, min(count - 1, count * MOST_SPANS // len(spans)))
-        spans = spans_of(steps, devices, count)
-    return _as_data(steps, spans, count)
+    count = min(_MAX_STEPS, len(steps))
+    spans = build_device_spans(steps, devices, count)
+    while len(spans) > _MAX_SPANS and count > 1:
+        count = max(1, min(count - 1, count * _MAX_SPANS // len(spans)))
+        spans = build_device_spans(steps, devices, count)
+    return _build_data(steps, spans, count)
 
 
-def _nothing(note: str) -> dict[str, Any]:
+def _empty_timeline(note: str) -> dict[str, Any]:
     return {"steps": [], "devices": [], "spans": [], "phases": [], "note": note}
 
 
-def _as_data(
+def _build_data(
     steps: Sequence[RecordedStep], spans: Sequence[DeviceSpan], count: int
 ) -> dict[str, Any]:
     shown = steps[-count:]
@@ -81,15 +81,15 @@ def _as_data(
     by_device: dict[int, list[DeviceSpan]] = defaultdict(list)
     for span in spans:
         by_device[span.device].append(span)
-    idle = idle_by_cause(spans)
+    idle = sum_idle_by_cause(spans)
     names: dict[str, int] = {}
     rows, devices = [], []
     for place, (device, own) in enumerate(by_device.items()):
         roles = list(dict.fromkeys(span.role for span in own if span.role))
-        causes = {in_words(cause): share for cause, share in idle[device].items()}
+        causes = {format_cause(cause): share for cause, share in idle[device].items()}
         devices.append({"device": device, "roles": roles, "idle": causes})
         for span in own:
-            name = in_words(span.cause) if span.phase == IDLE else span.method
+            name = format_cause(span.cause) if span.phase == IDLE else span.method
             lane = roles.index(span.role) if span.role else -1
             where = place, lane, PHASES.index(span.phase), names.setdefault(name, len(names))
             start = round(span.start - earlier, _MICROSECONDS)
@@ -103,6 +103,6 @@ def _as_data(
         "devices": devices,
         "spans": rows,
         "names": list(names),
-        "phases": [[phase, COLOURS[phase]] for phase in PHASES],
+        "phases": [[phase, _PHASE_COLORS[phase]] for phase in PHASES],
         "note": f"The newest {count} of {len(steps)} recorded steps." if count < len(steps) else "",
     }

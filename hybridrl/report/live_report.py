@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridrl.report.report_content import Content
-from hybridrl.run_files.run_status import state_of
+from hybridrl.report.report_content import ReportContent
+from hybridrl.run_files.run_status import read_run_status
 from hybridrl.system.storage import to_json
 
-MOST_OF_A_CORE = 0.05
+_MAX_CORE_SHARE = 0.05
 """Of the time, which making one part takes at most."""
 _METRICS, _STEPS, _STATUS = ("metrics.jsonl", "steps.jsonl", "status.json")
-READ = {
+_FILES_OF_PART = {
     "head": (_METRICS, _STATUS, "summary.json", "config.yaml"),
     "words": (_METRICS, _STEPS, _STATUS, "evaluations.json"),
     "curves": (_METRICS, "evaluations.json"),
@@ -33,7 +33,7 @@ READ = {
 """The files and folders of a run that each part is made of."""
 
 
-class Part:
+class CachedPart:
     """A part of a report that is built from files and cached for all clients.
 
     Args:
@@ -48,36 +48,40 @@ class Part:
 
     def version(self) -> str:
         """Return a value that changes whenever `read_json` would return something else."""
-        stamp = _short(self._stamp())
+        stamp = _hash_stamps(self._stamp())
         return stamp if self._is_due(stamp) else self._made
 
     def text(self) -> str:
         """Return the part as JSON, rebuilt if its files changed."""
         with self._lock:
-            stamp = _short(self._stamp())  # before it is read: what changes meanwhile counts later
+            stamp = _hash_stamps(
+                self._stamp()
+            )  # before it is read: what changes meanwhile counts later
             if self._is_due(stamp):
                 began = time.monotonic()
                 self._text = to_json(self._make())
                 ended = time.monotonic()
-                self._made, self._due = stamp, ended + (ended - began) / MOST_OF_A_CORE
+                self._made, self._due = stamp, ended + (ended - began) / _MAX_CORE_SHARE
             return self._text
 
     def _is_due(self, stamp: str) -> bool:
         return not self._made or (stamp != self._made and time.monotonic() >= self._due)
 
 
-class Watched:
+class LiveReport:
     """A run's report as cached parts.
 
     Args:
         content: What makes them.
     """
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: ReportContent) -> None:
         self.name = content.run.name
         folders = [content.run.path, *(one.path for one in content.against)]
         self.parts = {
-            name: Part(make, lambda names=READ[name]: list(stamps(folders, names)))
+            name: CachedPart(
+                make, lambda names=_FILES_OF_PART[name]: list(read_file_stamps(folders, names))
+            )
             for name, make in content.parts.items()
         }
 
@@ -86,7 +90,7 @@ class Watched:
         return {name: part.version() for name, part in self.parts.items()}
 
 
-def stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[Any]:
+def read_file_stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[Any]:
     """Yield the modification time and size of each file, and the run's state, which changes without
     a file when a job is killed."""
     for folder in folders:
@@ -98,8 +102,8 @@ def stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[Any]:
                     continue
                 yield name, found.st_mtime_ns, found.st_size
             if name == _STATUS:
-                yield state_of(folder)
+                yield read_run_status(folder)
 
 
-def _short(stamp: Any) -> str:
+def _hash_stamps(stamp: Any) -> str:
     return f"{zlib.crc32(repr(stamp).encode()):08x}"

@@ -6,15 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.run_files.metric_reader import series
+from hybridrl.run_files.metric_reader import extract_series
 
-MOST_POINTS = 1000
+_MAX_POINTS = 1000
 """Of a series; of a longer one the least and the greatest value of each stretch are kept."""
-MOST_OF_OTHERS = 200
+_MAX_SECONDARY_POINTS = 200
 """Of a series that is not among the first ones that are looked at."""
-DIGITS = 5
+_SIGNIFICANT_DIGITS = 5
 
-PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+CURVE_PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "", (("reward/mean", "reward"), ("cost/mean", "cost"))),
     (
         "Response length",
@@ -40,27 +40,31 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Staleness", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
 )
 """The curves that are shown first: title, unit, and the metrics with their labels."""
-FIRST = {name for _, _, shown in PANELS for name, _ in shown}
+_PANEL_METRICS = {name for _, _, shown in CURVE_PANELS for name, _ in shown}
 
 
-def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def build_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Build the curve of each metric, `{"x": steps, "y": values}`, and a note on points left
     out."""
     names = sorted({name for row in rows for name in row if name != "step"})
     found, thinned = {}, 0
     for name in names:
-        is_first = name in FIRST or name.startswith(("time/", "eval/")) or name == "accuracy"
-        steps, values = _finite(rows, name)
+        is_first = (
+            name in _PANEL_METRICS or name.startswith(("time/", "eval/")) or name == "accuracy"
+        )
+        steps, values = _read_finite_series(rows, name)
         if not steps:
             continue
-        x, y = thin(steps, values, MOST_POINTS if is_first else MOST_OF_OTHERS)
+        x, y = thin_curve(steps, values, _MAX_POINTS if is_first else _MAX_SECONDARY_POINTS)
         thinned += len(x) < len(steps) and is_first
-        found[name] = {"x": x, "y": [_short(value) for value in y]}
-    note = f"Of long curves {MOST_POINTS:,} points are drawn, extremes included." if thinned else ""
+        found[name] = {"x": x, "y": [_round_value(value) for value in y]}
+    note = f"Of long curves {_MAX_POINTS:,} points are drawn, extremes included." if thinned else ""
     return {"series": found, "steps": [row["step"] for row in rows][-1:], "note": note}
 
 
-def thin(steps: Sequence[int], values: Sequence[float], most: int) -> tuple[list[int], list[float]]:
+def thin_curve(
+    steps: Sequence[int], values: Sequence[float], most: int
+) -> tuple[list[int], list[float]]:
     """Thin a series to at most `most` points: the minimum and the maximum of each equal stretch."""
     if len(steps) <= most:
         return list(steps), list(values)
@@ -74,8 +78,10 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int) -> tuple[list
     return [steps[index] for index in kept], [values[index] for index in kept]
 
 
-def _finite(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    steps, values = series(list(rows), name)
+def _read_finite_series(
+    rows: Sequence[Mapping[str, Any]], name: str
+) -> tuple[list[int], list[float]]:
+    steps, values = extract_series(list(rows), name)
     pairs = [
         (step, float(value))
         for step, value in zip(steps, values, strict=True)
@@ -84,5 +90,5 @@ def _finite(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], li
     return [step for step, _ in pairs], [value for _, value in pairs]
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _round_value(value: float) -> float:
+    return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hybridrl.report.device_spans import IDLE, DeviceSpan, in_words
-from hybridrl.system.storage import replacing, to_json
+from hybridrl.report.device_spans import IDLE, DeviceSpan, format_cause
+from hybridrl.system.storage import replace_file, to_json
 
-WAITS = "waiting"
+_WAIT_ROW = "waiting"
 """The row of a device on which it stands what it waited for."""
 
 
-def write_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
+def write_perfetto_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
     """Write the trace; its first span starts at 0.
 
     Raises:
@@ -21,30 +21,33 @@ def write_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
     """
     begin = min((span.start for span in spans), default=0.0)
     run = max((span.device for span in spans), default=-1) + 1
-    slices = [*_steps(spans, begin, run), *(_slice(span, begin) for span in spans)]
-    trace = {"displayTimeUnit": "ms", "traceEvents": events_of(slices, {run: "run"})}
-    with replacing(file, "`--out`") as part:
+    slices = [
+        *_build_step_slices(spans, begin, run),
+        *(_build_slice(span, begin) for span in spans),
+    ]
+    trace = {"displayTimeUnit": "ms", "traceEvents": build_trace_events(slices, {run: "run"})}
+    with replace_file(file, "`--out`") as part:
         part.write_text(to_json(trace), encoding="utf-8")
 
 
-def _slice(span: DeviceSpan, begin: float) -> Slice:
+def _build_slice(span: DeviceSpan, begin: float) -> TraceSlice:
     times = span.start - begin, span.end - begin
     if span.phase == IDLE:
         said = {"step": span.step, "cause": span.cause}
-        return Slice(span.device, WAITS, in_words(span.cause), IDLE, *times, said)
+        return TraceSlice(span.device, _WAIT_ROW, format_cause(span.cause), IDLE, *times, said)
     said = {"step": span.step, "rank": span.rank, "method": span.method, "tokens": span.tokens}
     name = f"{span.phase} ({span.cause})" if span.cause else span.phase
-    return Slice(span.device, span.role, name, span.phase, *times, said)
+    return TraceSlice(span.device, span.role, name, span.phase, *times, said)
 
 
-def _steps(spans: Sequence[DeviceSpan], begin: float, run: int) -> list[Slice]:
+def _build_step_slices(spans: Sequence[DeviceSpan], begin: float, run: int) -> list[TraceSlice]:
     """Build a row of steps, each starting where the one before ended."""
     ends: dict[int, float] = {}
     for span in spans:
         ends[span.step] = max(span.end - begin, ends.get(span.step, 0.0))
     slices, at = [], 0.0
     for step in sorted(ends):
-        slices.append(Slice(run, "steps", f"step {step}", "step", at, max(at, ends[step])))
+        slices.append(TraceSlice(run, "steps", f"step {step}", "step", at, max(at, ends[step])))
         at = max(at, ends[step])
     return slices
 
@@ -52,7 +55,7 @@ def _steps(spans: Sequence[DeviceSpan], begin: float, run: int) -> list[Slice]:
 Event = dict[str, object]
 
 
-class Slice(NamedTuple):
+class TraceSlice(NamedTuple):
     """An interval in a trace.
 
     Attributes:
@@ -71,7 +74,9 @@ class Slice(NamedTuple):
     arguments: Mapping[str, object] = {}
 
 
-def events_of(slices: Iterable[Slice], names: Mapping[int, str] | None = None) -> list[Event]:
+def build_trace_events(
+    slices: Iterable[TraceSlice], names: Mapping[int, str] | None = None
+) -> list[Event]:
     """Return the events of a trace, with times in microseconds.
 
     Args:

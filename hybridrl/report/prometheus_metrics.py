@@ -8,19 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.run_status import read_run_status
 
-TYPE = "text/plain; version=0.0.4; charset=utf-8"
-PREFIX = "hybridrl_"
-STEP, AGE, STATE = (f"{PREFIX}{name}" for name in ("step", "step_age_seconds", "run_state"))
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_METRIC_PREFIX = "hybridrl_"
+_STEP_GAUGE, _AGE_GAUGE, _STATE_GAUGE = (
+    f"{_METRIC_PREFIX}{name}" for name in ("step", "step_age_seconds", "run_state")
+)
 
 
-def gauge(metric: str) -> str:
+def _gauge_name(metric: str) -> str:
     """Return the gauge name of a metric: `reward/mean` becomes `hybridrl_reward_mean`."""
-    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+    return _METRIC_PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 
-def exposition(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
+def render_prometheus_metrics(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
     """Render the newest metrics of several runs in Prometheus' text format.
 
     Args:
@@ -29,9 +31,9 @@ def exposition(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
     samples: dict[str, list[str]] = {}
     meanings: dict[str, str] = {}
     for folder, rows in runs.items():
-        for name, meaning, labels, value in _samples(folder, rows):
+        for name, meaning, labels, value in _build_samples(folder, rows):
             if meanings.setdefault(name, meaning) == meaning:  # two may be written alike
-                shown = ",".join(f'{key}="{_escaped(one)}"' for key, one in labels.items())
+                shown = ",".join(f'{key}="{_escape_label(one)}"' for key, one in labels.items())
                 samples.setdefault(name, []).append(f"{name}{{{shown}}} {value!r}")
     lines = []
     for name, found in samples.items():
@@ -40,26 +42,26 @@ def exposition(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def _samples(
+def _build_samples(
     folder: Path, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, dict[str, str], float]]:
     run = {"run": folder.name}
-    state = state_of(folder)[0] or "unknown"
-    yield STATE, "1, with the state of the run as a label", {**run, "state": state}, 1
+    state = read_run_status(folder)[0] or "unknown"
+    yield _STATE_GAUGE, "1, with the state of the run as a label", {**run, "state": state}, 1
     if not rows:
         return
-    yield STEP, "the newest step", run, rows[-1]["step"]
+    yield _STEP_GAUGE, "the newest step", run, rows[-1]["step"]
     try:
         age = time.time() - (folder / "metrics.jsonl").stat().st_mtime
     except OSError:
         return
-    yield AGE, "seconds since figures were last written", run, round(age, 1)
+    yield _AGE_GAUGE, "seconds since figures were last written", run, round(age, 1)
     newest: dict[str, float] = {}
     for row in rows:
         newest.update(row)
     for name in sorted(newest.keys() - {"step"}):
-        yield gauge(name), name, run, newest[name]
+        yield _gauge_name(name), name, run, newest[name]
 
 
-def _escaped(label: str) -> str:
+def _escape_label(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -11,20 +11,25 @@ from typing import Any
 from hybridrl import __version__
 from hybridrl.checkpoint.store import list_checkpoints
 from hybridrl.config.presets import algorithm_of
-from hybridrl.console.phase_colors import PHASE_COLOURS, PHASES
-from hybridrl.report.device_timeline import timeline
-from hybridrl.report.html_page import page
-from hybridrl.report.metric_curves import PANELS, curves
-from hybridrl.report.report_tables import Planned, differences, memory_table, planned_memory
+from hybridrl.console.phase_colors import PHASE_COLORS, STEP_PHASES
+from hybridrl.report.device_timeline import build_device_timeline
+from hybridrl.report.html_page import render_report_page
+from hybridrl.report.metric_curves import CURVE_PANELS, build_curves
+from hybridrl.report.report_tables import (
+    PlannedMemory,
+    build_memory_table,
+    differences,
+    replan_memory,
+)
 from hybridrl.report.run_summary import words
-from hybridrl.report.sample_browser import samples
-from hybridrl.run_files.evaluation_log import newest_of_sets
+from hybridrl.report.sample_browser import build_sample_browser
+from hybridrl.run_files.evaluation_log import find_latest_by_set
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.summary import REPORT
-from hybridrl.system.storage import replacing
+from hybridrl.system.storage import replace_file
 
-Rows = Sequence[Mapping[str, Any]]
-TROUBLES = {
+_MetricRows = Sequence[Mapping[str, Any]]
+_TROUBLE_METRICS = {
     "policy/skipped_updates": "updates left out, their gradient was not finite",
     "critic/skipped_updates": "updates of the critic left out, their gradient was not finite",
     "cost_critic/skipped_updates": "updates of the cost critic left out, as those of the critic",
@@ -35,7 +40,7 @@ TROUBLES = {
 """Metrics that are 0 in a healthy run."""
 
 
-class Content:
+class ReportContent:
     """The data of a run's report, with other runs for comparison.
 
     Args:
@@ -48,8 +53,8 @@ class Content:
             "head": self.head,
             "words": lambda: words(self.run, self.against),
             "curves": self.curves,
-            "timeline": lambda: timeline(self.run),
-            "samples": lambda: samples(self.run),
+            "timeline": lambda: build_device_timeline(self.run),
+            "samples": lambda: build_sample_browser(self.run),
             "data": lambda: self.run.data_report(),
             "settings": self.settings,
             "state": self.state,
@@ -70,12 +75,12 @@ class Content:
             "against": [one.name for one in self.against],
             "status": self.run.status(),
             "step": trained[-1] if trained else 0,
-            "steps": _at(settings, "trainer", "steps"),
+            "steps": _read_setting(settings, "trainer", "steps"),
             "algorithm": algorithm_of(settings),
-            "model": _at(settings, "model", "path"),
+            "model": _read_setting(settings, "model", "path"),
             "tokens": summary.get("tokens_generated"),
             "seconds": sum(row["time/step"] for row in rows if "time/step" in row),
-            "seed": summary.get("seed", _at(settings, "run", "seed")),
+            "seed": summary.get("seed", _read_setting(settings, "run", "seed")),
             "command": summary.get("command"),
             "versions": summary.get("versions"),
             "commit": summary.get("git_commit"),
@@ -86,13 +91,13 @@ class Content:
     def curves(self) -> dict[str, Any]:
         """Build the metric curves and evaluations of the run and of those beside it."""
         return {
-            "panels": PANELS,
-            "phases": [[phase, PHASE_COLOURS[phase]] for phase in PHASES],
+            "panels": CURVE_PANELS,
+            "phases": [[phase, PHASE_COLORS[phase]] for phase in STEP_PHASES],
             "runs": [
                 {
                     "name": one.name,
-                    **curves(one.rows()),
-                    "evaluations": _evaluated(one.evaluations()),
+                    **build_curves(one.rows()),
+                    "evaluations": _build_evaluation_curves(one.evaluations()),
                 }
                 for one in (self.run, *self.against)
             ],
@@ -113,20 +118,20 @@ class Content:
         rows = self.run.rows()
         checkpoints, checkpoints_at = list_checkpoints(self.run)
         return {
-            "memory": memory_table(rows, self._planned),
-            "evaluations": newest_of_sets(self.run.evaluations()),
+            "memory": build_memory_table(rows, self._planned),
+            "evaluations": find_latest_by_set(self.run.evaluations()),
             "recoveries": self.run.recoveries(),
             "failed_episodes": self.run.failed_episodes(),
             "warnings": self.run.warnings(),
             "bad_steps": self.run.bad_steps(),
             "checkpoints": checkpoints,
             "checkpoints_at": checkpoints_at,
-            "troubles": _wrong_figures(rows),
+            "troubles": _count_troubles(rows),
         }
 
     @cached_property
-    def _planned(self) -> Planned:
-        return planned_memory(self.run)
+    def _planned(self) -> PlannedMemory:
+        return replan_memory(self.run)
 
 
 def write_report(
@@ -145,13 +150,13 @@ def write_report(
         StorageError: if it cannot be written; names `--out`.
     """
     out = out or run.path / REPORT
-    text = page(run.name, Content(run, against).data())
-    with replacing(out, "`--out`") as part:
+    text = render_report_page(run.name, ReportContent(run, against).data())
+    with replace_file(out, "`--out`") as part:
         part.write_text(text, encoding="utf-8")
     return out, len(text.encode())
 
 
-def _evaluated(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _build_evaluation_curves(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Build a curve for each metric of each evaluation set, of points `[step, value, low,
     high]`."""
     found: dict[tuple[str, str], list[list[Any]]] = {}
@@ -164,10 +169,10 @@ def _evaluated(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{"set": name, "metric": metric, "points": p} for (name, metric), p in found.items()]
 
 
-def _wrong_figures(rows: Rows) -> list[dict[str, Any]]:
+def _count_troubles(rows: _MetricRows) -> list[dict[str, Any]]:
     """Sum the metrics that are 0 in a healthy run, over all steps."""
     found = []
-    for name, what in TROUBLES.items():
+    for name, what in _TROUBLE_METRICS.items():
         steps = [row for row in rows if row.get(name)]
         if steps:
             total = sum(row[name] for row in steps)
@@ -175,6 +180,6 @@ def _wrong_figures(rows: Rows) -> list[dict[str, Any]]:
     return found
 
 
-def _at(settings: Mapping[str, Any], group: str, name: str) -> Any:
+def _read_setting(settings: Mapping[str, Any], group: str, name: str) -> Any:
     inner = settings.get(group)
     return inner.get(name) if isinstance(inner, dict) else None

@@ -28,22 +28,28 @@ from urllib.parse import unquote, urlsplit
 
 from hybridrl.errors import ConfigError
 from hybridrl.report import prometheus_metrics as prometheus
-from hybridrl.report.html_page import OF_RUNS, SCRIPTS, page, page_of_runs, policy
-from hybridrl.report.live_report import Part, Watched
-from hybridrl.report.report_content import Content
-from hybridrl.report.run_table import Runs
-from hybridrl.run_files.run_reader import RunReader, check_runs, is_run, runs_in
-from hybridrl.run_files.run_status import RUNNING, state_of
+from hybridrl.report.html_page import (
+    RUN_SCRIPTS,
+    RUN_TABLE_SCRIPTS,
+    build_security_policy,
+    render_report_page,
+    render_run_table_page,
+)
+from hybridrl.report.live_report import CachedPart, LiveReport
+from hybridrl.report.report_content import ReportContent
+from hybridrl.report.run_table import RunTable
+from hybridrl.run_files.run_reader import RunReader, check_runs, is_run_folder, list_runs
+from hybridrl.run_files.run_status import RUNNING, read_run_status
 
-HOST = "127.0.0.1"
-PATIENCE_S = 10.0
+LOOPBACK_HOST = "127.0.0.1"
+_REQUEST_TIMEOUT_S = 10.0
 """So long a browser may take for a request."""
 MOST_OPEN = 64
 """Connections; one more ends the one that was opened first."""
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 
 
-class Site:
+class ReportSite:
     """The runs that a server shows: one run, or the runs of a folder.
 
     Args:
@@ -54,10 +60,10 @@ class Site:
     """
 
     def __init__(self, path: Path) -> None:
-        self.run = RunReader(path) if is_run(path) else None
+        self.run = RunReader(path) if is_run_folder(path) else None
         check_runs(path)
-        self.runs = Runs(path.resolve())
-        self._watched: dict[str, Watched] = {}
+        self.runs = RunTable(path.resolve())
+        self._watched: dict[str, LiveReport] = {}
         self._readers: dict[Path, RunReader] = {}
         self._lock = threading.Lock()
 
@@ -65,18 +71,18 @@ class Site:
         """Render the page of the named runs; with no names that of the site's run or the run table.
         None if a run does not exist."""
         if not names and self.run is None:
-            return page_of_runs(f"{self.runs.folder.name}: runs")
+            return render_run_table_page(f"{self.runs.folder.name}: runs")
         watched = self.watched(names)
-        return None if watched is None else page(watched.name, {}, live=True)
+        return None if watched is None else render_report_page(watched.name, {}, live=True)
 
-    def parts(self, names: str) -> Mapping[str, Part] | None:
+    def parts(self, names: str) -> Mapping[str, CachedPart] | None:
         """Return the live parts of the same page, by name; None if a run does not exist."""
         if not names and self.run is None:
             return {"runs": self.runs.part}
         watched = self.watched(names)
         return None if watched is None else watched.parts
 
-    def watched(self, names: str) -> Watched | None:
+    def watched(self, names: str) -> LiveReport | None:
         """Return the live report of the first named run with the others beside it. Names are
         separated by commas."""
         with self._lock:
@@ -86,7 +92,7 @@ class Site:
                 if None in runs or (names and self.run is not None):
                     return None
                 found = [run for run in runs if run is not None]
-                self._watched[names] = Watched(Content(found[0], found[1:]))
+                self._watched[names] = LiveReport(ReportContent(found[0], found[1:]))
             return self._watched[names]
 
     def metrics(self) -> str:
@@ -94,14 +100,16 @@ class Site:
         if self.run is not None:
             folders = [self.run.path]
         else:
-            everything = runs_in(self.runs.folder)
-            folders = [folder for folder in everything if state_of(folder)[0] == RUNNING]
+            everything = list_runs(self.runs.folder)
+            folders = [folder for folder in everything if read_run_status(folder)[0] == RUNNING]
         with self._lock:
             self._readers = {one: self._readers.get(one) or RunReader(one) for one in folders}
-            return prometheus.exposition({one: run.rows() for one, run in self._readers.items()})
+            return prometheus.render_prometheus_metrics(
+                {one: run.rows() for one, run in self._readers.items()}
+            )
 
 
-class Server(ThreadingHTTPServer):
+class ReportServer(ThreadingHTTPServer):
     """A threaded HTTP server of reports that listens as soon as it is constructed.
 
     Args:
@@ -115,12 +123,12 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, site: Site, port: int = 0, token: str = "") -> None:
+    def __init__(self, site: ReportSite, port: int = 0, token: str = "") -> None:
         self.site = site
         self.token = token or secrets.token_urlsafe(24)
         self._open: dict[socket.socket, float] = {}  # and when they are ended, unless they ask
         try:
-            super().__init__((HOST, port), _Handler)
+            super().__init__((LOOPBACK_HOST, port), _ReportRequestHandler)
         except OSError as error:
             why = "is taken by another program" if error.errno == errno.EADDRINUSE else str(error)
             raise ConfigError(
@@ -132,16 +140,16 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The address of the page, with its token."""
-        return f"http://{HOST}:{self.server_port}/{self.token}/"
+        return f"http://{LOOPBACK_HOST}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answers in a thread of its own, as long as there are few."""
         if len(self._open) >= MOST_OPEN:
             self._end(next(iter(self._open), None))
-        self._open[request] = time.monotonic() + PATIENCE_S
+        self._open[request] = time.monotonic() + _REQUEST_TIMEOUT_S
         super().process_request(request, client_address)
 
-    def keep(self, request: Any, patience_s: float = PATIENCE_S) -> None:
+    def keep(self, request: Any, patience_s: float = _REQUEST_TIMEOUT_S) -> None:
         """It has shown the token: its time begins anew."""
         if request in self._open:
             self._open[request] = time.monotonic() + patience_s
@@ -166,17 +174,17 @@ class Server(ThreadingHTTPServer):
         """Ignore connection errors of browsers; other errors were answered with status 500."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Server
+class _ReportRequestHandler(BaseHTTPRequestHandler):
+    server: ReportServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "hybridrl", ""
-    timeout = PATIENCE_S
+    timeout = _REQUEST_TIMEOUT_S
 
     def do_GET(self) -> None:
         """Answer a request for a page, one of its parts, or the metrics."""
         # A page of another site that a name leads here (DNS rebinding) brings the other's name. The
         # port may be another one: that of a tunnel.
-        if self.headers.get("Host", "").partition(":")[0] not in (HOST, "localhost"):
+        if self.headers.get("Host", "").partition(":")[0] not in (LOOPBACK_HOST, "localhost"):
             self._refuse(HTTPStatus.FORBIDDEN)
             return
         path = [unquote(part) for part in urlsplit(self.path).path.split("/")[1:]]
@@ -205,11 +213,12 @@ class _Handler(BaseHTTPRequestHandler):
         site = self.server.site
         match path:
             case [""] if (text := site.page(names)) is not None:
-                scripts = OF_RUNS if not names and site.run is None else SCRIPTS
-                headers = {"Content-Security-Policy": f"{policy(scripts)}; frame-ancestors 'none'"}
+                scripts = RUN_TABLE_SCRIPTS if not names and site.run is None else RUN_SCRIPTS
+                policy = f"{build_security_policy(scripts)}; frame-ancestors 'none'"
+                headers = {"Content-Security-Policy": policy}
                 self._answer(text.encode(), _HTML, **headers)
             case ["metrics"] if not names:
-                self._answer(site.metrics().encode(), prometheus.TYPE)
+                self._answer(site.metrics().encode(), prometheus.CONTENT_TYPE)
             case ["versions"] if (found := site.parts(names)) is not None:
                 versions = {name: part.version() for name, part in found.items()}
                 self._answer(json.dumps(versions).encode(), _JSON)

@@ -9,20 +9,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.config.load import compose_config, read_settings, to_plain
-from hybridrl.config.presets import leaves
+from hybridrl.config.load import compose_config, config_to_dict, load_run_config
+from hybridrl.config.presets import flatten_settings
 from hybridrl.errors import HybridRLError
 from hybridrl.placement import Placement
 from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import read_text
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
 _GIB = 2**30
 _NAME, _PEAK = "memory/", "_peak_gib"
 
 
-class Planned(NamedTuple):
+class PlannedMemory(NamedTuple):
     """Planned memory in GiB by role and phase, the device's memory, and a note if there is no
     plan."""
 
@@ -31,7 +31,7 @@ class Planned(NamedTuple):
     note: str = ""
 
 
-def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[str, Any]:
+def build_memory_table(rows: Sequence[Mapping[str, Any]], planned: PlannedMemory) -> dict[str, Any]:
     """Build the memory table."""
     seen: dict[tuple[str, str], float] = {}
     for row in rows:
@@ -49,35 +49,37 @@ def memory_table(rows: Sequence[Mapping[str, Any]], planned: Planned) -> dict[st
     }
 
 
-def planned_memory(run: RunReader) -> Planned:
+def replan_memory(run: RunReader) -> PlannedMemory:
     """Plan the run's memory again from its stored settings and devices."""
     try:
-        config = read_settings(run.path / SETTINGS)
-        cluster = Cluster.from_json(read_text(run.path / CLUSTER))
+        config = load_run_config(run.path / SETTINGS)
+        cluster = ClusterSpec.from_json(read_text(run.path / CLUSTER))
         placement = Placement.from_json(read_text(run.path / PLACEMENT))
     except (HybridRLError, OSError, ValueError, KeyError, TypeError):
-        return Planned(note="Settings or devices of the run are not there: no plan.")
+        return PlannedMemory(note="Settings or devices of the run are not there: no plan.")
     folder = Path(config.model.path) if config.model.path else run.path / "initial_model"
     if not (folder / "config.json").is_file():
-        return Planned(note=f"The model's folder, {folder}, is not here: no plan.")
+        return PlannedMemory(note=f"The model's folder, {folder}, is not here: no plan.")
     if ":" in config.trainer.name:  # a report runs no program that a run's settings name
-        return Planned(note=f"trainer.name={config.trainer.name} is a program of its own: no plan.")
-    from hybridrl.planner.job_plan import make_plan
-    from hybridrl.planner.machine.device_catalog import present
+        return PlannedMemory(
+            note=f"trainer.name={config.trainer.name} is a program of its own: no plan."
+        )
+    from hybridrl.planner.job_plan import build_job_plan
+    from hybridrl.planner.machine.device_catalog import add_device_memory
 
     try:
         config = replace(config, model=replace(config.model, path=str(folder)))
-        cluster = present(cluster)
-        plan = make_plan(config, cluster, placement)
+        cluster = add_device_memory(cluster)
+        plan = build_job_plan(config, cluster, placement)
         device = plan.cluster.memory_of(0) / _GIB
     except Exception as error:  # of any library that looks at the model: the rest can be shown
-        return Planned(note=f"No plan: {type(error).__name__}: {str(error)[:200]}")
+        return PlannedMemory(note=f"No plan: {type(error).__name__}: {str(error)[:200]}")
     found: dict[tuple[str, str], float] = {}
     for devices in plan.memory:
         for phase in devices.phases:
             key = phase.role, phase.phase
             found[key] = max(found.get(key, 0.0), phase.bytes / _GIB)
-    return Planned(found, device)
+    return PlannedMemory(found, device)
 
 
 MOST_SHOWN = 300
@@ -101,7 +103,7 @@ def differences(
         `rows`: each `name`, `default`, and `values` of the run and of the others, as texts, and
         `against`: whether they are compared with each other.
     """
-    runs = [dict(leaves(one)) for one in (settings, *others)]
+    runs = [dict(flatten_settings(one)) for one in (settings, *others)]
     usual = defaults()
     rows = []
     for name in _names([*runs, usual]):
@@ -127,7 +129,7 @@ def differences(
 @cache
 def defaults() -> Mapping[str, Any]:
     """Load the default value of every setting, by dotted name."""
-    return dict(leaves(to_plain(compose_config()[0])))
+    return dict(flatten_settings(config_to_dict(compose_config()[0])))
 
 
 def _names(runs: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -14,37 +14,42 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.batch.trends import variance_of_sums
-from hybridrl.config.load import read_settings
+from hybridrl.config.load import load_run_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import HybridRLError
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.report.device_spans import IDLE, DeviceSpan, idle_by_cause, spans_of
-from hybridrl.run_files.metric_reader import series
-from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION, KEEPING, RecordedStep
+from hybridrl.report.device_spans import IDLE, DeviceSpan, build_device_spans, sum_idle_by_cause
+from hybridrl.run_files.metric_reader import extract_series
+from hybridrl.run_files.recorded_steps import (
+    CHECKPOINT,
+    DRIVER_EVALUATION,
+    DRIVER_RECORDING,
+    RecordedStep,
+)
 from hybridrl.run_files.run_paths import SAMPLES, SETTINGS
 from hybridrl.run_files.run_reader import RunReader, read_table
 
-NEWEST_STEPS = 20
+_NEWEST_STEPS = 20
 """So many steps say where time goes."""
-NEWEST_SAMPLES = 3
+_NEWEST_SAMPLE_FILES = 3
 """So many tables of samples say what groups are like."""
-MOST_OF_WINDOW = 10
+_MAX_WINDOW = 10
 FEW_STEPS = 40
 """Of fewer it is not known how much they resemble each other."""
 
 
-SURE = ("value", "low", "high")
-BESIDE = CHECKPOINT, EVALUATION, KEEPING
+_INTERVAL_KEYS = ("value", "low", "high")
+_BETWEEN_STEPS = CHECKPOINT, DRIVER_EVALUATION, DRIVER_RECORDING
 
 
-class Change(NamedTuple):
+class MetricChange(NamedTuple):
     """The means of a metric over the first and the last steps."""
 
     first: float
     last: float
 
 
-class Group(NamedTuple):
+class SampleGroup(NamedTuple):
     """The scores of a prompt's samples, and their token counts where known."""
 
     scores: Sequence[float]
@@ -52,7 +57,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class RunEvidence:
     """The evidence that a run's folder holds.
 
     Attributes:
@@ -61,13 +66,13 @@ class Evidence:
     """
 
     run: RunReader
-    last: int = NEWEST_STEPS
+    last: int = _NEWEST_STEPS
 
     @cached_property
     def config(self) -> Config | None:
         """The run's settings; None if they cannot be read."""
         try:
-            return read_settings(self.run.path / SETTINGS)
+            return load_run_config(self.run.path / SETTINGS)
         except (HybridRLError, OSError):
             return None
 
@@ -88,22 +93,22 @@ class Evidence:
 
     def values(self, name: str) -> list[float]:
         """Return the finite values of a metric, in the order of steps."""
-        return [value for value in series(self.rows, name)[1] if math.isfinite(value)]
+        return [value for value in extract_series(self.rows, name)[1] if math.isfinite(value)]
 
     def recent(self, name: str) -> float | None:
         """Return the mean of a metric over the last window of steps; None if it was never
         measured."""
         values = self.values(name)
-        return statistics.fmean(values[-_window(values) :]) if values else None
+        return statistics.fmean(values[-_window_size(values) :]) if values else None
 
-    def change(self, name: str) -> Change | None:
+    def change(self, name: str) -> MetricChange | None:
         """Return a metric's means over the first and last windows; None with fewer than two
         steps."""
         values = self.values(name)
         if len(values) < 2:
             return None
-        window = _window(values)
-        return Change(statistics.fmean(values[:window]), statistics.fmean(values[-window:]))
+        window = _window_size(values)
+        return MetricChange(statistics.fmean(values[:window]), statistics.fmean(values[-window:]))
 
     def reward_doubt(self) -> float:
         """Return the standard error of the mean reward over a window, which counts prompts: samples
@@ -111,7 +116,7 @@ class Evidence:
         if self.config is None or not (spread := self.values("reward/std")):
             return 0.0
         prompts = self.config.data.prompts_per_step
-        return statistics.fmean(spread) / math.sqrt(max(1, prompts) * _window(spread))
+        return statistics.fmean(spread) / math.sqrt(max(1, prompts) * _window_size(spread))
 
     def scatter(self, name: str) -> float:
         """The standard error of a mean of a metric over a window, of steps that resemble each
@@ -119,19 +124,19 @@ class Evidence:
         values = np.asarray(self.values(name), np.float64)
         if len(values) < FEW_STEPS:
             return 0.0
-        return math.sqrt(variance_of_sums(values) / _window(values))
+        return math.sqrt(variance_of_sums(values) / _window_size(values))
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[SampleGroup]:
         """The groups with at least two samples in the newest sample files."""
-        found: list[Group] = []
-        for file in self.run.files(SAMPLES, "step-*.parquet")[-NEWEST_SAMPLES:]:
+        found: list[SampleGroup] = []
+        for file in self.run.files(SAMPLES, "step-*.parquet")[-_NEWEST_SAMPLE_FILES:]:
             try:
                 table = read_table(file)
             except (OSError, ValueError):  # one that was cut short
                 continue
             if {"group_id", "scores"} <= set(table.column_names):
-                found += _groups(table)
+                found += _read_sample_groups(table)
         return found
 
     @cached_property
@@ -147,7 +152,7 @@ class Evidence:
         for entry in self.evaluations:
             for name, one in entry["sets"].items():
                 for metric, figures in one.get("metrics", {}).items():
-                    if all(isinstance(figures.get(k), int | float) for k in SURE):
+                    if all(isinstance(figures.get(k), int | float) for k in _INTERVAL_KEYS):
                         found[f"{name}/{metric}"].append({"step": entry["step"], **figures})
         return [(name, each[0], each[-1]) for name, each in found.items() if len(each) > 1]
 
@@ -173,7 +178,7 @@ class Evidence:
         work."""
         if not self.recorded:
             return []
-        spans = spans_of(self.recorded, self.run.devices(), self.last)
+        spans = build_device_spans(self.recorded, self.run.devices(), self.last)
         first = min(span.step for span in spans)
         return [span for span in spans if span.step > max(1, first)] or spans
 
@@ -181,7 +186,7 @@ class Evidence:
     def in_steps(self) -> list[DeviceSpan]:
         """The device spans inside steps, without evaluations, checkpoints and sample writing
         between them."""
-        return [span for span in self.spans if span.cause not in BESIDE]
+        return [span for span in self.spans if span.cause not in _BETWEEN_STEPS]
 
     @cached_property
     def beside(self) -> Mapping[str, float]:
@@ -190,7 +195,7 @@ class Evidence:
         whole = sum(span.seconds for span in self.spans) or 1.0
         found: dict[str, float] = defaultdict(float)
         for span in self.spans:
-            if span.cause in BESIDE:
+            if span.cause in _BETWEEN_STEPS:
                 found[span.cause] += span.seconds / whole
         return found
 
@@ -229,14 +234,14 @@ class Evidence:
     @cached_property
     def idle(self) -> Mapping[int, Mapping[str, float]]:
         """The share of its time inside steps that each device was idle, by cause."""
-        return idle_by_cause(self.in_steps)
+        return sum_idle_by_cause(self.in_steps)
 
 
-def _window(values: Sequence[float]) -> int:
-    return max(1, min(MOST_OF_WINDOW, len(values) // 3))
+def _window_size(values: Sequence[float]) -> int:
+    return max(1, min(_MAX_WINDOW, len(values) // 3))
 
 
-def _groups(table: Any) -> list[Group]:
+def _read_sample_groups(table: Any) -> list[SampleGroup]:
     has_lengths = "tokens" in table.column_names
     lengths = table["tokens"].to_pylist() if has_lengths else [0.0] * table.num_rows
     found: dict[Any, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
@@ -245,4 +250,4 @@ def _groups(table: Any) -> list[Group]:
         if score is not None and math.isfinite(score):
             found[group][0].append(float(score))
             found[group][1].append(float(length))
-    return [Group(*group) for group in found.values() if len(group[0]) > 1]
+    return [SampleGroup(*group) for group in found.values() if len(group[0]) > 1]

@@ -7,41 +7,45 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hybridrl.report.advice import Advice
-from hybridrl.report.device_advice import DEVICES
-from hybridrl.report.device_spans import in_words
-from hybridrl.report.learning_advice import LEARNING
-from hybridrl.report.run_evidence import Change, Evidence
-from hybridrl.report.time_advice import TIME
-from hybridrl.run_files.evaluation_log import newest_of_sets
-from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION, KEEPING
+from hybridrl.report.advice import RunAdvice
+from hybridrl.report.device_advice import DEVICE_RULES
+from hybridrl.report.device_spans import format_cause
+from hybridrl.report.learning_advice import REWARD_RULES
+from hybridrl.report.run_evidence import MetricChange, RunEvidence
+from hybridrl.report.time_advice import TIME_RULES
+from hybridrl.run_files.evaluation_log import find_latest_by_set
+from hybridrl.run_files.recorded_steps import CHECKPOINT, DRIVER_EVALUATION, DRIVER_RECORDING
 from hybridrl.run_files.run_reader import RunReader
-from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED, KILLED, state_of
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED, KILLED, read_run_status
+from hybridrl.system.formatting import format_seconds
 
-LOOKS: tuple[Callable[[Evidence], Iterator[Advice]], ...] = (*LEARNING, *TIME, *DEVICES)
+LOOKS: tuple[Callable[[RunEvidence], Iterator[RunAdvice]], ...] = (
+    *REWARD_RULES,
+    *TIME_RULES,
+    *DEVICE_RULES,
+)
 """Everything that is looked for."""
 BETTER_BY = {"accuracy": 1, "pair_accuracy": 1, "loss": -1}
 """Metrics that say which of two models is better, and the sign of a gain."""
 TWO_SIDED_95 = 1.96
-BY_CHANCE = 0.05
+_SIGNIFICANCE_LEVEL = 0.05
 """What chance makes less often than that is told as no chance."""
-LEAST_SHARE = 0.02
+_MIN_SHOWN_SHARE = 0.02
 """What is less of the time is not worth a word."""
-PARTS = 4
+_MAX_LISTED_PARTS = 4
 
 
-def learned(seen: Evidence) -> list[str]:
+def summarize_learning(seen: RunEvidence) -> list[str]:
     """Return sentences: what the run learned, how sure that is, and where its time went."""
-    ended = _end(seen)
+    ended = _describe_end(seen)
     if not seen.rows:
         return ended or ["The run has not done a step yet."]
-    return [*ended, *_rewards(seen), *_evaluations(seen), *_time(seen)]
+    return [*ended, *_describe_rewards(seen), *_describe_evaluations(seen), *_describe_time(seen)]
 
 
-def _end(seen: Evidence) -> list[str]:
+def _describe_end(seen: RunEvidence) -> list[str]:
     """Return a sentence on a run that ended early: its state, its last step and the cause."""
-    state, why = state_of(seen.run.path)
+    state, why = read_run_status(seen.run.path)
     if state == FINISHED and not seen.rows:
         return ["The run is over, and no step of training was done."]
     if state not in (FAILED, INTERRUPTED, KILLED):
@@ -51,7 +55,7 @@ def _end(seen: Evidence) -> list[str]:
     return [f"The run {how} {when}: {why.removesuffix('.')}." if why else f"The run {how} {when}."]
 
 
-def _rewards(seen: Evidence) -> list[str]:
+def _describe_rewards(seen: RunEvidence) -> list[str]:
     steps = len(seen.rows)
     if reward := seen.change("reward/mean"):
         doubt = seen.reward_doubt()
@@ -59,15 +63,18 @@ def _rewards(seen: Evidence) -> list[str]:
         how = (
             " (no more than chance)" if moved <= 2 * 2**0.5 * doubt else f" (±{2 * doubt:.2g} each)"
         )
-        said = f"In {steps} steps the mean reward went from {_to(reward)}{how if doubt else ''}"
+        change = f"{_format_change(reward)}{how if doubt else ''}"
+        said = f"In {steps} steps the mean reward went from {change}"
         lengths = seen.change("response/length_mean")
-        return [f"{said}; responses from {_to(lengths)} tokens." if lengths else f"{said}."]
+        return [
+            f"{said}; responses from {_format_change(lengths)} tokens." if lengths else f"{said}."
+        ]
     if loss := seen.change("policy/loss"):
-        return [f"In {steps} steps the loss went from {_to(loss)}."]
+        return [f"In {steps} steps the loss went from {_format_change(loss)}."]
     return [f"The run has done {steps} step{'s' if steps > 1 else ''}."]
 
 
-def _evaluations(seen: Evidence) -> list[str]:
+def _describe_evaluations(seen: RunEvidence) -> list[str]:
     """Return a sentence for each evaluation set, comparing first and last results with 95 %
     intervals."""
     said = []
@@ -76,61 +83,69 @@ def _evaluations(seen: Evidence) -> list[str]:
             verdict = "better, beyond chance"
         elif last["high"] < first["low"]:
             verdict = "worse, beyond chance"
-        elif (p := _paired(first, last)) is not None and p < BY_CHANCE:
+        elif (p := _find_paired_p_value(first, last)) is not None and p < _SIGNIFICANCE_LEVEL:
             which = "better" if last["value"] > first["value"] else "worse"
             verdict = f"{which}, compared prompt by prompt (p = {p:.2g})"
         else:
             verdict = "the intervals overlap"
         said.append(
-            f"{name.replace('/', ' ')} went from {_within(first)} at step {first['step']} to "
-            f"{_within(last)} at step {last['step']}: {verdict}."
+            f"{name.replace('/', ' ')} went from {_format_interval(first)} at step {first['step']} "
+            f"to {_format_interval(last)} at step {last['step']}: {verdict}."
         )
     return said
 
 
-def _paired(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
+def _find_paired_p_value(first: Mapping[str, Any], last: Mapping[str, Any]) -> float | None:
     """Return the p-value against the first evaluation; None if the baseline was another one."""
     difference = last.get("difference") or {}
     return difference.get("p") if difference.get("baseline") == first["value"] else None
 
 
-def _time(seen: Evidence) -> list[str]:
+def _describe_time(seen: RunEvidence) -> list[str]:
     if not seen.spans:
         return []
-    shown = _largest({f"{role}.{phase}": share for (role, phase), share in seen.work.items()})
+    shown = _format_largest_shares(
+        {f"{role}.{phase}": share for (role, phase), share in seen.work.items()}
+    )
     steps = sorted({span.step for span in seen.spans})
     seconds = max(seen.seconds.values())
     which = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
     said = (
-        f"Over {readable_seconds(seconds)} of {which}, on "
+        f"Over {format_seconds(seconds)} of {which}, on "
         f"{len(seen.devices)} device{'s' if len(seen.devices) > 1 else ''}, the time went to "
         f"{shown}"
     )
-    if (idle := sum(seen.waits.values())) >= LEAST_SHARE:
-        causes = _largest({in_words(cause): share for cause, share in seen.waits.items()})
+    if (idle := sum(seen.waits.values())) >= _MIN_SHOWN_SHARE:
+        causes = _format_largest_shares(
+            {format_cause(cause): share for cause, share in seen.waits.items()}
+        )
         said += f"; devices were idle {idle:.0%} of it ({causes})"
-    if sum(seen.beside.values()) >= LEAST_SHARE:
-        names = {EVALUATION: "evaluations", CHECKPOINT: "checkpoints", KEEPING: "keeping samples"}
-        beside = _largest({names[what]: share for what, share in seen.beside.items()})
+    if sum(seen.beside.values()) >= _MIN_SHOWN_SHARE:
+        names = {
+            DRIVER_EVALUATION: "evaluations",
+            CHECKPOINT: "checkpoints",
+            DRIVER_RECORDING: "keeping samples",
+        }
+        beside = _format_largest_shares({names[what]: share for what, share in seen.beside.items()})
         said += f". Between the first of these steps and the last, beside them: {beside}"
     return [f"{said}."]
 
 
-def _largest(shares: Mapping[str, float]) -> str:
-    ranked = sorted(shares.items(), key=lambda one: -one[1])[:PARTS]
-    kept = [f"{name} {share:.0%}" for name, share in ranked if share >= LEAST_SHARE]
+def _format_largest_shares(shares: Mapping[str, float]) -> str:
+    ranked = sorted(shares.items(), key=lambda one: -one[1])[:_MAX_LISTED_PARTS]
+    kept = [f"{name} {share:.0%}" for name, share in ranked if share >= _MIN_SHOWN_SHARE]
     return ", ".join(kept or [f"{name} {share:.1%}" for name, share in ranked[:1]])
 
 
-def _to(change: Change) -> str:
+def _format_change(change: MetricChange) -> str:
     return f"{change.first:.3g} to {change.last:.3g}"
 
 
-def _within(figures: Mapping[str, float]) -> str:
+def _format_interval(figures: Mapping[str, float]) -> str:
     return f"{figures['value']:.3g} ({figures['low']:.3g} to {figures['high']:.3g})"
 
 
-def advise_of(seen: Evidence) -> list[Advice]:
+def find_advice(seen: RunEvidence) -> list[RunAdvice]:
     """Return all that there is to advise on a run, what matters most first; nothing on a run that
     is well and has no time to win, nor on one that has not done a step."""
     found = [advice for look in LOOKS for advice in look(seen)]
@@ -138,19 +153,19 @@ def advise_of(seen: Evidence) -> list[Advice]:
 
 
 def words(run: RunReader, against: Sequence[RunReader] = ()) -> dict[str, Any]:
-    """`learned`, sentences, with those on runs beside it; and `advice`, what matters most first;
-    None: no step says anything."""
-    seen = Evidence(run)
-    found = [one._asdict() for one in advise_of(seen)] if seen.rows else None
-    return {"learned": [*learned(seen), *compared(run, against)], "advice": found}
+    """`summarize_learning`, sentences, with those on runs beside it; and `advice`, what matters
+    most first; None: no step says anything."""
+    seen = RunEvidence(run)
+    found = [one._asdict() for one in find_advice(seen)] if seen.rows else None
+    return {"learned": [*summarize_learning(seen), *compared(run, against)], "advice": found}
 
 
 def compared(run: RunReader, against: Sequence[RunReader]) -> list[str]:
     """Which of two runs is better by the newest evaluations that both have, and whether chance
     explains the difference: each run's own interval counts, as if the prompts were not the same."""
-    mine, sentences = newest_of_sets(run.evaluations()), []
+    mine, sentences = find_latest_by_set(run.evaluations()), []
     for other in against:
-        theirs = newest_of_sets(other.evaluations())
+        theirs = find_latest_by_set(other.evaluations())
         found = [
             sentence
             for name in mine.keys() & theirs.keys()

@@ -24,19 +24,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-MOST_BYTES = 2_400_000
+_MAX_BYTES = 2_400_000
 """Of all samples, as they stand in the page."""
-MOST_FILES = 12
-LONGEST = 6_000
+_MAX_FILES = 12
+_MAX_TEXT_LENGTH = 6_000
 """Of a text, in characters; of a longer one the beginning and the end are kept."""
-MOST_TOKENS = 2_000
+_MAX_TOKENS = 2_000
 """Of a sample, that are coloured."""
 _FILE = re.compile(r"(?:eval-(?P<set>[\w-]+)-)?step-(?P<step>\d+)\.parquet")
-_TEXT = ("prompt", "answer", "response", "finish_reason", "extracted")
-_OF_TOKENS = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "values", "returns")
+_TEXT_COLUMNS = ("prompt", "answer", "response", "finish_reason", "extracted")
+_TOKEN_COLUMNS = (
+    "rollout_log_probs",
+    "log_probs",
+    "ref_log_probs",
+    "advantages",
+    "values",
+    "returns",
+)
 
 
-class Source(NamedTuple):
+class SampleFile(NamedTuple):
     """A file of samples, of a training step or of an evaluation set at a step."""
 
     file: Path
@@ -48,18 +55,18 @@ class Source(NamedTuple):
         return f"{self.set}, step {self.step}" if self.set else f"step {self.step}"
 
 
-def samples(run: RunReader, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Build the data of the sample browser: `sources`, `samples`, and a `note` on what was left
-    out."""
-    everything = sources_of(run)
-    chosen = _chosen(everything)
+def build_sample_browser(run: RunReader, most_bytes: int = _MAX_BYTES) -> dict[str, Any]:
+    """Build the data of the sample browser: `sources`, `build_sample_browser`, and a `note` on what
+    was left out."""
+    everything = _list_sample_files(run)
+    chosen = _choose_files(everything)
     tokenizer = tokenizer_of(run.path, run.settings()) if chosen else None
     shown, sources, unread = [], [], []
     room = most_bytes
     for number, source in enumerate(chosen):
         share = room // (len(chosen) - number)
         try:
-            rows, total = _rows(source, tokenizer, share)
+            rows, total = _read_complete_groups(source, tokenizer, share)
         except Exception as error:  # of pyarrow: a file may be cut short, or none of ours
             unread.append(f"{source.file.name}: {str(error).splitlines()[0][:120]}")
             continue
@@ -72,34 +79,34 @@ def samples(run: RunReader, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     return {
         "sources": sources,
         "samples": shown,
-        "note": _note(everything, sources, shown),
+        "note": _describe_omissions(everything, sources, shown),
         "unread": unread,
     }
 
 
-def sources_of(run: RunReader) -> list[Source]:
+def _list_sample_files(run: RunReader) -> list[SampleFile]:
     """List a run's sample files in the order of steps."""
     found = []
     for file in run.files(SAMPLES, "*.parquet"):
         if named := _FILE.fullmatch(file.name):
-            found.append(Source(file, int(named["step"]), named["set"] or ""))
+            found.append(SampleFile(file, int(named["step"]), named["set"] or ""))
     return sorted(found, key=lambda one: (one.step, one.set))
 
 
-def _chosen(everything: Sequence[Source]) -> list[Source]:
+def _choose_files(everything: Sequence[SampleFile]) -> list[SampleFile]:
     """Choose training files evenly, with the first and the last, and the last file of each
     evaluation set."""
     training = [one for one in everything if not one.set]
-    if len(training) > MOST_FILES:
+    if len(training) > _MAX_FILES:
         last = len(training) - 1
-        places = {round(part * last / (MOST_FILES - 1)) for part in range(MOST_FILES)}
+        places = {round(part * last / (_MAX_FILES - 1)) for part in range(_MAX_FILES)}
         training = [training[place] for place in sorted(places)]
     newest = {one.set: one for one in everything if one.set}
     return [*training, *newest.values()]
 
 
-def _rows(
-    source: Source, tokenizer: Tokenizer | None, room: int
+def _read_complete_groups(
+    source: SampleFile, tokenizer: Tokenizer | None, room: int
 ) -> tuple[list[tuple[int, dict[str, Any]]], int]:
     """Read whole groups with their sizes in bytes until the room is used up; return them and the
     total number of samples.
@@ -108,42 +115,42 @@ def _rows(
     least.
     """
     table = read_table(source.file)
-    tokens = _token_table(source)
+    tokens = _read_token_table(source)
     found: list[tuple[int, dict[str, Any]]] = []
     left = room
-    for first, end in _groups(table):
-        plain = [_sample(row) for row in table.slice(first, end - first).to_pylist()]
+    for first, end in _find_groups(table):
+        plain = [_build_sample(row) for row in table.slice(first, end - first).to_pylist()]
         group = []
         for index, shown in enumerate(plain, first):
             if tokens is not None and index < tokens.num_rows:
                 of_tokens = tokens.slice(index, 1).to_pylist()[0]
-                shown = shown | _token_columns(of_tokens, tokenizer)
-            group.append((_size(shown), shown))
+                shown = shown | _build_tokens(of_tokens, tokenizer)
+            group.append((_json_size(shown), shown))
         size = sum(each for each, _ in group)
         if size > left:
-            return found or _fitting(plain, left), table.num_rows
+            return found or _select_fitting(plain, left), table.num_rows
         found += group
         left -= size
     return found, table.num_rows
 
 
-def _fitting(samples: list[dict[str, Any]], room: int) -> list[tuple[int, dict[str, Any]]]:
-    found = [(_size(sample), sample) for sample in samples]
+def _select_fitting(samples: list[dict[str, Any]], room: int) -> list[tuple[int, dict[str, Any]]]:
+    found = [(_json_size(sample), sample) for sample in samples]
     fitting = sum(end <= room for end in itertools.accumulate(size for size, _ in found))
     return found[: max(1, fitting)]
 
 
-def _size(sample: dict[str, Any]) -> int:
+def _json_size(sample: dict[str, Any]) -> int:
     return len(json.dumps(sample, ensure_ascii=False).encode())
 
 
-def _token_table(source: Source) -> Table | None:
+def _read_token_table(source: SampleFile) -> Table | None:
     """What is known of the tokens of the first samples; see `run.sample_recorder`."""
     file = source.file.parent.parent / TOKENS / source.file.name
     return read_table(file) if not source.set and file.is_file() else None
 
 
-def _groups(table: Table) -> Iterator[tuple[int, int]]:
+def _find_groups(table: Table) -> Iterator[tuple[int, int]]:
     """Yield the first row of each group of neighbouring rows, and the row after its last."""
     name = next((one for one in ("group_id", "row") if one in table.column_names), None)
     numbers = table.column(name).to_pylist() if name else list(range(table.num_rows))
@@ -154,21 +161,25 @@ def _groups(table: Table) -> Iterator[tuple[int, int]]:
             first = index
 
 
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+def _build_sample(row: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         "group": row.get("group_id", row.get("row")),
-        **{name: _cut(row[name]) for name in _TEXT if row.get(name) not in (None, "")},
-        "reward": _number(row.get("scores", row.get("score"))),
-        "cost": _number(row.get("costs")),
+        **{
+            name: _shorten_text(row[name])
+            for name in _TEXT_COLUMNS
+            if row.get(name) not in (None, "")
+        },
+        "reward": _round_number(row.get("scores", row.get("score"))),
+        "cost": _round_number(row.get("costs")),
         "correct": row.get("correct"),
         "length": row.get("tokens"),
-        "advantage": _number(row.get("advantage")),
+        "advantage": _round_number(row.get("advantage")),
         "version": row.get("policy_version"),
         "episode": row.get("episode"),
         "turns": row.get("turns"),
-        "turn_rewards": [_number(one) for one in row.get("turn_rewards") or []] or None,
+        "turn_rewards": [_round_number(one) for one in row.get("turn_rewards") or []] or None,
         "parts": {
-            name.partition("/")[2]: _number(value)
+            name.partition("/")[2]: _round_number(value)
             for name, value in row.items()
             if name.startswith(LIBRARY_PREFIXES)
         }
@@ -177,37 +188,39 @@ def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _token_columns(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    ids = list(row.get("response_ids") or [])[:MOST_TOKENS]
+def _build_tokens(row: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    ids = list(row.get("response_ids") or [])[:_MAX_TOKENS]
     if not ids:
         return {}
-    found: dict[str, Any] = {"text": texts(tokenizer, ids)}
+    found: dict[str, Any] = {"text": decode_tokens(tokenizer, ids)}
     for name in ("response_mask", "turn"):
         if row.get(name):
             found[name] = [int(one) for one in row[name][: len(ids)]]
-    for name in _OF_TOKENS:
+    for name in _TOKEN_COLUMNS:
         if row.get(name):
-            found[name] = [_number(one) for one in row[name][: len(ids)]]
+            found[name] = [_round_number(one) for one in row[name][: len(ids)]]
     cut = len(row["response_ids"]) - len(ids)
     return {"tokens": found, **({"tokens_left_out": cut} if cut else {})}
 
 
-def _cut(value: Any) -> str:
+def _shorten_text(value: Any) -> str:
     text = value if isinstance(value, str) else str(value)
-    if len(text) <= LONGEST:
+    if len(text) <= _MAX_TEXT_LENGTH:
         return text
-    half = LONGEST // 2
-    return f"{text[:half]}\n… {len(text) - LONGEST:,} characters left out …\n{text[-half:]}"
+    half = _MAX_TEXT_LENGTH // 2
+    return (
+        f"{text[:half]}\n… {len(text) - _MAX_TEXT_LENGTH:,} characters left out …\n{text[-half:]}"
+    )
 
 
-def _number(value: Any) -> float | None:
+def _round_number(value: Any) -> float | None:
     if not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(f"{value:.4g}")
 
 
-def _note(
-    everything: Sequence[Source], sources: Sequence[Mapping[str, Any]], shown: Sequence[Any]
+def _describe_omissions(
+    everything: Sequence[SampleFile], sources: Sequence[Mapping[str, Any]], shown: Sequence[Any]
 ) -> str:
     total = sum(one["samples"] for one in sources)
     said = []
@@ -240,7 +253,7 @@ def tokenizer_of(run: Path, settings: dict[str, Any]) -> Tokenizer | None:
     return None
 
 
-def texts(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
+def decode_tokens(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[str]:
     """Decode each token to the text that it adds; bytes of a split character count for its last
     token. Without a tokenizer return token numbers."""
     if tokenizer is None:

@@ -10,43 +10,46 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hybridrl.console.dashboard import bar, value_lines
-from hybridrl.console.run_readings import Readings
-from hybridrl.console.safe_text import one_line
-from hybridrl.report.device_spans import IDLE, DeviceSpan, in_words
-from hybridrl.report.run_evidence import Evidence
-from hybridrl.report.run_summary import advise_of, learned
+from hybridrl.console.dashboard import render_bar, render_values
+from hybridrl.console.run_readings import RunReadings
+from hybridrl.console.safe_text import sanitize_line
+from hybridrl.report.device_spans import IDLE, DeviceSpan, format_cause
+from hybridrl.report.run_evidence import RunEvidence
+from hybridrl.report.run_summary import find_advice, summarize_learning
 from hybridrl.run_files.run_paths import SAMPLES
 from hybridrl.run_files.run_reader import RunReader, read_table
-from hybridrl.run_files.run_status import RUNNING, state_of
-from hybridrl.run_files.summary import accuracy_name
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.run_files.run_status import RUNNING, read_run_status
+from hybridrl.run_files.summary import resolve_accuracy_name
+from hybridrl.system.formatting import format_seconds
 
-BAR_CELLS = 20
-DEVICES_SHOWN = 32
-STEPS_LOOKED_AT = 5
+_BAR_CELLS = 20
+_MAX_DEVICES = 32
+_NEWEST_STEPS = 5
 """So many of the newest steps say what devices do."""
 
 
-def screen(run: RunReader, width: int, now: float | None = None) -> RenderableType:
+def render_top_screen(run: RunReader, width: int, now: float | None = None) -> RenderableType:
     """Render a run's screen at a moment.
 
     Args:
         width: Cells.
         now: Seconds since the epoch; None: the time of the clock.
     """
-    seen = Evidence(run, STEPS_LOOKED_AT)
-    parts: list[RenderableType] = [_title(seen, width)]
+    seen = RunEvidence(run, _NEWEST_STEPS)
+    parts: list[RenderableType] = [_render_title(seen, width)]
     if not seen.rows:
-        parts.append(Text(learned(seen)[0], "dim"))
+        parts.append(Text(summarize_learning(seen)[0], "dim"))
         return Group(*parts)
-    parts += value_lines(_readings(seen), width)
+    parts += render_values(_build_readings(seen), width)
     if seen.spans:
-        parts += [Text(), _devices(seen, time.time() if now is None else now)]
-    if sample := _sample(run):
-        parts += [Text(), Text.assemble(("last sample  ", "dim"), one_line(sample, width - 13))]
+        parts += [Text(), _render_devices(seen, time.time() if now is None else now)]
+    if sample := _read_last_sample(run):
+        parts += [
+            Text(),
+            Text.assemble(("last sample  ", "dim"), sanitize_line(sample, width - 13)),
+        ]
     parts.append(Text())
-    if advice := advise_of(seen):
+    if advice := find_advice(seen):
         best = advice[0]
         parts.append(Text.assemble(("next  ", "dim"), (best.title, "bold"), ". ", best.action))
     else:
@@ -54,20 +57,22 @@ def screen(run: RunReader, width: int, now: float | None = None) -> RenderableTy
     return Group(*parts)
 
 
-def _title(seen: Evidence, width: int) -> Text:
-    state, why = state_of(seen.run.path)
+def _render_title(seen: RunEvidence, width: int) -> Text:
+    state, why = read_run_status(seen.run.path)
     total = 0 if seen.config is None else seen.config.trainer.steps
     words = f"{seen.run.path}   step {seen.steps}/{total}   {state or 'no state'}"
     if why:
         words += f": {why}"
     if "staleness/mean" in (seen.rows[-1] if seen.rows else {}):
         words += f"   staleness {seen.rows[-1]['staleness/mean']:.2g}"
-    return Text(one_line(words, width), "bold")
+    return Text(sanitize_line(words, width), "bold")
 
 
-def _readings(seen: Evidence) -> Readings:
-    accuracy = "accuracy" if seen.config is None else accuracy_name(seen.config.reward, short=True)
-    readings = Readings(0, lambda: 0.0, accuracy)
+def _build_readings(seen: RunEvidence) -> RunReadings:
+    accuracy = (
+        "accuracy" if seen.config is None else resolve_accuracy_name(seen.config.reward, short=True)
+    )
+    readings = RunReadings(0, lambda: 0.0, accuracy)
     for row in seen.all_rows:
         if "time/step" in row:
             readings.record(row["step"], row)
@@ -76,15 +81,15 @@ def _readings(seen: Evidence) -> Readings:
     return readings
 
 
-def _devices(seen: Evidence, now: float) -> Table:
+def _render_devices(seen: RunEvidence, now: float) -> Table:
     """Render a row for each device: roles, current activity, busy and idle shares, main cause of
     idleness."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    running = state_of(seen.run.path)[0] == RUNNING
+    running = read_run_status(seen.run.path)[0] == RUNNING
     in_hand = "in hand, by the last step" if running else "at the end"
     for column in ("device", "roles", in_hand, "busy", "idle", "idle most of all"):
         table.add_column(column, header_style="dim")
-    for device in seen.devices[:DEVICES_SHOWN]:
+    for device in seen.devices[:_MAX_DEVICES]:
         spans = [span for span in seen.spans if span.device == device]
         roles = dict.fromkeys(span.role for span in spans if span.role not in ("", "driver"))
         causes: Mapping[str, float] = seen.idle.get(device, {})
@@ -93,17 +98,17 @@ def _devices(seen: Evidence, now: float) -> Table:
         table.add_row(
             str(device),
             " ".join(roles),
-            _at(spans, seen, now) if running else _named(spans[-1]),
-            bar(1 - idle, BAR_CELLS),
+            _describe_activity(spans, seen, now) if running else _name_span(spans[-1]),
+            render_bar(1 - idle, _BAR_CELLS),
             f"{idle:.0%}",
-            f"{in_words(because)} {causes[because]:.0%}" if because else "",
+            f"{format_cause(because)} {causes[because]:.0%}" if because else "",
         )
-    if (more := len(seen.devices) - DEVICES_SHOWN) > 0:
+    if (more := len(seen.devices) - _MAX_DEVICES) > 0:
         table.add_row("", f"and {more} more")
     return table
 
 
-def _at(spans: list[DeviceSpan], seen: Evidence, now: float) -> str:
+def _describe_activity(spans: list[DeviceSpan], seen: RunEvidence, now: float) -> str:
     """Describe what a device did in its last step at the same age as the current step, because
     files show a step only after its end."""
     last = seen.recorded[-1]
@@ -111,14 +116,18 @@ def _at(spans: list[DeviceSpan], seen: Evidence, now: float) -> str:
     moment = begin + max(0.0, now - last.end) % max(seconds, 1e-6)
     shown = next((span for span in spans if span.start <= moment < span.end), spans[-1])
     late = now - last.end
-    return f"{_named(shown)} ({readable_seconds(late)} since a step)" if late > 0 else _named(shown)
+    return (
+        f"{_name_span(shown)} ({format_seconds(late)} since a step)"
+        if late > 0
+        else _name_span(shown)
+    )
 
 
-def _named(span: DeviceSpan) -> str:
-    return in_words(span.cause) if span.phase == IDLE else f"{span.role}.{span.phase}"
+def _name_span(span: DeviceSpan) -> str:
+    return format_cause(span.cause) if span.phase == IDLE else f"{span.role}.{span.phase}"
 
 
-def _sample(run: RunReader) -> str:
+def _read_last_sample(run: RunReader) -> str:
     """Return prompt, response and score of the newest stored sample, as one line."""
     files = run.files(SAMPLES, "step-*.parquet")
     if not files:

@@ -20,15 +20,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridrl.rewards.loading import function_list
+    from hybridrl.rewards.loading import parse_function_list
     from hybridrl.rewards.reward_pool import RewardPool, RewardResult
 
-__all__ = ["RewardPool", "RewardResult", "function_list"]
+__all__ = ["RewardPool", "RewardResult", "parse_function_list"]
 
 _HOMES = {
     "RewardPool": "hybridrl.rewards.reward_pool",
     "RewardResult": "hybridrl.rewards.reward_pool",
-    "function_list": "hybridrl.rewards.loading",
+    "parse_function_list": "hybridrl.rewards.loading",
 }
 
 

@@ -52,10 +52,10 @@ def numeric(prompt: str, response: str, answer: str, **row: Any) -> float:
     `1,234`, `$5` and `7.50` are read as numbers; of a text with `####`, as GSM8K writes its
     answers, the first number after the last `####` counts.
     """
-    expected = final_number(answer)
+    expected = find_final_number(answer)
     if expected is None:
         raise ValueError(f"The answer {answer!r} holds no number, and `numeric` compares numbers.")
-    return float(final_number(response) == expected)
+    return float(find_final_number(response) == expected)
 
 
 def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
@@ -65,16 +65,16 @@ def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
     The answer may be boxed as well, at the end of a whole solution. For answers that may be
     written in many ways, see `math`.
     """
-    expected = _plain(boxed_text(answer) or answer)
+    expected = _normalize_answer(find_boxed_text(answer) or answer)
     if expected == "":
         raise ValueError("The answer is empty; `boxed` has nothing to compare with.")
-    found = boxed_text(response)
+    found = find_boxed_text(response)
     if found is None:
         return 0.0
-    return float(_plain(found) == expected)
+    return float(_normalize_answer(found) == expected)
 
 
-def boxed_text(text: str) -> str | None:
+def find_boxed_text(text: str) -> str | None:
     """What stands in the last `\\boxed{...}`; None if there is none or it is not closed."""
     start = text.rfind("\\boxed{")
     depth = 0
@@ -85,14 +85,14 @@ def boxed_text(text: str) -> str | None:
     return None
 
 
-def _plain(text: str) -> str | Decimal:
+def _normalize_answer(text: str) -> str | Decimal:
     """Return the text as a number if it is one, else without white space."""
     text = "".join(text.split())
-    number = final_number(text) if _NUMBER.fullmatch(text) else None
+    number = find_final_number(text) if _NUMBER.fullmatch(text) else None
     return text if number is None else number
 
 
-def final_number(text: str) -> Decimal | None:
+def find_final_number(text: str) -> Decimal | None:
     """Return the number that `text` ends on (see `numeric`); None if there is none. None if there
     is none."""
     _, mark, tail = text.rpartition("####")

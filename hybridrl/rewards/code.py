@@ -20,14 +20,21 @@ from typing import Any
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError
 from hybridrl.sandbox.checked_tests import check_test
-from hybridrl.sandbox.python_runner import Limits, confinement, judge_program, run_python
+from hybridrl.sandbox.python_runner import (
+    SandboxLimits,
+    find_confinement,
+    judge_program,
+    run_python,
+)
 
-_WALL_FACTOR = 2.0  # on a busy machine, processor time takes so much longer
+_WALL_SECONDS_PER_CPU_SECOND = 2.0  # on a busy machine, processor time takes so much longer
 _TOTAL_S = 20.0
 
 _FENCE = r"^[ \t]*```[ \t]*%s\n(.*?)(?:^[ \t]*```|\Z)"
-_MARKED = re.compile(_FENCE % r"(?:python3?|py)\b[^\n]*", re.DOTALL | re.MULTILINE | re.IGNORECASE)
-_UNMARKED = re.compile(_FENCE % "", re.DOTALL | re.MULTILINE)
+_PYTHON_BLOCK = re.compile(
+    _FENCE % r"(?:python3?|py)\b[^\n]*", re.DOTALL | re.MULTILINE | re.IGNORECASE
+)
+_PLAIN_BLOCK = re.compile(_FENCE % "", re.DOTALL | re.MULTILINE)
 
 
 def passes_tests(
@@ -66,9 +73,9 @@ def passes_tests(
     """
     tests = read_tests(tests)
     program = extract_program(response)
-    limits = _limits(cpu_s, memory_mib, total_s)
+    limits = _build_limits(cpu_s, memory_mib, total_s)
     if not all(isinstance(test, str) for test in tests):
-        passed = _passed_inputs(program, [_as_pair(test) for test in tests], limits, total_s)
+        passed = run_inputs(program, [_read_input_test(test) for test in tests], limits, total_s)
         return {"score": passed / len(tests)}
     verdict = judge_program(program, tests, limits)
     return {
@@ -102,18 +109,18 @@ def check_reward(
             f"{timeout_s:g}, which would end a response's tests first. Set "
             f"{group}.timeout_s={limits['total_s'] * 1.5:g}, or a lower total_s."
         )
-    return str(confinement())
+    return str(find_confinement())
 
 
-def _limits(cpu_s: int, memory_mib: int, total_s: float) -> Limits:
-    wall_s = min(_WALL_FACTOR * cpu_s, total_s)
-    return Limits(wall_s=wall_s, cpu_s=cpu_s, memory_mib=memory_mib)
+def _build_limits(cpu_s: int, memory_mib: int, total_s: float) -> SandboxLimits:
+    wall_s = min(_WALL_SECONDS_PER_CPU_SECOND * cpu_s, total_s)
+    return SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mib=memory_mib)
 
 
 def extract_program(response: str) -> str:
     """Return the program in a response (see `passes_tests`); a fence that is not closed ends with
     the response. A fence that is not closed ends with it."""
-    for pattern in (_MARKED, _UNMARKED):
+    for pattern in (_PYTHON_BLOCK, _PLAIN_BLOCK):
         if blocks := pattern.findall(response):
             return str(blocks[-1])
     return response
@@ -142,7 +149,7 @@ def read_tests(tests: Any) -> Sequence[Any]:
         for test in tests:
             _check_runs(test)
     else:
-        list(map(_as_pair, tests))
+        list(map(_read_input_test, tests))
     return tests
 
 
@@ -166,8 +173,8 @@ def _check_runs(test: str) -> None:
         )
 
 
-def _passed_inputs(
-    program: str, tests: Sequence[tuple[str, str]], limits: Limits, total_s: float
+def run_inputs(
+    program: str, tests: Sequence[tuple[str, str]], limits: SandboxLimits, total_s: float
 ) -> int:
     begin, passed = time.monotonic(), 0
     for given, expected in tests:
@@ -176,11 +183,13 @@ def _passed_inputs(
             break
         of_test = dataclasses.replace(limits, wall_s=min(left, limits.wall_s))
         outcome = run_python(program, given, limits=of_test)
-        passed += outcome.ended == "ok" and _lines(outcome.stdout) == _lines(expected)
+        passed += outcome.ended == "ok" and _normalized_lines(outcome.stdout) == _normalized_lines(
+            expected
+        )
     return passed
 
 
-def _as_pair(test: Any) -> tuple[str, str]:
+def _read_input_test(test: Any) -> tuple[str, str]:
     if isinstance(test, dict):
         given, expected = test.get("input"), test.get("output")
         if isinstance(given, str) and isinstance(expected, str):
@@ -191,7 +200,7 @@ def _as_pair(test: Any) -> tuple[str, str]:
     )
 
 
-def _lines(text: str) -> list[str]:
+def _normalized_lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 

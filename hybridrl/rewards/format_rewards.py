@@ -21,7 +21,7 @@ def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
-def check_pattern(pattern: object, setting: Setting) -> None:
+def check_format_pattern(pattern: object, setting: Setting) -> None:
     """Raise a `ConfigError` if `format` cannot use the pattern."""
     try:
         re.compile(pattern)  # type: ignore[call-overload]

@@ -14,23 +14,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridrl.config.setting import Setting
-from hybridrl.errors import ConfigError, RewardError, nearest
-from hybridrl.rewards.format_rewards import check_pattern
+from hybridrl.errors import ConfigError, RewardError, suggest_name
+from hybridrl.rewards.format_rewards import check_format_pattern
 from hybridrl.rewards.options import (
     REWARD,
     FunctionSettings,
-    check_options,
-    options_of,
-    parameters_of,
+    check_function_options,
+    read_parameters,
+    resolve_options,
 )
-from hybridrl.rewards.signature import called_for, check_columns, check_signature
+from hybridrl.rewards.signature import (
+    check_call_signature,
+    check_parameters_in_columns,
+    find_call_scope,
+)
 from hybridrl.system import user_code
 
-_FIRST = ["prompt", "response"]  # parameters, by which a reward function is told from its helpers
+_FIRST_PARAMETERS = [
+    "prompt",
+    "response",
+]  # parameters, by which a reward function is told from its helpers
 RewardFunction = Callable[..., Any]
 
 
-class ByValue(NamedTuple):
+class PickledFunction(NamedTuple):
     """A reward function that travels as a pickle, because a reward process cannot import it by
     name."""
 
@@ -38,7 +45,7 @@ class ByValue(NamedTuple):
     pickle: bytes
 
     @classmethod
-    def of(cls, function: RewardFunction) -> ByValue:
+    def of(cls, function: RewardFunction) -> PickledFunction:
         """Pickle a function with everything it refers to.
 
         Raises:
@@ -46,7 +53,7 @@ class ByValue(NamedTuple):
         """
         import cloudpickle
 
-        name, inner = name_of(function), getattr(function, "func", function)
+        name, inner = find_function_name(function), getattr(function, "func", function)
         module = sys.modules.get(getattr(inner, "__module__", None) or "__main__")
         # A file of the user's is no module to a reward process. (`__main__` always travels so.)
         by_value = module is not None and module.__name__ not in ("__main__", "builtins")
@@ -65,37 +72,40 @@ class ByValue(NamedTuple):
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def name_of(function: RewardFunction) -> str:
+def find_function_name(function: RewardFunction) -> str:
     """Return the name of a function, or of the class of a callable object."""
     inner = getattr(function, "func", function)  # of a functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
-def builtin_names() -> list[str]:
+def list_builtin_functions() -> list[str]:
     from hybridrl.rewards import builtin_rewards as builtin
 
     return sorted(
         name
         for name, value in vars(builtin).items()
-        if inspect.isfunction(value) and list(inspect.signature(value).parameters)[:2] == _FIRST
+        if inspect.isfunction(value)
+        and list(inspect.signature(value).parameters)[:2] == _FIRST_PARAMETERS
     )
 
 
-def load_function(spec: str | ByValue, setting: Setting = REWARD.function) -> RewardFunction:
+def load_reward_function(
+    spec: str | PickledFunction, setting: Setting = REWARD.function
+) -> RewardFunction:
     """Import and return the reward function that `spec` names, or unpickle it.
 
     Raises:
         ConfigError: if the file, the module or the function does not exist, importing it raises,
             or the name stands for something not callable.
     """
-    if isinstance(spec, ByValue):
+    if isinstance(spec, PickledFunction):
         return pickle.loads(spec.pickle)  # type: ignore[no-any-return]
-    place, name = _parse(spec, setting)
+    place, name = _parse_spec(spec, setting)
     if not place:
         from hybridrl.rewards import builtin_rewards as builtin
 
         return getattr(builtin, name)  # type: ignore[no-any-return]
-    function = user_code.load(setting, spec)
+    function = user_code.load_user_code(setting, spec)
     if not callable(function):
         raise ConfigError(
             f"`{setting}` names `{spec}`, which is {function!r:.80} ({type(function).__name__}) "
@@ -104,7 +114,7 @@ def load_function(spec: str | ByValue, setting: Setting = REWARD.function) -> Re
     return function  # type: ignore[no-any-return]
 
 
-def check_function(spec: str, setting: Setting = REWARD.function) -> None:
+def check_function_exists(spec: str, setting: Setting = REWARD.function) -> None:
     """Report what is wrong with `spec` as far as that shows without importing it.
 
     Raises:
@@ -112,34 +122,36 @@ def check_function(spec: str, setting: Setting = REWARD.function) -> None:
             function; names the nearest one.
         MissingPackageError: if a built-in function needs a package that is not installed.
     """
-    place, name = _parse(spec, setting)
+    place, name = _parse_spec(spec, setting)
     if place:
-        user_code.check(setting, spec)
+        user_code.check_user_code(setting, spec)
     elif name == "math":
-        from hybridrl.rewards.math_reward import check_installed
+        from hybridrl.rewards.math_reward import check_math_verify_installed
 
-        check_installed()
+        check_math_verify_installed()
     elif name == "reasoning_gym":
         from hybridrl.rewards import reasoning_gym_reward as procedural
 
-        procedural.check_installed()
+        procedural.check_reasoning_gym_installed()
 
 
-def known_parameters(
+def find_parameters(
     function: str | RewardFunction, setting: Setting = REWARD.function
 ) -> list[inspect.Parameter] | None:
     """Return the parameters of a function without importing user code; None if only importing it
     would show them. None where only importing it would tell."""
-    if isinstance(function, str) and not is_builtin(function):
-        return user_code.parameters(setting, function)
-    return parameters_of(load_function(function) if isinstance(function, str) else function)
+    if isinstance(function, str) and not is_builtin_function(function):
+        return user_code.parse_parameters(setting, function)
+    return read_parameters(
+        load_reward_function(function) if isinstance(function, str) else function
+    )
 
 
-def is_builtin(function: str | RewardFunction) -> bool:
-    return isinstance(function, str) and not _parse(function)[0]
+def is_builtin_function(function: str | RewardFunction) -> bool:
+    return isinstance(function, str) and not _parse_spec(function)[0]
 
 
-def check_functions(
+def check_reward_functions(
     functions: Sequence[str | RewardFunction],
     weights: Sequence[float] | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
@@ -163,20 +175,20 @@ def check_functions(
     named_by = settings.of_each(len(functions), watched)
     for function, setting in zip(functions, named_by, strict=True):
         if isinstance(function, str):
-            check_function(function, setting)
+            check_function_exists(function, setting)
         elif not callable(function):
             raise ConfigError(
                 f"`{setting}` holds {function!r}, expected the name of a reward function or a "
                 "function."
             )
-    names = short_names(list(functions))
-    every = zip(functions, names, options_of(names, options, settings), named_by, strict=True)
+    names = make_short_names(list(functions))
+    every = zip(functions, names, resolve_options(names, options, settings), named_by, strict=True)
     for function, name, given, setting in every:
-        parameters = known_parameters(function, setting)
+        parameters = find_parameters(function, setting)
         if parameters is not None:
-            _check_call(function, name, parameters, given, settings)
+            _check_callable(function, name, parameters, given, settings)
         if function == "format":
-            check_pattern(given["pattern"], settings.group / "options.format.pattern")
+            check_format_pattern(given["pattern"], settings.group / "options.format.pattern")
     weighed = settings.group / "weights"
     rewarded = len(functions) - watched
     if weights is not None and len(weights) != len(functions):
@@ -193,7 +205,7 @@ def check_functions(
         )
 
 
-def check_fit(
+def check_functions_fit_columns(
     functions: Sequence[str | RewardFunction],
     options: Mapping[str, Mapping[str, Any]] | None,
     columns: Iterable[str],
@@ -207,16 +219,19 @@ def check_fit(
     Raises:
         ConfigError: if one needs what there is not; names everything that there is.
     """
-    names, there = short_names(list(functions)), [name for name in columns if name != "response"]
-    every = zip(functions, names, options_of(names, options, settings), strict=True)
+    names, there = (
+        make_short_names(list(functions)),
+        [name for name in columns if name != "response"],
+    )
+    every = zip(functions, names, resolve_options(names, options, settings), strict=True)
     for function, name, given in every:
-        if (parameters := known_parameters(function)) is not None:
+        if (parameters := find_parameters(function)) is not None:
             # First what is wrong with any data, in the same words: it is then told once.
-            _check_call(function, name, parameters, given, settings)
-            check_columns(name, parameters, there, given, settings)
+            _check_callable(function, name, parameters, given, settings)
+            check_parameters_in_columns(name, parameters, there, given, settings)
 
 
-def _check_call(
+def _check_callable(
     function: str | RewardFunction,
     name: str,
     parameters: Sequence[inspect.Parameter],
@@ -224,24 +239,26 @@ def _check_call(
     settings: FunctionSettings,
 ) -> None:
     """Check that a function can be called with these options, whatever columns the data has."""
-    check_options(name, parameters, options, settings, complete=is_builtin(function))
-    check_signature(name, parameters)
+    check_function_options(
+        name, parameters, options, settings, complete=is_builtin_function(function)
+    )
+    check_call_signature(name, parameters)
 
 
-def short_names(
-    specs: Sequence[str | RewardFunction | ByValue], setting: Setting = REWARD.function
+def make_short_names(
+    specs: Sequence[str | RewardFunction | PickledFunction], setting: Setting = REWARD.function
 ) -> list[str]:
     """Return a short name for each reward function, used in columns and messages: `score`,
     `file.score` if two functions share a name, and a number after a third. `score`, or `file.score`
     where two functions have the same name; a third of the same name gets a number."""
     parsed = [
-        _parse(spec, setting) if isinstance(spec, str) else ("", _given_name(spec))
+        _parse_spec(spec, setting) if isinstance(spec, str) else ("", _given_name(spec))
         for spec in specs
     ]
     plain = Counter(name for _, name in parsed)
     names = []
     for place, name in parsed:
-        stem = Path(place).stem if user_code.is_file(place) else place.rpartition(".")[2]
+        stem = Path(place).stem if user_code.is_file_path(place) else place.rpartition(".")[2]
         names.append(f"{stem}.{name}" if plain[name] > 1 and stem else name)
     return [
         f"{name}#{names[:i].count(name) + 1}" if name in names[:i] else name
@@ -249,59 +266,61 @@ def short_names(
     ]
 
 
-def _parse(spec: str, setting: Setting = REWARD.function) -> tuple[str, str]:
+def _parse_spec(spec: str, setting: Setting = REWARD.function) -> tuple[str, str]:
     """Split `place:function`; the place of a built-in function is empty."""
-    if found := user_code.split(spec):
+    if found := user_code.split_spec(spec):
         return found
-    known = builtin_names()
+    known = list_builtin_functions()
     if spec in known:
         return "", spec
     cure = (
         f"`{spec}:score`"
-        if user_code.is_file(spec)
+        if user_code.is_file_path(spec)
         else "`path/to/file.py:score` or `package.module:score` for a function of your own"
     )
     raise ConfigError(
         f"`{setting}` holds `{spec}`, which is no built-in reward function "
-        f"({', '.join(known)}); write {cure}." + nearest(spec, known)
+        f"({', '.join(known)}); write {cure}." + suggest_name(spec, known)
     )
 
 
-def _given_name(function: RewardFunction | ByValue) -> str:
-    return function.name if isinstance(function, ByValue) else name_of(function)
+def _given_name(function: RewardFunction | PickledFunction) -> str:
+    return function.name if isinstance(function, PickledFunction) else find_function_name(function)
 
 
-def functions_of(settings: Any) -> tuple[list[str | RewardFunction], list[float]]:
+def resolve_functions(settings: Any) -> tuple[list[str | RewardFunction], list[float]]:
     """Return the functions of a settings group and their weights: rewarded ones, then those that
     are only recorded (`check`), with weight 0.
 
     Args:
         settings: `RewardConfig`.
     """
-    rewarded, watched = function_list(settings.function), function_list(settings.check)
+    rewarded, watched = parse_function_list(settings.function), parse_function_list(settings.check)
     weights = [1.0] * len(rewarded) if settings.weights is None else list(settings.weights)
     return [*rewarded, *watched], [*weights, *[0.0] * len(watched)]
 
 
-def looks_at_groups(settings: Any) -> bool:
+def needs_groups(settings: Any) -> bool:
     """Return whether a function may need all samples of a prompt together, as far as that shows
     without importing user code."""
-    return any(map(_looks_at_groups, functions_of(settings)[0]))
+    return any(map(_function_needs_groups, resolve_functions(settings)[0]))
 
 
-def _looks_at_groups(function: str | RewardFunction) -> bool:
+def _function_needs_groups(function: str | RewardFunction) -> bool:
     if isinstance(function, str):
-        return _named_looks_at_groups(function)
-    return called_for(parameters_of(function)) == "group"
+        return _named_function_needs_groups(function)
+    return find_call_scope(read_parameters(function)) == "group"
 
 
 @cache
-def _named_looks_at_groups(spec: str) -> bool:
-    parameters = known_parameters(spec)
-    return parameters is None or called_for(parameters) == "group"
+def _named_function_needs_groups(spec: str) -> bool:
+    parameters = find_parameters(spec)
+    return parameters is None or find_call_scope(parameters) == "group"
 
 
-def function_list(functions: Any, setting: Setting = REWARD.function) -> list[str | RewardFunction]:
+def parse_function_list(
+    functions: Any, setting: Setting = REWARD.function
+) -> list[str | RewardFunction]:
     """The functions that a setting names or holds: none, one, or a list.
 
     Raises:

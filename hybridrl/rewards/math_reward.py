@@ -29,20 +29,20 @@ def math(prompt: str, response: str, answer: str, *, timeout_s: int = 5, **row: 
         MissingPackageError: if math-verify is not installed.
         ValueError: if the answer cannot be read.
     """
-    check_installed()
+    check_math_verify_installed()
     from math_verify import parse, verify
 
     # Its time-outs are alarm signals, which only the main thread gets. A reward process calls
     # functions there, and ends what still hangs after `reward.timeout_s`.
     limit = timeout_s if threading.current_thread() is threading.main_thread() else None
-    expected = _read_answer(answer, limit)
+    expected = _parse_reference_answer(answer, limit)
     if not expected:
         raise ValueError(f"math-verify finds nothing to compare with in the answer {answer!r}.")
     found = parse(response, parsing_timeout=limit)
     return float(verify(list(expected), found, timeout_seconds=limit))
 
 
-def check_installed() -> None:
+def check_math_verify_installed() -> None:
     """Raise a `MissingPackageError` if math-verify is not installed; nothing is imported. Imports
     nothing."""
     if importlib.util.find_spec("math_verify") is None:
@@ -53,7 +53,7 @@ def check_installed() -> None:
 
 
 @lru_cache(maxsize=4096)  # the samples of a prompt share their answer
-def _read_answer(answer: str, limit: int | None) -> tuple[Any, ...]:
+def _parse_reference_answer(answer: str, limit: int | None) -> tuple[Any, ...]:
     from math_verify import parse
 
     if not any(delimiter in answer for delimiter in _DELIMITERS):

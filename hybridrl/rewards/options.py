@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hybridrl.config.setting import Setting
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 
 class FunctionSettings(NamedTuple):
@@ -34,10 +34,10 @@ class FunctionSettings(NamedTuple):
 
 
 REWARD = FunctionSettings()
-_OF_THE_ROW = ("prompt", "response", "answer", "prompts", "completions")
+_ROW_PARAMETERS = ("prompt", "response", "answer", "prompts", "completions")
 
 
-def options_of(
+def resolve_options(
     names: Sequence[str],
     options: Mapping[str, Mapping[str, Any]] | None,
     settings: FunctionSettings = REWARD,
@@ -53,7 +53,7 @@ def options_of(
         if name not in names:
             raise ConfigError(
                 f"`{setting}` is set, but `{settings.function}` names no `{name}`; it has "
-                f"{', '.join(names)}." + nearest(name, names)
+                f"{', '.join(names)}." + suggest_name(name, names)
             )
         if not isinstance(given, Mapping):
             raise ConfigError(
@@ -63,7 +63,7 @@ def options_of(
     return [dict(options.get(name, {})) for name in names]
 
 
-def check_options(
+def check_function_options(
     name: str,
     parameters: Sequence[inspect.Parameter],
     options: Mapping[str, Any],
@@ -83,13 +83,14 @@ def check_options(
         ConfigError: names the option and the nearest one.
     """
     setting = settings.group / "options" / name
-    parameters = [p for p in parameters if p.name not in _OF_THE_ROW]
+    parameters = [p for p in parameters if p.name not in _ROW_PARAMETERS]
     taken = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for option in options:
         if option not in taken:
             raise ConfigError(
                 f"`{setting / option}` is set, but the function `{name}` has no parameter "
-                f"`{option}` for it; it has {', '.join(taken) or 'none'}." + nearest(option, taken)
+                f"`{option}` for it; it has {', '.join(taken) or 'none'}."
+                + suggest_name(option, taken)
             )
     needed = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     missing = [option for option in needed if option not in options]
@@ -100,7 +101,7 @@ def check_options(
         )
 
 
-def parameters_of(function: Any) -> list[inspect.Parameter]:
+def read_parameters(function: Any) -> list[inspect.Parameter]:
     """Return the parameters of a function; a catch-all `**row` for functions in C that do not tell
     theirs."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hybridrl.errors import MissingPackageError, pip_install
 
-OF_TUPLES = ("arc_agi", "rearc")
+TASKS_WITH_TUPLES = ("arc_agi", "rearc")
 """Tasks that compare their problems' tuples, which JSON writes as lists."""
 
 
@@ -30,9 +30,11 @@ def reasoning_gym(
         MissingPackageError: if reasoning-gym is not installed.
     """
     problem = json.loads(entry)
-    verifier = dataset(problem["task"], json.dumps(problem["options"], sort_keys=True))
-    if problem["task"] in OF_TUPLES:
-        problem["metadata"] = _with_tuples(problem["metadata"])
+    verifier = build_reasoning_gym_dataset(
+        problem["task"], json.dumps(problem["options"], sort_keys=True)
+    )
+    if problem["task"] in TASKS_WITH_TUPLES:
+        problem["metadata"] = _lists_to_tuples(problem["metadata"])
     score = float(verifier.score_answer(response.strip(), problem))
     return float(score >= 1.0) if strict else score
 
@@ -43,11 +45,11 @@ def check_reward(options: Mapping[str, Any], timeout_s: float) -> None:
     Raises:
         MissingPackageError: if it is not installed.
     """
-    check_installed()
+    check_reasoning_gym_installed()
     import reasoning_gym  # noqa: F401
 
 
-def check_installed() -> None:
+def check_reasoning_gym_installed() -> None:
     """Raise a `MissingPackageError` if reasoning-gym is not installed; nothing is imported. Imports
     nothing."""
     if importlib.util.find_spec("reasoning_gym") is None:
@@ -58,19 +60,19 @@ def check_installed() -> None:
 
 
 @lru_cache(maxsize=256)
-def dataset(task: str, options: str) -> Any:
+def build_reasoning_gym_dataset(task: str, options: str) -> Any:
     """Build reasoning-gym's data set of a task, cached by its parameters.
 
     Args:
         options: Parameters of the task, as JSON.
     """
-    check_installed()
+    check_reasoning_gym_installed()
     from reasoning_gym import create_dataset
 
     return create_dataset(task, **json.loads(options))
 
 
-def _with_tuples(value: Any) -> Any:
+def _lists_to_tuples(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(map(_with_tuples, value))
-    return {k: _with_tuples(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return tuple(map(_lists_to_tuples, value))
+    return {k: _lists_to_tuples(v) for k, v in value.items()} if isinstance(value, dict) else value

@@ -29,7 +29,7 @@ def step_ends(text: str, separator: str = "\n\n") -> list[int]:
     return ends
 
 
-def tokens_up_to(
+def count_tokens_up_to(
     ends: Sequence[int], ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
     """Return the number of tokens up to each of these characters of the response, at least 1.

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from hybridrl.batch.call_record import fault_of_name
 
-LARGEST = 3.4028234e38
+MAX_SCORE = 3.4028234e38
 """Scores become float32, in which anything larger is infinite."""
-Steps = list[tuple[int, float]]
+StepRewards = list[tuple[int, float]]
 
 
-class Answer(NamedTuple):
+class RowScore(NamedTuple):
     """The scores that a function returned for one row.
 
     Attributes:
@@ -31,25 +31,27 @@ class Answer(NamedTuple):
     steps: Sequence[tuple[int, float]] = ()
 
 
-def read_answer(returned: Any, response: str) -> Answer | str:
+def parse_row_score(returned: Any, response: str) -> RowScore | str:
     """Parse what a function returned for one row: a number, or a dictionary with `score`, `steps`
     and further numbers. Return the end of an error sentence if it is neither. Or, as the end of a
     sentence, why it is neither."""
     if not isinstance(returned, Mapping):
-        score = _number(returned)
+        score = _read_number(returned)
         if score is None:
             hint = ", which is no number"
             if inspect.iscoroutine(returned):
                 returned.close()
                 hint = "; a function that returns a coroutine must be declared `async def`"
-            return _shown(returned) + hint
-        return _checked(score, {}, [])
+            return _format_value(returned) + hint
+        return _build_row_score(score, {}, [])
     if not {"score", "steps"} & returned.keys():
         keys = ", ".join(repr(key) for key in returned)
         return f"a dictionary without the key 'score'; its keys are: {keys or 'none'}"
-    score = _number(returned["score"]) if "score" in returned else math.nan
+    score = _read_number(returned["score"]) if "score" in returned else math.nan
     if score is None:
-        return f"a dictionary whose 'score' is {_shown(returned['score'])}, which is no number"
+        return (
+            f"a dictionary whose 'score' is {_format_value(returned['score'])}, which is no number"
+        )
     for key in map(str, returned):
         if not key or key.split("/")[-1] == "std":
             return (
@@ -58,55 +60,55 @@ def read_answer(returned: Any, response: str) -> Answer | str:
             )
         if fault := fault_of_name(key):
             return f"a dictionary with a number {fault}"
-    steps = _read_steps(returned.get("steps", ()), len(response))
+    steps = _parse_steps(returned.get("steps", ()), len(response))
     if isinstance(steps, str):
         return steps
-    beside = {str(k): _number(v) for k, v in returned.items() if k not in ("score", "steps")}
+    beside = {str(k): _read_number(v) for k, v in returned.items() if k not in ("score", "steps")}
     known = {key: value for key, value in beside.items() if value is not None}
     if "score" not in returned:
         total = sum(reward for _, reward in steps)
-        return Answer(total, None, known, steps)
-    return _checked(score, known, steps)
+        return RowScore(total, None, known, steps)
+    return _build_row_score(score, known, steps)
 
 
-def read_answers(returned: Any, responses: list[str]) -> list[Answer] | str:
+def parse_batch_scores(returned: Any, responses: list[str]) -> list[RowScore] | str:
     """Parse what a function that is called for several rows returned: a list with a number, a
     dictionary or None for each row."""
     if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):
-        return f"{_shown(returned)}, and one that is called for several rows returns a list"
+        return f"{_format_value(returned)}, and one that is called for several rows returns a list"
     if len(returned) != len(responses):
         return f"{len(returned)} scores for {len(responses)} completions"
     found = []
     for row, (value, response) in enumerate(zip(returned, responses, strict=True), start=1):
-        answer = Answer(None, None) if value is None else read_answer(value, response)
+        answer = RowScore(None, None) if value is None else parse_row_score(value, response)
         if isinstance(answer, str):
             return f"for completion {row} {answer}"
         found.append(answer)
     return found
 
 
-def _checked(score: float, further: dict[str, float], steps: Steps) -> Answer | str:
+def _build_row_score(score: float, further: dict[str, float], steps: StepRewards) -> RowScore | str:
     total = score + sum(reward for _, reward in steps)
-    if not abs(total) <= LARGEST:
+    if not abs(total) <= MAX_SCORE:
         return f"{total}, and a score must be a finite number of 32 bits"
-    return Answer(total, score, further, steps)
+    return RowScore(total, score, further, steps)
 
 
-def _read_steps(given: Any, length: int) -> Steps | str:
+def _parse_steps(given: Any, length: int) -> StepRewards | str:
     expected = "expected pairs of the character behind a step's end, and its reward"
     if hasattr(given, "tolist"):
         given = given.tolist()
     if not isinstance(given, list | tuple):
-        return f"a dictionary whose 'steps' are {_shown(given)}, {expected}"
-    steps: Steps = []
+        return f"a dictionary whose 'steps' are {_format_value(given)}, {expected}"
+    steps: StepRewards = []
     for pair in given:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            return f"a dictionary with {_shown(pair)} among its 'steps', {expected}"
-        end, reward = map(_number, pair)
-        if end is None or reward is None or not end.is_integer() or not abs(reward) <= LARGEST:
-            return f"a dictionary with {_shown(pair)} among its 'steps', {expected}"
+            return f"a dictionary with {_format_value(pair)} among its 'steps', {expected}"
+        end, reward = map(_read_number, pair)
+        if end is None or reward is None or not end.is_integer() or not abs(reward) <= MAX_SCORE:
+            return f"a dictionary with {_format_value(pair)} among its 'steps', {expected}"
         if not 0 < end <= length:
             return (
                 f"a step that ends at character {end:g}, and the response has {length}: a step "
@@ -116,7 +118,7 @@ def _read_steps(given: Any, length: int) -> Steps | str:
     return sorted(steps)
 
 
-def _number(value: Any) -> float | None:
+def _read_number(value: Any) -> float | None:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0:
         value = value.item()  # an array or tensor of one number
     try:
@@ -125,6 +127,6 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"

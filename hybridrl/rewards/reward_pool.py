@@ -11,12 +11,17 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError
 from hybridrl.processes.supervised_process import ProcessSpec
-from hybridrl.rewards.loading import ByValue, RewardFunction, check_functions, short_names
-from hybridrl.rewards.options import REWARD, FunctionSettings, options_of
-from hybridrl.rewards.scoring_round import RewardResult, Round
+from hybridrl.rewards.loading import (
+    PickledFunction,
+    RewardFunction,
+    check_reward_functions,
+    make_short_names,
+)
+from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
+from hybridrl.rewards.scoring_round import RewardResult, ScoringRound
 from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 __all__ = ["RewardPool", "RewardResult"]
@@ -24,7 +29,7 @@ __all__ = ["RewardPool", "RewardResult"]
 _IMPORT_S = 120.0
 """For the import of functions beside a job's other work; see `RewardPool.start`."""
 _CONCURRENT_ROWS = 64  # of asynchronous functions, in each process
-_ERRORS = {"ConfigError": ConfigError, "MachineError": MachineError}
+_ERRORS = {"ConfigError": ConfigError, "MachineError": UnsupportedMachineError}
 
 
 class RewardPool:
@@ -82,14 +87,14 @@ class RewardPool:
             raise ConfigError(
                 f"`{group}.on_error` is `{on_error}`, expected `fail`, `drop` or `value`."
             )
-        self._names = short_names(functions)
-        self._specs = [f if isinstance(f, str) else ByValue.of(f) for f in functions]
+        self._names = make_short_names(functions)
+        self._specs = [f if isinstance(f, str) else PickledFunction.of(f) for f in functions]
         self._settings, self._watched, self._env = settings, watched, env
         self._timeout_s, self._on_error, self._error_value = timeout_s, on_error, error_value
         self.remarks: list[str] = []
         self._asked: set[str] = set()
         self._lock = threading.Lock()
-        given = options_of(self._names, options, settings)
+        given = resolve_options(self._names, options, settings)
         named_by = settings.of_each(len(functions), watched)
         spec = ProcessSpec(
             "reward process",
@@ -102,7 +107,7 @@ class RewardPool:
         self._pool = ProcessPool(spec, processes, _CONCURRENT_ROWS)
         self._pool.start(processes)
 
-    check = staticmethod(check_functions)
+    check = staticmethod(check_reward_functions)
 
     def asks_for(self, entry: str) -> bool:
         """Return whether a function needs this optional entry of rows (see `list_needed_entries`);
@@ -147,7 +152,7 @@ class RewardPool:
         with self._lock:
             modes = self._wait_until_ready(_IMPORT_S, any)
             how = (self._on_error, self._error_value, groups, self._watched)
-            work = Round(rows, self._names, modes, *how, self._settings.group)
+            work = ScoringRound(rows, self._names, modes, *how, self._settings.group)
             self._pool.submit(work.items(min(self._timeout_s, within_s)))
             try:
                 while not work.is_done:
@@ -204,12 +209,12 @@ class RewardPool:
         said = str(error) + passing_hint(str(error), self._settings.group / "env", self._env)
         return _ERRORS.get(error.status, RewardError)(said)
 
-    def _take(self, work: Round, result: ItemResult) -> None:
+    def _take(self, work: ScoringRound, result: ItemResult) -> None:
         if result.status == "ok":
             work.score(result.key, result.value)
             return
         if result.status == "machine":
-            raise MachineError(result.value)
+            raise UnsupportedMachineError(result.value)
         is_timeout = result.status == "timeout"
         reason = result.value or f"The reward process {result.loss} while it ran this row."
         if is_timeout:

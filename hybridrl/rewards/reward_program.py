@@ -1,7 +1,7 @@
 """The program of a reward process: `python -m hybridrl.rewards.reward_program`.
 
 It loads the functions, checks that they can work here, and calls them: plain functions one row
-after the other, asynchronous ones concurrently. What an item is answered with is an `Answer` for
+after the other, asynchronous ones concurrently. What an item is answered with is an `RowScore` for
 each of its rows.
 """
 
@@ -14,19 +14,29 @@ import sys
 from typing import Any, NamedTuple
 
 from hybridrl.config.setting import Setting
-from hybridrl.errors import HybridRLError, MachineError, RewardError
+from hybridrl.errors import HybridRLError, RewardError, UnsupportedMachineError
 from hybridrl.processes import child
-from hybridrl.rewards.loading import ByValue, RewardFunction, load_function, short_names
-from hybridrl.rewards.options import FunctionSettings, check_options, parameters_of
-from hybridrl.rewards.returned_scores import Answer, read_answer, read_answers
-from hybridrl.rewards.signature import arguments_of, asked_of, called_for, check_signature
+from hybridrl.rewards.loading import (
+    PickledFunction,
+    RewardFunction,
+    load_reward_function,
+    make_short_names,
+)
+from hybridrl.rewards.options import FunctionSettings, check_function_options, read_parameters
+from hybridrl.rewards.returned_scores import RowScore, parse_batch_scores, parse_row_score
+from hybridrl.rewards.signature import (
+    check_call_signature,
+    find_call_scope,
+    list_needed_entries,
+    select_arguments,
+)
 from hybridrl.system.redaction import redact, redact_output
 
 
 class RewardSetup(NamedTuple):
     """What a reward process is told first."""
 
-    functions: list[str | ByValue]
+    functions: list[str | PickledFunction]
     search_path: list[str]
     timeout_s: float
     options: list[dict[str, Any]]
@@ -48,20 +58,20 @@ class _Function:
         self.is_async = inspect.iscoroutinefunction(
             target if inspect.isroutine(target) else type(target).__call__
         )
-        self.parameters = parameters_of(function)
-        self.called_for = called_for(self.parameters)
+        self.parameters = read_parameters(function)
+        self.called_for = find_call_scope(self.parameters)
 
     def arguments(self, row: dict[str, Any]) -> dict[str, Any]:
         """The entries of the row that the function takes, all of them if it has a `**row`, and its
         options, which win."""
-        return arguments_of(self.parameters, row) | self._options
+        return select_arguments(self.parameters, row) | self._options
 
-    def answers(self, returned: Any, row: dict[str, Any]) -> list[Answer]:
+    def answers(self, returned: Any, row: dict[str, Any]) -> list[RowScore]:
         if self.called_for == "row":
-            answer = read_answer(returned, row["response"])
+            answer = parse_row_score(returned, row["response"])
             found = answer if isinstance(answer, str) else [answer]
         else:
-            found = read_answers(returned, row["responses"])
+            found = parse_batch_scores(returned, row["responses"])
         if isinstance(found, str):
             raise _UnreadableError(f"The function returned {found}.")
         return found
@@ -80,24 +90,26 @@ class RewardProgram:
         redact_output()
         sys.path += [place for place in setup.search_path if place not in sys.path]
         functions = []
-        names = short_names(setup.functions)
+        names = make_short_names(setup.functions)
         every = zip(setup.functions, names, setup.options, setup.named_by, strict=True)
         for spec, name, options, setting in every:
-            function = _Function(load_function(spec, setting), options)
-            check_options(name, function.parameters, options, setup.settings)
-            check_signature(name, function.parameters)
+            function = _Function(load_reward_function(spec, setting), options)
+            check_function_options(name, function.parameters, options, setup.settings)
+            check_call_signature(name, function.parameters)
             functions.append(function)
         remarks = _remarks(setup, functions)
         self._functions = functions
-        asked = set[str]().union(*(asked_of(function.parameters) for function in functions))
+        asked = set[str]().union(
+            *(list_needed_entries(function.parameters) for function in functions)
+        )
         return [(one.is_async, one.called_for) for one in functions], remarks, asked
 
-    def run_blocking(self, payload: tuple[int, dict[str, Any]]) -> list[Answer]:
+    def run_blocking(self, payload: tuple[int, dict[str, Any]]) -> list[RowScore]:
         number, row = payload
         function = self._functions[number]
         return function.answers(function.call(**function.arguments(row)), row)
 
-    async def run(self, payload: tuple[int, dict[str, Any]]) -> list[Answer]:
+    async def run(self, payload: tuple[int, dict[str, Any]]) -> list[RowScore]:
         number, row = payload
         function = self._functions[number]
         return function.answers(await function.call(**function.arguments(row)), row)
@@ -105,11 +117,11 @@ class RewardProgram:
     def explain(self, error: BaseException) -> tuple[str, str]:
         if isinstance(error, HybridRLError) and self._functions is None:
             return type(error).__name__, str(error)
-        if isinstance(error, MachineError):
+        if isinstance(error, UnsupportedMachineError):
             return "machine", str(error)
         if isinstance(error, _UnreadableError):
             return "error", str(error)
-        return "error", _traceback(error)
+        return "error", format_user_traceback(error)
 
 
 def _remarks(setup: RewardSetup, functions: list[_Function]) -> list[str]:
@@ -134,14 +146,15 @@ def _remarks(setup: RewardSetup, functions: list[_Function]) -> list[str]:
             raise
         except Exception as error:
             raise RewardError(
-                f"`check_reward` of {module and module.__name__} failed:\n{_traceback(error)}"
+                f"`check_reward` of {module and module.__name__} "
+                f"failed:\n{format_user_traceback(error)}"
             ) from error
         if remark is not None:
             remarks.append(str(remark))
     return list(dict.fromkeys(remarks))
 
 
-def _traceback(error: BaseException) -> str:
+def format_user_traceback(error: BaseException) -> str:
     return redact(child.traceback_of(error, (__file__, child.__file__)))
 
 

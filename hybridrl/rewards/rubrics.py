@@ -14,7 +14,7 @@ from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, DataError
 
 
-class Criterion(NamedTuple):
+class RubricCriterion(NamedTuple):
     """A property that a response should have, and its weight; a negative weight: should not
     have."""
 
@@ -22,7 +22,9 @@ class Criterion(NamedTuple):
     weight: float
 
 
-def load_rubric(path: str, setting: Setting = Setting("reward.judge.rubric")) -> list[Criterion]:
+def load_rubric(
+    path: str, setting: Setting = Setting("reward.judge.rubric")
+) -> list[RubricCriterion]:
     """Read the criteria of a file.
 
     Raises:
@@ -30,7 +32,7 @@ def load_rubric(path: str, setting: Setting = Setting("reward.judge.rubric")) ->
     """
     try:
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        return read_rubric(given)
+        return parse_rubric(given)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(
             f"{setting}={path} could not be read: {error}. It is a list of criteria in "
@@ -38,9 +40,9 @@ def load_rubric(path: str, setting: Setting = Setting("reward.judge.rubric")) ->
         ) from error
 
 
-def rubric_of(
+def read_row_rubric(
     row: Mapping[str, Any], column: str, setting: Setting = Setting("reward.judge.rubric_column")
-) -> list[Criterion]:
+) -> list[RubricCriterion]:
     """Return the criteria of a row, given as a list or as JSON.
 
     Raises:
@@ -48,7 +50,7 @@ def rubric_of(
     """
     given = row.get(column)
     try:
-        return read_rubric(json.loads(given) if isinstance(given, str) else given)
+        return parse_rubric(json.loads(given) if isinstance(given, str) else given)
     except ValueError as error:
         raise DataError(
             f"{setting}={column}: the row whose prompt begins with "
@@ -56,7 +58,7 @@ def rubric_of(
         ) from error
 
 
-def read_rubric(given: Any) -> list[Criterion]:
+def parse_rubric(given: Any) -> list[RubricCriterion]:
     """Parse criteria: texts, or objects with `criterion` and `weight` (or `points`, as HealthBench
     calls it).
 
@@ -75,13 +77,13 @@ def read_rubric(given: Any) -> list[Criterion]:
             raise ValueError(f"the weight {weight!r} is no number")
         if not math.isfinite(weight):
             raise ValueError(f"the weight {weight!r} is not finite")
-        found.append(Criterion(str(entry["criterion"]), float(weight)))
+        found.append(RubricCriterion(str(entry["criterion"]), float(weight)))
     if not any(criterion.weight > 0 for criterion in found):
         raise ValueError("no criterion has a weight above 0, so that no response could be good")
     return found
 
 
-def share_met(rubric: Sequence[Criterion], grades: Sequence[float]) -> float:
+def rubric_score(rubric: Sequence[RubricCriterion], grades: Sequence[float]) -> float:
     """Return the weighted share of the desired criteria that a response meets, from 0 to 1, less
     what undesired ones cost. NaN if a criterion has no grade (NaN). NaN if a criterion has no grade
     (NaN).

@@ -13,8 +13,8 @@ from hybridrl.config.setting import Setting
 from hybridrl.errors import RewardError
 from hybridrl.processes.pool import WorkItem
 from hybridrl.rewards.options import REWARD
-from hybridrl.rewards.returned_scores import Answer, Steps
-from hybridrl.rewards.signature import rows_of_all, rows_of_group
+from hybridrl.rewards.returned_scores import RowScore, StepRewards
+from hybridrl.rewards.signature import merge_all_rows, merge_group_rows
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class RewardResult:
     timeouts: int
     first_failure: str | None
     outcomes: list[float] = field(default_factory=list)
-    steps: list[Steps] = field(default_factory=list)
+    steps: list[StepRewards] = field(default_factory=list)
 
 
-class Round:
+class ScoringRound:
     """The function calls of one round. A call's number is `row * functions + function`; functions
     called once for several rows have a call for the first of them only. Of a function that is
     called once for all rows, or for the samples of a prompt, there is the task on the first of them
@@ -72,7 +72,7 @@ class Round:
             "row": {row: [row] for row in range(len(rows))},
             "group": {
                 members[0]: members
-                for members in neighbours(range(len(rows)) if groups is None else groups)
+                for members in group_neighbors(range(len(rows)) if groups is None else groups)
             },
             "rows": {0: list(range(len(rows)))} if rows else {},
         }
@@ -84,7 +84,7 @@ class Round:
             if row in self._together[kind]
         ]
         self._unanswered = len(self._tasks)
-        nothing = Answer(math.nan, math.nan)
+        nothing = RowScore(math.nan, math.nan)
         self._answers = [[nothing] * len(rows) for _ in names]
         self._further: dict[str, list[float]] = {}
         self._failures = self._timeouts = 0
@@ -111,9 +111,9 @@ class Round:
         if kind == "row":
             return self._rows[row]
         together = [self._rows[number] for number in self._together[kind][row]]
-        return rows_of_all(together) if kind == "rows" else rows_of_group(together)
+        return merge_all_rows(together) if kind == "rows" else merge_group_rows(together)
 
-    def score(self, task: int, answers: Sequence[Answer]) -> None:
+    def score(self, task: int, answers: Sequence[RowScore]) -> None:
         first, function = divmod(task, len(self._names))
         self._unanswered -= 1
         rows = self._together[self._called_for[function]][first]
@@ -137,7 +137,7 @@ class Round:
         self._failures += 1
         self._timeouts += is_timeout
         for failed in self._together[self._called_for[function]][row]:
-            self._answers[function][failed] = Answer(self._failed_value, self._failed_value)
+            self._answers[function][failed] = RowScore(self._failed_value, self._failed_value)
         if self._first_failure is None:
             self._first_failure = self._describe(row, function, reason)
         if self._on_error == "fail":
@@ -157,9 +157,10 @@ class Round:
         }
         by_row = list(zip(*self._answers, strict=True))
         return RewardResult(
-            scores=[_sum(weights, [answer.score for answer in row]) for row in by_row],
+            scores=[_weighted_sum(weights, [answer.score for answer in row]) for row in by_row],
             outcomes=[
-                _sum(weights, [answer.outcome for answer in row], math.nan) for row in by_row
+                _weighted_sum(weights, [answer.outcome for answer in row], math.nan)
+                for row in by_row
             ],
             steps=[
                 sorted(
@@ -184,7 +185,9 @@ class Round:
         )
 
 
-def _sum(weights: Sequence[float], scores: Sequence[float | None], unasked: float = 0.0) -> float:
+def _weighted_sum(
+    weights: Sequence[float], scores: Sequence[float | None], unasked: float = 0.0
+) -> float:
     """Of what has been said; NaN if nothing has, `unasked` if no function is there to score: a
     weight of 0 is for looking only."""
     if not any(weights):
@@ -194,7 +197,7 @@ def _sum(weights: Sequence[float], scores: Sequence[float | None], unasked: floa
     return sum(counted) if counted else math.nan
 
 
-def neighbours(groups: Iterable[int]) -> list[list[int]]:
+def group_neighbors(groups: Iterable[int]) -> list[list[int]]:
     """Return the rows of each run of adjacent rows of one group."""
     return [
         [row for row, _ in members] for _, members in groupby(enumerate(groups), lambda at: at[1])

@@ -10,23 +10,23 @@ from typing import Any
 
 from hybridrl.config.schema import RewardConfig
 from hybridrl.config.setting import Setting
-from hybridrl.errors import ConfigError, RewardError, nearest
-from hybridrl.rewards.loading import function_list, functions_of, short_names
+from hybridrl.errors import ConfigError, RewardError, suggest_name
+from hybridrl.rewards.loading import make_short_names, parse_function_list, resolve_functions
 from hybridrl.rewards.options import REWARD, FunctionSettings
-from hybridrl.rewards.returned_scores import Steps
+from hybridrl.rewards.returned_scores import StepRewards
 from hybridrl.rewards.reward_pool import RewardPool
 from hybridrl.rewards.scoring_round import RewardResult
 
 COLUMN = "source"
-Settings = dict[str | None, RewardConfig]
+SourceSettings = dict[str | None, RewardConfig]
 
 
-def settings_by_source(
+def resolve_source_settings(
     config: RewardConfig,
     own: Mapping[str, Sequence[str]],
     sources: Sequence[str],
     group: Setting = REWARD.group,
-) -> Settings:
+) -> SourceSettings:
     """Return the reward settings of each source with functions of its own, and those of all other
     rows under None; functions of sources all have weight 1. Functions of sources all weigh 1.
 
@@ -39,20 +39,20 @@ def settings_by_source(
     """
     named = {FunctionSettings.of(group, name).function: own[name] for name in own}
     for setting, functions in ({group / "check": config.check} | named).items():
-        short_names(function_list(functions, setting), setting)
-    found: Settings = {}
+        make_short_names(parse_function_list(functions, setting), setting)
+    found: SourceSettings = {}
     if not sources or set(sources) - set(own):
         found[None] = config
     for name, functions in own.items():
         found[name] = replace(config, function=list(functions), weights=None)
-    known = {name: short_names(functions_of(one)[0]) for name, one in found.items()}
+    known = {name: make_short_names(resolve_functions(one)[0]) for name, one in found.items()}
     names = [function for functions in known.values() for function in functions]
     for option in config.options:
         if own and option not in names:
             raise ConfigError(
                 f"`{group / 'options' / option}` is set, but neither `{group / 'function'}` nor "
                 f"the reward of a source names `{option}`; they have "
-                f"{', '.join(names)}.{nearest(option, names)}"
+                f"{', '.join(names)}.{suggest_name(option, names)}"
             )
     if not own:
         return found
@@ -62,21 +62,23 @@ def settings_by_source(
     }
 
 
-class SourcePools:
+class SourceRewardPools:
     """A `RewardPool` for each source with functions of its own, and one for all other rows. Rows
     whose settings name no function score 0, for a model or a judge to add to. One whose settings
     name no function has no pool: its rows score 0, for a model or a judge to add to."""
 
-    def __init__(self, settings: Settings, group: Setting = REWARD.group) -> None:
+    def __init__(self, settings: SourceSettings, group: Setting = REWARD.group) -> None:
         self._pools: dict[str | None, RewardPool | None] = {}
         self._columns: list[str] = []
         for name, config in settings.items():
-            rewarded = short_names(function_list(config.function))
-            every, _ = functions_of(config)
-            watched = short_names(every)[len(rewarded) :]
+            rewarded = make_short_names(parse_function_list(config.function))
+            every, _ = resolve_functions(config)
+            watched = make_short_names(every)[len(rewarded) :]
             self._columns += [f"reward/{function}" for function in rewarded]
             self._columns += [f"check/{function}" for function in watched]
-            self._pools[name] = _pool(config, FunctionSettings.of(group, name)) if every else None
+            self._pools[name] = (
+                _build_pool(config, FunctionSettings.of(group, name)) if every else None
+            )
 
     def __bool__(self) -> bool:
         return any(self._pools.values())
@@ -103,7 +105,7 @@ class SourcePools:
         if list(self._pools) == [None] and (pool := self._pools[None]) is not None:
             return pool.score(rows, progress, groups=groups)
         scores, outcomes = [0.0] * len(rows), [math.nan] * len(rows)
-        steps: list[Steps] = [[] for _ in rows]
+        steps: list[StepRewards] = [[] for _ in rows]
         # On every rank the same, whatever sources its rows are of.
         columns = {name: [math.nan] * len(rows) for name in self._columns}
         found = []
@@ -149,8 +151,8 @@ class SourcePools:
         return found
 
 
-def _pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
-    functions, weights = functions_of(config)
+def _build_pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
+    functions, weights = resolve_functions(config)
     return RewardPool(
         functions,
         weights,
@@ -159,7 +161,7 @@ def _pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
         timeout_s=config.timeout_s,
         on_error=config.on_error,  # type: ignore[arg-type]
         error_value=config.error_value,
-        watched=len(functions) - len(function_list(config.function)),
+        watched=len(functions) - len(parse_function_list(config.function)),
         env=config.env,
         settings=settings,
     )

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from hybridrl.batch.batch import ROUTES, Batch, Ragged
+from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, RaggedColumn
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """The options by which an engine samples the tokens of a response.
 
     Attributes:
@@ -40,7 +40,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     series: str | None = None
 
-    def greedy(self) -> Sampling:
+    def greedy(self) -> SamplingSettings:
         """Return the same limits with the likeliest token at each place."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=0)
 
@@ -58,12 +58,12 @@ class Request(NamedTuple):
 
     key: int
     prompt_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingSettings
     seed: int
     samples: int = 1
 
 
-class Finished(NamedTuple):
+class EngineOutput(NamedTuple):
     """The output for one sample of a request: its tokens, log-probabilities and finish reason.
     `routes` if they are wanted."""
 
@@ -90,7 +90,7 @@ class RequestQueue(ABC):
         """Take a request; `poll` will give the outcome of each of its samples."""
 
     @abstractmethod
-    def poll(self) -> list[Finished]:
+    def poll(self) -> list[EngineOutput]:
         """Work for a while on the requests under way, and return those that it finished."""
 
     @abstractmethod
@@ -123,7 +123,9 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     return list(range(seed, seed + rows)) if isinstance(seed, int) else list(seed)
 
 
-def requests_of(batch: Batch, sampling: Sampling, seeds: Sequence[int]) -> Iterator[Request]:
+def requests_of(
+    batch: Batch, sampling: SamplingSettings, seeds: Sequence[int]
+) -> Iterator[Request]:
     """Yield the requests for a response to each row of `prompt_ids`, whose keys are the rows.
 
     Neighbouring rows of one prompt with consecutive seeds are samples of one request.
@@ -135,9 +137,11 @@ def requests_of(batch: Batch, sampling: Sampling, seeds: Sequence[int]) -> Itera
         yield Request(first, ids, sampling, seed, 1 + len(others))
 
 
-def finished_batch(done: Sequence[Finished], routes_dtype: npt.DTypeLike | None = None) -> Batch:
+def finished_batch(
+    done: Sequence[EngineOutput], routes_dtype: npt.DTypeLike | None = None
+) -> Batch:
     """Return finished requests as rows; see `RolloutEngine.generate` for the columns."""
-    return responses(
+    return build_response_batch(
         [finished.token_ids for finished in done],
         [finished.log_probs for finished in done],
         [finished.finish_reason for finished in done],
@@ -146,7 +150,7 @@ def finished_batch(done: Sequence[Finished], routes_dtype: npt.DTypeLike | None 
     )
 
 
-def responses(
+def build_response_batch(
     token_ids: list[list[int]],
     log_probs: list[list[float]],
     finish_reasons: list[str],
@@ -166,10 +170,10 @@ def responses(
         return batch
     cu_seqlens = torch.tensor([0, *itertools.accumulate(row.size for row in routes)])
     values = np.concatenate([np.zeros(0, routes_dtype), *(row.reshape(-1) for row in routes)])
-    return batch.with_columns({ROUTES: Ragged(torch.from_numpy(values), cu_seqlens)})
+    return batch.with_columns({ROUTED_EXPERTS: RaggedColumn(torch.from_numpy(values), cu_seqlens)})
 
 
-def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Ragged:
+def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> RaggedColumn:
     """Return a token-level column of these rows, typed even where there are none."""
     cu_seqlens = torch.tensor([0, *itertools.accumulate(len(row) for row in rows)])
-    return Ragged(torch.tensor([x for row in rows for x in row], dtype=dtype), cu_seqlens)
+    return RaggedColumn(torch.tensor([x for row in rows for x in row], dtype=dtype), cu_seqlens)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.rollout.engine_requests import ragged, responses
-from hybridrl.rollout.transcript import Transcript
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.rollout.engine_requests import build_response_batch, ragged
+from hybridrl.rollout.transcript import TokenTranscript
 
 
 class EpisodeSample(NamedTuple):
@@ -27,16 +27,16 @@ class EpisodeSample(NamedTuple):
         metrics: Further numbers of the environment.
     """
 
-    branches: list[Transcript]
+    branches: list[TokenTranscript]
     rewards: list[float]
     reward: float
     finish_reason: str
     metrics: Mapping[str, float] = {}
 
 
-NOTHING = EpisodeSample([], [], 0.0, "stop")
+EMPTY_EPISODE = EpisodeSample([], [], 0.0, "stop")
 """In the place of an episode that another rank plays."""
-OF_TOKENS: Mapping[str, tuple[Callable[[Transcript], Sequence[float]], torch.dtype]] = {
+_TOKEN_COLUMNS: Mapping[str, tuple[Callable[[TokenTranscript], Sequence[float]], torch.dtype]] = {
     "response_ids": (lambda transcript: transcript.response_ids, torch.int64),
     "response_mask": (lambda transcript: transcript.mask, torch.uint8),
     "rollout_log_probs": (lambda transcript: transcript.log_probs, torch.float32),
@@ -46,8 +46,11 @@ OF_TOKENS: Mapping[str, tuple[Callable[[Transcript], Sequence[float]], torch.dty
 """The columns of response tokens that a branch has, and where they come from."""
 
 
-def episode_batch(
-    samples: Sequence[EpisodeSample], prompts: Ragged | Sequence[Sequence[int]], *, branching: bool
+def build_episode_batch(
+    samples: Sequence[EpisodeSample],
+    prompts: RaggedColumn | Sequence[Sequence[int]],
+    *,
+    branching: bool,
 ) -> Batch:
     """Build a batch with a row for each episode.
 
@@ -58,20 +61,22 @@ def episode_batch(
     Returns:
         `finish_reason`, `turns` (of the model), `turn_rewards`, `episode_rewards`, the columns of
         tokens `response_ids`, `response_mask`, `rollout_log_probs`, `turn` and `token_versions`
-        (see `Transcript`), and `environment/<name>` for each further number (NaN where an episode
-        does not have it). With `branching` also the row's own `prompt_ids`, the number of
+        (see `TokenTranscript`), and `environment/<name>` for each further number (NaN where an
+        episode does not have it). With `branching` also the row's own `prompt_ids`, the number of
         `branches`, and what lies in those before the last, one after the other: `branch_` with the
         names of these columns, and how long each is, `branch_prompt_lengths` and
         `branch_response_lengths`.
     """
-    own = [sample.branches[-1] if sample.branches else Transcript([]) for sample in samples]
-    batch = responses(
+    own = [sample.branches[-1] if sample.branches else TokenTranscript([]) for sample in samples]
+    batch = build_response_batch(
         [transcript.response_ids for transcript in own],
         [transcript.log_probs for transcript in own],
         [sample.finish_reason for sample in samples],
     )
     turns = [sum(branch.sampled_turns for branch in sample.branches) for sample in samples]
-    columns = {name: ragged([of(t) for t in own], kind) for name, (of, kind) in OF_TOKENS.items()}
+    columns = {
+        name: ragged([of(t) for t in own], kind) for name, (of, kind) in _TOKEN_COLUMNS.items()
+    }
     columns |= {
         "turns": torch.tensor(turns, dtype=torch.int64),
         "turn_rewards": ragged([sample.rewards for sample in samples], torch.float32),
@@ -85,25 +90,29 @@ def episode_batch(
 
 def _branches(
     samples: Sequence[EpisodeSample],
-    own: Sequence[Transcript],
-    prompts: Ragged | Sequence[Sequence[int]],
-) -> dict[str, Ragged | torch.Tensor]:
+    own: Sequence[TokenTranscript],
+    prompts: RaggedColumn | Sequence[Sequence[int]],
+) -> dict[str, RaggedColumn | torch.Tensor]:
     """Build the columns of branches; see `build_episode_batch`."""
-    given = [row.tolist() for row in prompts.rows()] if isinstance(prompts, Ragged) else prompts
+    given = (
+        [row.tolist() for row in prompts.rows()] if isinstance(prompts, RaggedColumn) else prompts
+    )
     further = [sample.branches[:-1] for sample in samples]
     own_prompts = [
         transcript.prompt_ids if sample.branches else list(prompt)
         for sample, transcript, prompt in zip(samples, own, given, strict=True)
     ]
 
-    def together(of: Callable[[Transcript], Sequence[float]], kind: torch.dtype) -> Ragged:
+    def together(
+        of: Callable[[TokenTranscript], Sequence[float]], kind: torch.dtype
+    ) -> RaggedColumn:
         return ragged([[x for branch in row for x in of(branch)] for row in further], kind)
 
     return {
         "prompt_ids": ragged(own_prompts, torch.int64),
         "branches": torch.tensor([len(sample.branches) for sample in samples], dtype=torch.int64),
         "branch_prompt_ids": together(lambda branch: branch.prompt_ids, torch.int64),
-        **{f"branch_{name}": together(of, kind) for name, (of, kind) in OF_TOKENS.items()},
+        **{f"branch_{name}": together(of, kind) for name, (of, kind) in _TOKEN_COLUMNS.items()},
         "branch_prompt_lengths": ragged(
             [[len(branch.prompt_ids) for branch in row] for row in further], torch.int64
         ),

@@ -18,18 +18,18 @@ import numpy as np
 
 from hybridrl.batch.turn import Episode, Turn
 from hybridrl.rollout import user_code_loop as tool_loop
-from hybridrl.rollout.engine_requests import Finished, Request, RequestQueue
-from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
+from hybridrl.rollout.engine_requests import EngineOutput, Request, RequestQueue
+from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SampleStream,
+    SingleTurnStream,
 )
-from hybridrl.rollout.transcript import Transcript
-from hybridrl.rollout.user_code_loop import Outcome, ToolLoop
+from hybridrl.rollout.transcript import TokenTranscript
+from hybridrl.rollout.user_code_loop import CoroutineResult, UserCodeLoop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,10 +65,10 @@ class EpisodeGenerator(SampleGenerator):
         self.tokenizer = tokenizer
         self.max_turns = max_turns
         self.max_turn_tokens = max_turn_tokens
-        self.tools = ToolLoop(tool_timeout_s)
+        self.tools = UserCodeLoop(tool_timeout_s)
         self._logged: set[str] = set()
 
-    def begin(self, task: GenerationTask) -> SampleStream:
+    def begin(self, task: GenerationTask) -> SingleTurnStream:
         """Begin the episodes of all rows; the columns of the data go to their `reset`.
 
         `sampling.max_tokens` is the limit of the whole response, what the environment says
@@ -99,14 +99,14 @@ class EpisodeGenerator(SampleGenerator):
 class _Sample:
     """An episode under way."""
 
-    transcript: Transcript
+    transcript: TokenTranscript
     row: dict[str, Any]
     episode: Episode | None = None
     rewards: list[float] = field(default_factory=list)  # one for each turn of the model
     finish_reason: str | None = None
 
 
-class EpisodeStream(SampleStream):
+class EpisodeStream(SingleTurnStream):
     """The episodes of one generation. All of it runs in the caller's thread, except for the
     coroutines of the user's."""
 
@@ -119,7 +119,7 @@ class EpisodeStream(SampleStream):
         self._ended: list[int] = []  # since the last `next_samples`
         prompts = task.batch.ragged("prompt_ids").rows()
         self._samples = [
-            _Sample(Transcript(ids.tolist()), row)
+            _Sample(TokenTranscript(ids.tolist()), row)
             for ids, row in zip(prompts, task.batch.rows_for_users(), strict=True)
         ]
         self._left = len(self._samples)
@@ -145,7 +145,7 @@ class EpisodeStream(SampleStream):
             for sample in map(self._samples.__getitem__, rows)
         ]
         numbers = np.array(rows, dtype=np.int64) + self._first_row
-        return episode_batch(samples, [], branching=False), numbers
+        return build_episode_batch(samples, [], branching=False), numbers
 
     def close(self) -> None:
         super().close()
@@ -160,7 +160,7 @@ class EpisodeStream(SampleStream):
         assert sample.episode is not None
         return _checked("step", await sample.episode.step(text, token_ids))
 
-    def _generated(self, finished: Finished) -> None:
+    def _generated(self, finished: EngineOutput) -> None:
         """The model has ended a turn: the environment answers, unless the turn was cut short."""
         self._generating -= 1
         sample = self._samples[finished.key]
@@ -176,7 +176,7 @@ class EpisodeStream(SampleStream):
         step = partial(self._step, sample, text, finished.token_ids)
         self._tools.submit(step, partial(self._answered, finished.key))
 
-    def _answered(self, key: int, outcome: Outcome) -> None:
+    def _answered(self, key: int, outcome: CoroutineResult) -> None:
         """The environment has answered: the model goes on, unless the episode is over."""
         sample = self._samples[key]
         if outcome.timed_out:
@@ -227,7 +227,7 @@ class EpisodeStream(SampleStream):
         if close is not None:
             self._tools.submit(close, self._closed)
 
-    def _closed(self, outcome: Outcome) -> None:
+    def _closed(self, outcome: CoroutineResult) -> None:
         if outcome.error is not None:
             self._generator.log_once(outcome.error)
 

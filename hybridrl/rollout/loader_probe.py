@@ -21,26 +21,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridrl.layout.boxes import Box, Piece, intersection, volume
-from hybridrl.layout.tensor_views import storage, view_box
-from hybridrl.rollout.weight_writer import place_of
+from hybridrl.layout.boxes import Box, Piece, box_numel, intersect_boxes
+from hybridrl.layout.tensor_views import find_view_box, storage_id
+from hybridrl.rollout.weight_writer import target_box
 
-aten = torch.ops.aten
+_aten = torch.ops.aten
 
 
-class NotProbedError(Exception):
+class LoaderProbeError(Exception):
     """A model has weights that cannot be written box by box; the message says which."""
 
 
-def remember_parameters(model: nn.Module) -> None:
+def record_raw_parameters(model: nn.Module) -> None:
     """Record shape, dtype and loader of every parameter in `model.raw_parameters`, while raw."""
     model.raw_parameters = {
-        name: zero_twin(parameter)
+        name: make_zeros_like(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
 
-def zero_twin(parameter: Tensor, device: str | torch.device = "meta") -> Tensor:
+def make_zeros_like(parameter: Tensor, device: str | torch.device = "meta") -> Tensor:
     """Return zeros with the shape, dtype, class and attributes of `parameter`."""
     twin = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     twin.__class__ = parameter.__class__
@@ -49,11 +49,13 @@ def zero_twin(parameter: Tensor, device: str | torch.device = "meta") -> Tensor:
 
 
 @torch.no_grad()
-def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Piece, ...]]:
+def probe_loader(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[Piece, ...]]:
     """Find where the elements of a checkpoint lie in `model`, which is left as it was.
 
     Args:
-        model: Has `load_weights`, and went through `remember_parameters`.
+        model: Has `load_weights`, and went through `record_raw_parameters`.
         shapes: Of every tensor of the checkpoint.
 
     Returns:
@@ -70,34 +72,34 @@ def probe(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
         checkpoint = {
             name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()
         }
-        watch = _Watch(checkpoint, twins)
+        watch = _CopyRecorder(checkpoint, twins)
         try:
             with watch:
                 model.load_weights(iter(checkpoint.items()))
-        except NotProbedError:
+        except LoaderProbeError:
             raise
         except Exception as error:  # of the loaders, which are vLLM's or a user's
-            raise NotProbedError(f"a loader failed: {type(error).__name__}: {error}") from error
+            raise LoaderProbeError(f"a loader failed: {type(error).__name__}: {error}") from error
     for name, twin in twins.items():
         _check_filled(name, tuple(twin.shape), watch.filled(name))
     return {name: tuple(pieces) for name, pieces in watch.pieces.items()}
 
 
-class _Watch(TorchDispatchMode):
+class _CopyRecorder(TorchDispatchMode):
     """A dispatch mode that records the copies from checkpoint to parameters."""
 
     def __init__(self, checkpoint: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.pieces: dict[str, list[Piece]] = {name: [] for name in checkpoint}
         self._zeros: dict[str, list[Box]] = {name: [] for name in parameters}
-        self._checkpoint = {storage(t): (name, t) for name, t in checkpoint.items()}
-        self._parameters = {storage(t): (name, t) for name, t in parameters.items()}
+        self._checkpoint = {storage_id(t): (name, t) for name, t in checkpoint.items()}
+        self._parameters = {storage_id(t): (name, t) for name, t in parameters.items()}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is aten.copy_.default and storage(args[0]) in self._parameters:
+        if func is _aten.copy_.default and storage_id(args[0]) in self._parameters:
             self._copy(args[0], args[1])
         elif self._fills_with_zero(func, args):
             if args[0].numel():
@@ -112,10 +114,10 @@ class _Watch(TorchDispatchMode):
         if not target.numel():
             return
         name, box = self._box(self._parameters, target)
-        if storage(source) not in self._checkpoint:
-            raise NotProbedError(f"{name} is not copied from the checkpoint but computed")
+        if storage_id(source) not in self._checkpoint:
+            raise LoaderProbeError(f"{name} is not copied from the checkpoint but computed")
         if source.shape != target.shape:
-            raise NotProbedError(f"{name} repeats elements of the checkpoint")
+            raise LoaderProbeError(f"{name} repeats elements of the checkpoint")
         origin, cut = self._box(self._checkpoint, source)
         pieces = self.pieces[origin]
         pieces.append(Piece(cut, name, tuple(start for start, _ in box)))
@@ -125,17 +127,17 @@ class _Watch(TorchDispatchMode):
     def filled(self, name: str) -> list[Box]:
         """Return the boxes of a parameter that were given values."""
         pieces = (piece for held in self.pieces.values() for piece in held if piece.tensor == name)
-        return [*self._zeros[name], *map(place_of, pieces)]
+        return [*self._zeros[name], *map(target_box, pieces)]
 
     def _fills_with_zero(self, func: Any, args: tuple[Any, ...]) -> bool:
-        fills = func is aten.zero_.default or (func is aten.fill_.Scalar and args[1:] == (0,))
-        return fills and storage(args[0]) in self._parameters
+        fills = func is _aten.zero_.default or (func is _aten.fill_.Scalar and args[1:] == (0,))
+        return fills and storage_id(args[0]) in self._parameters
 
     def _box(self, known: Mapping[int, tuple[str, Tensor]], view: Tensor) -> tuple[str, Box]:
-        name, whole = known[storage(view)]
-        box = view_box(view, whole)
+        name, whole = known[storage_id(view)]
+        box = find_view_box(view, whole)
         if box is None:
-            raise NotProbedError(
+            raise LoaderProbeError(
                 f"the loader reads or writes {name} {list(whole.shape)} as {list(view.shape)} with "
                 f"strides {view.stride()}, which is not a box of it"
             )
@@ -145,9 +147,9 @@ class _Watch(TorchDispatchMode):
         if not isinstance(leaf, Tensor):
             return
         for known in (self._parameters, self._checkpoint):
-            if storage(leaf) in known:
-                name, _ = known[storage(leaf)]
-                raise NotProbedError(f"the loader of {name} uses {func}, not a plain copy")
+            if storage_id(leaf) in known:
+                name, _ = known[storage_id(leaf)]
+                raise LoaderProbeError(f"the loader of {name} uses {func}, not a plain copy")
 
 
 def _joined(first: Piece, second: Piece) -> Piece | None:
@@ -172,11 +174,11 @@ def _joined(first: Piece, second: Piece) -> Piece | None:
 def _check_filled(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
     """Refuse a parameter of which `boxes` do not cover every element once."""
     for one, other in combinations(boxes, 2):
-        if intersection(one, other) is not None:
-            raise NotProbedError(f"elements of {name} are written twice")
-    missing = torch.Size(shape).numel() - sum(map(volume, boxes))
+        if intersect_boxes(one, other) is not None:
+            raise LoaderProbeError(f"elements of {name} are written twice")
+    missing = torch.Size(shape).numel() - sum(map(box_numel, boxes))
     if missing:
-        raise NotProbedError(f"{missing} elements of {name} {list(shape)} are not in the weights")
+        raise LoaderProbeError(f"{missing} elements of {name} {list(shape)} are not in the weights")
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def _replaced_parameters(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     live = dict(model.named_parameters(remove_duplicate=False))
     if live.keys() != raw.keys():
         changed = sorted(live.keys() ^ raw.keys())
-        raise NotProbedError(f"parameters came or went after loading: {', '.join(changed)}")
+        raise LoaderProbeError(f"parameters came or went after loading: {', '.join(changed)}")
     names: dict[int, str] = {}  # of each parameter, the first
     try:
         for name, parameter in live.items():

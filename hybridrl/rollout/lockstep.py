@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.batch.batch import Batch
-from hybridrl.rollout.engine_requests import Finished, Request, RequestQueue, Sampling
-from hybridrl.rollout.episode_batch import NOTHING, episode_batch
+from hybridrl.rollout.engine_requests import EngineOutput, Request, RequestQueue, SamplingSettings
+from hybridrl.rollout.episode_batch import EMPTY_EPISODE, build_episode_batch
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SampleStream,
+    SingleTurnStream,
 )
 
 
@@ -34,7 +34,7 @@ class LockstepPoll(NamedTuple):
     dropped: list[int]
     started: list[Request]
 
-    def run(self, engine: RolloutEngine) -> list[Finished]:
+    def run(self, engine: RolloutEngine) -> list[EngineOutput]:
         """Do it with this rank's engine."""
         if self.dropped:
             engine.abort(self.dropped)
@@ -43,7 +43,7 @@ class LockstepPoll(NamedTuple):
         return engine.poll()
 
 
-REFRESH, RETURN = "refresh", "return"
+_REFRESH, _END_CALL = "refresh", "return"
 """What else they do: ask for new weights; return from `SampleStream.next_samples`."""
 
 
@@ -64,9 +64,9 @@ class LockstepRequests(RequestQueue):
         started = [request for request in self._next.started if request.key not in keys]
         self._next = LockstepPoll([*self._next.dropped, *sorted(keys)], started)
 
-    def poll(self) -> list[Finished]:
+    def poll(self) -> list[EngineOutput]:
         todo, self._next = self._next, LockstepPoll([], [])
-        _first_says(todo, self._peers)
+        _broadcast_object(todo, self._peers)
         return todo.run(self._engine)
 
     def cancel(self) -> None:
@@ -77,11 +77,11 @@ class LockstepRequests(RequestQueue):
         return {request.key: 0 for request in self._next.started} | self._engine.progress()
 
     def refresh(self, refresh: Refresh) -> int:
-        _first_says(REFRESH, self._peers)
+        _broadcast_object(_REFRESH, self._peers)
         return refresh()
 
     def end_call(self) -> None:
-        _first_says(RETURN, self._peers)
+        _broadcast_object(_END_CALL, self._peers)
 
 
 class LockstepFollower(SampleGenerator):
@@ -91,15 +91,17 @@ class LockstepFollower(SampleGenerator):
         super().__init__(engine)
         self._peers = peers
 
-    def begin(self, task: GenerationTask) -> SampleStream:
+    def begin(self, task: GenerationTask) -> SingleTurnStream:
         return FollowerStream(self.engine, self._peers)
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch:
         super().generate(batch, sampling, seed)
-        return episode_batch([NOTHING] * len(batch), [], branching=False)
+        return build_episode_batch([EMPTY_EPISODE] * len(batch), [], branching=False)
 
 
-class FollowerStream(SampleStream):
+class FollowerStream(SingleTurnStream):
     """Does what the leader says until the leader returns."""
 
     def __init__(self, engine: RolloutEngine, peers: dist.ProcessGroup) -> None:
@@ -107,15 +109,15 @@ class FollowerStream(SampleStream):
         self._engine, self._peers = engine, peers
 
     def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
-        while (said := _first_says(None, self._peers)) != RETURN:
-            if said == REFRESH:
+        while (said := _broadcast_object(None, self._peers)) != _END_CALL:
+            if said == _REFRESH:
                 refresh()  # type: ignore[misc]
             else:
                 said.run(self._engine)
-        return episode_batch([], [], branching=False), np.zeros(0, np.int64)
+        return build_episode_batch([], [], branching=False), np.zeros(0, np.int64)
 
 
-def _first_says(what: Any, peers: dist.ProcessGroup) -> Any:
+def _broadcast_object(what: Any, peers: dist.ProcessGroup) -> Any:
     """Return what the first rank says, on all ranks."""
     said = [what]
     dist.broadcast_object_list(said, group=peers, group_src=0, device=torch.device("cpu"))

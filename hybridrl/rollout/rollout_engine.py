@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import LoraSettings
+from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.rollout.engine_requests import (
-    Finished,
+    EngineOutput,
     Request,
     RequestQueue,
-    Sampling,
+    SamplingSettings,
     finished_batch,
     requests_of,
     row_seeds,
 )
-from hybridrl.rollout.weight_writer import Pieces, WeightWriter
+from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class EngineSetup:
     job: str = ""
     coming: Mapping[str, tuple[int, ...]] | None = None
     sleeps: bool = False
-    adapters: LoraSettings | None = None
+    adapters: LoraAdapterConfig | None = None
     stop_texts: bool = False
 
 
@@ -77,7 +77,9 @@ class RolloutEngine(RequestQueue):
     max_sequences: int = 256
     routes_dtype: npt.DTypeLike | None = None
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch:
         """Generate one response for each row of `prompt_ids`.
 
         Args:
@@ -91,7 +93,7 @@ class RolloutEngine(RequestQueue):
         """
         for request in requests_of(batch, sampling, row_seeds(seed, len(batch))):
             self.start(request)
-        done: dict[int, Finished] = {}
+        done: dict[int, EngineOutput] = {}
         while len(done) < len(batch):
             done |= {finished.key: finished for finished in self.poll()}
         return finished_batch([done[row] for row in range(len(batch))], self.routes_dtype)
@@ -100,7 +102,7 @@ class RolloutEngine(RequestQueue):
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Take new weights: every parameter whole, under its checkpoint name."""
 
-    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightPieces | None:
         """Return which boxes of the weights this rank's engine holds, and in which of its own
         tensors. It stays the same for the life of the engine, and may be asked while it sleeps.
 
@@ -160,16 +162,18 @@ class BatchedEngine(RolloutEngine):
         self._waiting: list[Request] = []
 
     @abstractmethod
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch: ...
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch: ...
 
     def start(self, request: Request) -> None:
         for number in range(request.samples):
             key, seed = request.key + number, request.seed + number
             self._waiting.append(request._replace(key=key, seed=seed, samples=1))
 
-    def poll(self) -> list[Finished]:
+    def poll(self) -> list[EngineOutput]:
         waiting, self._waiting = sorted(self._waiting, key=lambda request: request.key), []
-        batches: dict[Sampling, list[Request]] = {}
+        batches: dict[SamplingSettings, list[Request]] = {}
         for request in waiting:
             batches.setdefault(replace(request.sampling, max_tokens=0), []).append(request)
         return [finished for batch in batches.values() for finished in self._finish(batch)]
@@ -184,7 +188,7 @@ class BatchedEngine(RolloutEngine):
     def cancel(self) -> None:
         self._waiting = []
 
-    def _finish(self, requests: list[Request]) -> Iterator[Finished]:
+    def _finish(self, requests: list[Request]) -> Iterator[EngineOutput]:
         """Generate requests that differ in `max_tokens` only as one batch: what was sampled beyond
         a request's own limit is cut off, which leaves the distribution of the rest as it was."""
         longest = max(request.sampling.max_tokens for request in requests)
@@ -198,7 +202,7 @@ class BatchedEngine(RolloutEngine):
         rows = zip(requests, *columns, samples["finish_reason"], strict=True)
         for request, token_ids, log_probs, finish_reason in rows:
             limit = request.sampling.max_tokens
-            yield Finished(
+            yield EngineOutput(
                 request.key,
                 request.prompt_ids,
                 token_ids[:limit].tolist(),

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.row_balancing import blocks_of_runs
-from hybridrl.rollout.engine_requests import RequestQueue, Sampling, row_seeds
+from hybridrl.batch.row_balancing import split_by_runs
+from hybridrl.rollout.engine_requests import RequestQueue, SamplingSettings, row_seeds
 from hybridrl.rollout.rollout_engine import RolloutEngine
 
 Refresh = Callable[[], int]
@@ -46,7 +46,7 @@ class GenerationTask(NamedTuple):
     """
 
     batch: Batch
-    sampling: Sampling
+    sampling: SamplingSettings
     seeds: Sequence[int]
     version: int = 0
     share: ReplicaShare | None = None
@@ -58,7 +58,7 @@ class GenerationTask(NamedTuple):
             return self, 0
         batch = self.batch
         groups = batch["group_id"].tolist() if "group_id" in batch else range(len(batch))
-        rows = blocks_of_runs(groups, self.share.replicas)[self.share.index]
+        rows = split_by_runs(groups, self.share.replicas)[self.share.index]
         own = self._replace(batch=batch.take(rows), seeds=[self.seeds[row] for row in rows])
         return own, rows.start
 
@@ -108,7 +108,7 @@ class TokenVersions:
             self._begins.pop(key, None)
 
 
-class SampleStream(ABC):
+class SingleTurnStream(ABC):
     """The samples that a replica makes of a batch, as they finish."""
 
     def __init__(self, requests: RequestQueue, version: int) -> None:
@@ -149,10 +149,12 @@ class SampleGenerator(ABC):
         self.engine, self.requests = engine, requests or engine
 
     @abstractmethod
-    def begin(self, task: GenerationTask) -> SampleStream:
+    def begin(self, task: GenerationTask) -> SingleTurnStream:
         """Begin a sample of each row."""
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch:
         """Make all samples, in the order of the rows; the columns are those of the stream, but for
         `token_versions`. The arguments are those of `RolloutEngine.generate`."""
         stream = self.begin(GenerationTask(batch, sampling, row_seeds(seed, len(batch))))
@@ -160,7 +162,7 @@ class SampleGenerator(ABC):
             samples, rows = stream.next_samples(len(batch))
         finally:
             stream.close()
-        return without_versions(samples.take(np.argsort(rows)))
+        return drop_token_versions(samples.take(np.argsort(rows)))
 
     def notices(self) -> list[str]:
         """Return sentences on episodes that failed since this was asked last."""
@@ -171,6 +173,6 @@ class SampleGenerator(ABC):
         self.engine.close()
 
 
-def without_versions(samples: Batch) -> Batch:
+def drop_token_versions(samples: Batch) -> Batch:
     """Return samples of weights that did not change while they were made."""
     return samples.select([n for n in samples.columns if not n.endswith("token_versions")])

@@ -14,9 +14,9 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.rollout.engine_requests import (
-    Finished,
+    EngineOutput,
     Request,
-    Sampling,
+    SamplingSettings,
     finished_batch,
     ragged,
     requests_of,
@@ -27,21 +27,23 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SampleStream,
+    SingleTurnStream,
 )
 
 
 class SingleTurnGenerator(SampleGenerator):
     """Makes responses, one turn each."""
 
-    def begin(self, task: GenerationTask) -> SampleStream:
+    def begin(self, task: GenerationTask) -> SingleTurnStream:
         return SingleTurnStream(self.engine, task)
 
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch:
         return self.engine.generate(batch, sampling, seed)
 
 
-class SingleTurnStream(SampleStream):
+class SingleTurnStream(SingleTurnStream):
     """The responses that this replica generates to the prompts of all."""
 
     def __init__(self, engine: RolloutEngine, task: GenerationTask) -> None:
@@ -52,7 +54,7 @@ class SingleTurnStream(SampleStream):
         self._next: Request | None = next(self._left, None)
 
     def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
-        done: list[Finished] = []
+        done: list[EngineOutput] = []
         versions: list[list[int]] = []
         while len(done) < least and (self._running or self._next is not None):
             self._fill()

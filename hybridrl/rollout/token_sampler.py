@@ -14,9 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.rollout.engine_requests import SamplingSettings
 
-STOP_TOKENS = 32
+_STOP_WINDOW_TOKENS = 32
 """In so many of the last tokens a text that ends a sample is looked for."""
 _SEED, _PLACE, _TOKEN = 0x632BE59BD9B4E019, 0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _FIRST, _SECOND = 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
@@ -25,7 +25,7 @@ _BITS = 63
 _BELOW_ONE = 1 - 2**-24  # the largest float32 below 1
 
 
-class Chooser:
+class TokenSampler:
     """A sampler that draws the next tokens of a batch as `SamplingParams` say.
 
     Args:
@@ -34,7 +34,7 @@ class Chooser:
     """
 
     def __init__(
-        self, sampling: Sampling, eos_token_ids: Tensor, tokenizer: PreTrainedTokenizerBase
+        self, sampling: SamplingSettings, eos_token_ids: Tensor, tokenizer: PreTrainedTokenizerBase
     ) -> None:
         self._sampling = sampling
         further = eos_token_ids.new_tensor(sampling.stop_token_ids)
@@ -61,7 +61,7 @@ class Chooser:
             tokens = log_probs.argmax(-1, keepdim=True)
         else:
             places = torch.full_like(seeds, position)
-            noise = gumbel(seeds, places, log_probs.shape[1])
+            noise = gumbel_noise(seeds, places, log_probs.shape[1])
             tokens = (log_probs + noise).argmax(-1, keepdim=True)
         return tokens.flatten(), log_probs.gather(1, tokens).flatten()
 
@@ -73,11 +73,11 @@ class Chooser:
         """Return whether the last tokens of a sample complete a stop text."""
         if not self._sampling.stop:
             return False
-        text = self._tokenizer.decode(token_ids[-STOP_TOKENS:], skip_special_tokens=True)
+        text = self._tokenizer.decode(token_ids[-_STOP_WINDOW_TOKENS:], skip_special_tokens=True)
         return any(stop in text for stop in self._sampling.stop)
 
 
-def _warpers(sampling: Sampling) -> LogitsProcessorList:
+def _warpers(sampling: SamplingSettings) -> LogitsProcessorList:
     warpers = LogitsProcessorList()
     if sampling.temperature not in (0, 1):
         warpers.append(TemperatureLogitsWarper(sampling.temperature))
@@ -88,7 +88,7 @@ def _warpers(sampling: Sampling) -> LogitsProcessorList:
     return warpers
 
 
-def gumbel(seeds: Tensor, places: Tensor, width: int) -> Tensor:
+def gumbel_noise(seeds: Tensor, places: Tensor, width: int) -> Tensor:
     """Return standard Gumbel noise, which depends on a sample's seed and the place in it alone:
     however samples are spread over devices and batches, each draws the same. The largest of
     log-probabilities to which it is added is a draw from them (Gumbel 1954, the "Gumbel-max

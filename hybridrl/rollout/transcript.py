@@ -8,7 +8,7 @@ from typing import Any
 from hybridrl.errors import RolloutError
 
 
-class Transcript:
+class TokenTranscript:
     """A sample token by token, with mask, log-probability, turn and version; it only grows.
 
     Text of earlier turns is never tokenized again. What the model samples need not be what a

@@ -10,17 +10,22 @@ from torch import Tensor
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.layout.boxes import Piece, whole
-from hybridrl.models import load_config, load_tokenizer
+from hybridrl.layout.boxes import Piece, full_box
+from hybridrl.models import load_model_config, load_tokenizer
 from hybridrl.models.language_model import read_language_model
-from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds
+from hybridrl.rollout.engine_requests import SamplingSettings, build_response_batch, row_seeds
 from hybridrl.rollout.rollout_engine import BatchedEngine, EngineSetup
-from hybridrl.rollout.token_sampler import Chooser
-from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
+from hybridrl.rollout.token_sampler import TokenSampler
+from hybridrl.rollout.weight_writer import (
+    EngineTensor,
+    WeightPieces,
+    WeightWriter,
+    find_weight_mismatches,
+)
 from hybridrl.system.dtypes import DTYPES
 
 
-class TransformersRollout(BatchedEngine):
+class TransformersEngine(BatchedEngine):
     """A transformers model that generates for one replica, with its own copy of the weights.
 
     Prompts of similar length run together, `max_sequences` at a time; a finished sample leaves its
@@ -33,7 +38,7 @@ class TransformersRollout(BatchedEngine):
         self._tokenizer = load_tokenizer(setup.tokenizer)
         self.max_sequences = config.max_sequences
         self._eos = torch.tensor(setup.eos_token_ids, device=setup.device)
-        path, model, as_is = setup.path, load_config(setup.path), DTYPES[setup.dtype]
+        path, model, as_is = setup.path, load_model_config(setup.path), DTYPES[setup.dtype]
         try:
             self._model, _ = read_language_model(
                 path, model, dtype=as_is, attn_implementation="sdpa"
@@ -45,7 +50,9 @@ class TransformersRollout(BatchedEngine):
         self._model.to(setup.device).eval().requires_grad_(False)
 
     @torch.inference_mode()
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch:
         prompts = batch["prompt_ids"].rows()
         seeds = row_seeds(seed, len(prompts))
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
@@ -57,7 +64,7 @@ class TransformersRollout(BatchedEngine):
             )
             done.update(zip(rows, samples, strict=True))
         found = [done[row] for row in range(len(prompts))]
-        return responses(
+        return build_response_batch(
             [sample.token_ids for sample in found],
             [sample.log_probs for sample in found],
             [sample.finish_reason for sample in found],
@@ -69,10 +76,11 @@ class TransformersRollout(BatchedEngine):
         for name, tensor in weights:
             parameters[name].copy_(tensor)
 
-    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightPieces:
         """Return one piece for each parameter: this engine has the checkpoint's own tensors."""
         return {
-            name: (Piece(whole(shape), name, (0,) * len(shape)),) for name, shape in shapes.items()
+            name: (Piece(full_box(shape), name, (0,) * len(shape)),)
+            for name, shape in shapes.items()
         }
 
     def writer(self) -> WeightWriter:
@@ -81,19 +89,19 @@ class TransformersRollout(BatchedEngine):
     @torch.no_grad()
     def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
         model = self._model
-        return differences(
+        return find_weight_mismatches(
             weights,
             self.pieces(self._shapes()),
-            lambda name: iter([Form(name, model.get_parameter(name))]),
+            lambda name: iter([EngineTensor(name, model.get_parameter(name))]),
         )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
     def _generate(
-        self, prompts: list[Tensor], seeds: list[int], sampling: Sampling
+        self, prompts: list[Tensor], seeds: list[int], sampling: SamplingSettings
     ) -> list[_Sample]:
-        chooser = Chooser(sampling, self._eos, self._tokenizer)
+        chooser = TokenSampler(sampling, self._eos, self._tokenizer)
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)

@@ -15,16 +15,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-BEAT_S = 0.1
+_HEARTBEAT_S = 0.1
 """How often a loop shows that it is alive, and how often we look."""
-GRACE_S = 0.5
+_GRACE_S = 0.5
 """A call ends by itself at the time limit; this much later it is given up."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CoroutineResult:
     """The result of a coroutine: a value, an error, or neither because it timed out."""
 
     value: Any = None
@@ -34,11 +34,11 @@ class Outcome:
 
 @dataclass
 class _Call:
-    then: Callable[[Outcome], None]
+    then: Callable[[CoroutineResult], None]
     started: float | None = None  # on the monotonic clock; None while it waits for its turn
 
 
-class ToolLoop:
+class UserCodeLoop:
     """An asyncio loop for user code, whose results are delivered in the caller's own thread.
 
     Nothing that a coroutine does stops the others for longer than the time limit. One that waits
@@ -54,7 +54,7 @@ class ToolLoop:
         self._timeout_s = timeout_s
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
-        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[int, CoroutineResult]] = queue.SimpleQueue()
         self._thread = _LoopThread()
 
     @property
@@ -63,7 +63,9 @@ class ToolLoop:
         return len(self._calls)
 
     def submit(
-        self, function: Callable[[], Coroutine[Any, Any, Any]], then: Callable[[Outcome], None]
+        self,
+        function: Callable[[], Coroutine[Any, Any, Any]],
+        then: Callable[[CoroutineResult], None],
     ) -> None:
         """Start a coroutine; `run_callbacks` passes its result to `then`. `deliver` will hand its
         outcome to `then`."""
@@ -81,7 +83,7 @@ class ToolLoop:
         delivered = False
         while True:
             try:
-                number, outcome = self._outcomes.get(timeout=BEAT_S if wait else 0.0)
+                number, outcome = self._outcomes.get(timeout=_HEARTBEAT_S if wait else 0.0)
             except queue.Empty:
                 delivered |= self._give_up_overdue()
                 if not wait or delivered or not self._calls:
@@ -113,18 +115,18 @@ class ToolLoop:
         limit = asyncio.timeout(self._timeout_s)
         try:
             async with limit:
-                outcome = Outcome(await function())
+                outcome = CoroutineResult(await function())
         except BaseException as error:  # sys.exit() in a tool ends its episode, not the loop
             if isinstance(error, TimeoutError) and limit.expired():
-                outcome = Outcome(timed_out=True)
+                outcome = CoroutineResult(timed_out=True)
             else:
-                outcome = Outcome(error=error)
+                outcome = CoroutineResult(error=error)
         thread.alive_at = time.monotonic()
         self._outcomes.put((number, outcome))
 
     def _give_up_overdue(self) -> bool:
         """Time out the overdue calls and return whether there were any."""
-        latest = time.monotonic() - self._timeout_s - GRACE_S
+        latest = time.monotonic() - self._timeout_s - _GRACE_S
         blocked = self._calls and self._thread.alive_at < latest
         if blocked:
             _log.warning(
@@ -143,7 +145,7 @@ class ToolLoop:
             if blocked or (call.started is not None and call.started < latest)
         ]
         for call in [self._calls.pop(number) for number in overdue]:
-            call.then(Outcome(timed_out=True))
+            call.then(CoroutineResult(timed_out=True))
         return bool(overdue)
 
 
@@ -177,7 +179,7 @@ class _LoopThread(threading.Thread):
         self._ready.set()
         while not self._stopping.is_set():
             self.alive_at = time.monotonic()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(_HEARTBEAT_S)
 
 
 class _DaemonThreads(ThreadPoolExecutor):

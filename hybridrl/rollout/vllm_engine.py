@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.vllm_startup import EngineGroups, start_engine
+from hybridrl.rollout.vllm_startup import VLLMProcessGroups, start_vllm
 
 # isort: split
 # That comes first, because it sets what vLLM reads when it is imported.
@@ -26,12 +26,12 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import HybridRLError, RolloutError
 from hybridrl.rollout import vllm_expert_routes as vllm_routes
 from hybridrl.rollout import vllm_weights
-from hybridrl.rollout.engine_requests import Finished, Request, Sampling
-from hybridrl.rollout.loader_probe import NotProbedError
+from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSettings
+from hybridrl.rollout.loader_probe import LoaderProbeError
 from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
-from hybridrl.rollout.vllm_lora import Adapters
-from hybridrl.rollout.vllm_options import SPECULATIVE
-from hybridrl.rollout.weight_writer import Pieces, WeightWriter, differences
+from hybridrl.rollout.vllm_lora import VLLMAdapter
+from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
+from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter, find_weight_mismatches
 
 DRAFTS = {
     "vllm:spec_decode_num_draft_tokens": "drafted_tokens",
@@ -41,7 +41,7 @@ DRAFTS = {
 _log = logging.getLogger(__name__)
 
 
-class VLLMRollout(RolloutEngine):
+class VLLMEngine(RolloutEngine):
     """One rank of a vLLM engine; ranks that share one must make the same calls. Requests of several
     turns need `rollout.parallel.tp=1`.
 
@@ -50,7 +50,7 @@ class VLLMRollout(RolloutEngine):
     """
 
     def __init__(self, setup: EngineSetup, config: RolloutConfig) -> None:
-        self._adapters = None if setup.adapters is None else Adapters(setup.adapters)
+        self._adapters = None if setup.adapters is None else VLLMAdapter(setup.adapters)
         self.takes_adapters = self._adapters is not None
         self.awaits_weights = setup.coming is not None
         self.max_sequences = config.max_sequences
@@ -66,15 +66,15 @@ class VLLMRollout(RolloutEngine):
         self._running: dict[str, int] = {}  # samples of each request
         self._dropped: set[int] = set()  # of these, where others of the same request go on
         self._weights = 0  # how often they have changed
-        self._pieces: Pieces = {}
-        self._guesses = bool(config.engine_options.get(SPECULATIVE))
+        self._pieces: WeightPieces = {}
+        self._guesses = bool(config.engine_options.get(SPECULATIVE_OPTION))
         self._counted: dict[str, int] = {}
-        self._groups = EngineGroups()
+        self._groups = VLLMProcessGroups()
         self._groups.enter()
         further = {} if self._adapters is None else self._adapters.options
-        self._llm = start_engine(setup, config, further)
+        self._llm = start_vllm(setup, config, further)
         if self._replays:
-            self.routes_dtype = vllm_routes.routes_dtype(self._worker.get_model())
+            self.routes_dtype = vllm_routes.find_routes_dtype(self._worker.get_model())
         if self._replays and setup.device.type == "cpu":
             self._recorder = vllm_routes.RouteRecorder(self._llm.llm_engine, self._worker)
 
@@ -90,7 +90,7 @@ class VLLMRollout(RolloutEngine):
         self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
         self._running[key] = request.samples
 
-    def poll(self) -> list[Finished]:
+    def poll(self) -> list[EngineOutput]:
         """Run one step of the engine: one more token for each running sample."""
         self._groups.enter()
         found = []
@@ -107,7 +107,7 @@ class VLLMRollout(RolloutEngine):
                 }
                 answers = [answer for answer in output.outputs for _ in range(alike)]
                 found += [
-                    Finished(
+                    EngineOutput(
                         int(output.request_id) + number,
                         list(output.prompt_token_ids),
                         list(answer.token_ids),
@@ -196,7 +196,7 @@ class VLLMRollout(RolloutEngine):
             self._llm.wake_up(tags=["kv_cache"])
             self._has_cache = True
 
-    def _parameters(self, sampling: Sampling, samples: int, seed: int) -> SamplingParams:
+    def _parameters(self, sampling: SamplingSettings, samples: int, seed: int) -> SamplingParams:
         return SamplingParams(
             n=samples,
             seed=seed,
@@ -213,22 +213,22 @@ class VLLMRollout(RolloutEngine):
             flat_logprobs=True,
         )
 
-    def _routes(self, request: Any, answer: Any) -> vllm_routes.Routes:
+    def _routes(self, request: Any, answer: Any) -> vllm_routes.ExpertRoutes:
         if self._recorder is not None:
             tokens = len(request.prompt_token_ids) + len(answer.token_ids) - 1
             return self._recorder.take(request.request_id, answer.index, tokens)
-        return vllm_routes.of_engine(self._worker.get_model(), answer.routed_experts)
+        return vllm_routes.select_routes(self._worker.get_model(), answer.routed_experts)
 
     @property
     def _worker(self) -> Any:
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
-    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces | None:
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightPieces | None:
         self._groups.enter()
         worker = self._worker
         try:
-            found = vllm_weights.probe_vllm(worker.get_model(), worker.vllm_config, shapes)
-        except NotProbedError as reason:
+            found = vllm_weights.probe_vllm_model(worker.get_model(), worker.vllm_config, shapes)
+        except LoaderProbeError as reason:
             _log.warning("weights go into vLLM as whole tensors, not as boxes: %s", reason)
             return None
         self._pieces = found
@@ -245,7 +245,9 @@ class VLLMRollout(RolloutEngine):
         model, dtype = self._worker.get_model(), self._worker.vllm_config.model_config.dtype
         # Some of vLLM's parameters have more bits than what travels.
         travelled = ((name, weight.to(dtype)) for name, weight in weights)
-        return differences(travelled, self._pieces, partial(vllm_weights.forms, model))
+        return find_weight_mismatches(
+            travelled, self._pieces, partial(vllm_weights.list_engine_tensors, model)
+        )
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -255,7 +257,7 @@ class VLLMRollout(RolloutEngine):
             self._adapters.load(worker, weights)
             self._forget_prefixes()
             return
-        vllm_weights.forget_kernels(worker.get_model())
+        vllm_weights.drop_expert_kernels(worker.get_model())
         try:
             worker.reload_weights(weights_iterator=weights)
         except KeyError as error:

@@ -17,26 +17,26 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from hybridrl.errors import RolloutError
 
-Routes = npt.NDArray[np.integer[Any]]
+ExpertRoutes = npt.NDArray[np.integer[Any]]
 """`[tokens, layers with experts, experts chosen]`, of all tokens of a sample but the last."""
 
 
-def expert_layers(model: nn.Module) -> list[MoERunner]:
+def list_expert_layers(model: nn.Module) -> list[MoERunner]:
     """Return the layers of experts in the order of the model."""
     return [module for module in model.modules() if isinstance(module, MoERunner)]
 
 
-def routes_dtype(model: nn.Module) -> npt.DTypeLike:
+def find_routes_dtype(model: nn.Module) -> npt.DTypeLike:
     """Return the smallest dtype that holds the number of every expert."""
-    most = max(layer.routed_experts.global_num_experts for layer in expert_layers(model))
+    most = max(layer.routed_experts.global_num_experts for layer in list_expert_layers(model))
     return np.uint8 if most <= 256 else np.int16
 
 
-def of_engine(model: nn.Module, routes: Routes | None) -> Routes:
+def select_routes(model: nn.Module, routes: ExpertRoutes | None) -> ExpertRoutes:
     """Return the layers with experts of the routes that vLLM reports for a sample."""
     assert routes is not None
-    found = routes[:, [layer.layer_id for layer in expert_layers(model)]]
-    return found.astype(routes_dtype(model))
+    found = routes[:, [layer.layer_id for layer in list_expert_layers(model)]]
+    return found.astype(find_routes_dtype(model))
 
 
 class RouteRecorder:
@@ -50,17 +50,17 @@ class RouteRecorder:
     def __init__(self, engine: Any, worker: Any) -> None:
         self._engine = engine
         self._runner = worker.model_runner
-        self._layers = expert_layers(worker.get_model())
-        self._dtype = routes_dtype(worker.get_model())
+        self._layers = list_expert_layers(worker.get_model())
+        self._dtype = find_routes_dtype(worker.get_model())
         self._step: dict[int, Tensor] = {}
-        self._of_samples: dict[tuple[str, int], list[Routes]] = {}
+        self._of_samples: dict[tuple[str, int], list[ExpertRoutes]] = {}
         self._keys: dict[str, tuple[str, int]] = {}
         for number, layer in enumerate(self._layers):
             layer.router.set_capture_fn(partial(self._step.__setitem__, number))
         self._execute = self._runner.execute_model
         self._runner.execute_model = self._watched
 
-    def take(self, request: str, number: int, tokens: int) -> Routes:
+    def take(self, request: str, number: int, tokens: int) -> ExpertRoutes:
         """Return the routes of a finished sample and drop them here.
 
         Args:

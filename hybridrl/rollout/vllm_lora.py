@@ -15,13 +15,13 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from hybridrl.config.schema import LoraSettings
+from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.errors import ConfigError
 
-NUMBER = 1
+_ADAPTER_ID = 1
 
 
-class Adapters:
+class VLLMAdapter:
     """The policy's adapter inside vLLM.
 
     Args:
@@ -35,7 +35,7 @@ class Adapters:
         ConfigError: if their rank is larger than vLLM's largest.
     """
 
-    def __init__(self, settings: LoraSettings) -> None:
+    def __init__(self, settings: LoraAdapterConfig) -> None:
         sizes = [size for size in get_args(MaxLoRARanks) if size >= settings.rank]
         if not sizes:
             raise ConfigError(
@@ -66,7 +66,7 @@ class Adapters:
         manager = worker.model_runner.lora_manager._adapter_manager
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
         found = LoRAModel.from_lora_tensors(
-            NUMBER,
+            _ADAPTER_ID,
             {name: tensor.detach().clone() for name, tensor in weights},  # it scales them in place
             PEFTHelper(r=lora.rank, lora_alpha=alpha, target_modules="all-linear"),
             device="cpu",
@@ -80,8 +80,8 @@ class Adapters:
                 f"of {len(unknown)} such layers. Set rollout.adapters=merged, or leave them out of "
                 "actor.lora.targets."
             )
-        manager.remove_adapter(NUMBER)
+        manager.remove_adapter(_ADAPTER_ID)
         manager.add_adapter(found)
-        manager.activate_adapter(NUMBER)
+        manager.activate_adapter(_ADAPTER_ID)
         # Nothing is read from the path, because the number is known.
-        self.request = LoRARequest("policy", NUMBER, "in memory")
+        self.request = LoRARequest("policy", _ADAPTER_ID, "in memory")

@@ -13,12 +13,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TAKEN = {
+OPTIONS_WITH_SETTINGS = {
     "model": "model.path",
     "tokenizer": "model.tokenizer",
     "dtype": "model.dtype",
@@ -32,7 +32,7 @@ TAKEN = {
     "quantization": "rollout.quantization",
 }
 """Options with a setting of their own."""
-OURS = (
+FIXED_OPTIONS = (
     *("runner", "convert", "model_weights", "load_format", "model_loader_extra_config"),
     *("skip_tokenizer_init", "language_model_only", "worker_cls", "worker_extension_cls"),
     *("distributed_executor_backend", "limit_mm_per_prompt"),
@@ -41,7 +41,7 @@ OURS = (
     *("quantization_config", "weight_transfer_config", "scheduler_cls", "kv_transfer_config"),
 )
 """Options that are right as they are, or generation would be wrong or would not start."""
-SPECULATIVE = "speculative_config"
+SPECULATIVE_OPTION = "speculative_config"
 TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 PLUGINS = "vllm.general_plugins"
 ATTENTION, LATENT_ATTENTION = (
@@ -49,7 +49,7 @@ ATTENTION, LATENT_ATTENTION = (
 )
 LINEAR_HEAD_STEP = 128
 """Of heads of linear attention; its kernel is compiled, so that no source says it."""
-PLAIN = {
+_TYPE_NAMES = {
     "int": "a whole number",
     "float": "a number",
     "bool": "true or false",
@@ -73,26 +73,28 @@ def check_engine_options(
         ConfigError: names the option, and the setting to use instead.
     """
     for name in options:
-        if name in TAKEN:
-            raise ConfigError(f"rollout.engine_options.{name}: set {TAKEN[name]} instead.")
-        if name in OURS:
+        if name in OPTIONS_WITH_SETTINGS:
+            raise ConfigError(
+                f"rollout.engine_options.{name}: set {OPTIONS_WITH_SETTINGS[name]} instead."
+            )
+        if name in FIXED_OPTIONS:
             raise ConfigError(
                 f"rollout.engine_options.{name}: cannot be set; what brings weights into vLLM and "
                 "takes samples from it depends on it."
             )
-        known = engine_options()
+        known = read_engine_options()
         if known and name not in known:
-            free = sorted(known.keys() - TAKEN.keys() - set(OURS))
+            free = sorted(known.keys() - OPTIONS_WITH_SETTINGS.keys() - set(FIXED_OPTIONS))
             raise ConfigError(
                 f"rollout.engine_options.{name}: the vLLM that is installed has no such option."
-                f"{nearest(name, free)}"
+                f"{suggest_name(name, free)}"
             )
         _check_type(name, options[name], known.get(name, ""))
-    if options.get(SPECULATIVE) and temperature != 1:
+    if options.get(SPECULATIVE_OPTION) and temperature != 1:
         raise ConfigError(
-            f"rollout.engine_options.{SPECULATIVE} with rollout.temperature={temperature}: vLLM's "
-            "log-probabilities of tokens that were guessed are right at temperature 1 only. Set "
-            "rollout.temperature=1."
+            f"rollout.engine_options.{SPECULATIVE_OPTION} with rollout.temperature={temperature}: "
+            "vLLM's log-probabilities of tokens that were guessed are right at temperature 1 only. "
+            "Set rollout.temperature=1."
         )
     if options.get("async_scheduling") and in_flight:
         raise ConfigError(
@@ -104,11 +106,11 @@ def check_engine_options(
 def _check_type(name: str, value: Any, annotation: str) -> None:
     """Refuse a value of another plain type; vLLM judges all other types."""
     kinds = annotation.split(" | ")
-    if value is None or not all(kind in PLAIN for kind in kinds):
+    if value is None or not all(kind in _TYPE_NAMES for kind in kinds):
         return
     found = type(value).__name__
     if found not in kinds and not (found == "int" and "float" in kinds):
-        words = ", or ".join(PLAIN[kind] for kind in kinds)
+        words = ", or ".join(_TYPE_NAMES[kind] for kind in kinds)
         raise ConfigError(f"rollout.engine_options.{name}={value}: must be {words}.")
 
 
@@ -194,7 +196,7 @@ def cpu_head_sizes(backend: str) -> frozenset[int]:
 
 
 @functools.cache
-def engine_options() -> Mapping[str, str]:
+def read_engine_options() -> Mapping[str, str]:
     """Return the options of the installed vLLM with their annotations; none without vLLM."""
     classes = (node for node in _body("engine/arg_utils.py") if isinstance(node, ast.ClassDef))
     fields = next((node.body for node in classes if node.name == "EngineArgs"), [])

@@ -36,31 +36,31 @@ from vllm.model_executor.model_loader.reload.layerwise import initialize_online_
 from vllm.platforms import current_platform
 
 from hybridrl.quantization.int8_products import Int8Weight
-from hybridrl.quantization.rounded_matrix import FP8, INT8, TYPES, Rows, quantise
-from hybridrl.rollout.loader_probe import zero_twin
-from hybridrl.system.device_traits import packs_int8
+from hybridrl.quantization.rounded_matrix import FP8, INT8, TYPES, Rows, quantize_rows
+from hybridrl.rollout.loader_probe import make_zeros_like
+from hybridrl.system.device_traits import has_onednn_int8
 
-PREFIX = "hybridrl_"
+METHOD_PREFIX = "hybridrl_"
 """Before `int8` and `fp8`: what vLLM knows them by."""
-LEAST_CAPABILITY = {INT8: 75, FP8: 89}
+_MIN_CAPABILITY = {INT8: 75, FP8: 89}
 """Of GPUs whose tensor cores multiply such numbers, ten times the compute capability."""
-NO_INT8_FROM = 100
+_FIRST_CAPABILITY_WITHOUT_INT8 = 100
 """Blackwell, for which vLLM has no kernels of int8."""
-AT_A_TIME = 1024  # rows of an identity matrix
+_IDENTITY_ROWS = 1024  # rows of an identity matrix
 
 
-class Quantisation(QuantizationConfig):
+class LinearQuantization(QuantizationConfig):
     """A quantization of all linear layers; embeddings and the head stay as they are."""
 
     kind: str
 
     def __init__(self) -> None:
         super().__init__()
-        if why := lacking(self.kind):
+        if why := explain_unsupported(self.kind):
             raise ValueError(f"rollout.quantization={self.kind}: {why}")
 
     def get_name(self) -> str:
-        return PREFIX + self.kind
+        return METHOD_PREFIX + self.kind
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         halves = [torch.bfloat16, torch.float16]
@@ -75,31 +75,31 @@ class Quantisation(QuantizationConfig):
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Quantisation:
+    def from_config(cls, config: dict[str, Any]) -> LinearQuantization:
         raise ValueError("The model's folder is quantised already; it has to hold whole weights.")
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, RoutedExperts):
             raise ValueError(_unfit(self.kind, f"{prefix} holds experts"))
-        return QuantisedLinearMethod(self.kind) if isinstance(layer, LinearBase) else None
+        return QuantizedLinearMethod(self.kind) if isinstance(layer, LinearBase) else None
 
 
-@register_quantization_config(PREFIX + INT8)
-class Int8(Quantisation):
+@register_quantization_config(METHOD_PREFIX + INT8)
+class Int8Quantization(LinearQuantization):
     """A quantization that multiplies int8 by int8."""
 
     kind = INT8
 
 
-@register_quantization_config(PREFIX + FP8)
-class Fp8(Quantisation):
+@register_quantization_config(METHOD_PREFIX + FP8)
+class Fp8Quantization(LinearQuantization):
     """A quantization that multiplies e4m3 by e4m3."""
 
     kind = FP8
 
 
 @register_weight_loader_v2_supported_method
-class QuantisedLinearMethod(UnquantizedLinearMethod):
+class QuantizedLinearMethod(UnquantizedLinearMethod):
     """The 8-bit method of one linear layer.
 
     Args:
@@ -119,8 +119,8 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         with torch.device("meta"):
             super().create_weights(layer, *args, **kwargs)
         outputs, inputs = layer.weight.shape
-        if self.kind == INT8 and current_platform.is_cpu() and not packs_int8("cpu"):
-            self._kernel: Any = _ExactProducts()
+        if self.kind == INT8 and current_platform.is_cpu() and not has_onednn_int8("cpu"):
+            self._kernel: Any = _ExactInt8Kernel()
         elif self.kind == INT8:
             self._kernel = init_int8_linear_kernel(True, False, True, type(self).__name__)
         else:
@@ -139,11 +139,11 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         if not raw.numel():  # vLLM asks once more when all layers are loaded
             return
         if raw.is_meta:  # none came, because they will be written
-            raw = zero_twin(raw, current_platform.device_type)
+            raw = make_zeros_like(raw, current_platform.device_type)
         bias = getattr(layer, "bias", None)
         bias = None if bias is None else bias.data
         plain = raw.data.as_subclass(Tensor)  # of which every operation is as usual
-        fresh = self._prepared(quantise(plain, self.kind), bias)
+        fresh = self._prepared(quantize_rows(plain, self.kind), bias)
         if self._taken is None or raw.device.type == "cpu":
             self._taken = fresh  # kernels of CPUs keep the address of its scales
         else:
@@ -170,7 +170,7 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)  # that of outputs, to the kernels of CPUs
         try:
-            if isinstance(self._kernel, _ExactProducts):
+            if isinstance(self._kernel, _ExactInt8Kernel):
                 self._kernel.process_weights_after_loading(taken)
             elif self.kind == INT8 and current_platform.is_cpu():
                 # Where there is AMX, vLLM would take a kernel that is for outputs of 16 bits, and
@@ -187,8 +187,8 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         """Read the kernel's weight ``[outputs, inputs]`` back by a product with identity rows."""
         device = current_platform.device_type
         found = []
-        for start in range(0, inputs, AT_A_TIME):
-            count = min(AT_A_TIME, inputs - start)
+        for start in range(0, inputs, _IDENTITY_ROWS):
+            count = min(_IDENTITY_ROWS, inputs - start)
             ones = torch.zeros(count, inputs, dtype=self._dtype, device=device)
             ones[:, start:].fill_diagonal_(1)
             found.append(self._kernel.apply_weights(self._taken, ones, None))
@@ -197,7 +197,7 @@ class QuantisedLinearMethod(UnquantizedLinearMethod):
         return Rows((values.round() if self.kind == INT8 else values).to(TYPES[self.kind]), scales)
 
 
-class _ExactProducts:
+class _ExactInt8Kernel:
     """A kernel for CPUs on which oneDNN's sums of products overflow."""
 
     def process_weights_after_loading(self, taken: nn.Module) -> None:
@@ -208,7 +208,7 @@ class _ExactProducts:
         return found if bias is None else found + bias
 
 
-def lacking(kind: str) -> str:
+def explain_unsupported(kind: str) -> str:
     """Return why this device cannot multiply in 8 bits, with the cure; empty if it can."""
     if current_platform.is_cpu():
         return "" if kind == INT8 else "it needs a GPU. Set rollout.quantization=int8, or none."
@@ -217,15 +217,15 @@ def lacking(kind: str) -> str:
         return "it needs a GPU of NVIDIA's, or CPUs. Set rollout.quantization=none."
     said = f"this GPU's compute capability is {capability.major}.{capability.minor}"
     number = capability.to_int()
-    if number < LEAST_CAPABILITY[kind]:
-        least = LEAST_CAPABILITY[kind] / 10
+    if number < _MIN_CAPABILITY[kind]:
+        least = _MIN_CAPABILITY[kind] / 10
         return f"it needs {least} or more, and {said}. Set rollout.quantization=none."
-    if kind == INT8 and number >= NO_INT8_FROM:
+    if kind == INT8 and number >= _FIRST_CAPABILITY_WITHOUT_INT8:
         return f"vLLM has no such kernels where {said}. Set rollout.quantization=fp8."
     return ""
 
 
-def check_layers(model: nn.Module) -> None:
+def check_quantizable(model: nn.Module) -> None:
     """Refuse models whose linear weights others read, as latent attention and recurrent layers do.
 
     Raises:
@@ -233,25 +233,25 @@ def check_layers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         odd = isinstance(module, AttentionLayerBase) and not isinstance(module, Attention)
-        if odd and (kind := kind_of(model)):
+        if odd and (kind := find_quantization(model)):
             raise ValueError(_unfit(kind, f"{name} is a {type(module).__name__}"))
 
 
-def kind_of(model: nn.Module) -> str:
+def find_quantization(model: nn.Module) -> str:
     """Return `int8` or `fp8`, or an empty text if no layer is quantized."""
-    return next((method.kind for _, method in quantised_layers(model)), "")
+    return next((method.kind for _, method in list_quantized_layers(model)), "")
 
 
-def quantised_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantisedLinearMethod]]:
+def list_quantized_layers(model: nn.Module) -> Iterator[tuple[nn.Module, QuantizedLinearMethod]]:
     """Yield the quantized layers with their methods."""
     for module in model.modules():
-        if isinstance(method := getattr(module, "quant_method", None), QuantisedLinearMethod):
+        if isinstance(method := getattr(module, "quant_method", None), QuantizedLinearMethod):
             yield module, method
 
 
-def stream_from_folder(model: nn.Module) -> None:
+def quantize_while_loading(model: nn.Module) -> None:
     """Round each layer as soon as its weights are read; call this before a folder is read."""
-    for layer, _ in quantised_layers(model):
+    for layer, _ in list_quantized_layers(model):
         initialize_online_processing(layer)
 
 

@@ -13,11 +13,11 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
-from hybridrl.models import load_config
+from hybridrl.models import load_model_config
 from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.vllm_options import SPECULATIVE
-from hybridrl.system.shared_memory import hold_shared_memory
+from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
+from hybridrl.system.shared_memory import lock_shared_memory
 
 # Read by vLLM when it is imported.
 os.environ.update(
@@ -40,7 +40,7 @@ try:
 
     from hybridrl.rollout import vllm_weights
     from hybridrl.rollout.vllm_classes import register_classes
-    from hybridrl.rollout.vllm_quantization import PREFIX
+    from hybridrl.rollout.vllm_quantization import METHOD_PREFIX
 except ImportError as error:
     raise MissingPackageError(
         "rollout=vllm needs vLLM, which could not be imported "
@@ -65,30 +65,30 @@ _GROUPS = [
 ]
 
 
-class EngineGroups:
+class VLLMProcessGroups:
     """The process groups of one engine, made by vLLM when they are first entered.
 
     vLLM keeps them in variables of a module: one set for a process. Here a process may hold several
     engines - the actor's and a judge's - in worker groups of different devices.
     """
 
-    _current: ClassVar[EngineGroups | None] = None
+    _current: ClassVar[VLLMProcessGroups | None] = None
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = dict.fromkeys(_GROUPS)
 
     def enter(self) -> None:
         """Make these the process groups that vLLM uses."""
-        if (left := EngineGroups._current) is self:
+        if (left := VLLMProcessGroups._current) is self:
             return
         if left is not None:
             left._kept = {name: getattr(parallel_state, name) for name in _GROUPS}
         for name, group in self._kept.items():
             setattr(parallel_state, name, group)
-        EngineGroups._current = self
+        VLLMProcessGroups._current = self
 
 
-def start_engine(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, Any]) -> LLM:
+def start_vllm(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, Any]) -> LLM:
     """Start an engine on the process group that is the current one.
 
     Args:
@@ -99,22 +99,22 @@ def start_engine(setup: EngineSetup, config: RolloutConfig, further: Mapping[str
     """
     path, device = setup.path, setup.device
     options = dict(config.engine_options)
-    guesses, rounds = bool(options.get(SPECULATIVE)), config.quantization
+    guesses, rounds = bool(options.get(SPECULATIVE_OPTION)), config.quantization
     _name_shared_memory(setup.job)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     try:
-        register_classes(load_config(path).architectures or ())
+        register_classes(load_model_config(path).architectures or ())
         return LLM(
             path,
             tokenizer=setup.tokenizer,
             dtype=setup.dtype,
-            quantization=None if rounds == NONE else PREFIX + rounds,
+            quantization=None if rounds == NONE else METHOD_PREFIX + rounds,
             hf_overrides={"head_dtype": HEAD_DTYPE} | options.pop("hf_overrides", {}),
             seed=setup.seed,
             max_model_len=setup.context_length,
             max_num_seqs=config.max_sequences,
             load_format=vllm_weights.LOAD_FORMAT,
-            model_loader_extra_config={vllm_weights.COMING: setup.coming or {}},
+            model_loader_extra_config={vllm_weights.INCOMING_SHAPES: setup.coming or {}},
             skip_tokenizer_init=not (setup.stop_texts or config.stop),
             language_model_only=True,  # pictures are not read: no tower, no processor
             tensor_parallel_size=config.parallel.tp,
@@ -162,7 +162,7 @@ def _name_shared_memory(job: str) -> None:
     would stop the next. The address is not used otherwise, because the process group exists
     already. Those of its message queues are named by Python, at random.
     """
-    hold_shared_memory(job)
+    lock_shared_memory(job)
     shared_memory._SHM_NAME_PREFIX = f"/{job}-"
     shared_memory._SHM_SAFE_NAME_LENGTH = len(job) + 2 + 8
 

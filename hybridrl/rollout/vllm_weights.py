@@ -39,45 +39,50 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from hybridrl.layout.boxes import Piece
-from hybridrl.quantization.rounded_matrix import dequantise, quantise
+from hybridrl.quantization.rounded_matrix import dequantize_rows, quantize_rows
 from hybridrl.rollout import vllm_quantization
-from hybridrl.rollout.loader_probe import NotProbedError, probe, remember_parameters, zero_twin
-from hybridrl.rollout.vllm_quantization import QuantisedLinearMethod
-from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter
+from hybridrl.rollout.loader_probe import (
+    LoaderProbeError,
+    make_zeros_like,
+    probe_loader,
+    record_raw_parameters,
+)
+from hybridrl.rollout.vllm_quantization import QuantizedLinearMethod
+from hybridrl.rollout.weight_writer import EngineTensor, WeightPieces, WeightWriter
 
 LOAD_FORMAT = "hybridrl"
-COMING = "coming"
+INCOMING_SHAPES = "coming"
 """The shapes of weights that will be written before anything is generated, in what vLLM hands on to
 the loader; none: it is to read them."""
-UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+_UNQUANTIZED_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_UNPACKED_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that take experts as loaders fill them; others swap, shuffle or transpose them."""
-ROWS = 1024  # of an identity matrix at a time
-DIGIT_BITS = 8
+_IDENTITY_ROWS = 1024  # of an identity matrix at a time
+_DIGIT_BITS = 8
 _log = logging.getLogger(__name__)
 
 
 @register_model_loader(LOAD_FORMAT)
-class RememberingLoader(DefaultModelLoader):
+class RawParameterLoader(DefaultModelLoader):
     """A vLLM loader that records raw parameters and skips a folder that would be overwritten."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         extra = dict(load_config.model_loader_extra_config)
-        self._coming: Mapping[str, tuple[int, ...]] = extra.pop(COMING)
+        self._coming: Mapping[str, tuple[int, ...]] = extra.pop(INCOMING_SHAPES)
         super().__init__(replace(load_config, load_format="auto", model_loader_extra_config=extra))
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        vllm_quantization.check_layers(model)
-        remember_parameters(model)
+        vllm_quantization.check_quantizable(model)
+        record_raw_parameters(model)
         if self._coming and _fills(model, self._coming):
             for parameter in model.parameters():
                 parameter.data.zero_()  # vLLM runs the model once to see how much memory it takes
         else:
-            vllm_quantization.stream_from_folder(model)
+            vllm_quantization.quantize_while_loading(model)
             super().load_weights(model, model_config)
 
 
-def probe_vllm(
+def probe_vllm_model(
     model: nn.Module, vllm_config: VllmConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, tuple[Piece, ...]]:
     """Probe a model of vLLM's; see `loader_probe.probe_loader`.
@@ -87,24 +92,24 @@ def probe_vllm(
     """
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if not isinstance(method, QuantizeMethodBase) or isinstance(method, UNQUANTIZED):
+        if not isinstance(method, QuantizeMethodBase) or isinstance(method, _UNQUANTIZED_METHODS):
             continue
         if isinstance(method, UnquantizedFusedMoEMethod):
             kernel = method.unquantized_backend
-            if kernel in AS_LOADED or kernel is UnquantizedMoeBackend.CPU:
+            if kernel in _UNPACKED_BACKENDS or kernel is UnquantizedMoeBackend.CPU:
                 continue
-            raise NotProbedError(f"{name} keeps experts in the order of {kernel.value}'s kernels")
+            raise LoaderProbeError(f"{name} keeps experts in the order of {kernel.value}'s kernels")
         if any(True for _ in module.parameters()):
-            raise NotProbedError(f"{name} keeps its weights by {type(method).__name__}")
+            raise LoaderProbeError(f"{name} keeps its weights by {type(method).__name__}")
     with set_current_vllm_config(vllm_config):
-        return probe(model, shapes)
+        return probe_loader(model, shapes)
 
 
 def _fills(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether boxes of weights of these shapes fill a raw model completely."""
     try:
-        probe_vllm(model, get_current_vllm_config(), shapes)
-    except NotProbedError as reason:
+        probe_vllm_model(model, get_current_vllm_config(), shapes)
+    except LoaderProbeError as reason:
         _log.info("vLLM reads its first weights from the model's folder: %s.", reason)
         return False
     return True
@@ -119,7 +124,7 @@ class VLLMWeightWriter(WeightWriter):
         pieces: Of this model.
     """
 
-    def __init__(self, model: nn.Module, vllm_config: VllmConfig, pieces: Pieces) -> None:
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig, pieces: WeightPieces) -> None:
         super().__init__(dict(model.named_parameters()), pieces)
         self._model = model
         self._config = vllm_config
@@ -146,13 +151,13 @@ class VLLMWeightWriter(WeightWriter):
     def _target(self, tensor: str) -> Tensor:
         if tensor not in self._targets:
             live, raw = self._parameters[tensor], self._model.raw_parameters[tensor]
-            packed = any(packs_experts(module) for module, _ in self._owners[tensor])
+            packed = any(has_packed_experts(module) for module, _ in self._owners[tensor])
             if _is_raw(live, raw) and not packed:
                 self._targets[tensor] = live.data
                 if self._sizes.get(tensor, 0) < raw.numel():
                     live.data.zero_()  # the padding, which sleeping may have lost
             else:
-                self._raw[tensor] = zero_twin(raw, live.device)
+                self._raw[tensor] = make_zeros_like(raw, live.device)
                 self._targets[tensor] = self._raw[tensor].data
         return self._targets[tensor]
 
@@ -167,10 +172,10 @@ class VLLMWeightWriter(WeightWriter):
             for attribute, name in tensors.items():
                 if name in self._raw:
                     setattr(module, attribute, self._raw[name])
-            if isinstance(getattr(module, "quant_method", None), UNQUANTIZED):
+            if isinstance(getattr(module, "quant_method", None), _UNQUANTIZED_METHODS):
                 with set_current_vllm_config(self._config):
                     module.quant_method.process_weights_after_loading(module)
-            elif packs_experts(module):
+            elif has_packed_experts(module):
                 _kernel(module).process_weights_after_loading(module)
         for _, tensors in done:
             for name in tensors.values():
@@ -178,41 +183,42 @@ class VLLMWeightWriter(WeightWriter):
                 self._targets.pop(name, None)
 
 
-def forms(model: nn.Module, tensor: str) -> Iterator[Form]:
+def list_engine_tensors(model: nn.Module, tensor: str) -> Iterator[EngineTensor]:
     """Yield a parameter in every form that its layers use, packed and rounded copies too."""
     live, raw = model.get_parameter(tensor), model.raw_parameters[tensor]
     owners = _owners(model)[tensor]
-    if live.shape == raw.shape and not any(packs_experts(module) for module, _ in owners):
-        yield Form(tensor, live.data.to(raw.dtype))
+    if live.shape == raw.shape and not any(has_packed_experts(module) for module, _ in owners):
+        yield EngineTensor(tensor, live.data.to(raw.dtype))
     for module, tensors in owners:
-        if packs_experts(module):
+        if has_packed_experts(module):
             packed = _unpacked(module, tensors, tensor, model)
-            yield Form(f"{tensor}, packed for its kernel,", packed)
+            yield EngineTensor(f"{tensor}, packed for its kernel,", packed)
         if hasattr(module, "cpu_linear") and tensors.get("weight") == tensor:
             identity = torch.eye(raw.shape[1], dtype=raw.dtype, device=live.device)
             columns = [
-                module.quant_method.apply(module, rows, None) for rows in identity.split(ROWS)
+                module.quant_method.apply(module, rows, None)
+                for rows in identity.split(_IDENTITY_ROWS)
             ]
             called = f"{tensor}, packed in a {type(module).__name__},"
-            yield Form(called, torch.cat(columns).T)
+            yield EngineTensor(called, torch.cat(columns).T)
         plain = getattr(module, "_cpu_unpacked_conv_weight", None)
         if plain is not None and torch.equal(causal_conv1d_weight_pack(plain), live):
-            yield Form(f"{tensor}, packed for its kernel,", plain.view(raw.shape))
+            yield EngineTensor(f"{tensor}, packed for its kernel,", plain.view(raw.shape))
         method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantisedLinearMethod) and tensors.get("weight") == tensor:
-            yield Form(
+        if isinstance(method, QuantizedLinearMethod) and tensors.get("weight") == tensor:
+            yield EngineTensor(
                 f"{tensor}, rounded to {method.kind},",
-                dequantise(method.rows(*raw.shape)),
+                dequantize_rows(method.rows(*raw.shape)),
                 partial(_rounded, kind=method.kind, dtype=raw.dtype),
             )
 
 
 def _rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Return what an 8-bit layer makes of weights that arrive in precision `dtype`."""
-    return dequantise(quantise(weight.to(dtype), kind))
+    return dequantize_rows(quantize_rows(weight.to(dtype), kind))
 
 
-def packs_experts(module: nn.Module) -> bool:
+def has_packed_experts(module: nn.Module) -> bool:
     """Return whether a layer of experts keeps them in the order of a CPU's kernels."""
     if not isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
         return False
@@ -220,10 +226,10 @@ def packs_experts(module: nn.Module) -> bool:
     return isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch
 
 
-def forget_kernels(model: nn.Module) -> None:
+def drop_expert_kernels(model: nn.Module) -> None:
     """Drop the CPU kernels of experts, so that vLLM packs weights again at the next whole load."""
     for module in model.modules():
-        if packs_experts(module):
+        if has_packed_experts(module):
             module.quant_method.moe_kernel = None
 
 
@@ -241,11 +247,11 @@ def _unpacked(
     packed = getattr(experts, attribute)
     count = model.raw_parameters[tensor].numel()
     numbers = torch.zeros(packed.shape, dtype=torch.int64)
-    for digit in range(0, count.bit_length(), DIGIT_BITS):
+    for digit in range(0, count.bit_length(), _DIGIT_BITS):
         layer = nn.Module()
         for name, of in tensors.items():
             raw = model.raw_parameters[of]
-            elements = torch.arange(1, raw.numel() + 1) >> digit & (1 << DIGIT_BITS) - 1
+            elements = torch.arange(1, raw.numel() + 1) >> digit & (1 << _DIGIT_BITS) - 1
             values = elements.to(raw.dtype).view(raw.shape)
             layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
         _kernel(experts).process_weights_after_loading(layer)

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.layout.boxes import Box, Piece, extent, volume
+from hybridrl.layout.boxes import Box, Piece, box_numel, box_shape
 
-Pieces = Mapping[str, tuple[Piece, ...]]
+WeightPieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""
 
 
-class Form(NamedTuple):
+class EngineTensor(NamedTuple):
     """A tensor of the engine in one of the forms in which the engine keeps it.
 
     Attributes:
@@ -39,11 +39,11 @@ class WeightWriter:
         pieces: What is to be written.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], pieces: Pieces) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], pieces: WeightPieces) -> None:
         self._parameters = parameters
         self.missing = {
-            name: sum(volume(piece.box) for piece in held)
-            for name, held in by_tensor(pieces).items()
+            name: sum(box_numel(piece.box) for piece in held)
+            for name, held in group_by_tensor(pieces).items()
         }
 
     @torch.no_grad()
@@ -77,10 +77,10 @@ class WeightWriter:
         """Handle a tensor that has all its elements; a hook for subclasses."""
 
 
-def differences(
+def find_weight_mismatches(
     weights: Iterable[tuple[str, Tensor]],
-    pieces: Pieces,
-    forms: Callable[[str], Iterator[Form]],
+    pieces: WeightPieces,
+    forms: Callable[[str], Iterator[EngineTensor]],
 ) -> list[str]:
     """Return a sentence for every box in which an engine's weights are not `weights`, bit for bit
     after rounding to the engine's precision, and for every tensor that is not zero where no box is.
@@ -94,12 +94,12 @@ def differences(
     found = []
     for name, whole in weights:
         for piece in pieces.get(name, ()):
-            expected = whole[inside(piece.box)]
+            expected = whole[box_slices(piece.box)]
             kept = list(forms(piece.tensor))
             if not kept:
                 found.append(f"{piece.tensor} cannot be read back.")
             for form, values, rounded in kept:
-                values = values[inside(place_of(piece))]
+                values = values[box_slices(target_box(piece))]
                 wanted = expected.to(values.device, values.dtype)
                 wrong = values != (wanted if rounded is None else rounded(wanted))
                 if wrong.any():
@@ -107,18 +107,18 @@ def differences(
                         f"{name} {list(piece.box)}: {int(wrong.sum())} of {wrong.numel()} elements "
                         f"differ in {form}."
                     )
-    for tensor, held in by_tensor(pieces).items():
+    for tensor, held in group_by_tensor(pieces).items():
         for form, values, _ in forms(tensor):
             if _filled(held) < values.numel():
                 rest = values.clone()
                 for piece in held:
-                    rest[inside(place_of(piece))] = 0
+                    rest[box_slices(target_box(piece))] = 0
                 if rest.any():
                     found.append(f"The padding of {form} is not zero.")
     return found
 
 
-def by_tensor(pieces: Pieces) -> dict[str, list[Piece]]:
+def group_by_tensor(pieces: WeightPieces) -> dict[str, list[Piece]]:
     """Group pieces by the engine's tensor that they lie in."""
     found: dict[str, list[Piece]] = {}
     for held in pieces.values():
@@ -127,15 +127,15 @@ def by_tensor(pieces: Pieces) -> dict[str, list[Piece]]:
     return found
 
 
-def inside(box: Box) -> tuple[slice, ...]:
+def box_slices(box: Box) -> tuple[slice, ...]:
     """Return the index that selects a box."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def _filled(held: Iterable[Piece]) -> int:
-    return sum(volume(piece.box) for piece in held)
+    return sum(box_numel(piece.box) for piece in held)
 
 
-def place_of(piece: Piece) -> Box:
+def target_box(piece: Piece) -> Box:
     """Return the box that a piece fills in the engine's tensor."""
-    return tuple((at, at + n) for at, n in zip(piece.start, extent(piece.box), strict=True))
+    return tuple((at, at + n) for at, n in zip(piece.start, box_shape(piece.box), strict=True))

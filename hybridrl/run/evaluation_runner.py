@@ -10,31 +10,35 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.eval_sets import HELD_OUT, Metric, evaluates_held_out
-from hybridrl.config.load import to_plain
+from hybridrl.config.eval_sets import HELD_OUT_SET, EvalMetric, evaluates_held_out
+from hybridrl.config.load import config_to_dict
 from hybridrl.config.schema import is_served
-from hybridrl.console.evaluation_table import evaluation_table, table_text
+from hybridrl.console.evaluation_table import build_evaluation_table, render_plain_table
 from hybridrl.evaluation import evaluation_function as own
-from hybridrl.evaluation.answer_extraction import extraction
-from hybridrl.evaluation.baseline import Baseline, doubts, estimates
-from hybridrl.evaluation.loaded_sets import EvalSet
-from hybridrl.evaluation.sample_table import Samples
-from hybridrl.evaluation.scored_samples import draw, keys_of, table_of
-from hybridrl.rewards import function_list
-from hybridrl.run_files.evaluation_log import EvaluationsFile, newest_of_sets
-from hybridrl.run_files.provenance import provenance
-from hybridrl.trainers.role_spec import ACTOR, checked_roles
+from hybridrl.evaluation.answer_extraction import resolve_extractor
+from hybridrl.evaluation.baseline import EvalBaseline, doubts, estimate_metrics
+from hybridrl.evaluation.loaded_sets import LoadedEvalSet
+from hybridrl.evaluation.sample_table import SampleTable
+from hybridrl.evaluation.scored_samples import (
+    collect_sample_table,
+    compute_prompt_keys,
+    sample_and_score,
+)
+from hybridrl.rewards import parse_function_list
+from hybridrl.run_files.evaluation_log import EvaluationLog, find_latest_by_set
+from hybridrl.run_files.provenance import collect_provenance
+from hybridrl.trainers.role_spec import ACTOR_ROLE, validate_roles
 from hybridrl.trainers.trainer import EvaluationResult
 
 if TYPE_CHECKING:
-    from hybridrl.batch.call_record import Record
-    from hybridrl.console.run_view import StepView
+    from hybridrl.batch.call_record import CallRecord
+    from hybridrl.console.run_view import RunView
     from hybridrl.job.job import Job
-    from hybridrl.rollout import Sampling
+    from hybridrl.rollout import SamplingSettings
     from hybridrl.trainers.trainer import Trainer
 
 
-class Evaluations:
+class EvaluationRunner:
     """Runs the evaluations of a job and records them.
 
     Args:
@@ -43,15 +47,17 @@ class Evaluations:
         view: Where progress is shown.
     """
 
-    def __init__(self, job: Job, trainer: Trainer, view: StepView) -> None:
+    def __init__(self, job: Job, trainer: Trainer, view: RunView) -> None:
         self.job, self.trainer, self.view = job, trainer, view
         config = job.config
-        self.file = EvaluationsFile(job.directory.path)
+        self.file = EvaluationLog(job.directory.path)
         self._trains = trainer.TRAINS
         self._evaluates_held_out = job.held_out is not None and evaluates_held_out(
             config, self._trains
         )
-        self._named = None if config.eval.baseline is None else Baseline.named(config.eval.baseline)
+        self._named = (
+            None if config.eval.baseline is None else EvalBaseline.named(config.eval.baseline)
+        )
         self._remarked: set[tuple[str, str]] = set()
 
     def due(self, step: int, last: bool = False, but: Sequence[str] = ()) -> list[str]:
@@ -63,7 +69,7 @@ class Evaluations:
         """
         every = self.job.config.eval.every
         is_due = step == 0 or last or bool(every and step % every == 0)
-        names = [HELD_OUT] if self._evaluates_held_out and is_due else []
+        names = [HELD_OUT_SET] if self._evaluates_held_out and is_due else []
         for name, one in self.job.eval_sets.items():
             if not self._trains or one.settings.is_due(step, last):
                 names.append(name)
@@ -72,26 +78,26 @@ class Evaluations:
     def owner(self, figure: str) -> str:
         """Return the set that a metric belongs to."""
         found = re.match(r"(?:[^/]+/)?eval/([^/]+)/", figure)
-        return found[1] if found and found[1] in self.job.eval_sets else HELD_OUT
+        return found[1] if found and found[1] in self.job.eval_sets else HELD_OUT_SET
 
     def is_part(self, figure: str) -> bool:
         """Return whether a metric covers a part of a set's prompts, as `by_column` splits them."""
         name = self.owner(figure)
-        return name != HELD_OUT and "/" in figure.partition(f"eval/{name}/")[2]
+        return name != HELD_OUT_SET and "/" in figure.partition(f"eval/{name}/")[2]
 
     def run(
         self, step: int, names: Sequence[str]
-    ) -> tuple[dict[str, float], dict[str, Sequence[Record]]]:
+    ) -> tuple[dict[str, float], dict[str, Sequence[CallRecord]]]:
         """Evaluate these sets, and write what was found to the run's folder: their figures, and the
         records of the calls for each set, by a sentence that says which they were."""
         figures: dict[str, float] = {}
-        calls: dict[str, Sequence[Record]] = {}
+        calls: dict[str, Sequence[CallRecord]] = {}
         written: dict[str, dict[str, Any]] = {}
         self.view.phase("evaluating")
         self.job.publish()
         for name in names:
-            where = "" if name == HELD_OUT else f" of `{name}`"
-            if name == HELD_OUT:
+            where = "" if name == HELD_OUT_SET else f" of `{name}`"
+            if name == HELD_OUT_SET:
                 found, entries = self._held_out(step)
             else:
                 found, entries = self._set(self.job.eval_sets[name], step)
@@ -109,14 +115,14 @@ class Evaluations:
         config = self.job.config
         if self._trains and not self.job.eval_sets and self._named is None:
             return
-        if sets := newest_of_sets(self.file.read()):
+        if sets := find_latest_by_set(self.file.read()):
             against = f", against {config.eval.baseline}" if self._named else ""
-            table = table_text(evaluation_table(sets, f"evaluations{against}"))
+            table = render_plain_table(build_evaluation_table(sets, f"evaluations{against}"))
             self.view.message("\n".join([table, *self.doubts()]))
 
     def doubts(self) -> list[str]:
         """What makes figures of the newest evaluations say little; see `figures.doubts`."""
-        newest = newest_of_sets(self.file.read()).values()
+        newest = find_latest_by_set(self.file.read()).values()
         return [said for each in newest for said in each.get("doubts", ())]
 
     def compared(self) -> dict[str, Any]:
@@ -124,7 +130,7 @@ class Evaluations:
         baseline."""
         return {
             f"{name}/{metric}": one["difference"]
-            for name, each in newest_of_sets(self.file.read()).items()
+            for name, each in find_latest_by_set(self.file.read()).items()
             for metric, one in each["metrics"].items()
             if "difference" in one
         }
@@ -133,7 +139,7 @@ class Evaluations:
         """Return the trainer's metrics of the held-out data, and the entries to record, by role."""
         job, config = self.job, self.job.config
         who = f"`{type(self.trainer).__qualname__}.evaluate`"
-        self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT, step))
+        self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT_SET, step))
         try:
             found = self.trainer.evaluate(job.put(job.held_out))
         finally:
@@ -142,15 +148,20 @@ class Evaluations:
         samples = found.samples if isinstance(found, EvaluationResult) else {}
         entries: dict[str, dict[str, Any]] = {}
         k, by = config.eval.samples, config.eval.by_column
-        metrics = (Metric("accuracy"), *((Metric("mean", k), Metric("pass", k)) if k > 1 else ()))
+        metrics = (
+            EvalMetric("accuracy"),
+            *((EvalMetric("mean", k), EvalMetric("pass", k)) if k > 1 else ()),
+        )
         sampling = job.sampling if k > 1 else job.sampling.greedy()
-        extract = extraction("", None, function_list(config.reward.function))
+        extract = resolve_extractor("", None, parse_function_list(config.reward.function))
         for role, drawn in samples.items():
-            keys = keys_of(job.held_out)
-            table = table_of(drawn, keys, config.reward.correct_at, extract, [by] if by else [])
-            name = _name_of(role, HELD_OUT)
+            keys = compute_prompt_keys(job.held_out)
+            table = collect_sample_table(
+                drawn, keys, config.reward.correct_at, extract, [by] if by else []
+            )
+            name = _name_role_set(role, HELD_OUT_SET)
             limit = self._limit("rollout", sampling.max_tokens)
-            said = doubts(Samples(table), "the held-out rows", limit, unscored=not self._trains)
+            said = doubts(SampleTable(table), "the held-out rows", limit, unscored=not self._trains)
             entries[name] = self._kept(step, name, table, metrics, by, said) | {
                 "sampling": _how_drawn(sampling, k),
                 "correct_at": config.reward.correct_at,
@@ -158,16 +169,16 @@ class Evaluations:
         # Figures that a program of the user's adds, or gives in place of those of answers.
         further = {name: {"value": value} for name, value in figures.items()}
         for role in samples:
-            prefix = "" if role == ACTOR else f"{role}/"
-            known = entries[_name_of(role, HELD_OUT)]["metrics"]
+            prefix = "" if role == ACTOR_ROLE else f"{role}/"
+            known = entries[_name_role_set(role, HELD_OUT_SET)]["metrics"]
             for name in list(further):
                 if name.removeprefix(prefix).removeprefix("eval/") in known:
                     del further[name]
         if further:
-            entry = entries.setdefault(HELD_OUT, {"prompts": len(job.held_out), "metrics": {}})
+            entry = entries.setdefault(HELD_OUT_SET, {"prompts": len(job.held_out), "metrics": {}})
             entry["metrics"] |= {name.removeprefix("eval/"): one for name, one in further.items()}
         for entry in entries.values():
-            entry["data"] = _said(to_plain(config)["data"])
+            entry["data"] = _describe_data(config_to_dict(config)["data"])
         return figures, entries
 
     def _limit(self, group: str, max_tokens: int) -> str:
@@ -178,46 +189,50 @@ class Evaluations:
             return f"max_tokens of the program's request, or {limit}"
         return limit
 
-    def _set(self, one: EvalSet, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    def _set(
+        self, one: LoadedEvalSet, step: int
+    ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Return the metrics of a set for every role that generates, and the entries to record."""
         figures: dict[str, float] = {}
         entries: dict[str, dict[str, Any]] = {}
-        roles = checked_roles(self.trainer.roles(self.job.config), type(self.trainer).__qualname__)
+        roles = validate_roles(self.trainer.roles(self.job.config), type(self.trainer).__qualname__)
         for role in (role for role, spec in roles.items() if spec.generates):
-            name = _name_of(role, one.name)
+            name = _name_role_set(role, one.name)
             entry = self._of_function(one, role, step) or self._of_answers(one, role, name, step)
             entries[name] = entry
-            prefix = f"eval/{one.name}" if role == ACTOR else f"{role}/eval/{one.name}"
+            prefix = f"eval/{one.name}" if role == ACTOR_ROLE else f"{role}/eval/{one.name}"
             figures |= {f"{prefix}/{key}": m["value"] for key, m in entry["metrics"].items()}
         return figures, entries
 
-    def _of_answers(self, one: EvalSet, role: str, name: str, step: int) -> dict[str, Any]:
+    def _of_answers(self, one: LoadedEvalSet, role: str, name: str, step: int) -> dict[str, Any]:
         settings, job = one.settings, self.job
         actor, reward = job.groups[role], job.groups["reward"]
         prompts = job.put(one.rows)
         sampling = replace(one.sampling, series=_series(one.name, step))
-        drawn = [draw(actor, reward, prompts, sampling, settings.own.samples, one.verifier)]
+        drawn = [
+            sample_and_score(actor, reward, prompts, sampling, settings.own.samples, one.verifier)
+        ]
         if any(metric.kind == "accuracy" for metric in settings.metrics) and not drawn[0].greedy:
             greedy = sampling.greedy()
-            drawn.append(draw(actor, reward, prompts, greedy, verifier=one.verifier))
+            drawn.append(sample_and_score(actor, reward, prompts, greedy, verifier=one.verifier))
         by = settings.own.by_column
-        keys, correct_at = keys_of(one.rows), settings.reward.correct_at
-        table = table_of(drawn, keys, correct_at, one.extract, [by] if by else [])
+        keys, correct_at = compute_prompt_keys(one.rows), settings.reward.correct_at
+        table = collect_sample_table(drawn, keys, correct_at, one.extract, [by] if by else [])
         limit = self._limit(settings.setting, one.sampling.max_tokens)
-        said = doubts(Samples(table), f"`{one.name}`", limit, unscored=True)
+        said = doubts(SampleTable(table), f"`{one.name}`", limit, unscored=True)
         return self._kept(step, name, table, settings.metrics, by, said) | self._how(one, role)
 
-    def _of_function(self, one: EvalSet, role: str, step: int) -> dict[str, Any] | None:
+    def _of_function(self, one: LoadedEvalSet, role: str, step: int) -> dict[str, Any] | None:
         """Return the entry made by the user's evaluation function; None if the set has none."""
         settings, job = one.settings, self.job
         if settings.own.function is None:
             return None
         data = settings.data or job.config.data
         groups, sampling = job.groups, replace(one.sampling, series=_series(one.name, step))
-        model = own.Model(
+        model = own.EvaluatedModel(
             groups[role], groups["reward"], job.put, job.tokenizer, sampling, data, one.verifier
         )
-        found = own.evaluate(
+        found = own.run_evaluation_function(
             f"{settings.setting}.function",
             settings.own.function,
             {
@@ -231,29 +246,29 @@ class Evaluations:
         metrics = {name: {"value": value} for name, value in found.items()}
         return {"metrics": metrics, "function": settings.own.function} | self._how(one, role)
 
-    def _how(self, one: EvalSet, role: str) -> dict[str, Any]:
+    def _how(self, one: LoadedEvalSet, role: str) -> dict[str, Any]:
         """Return the conditions of an evaluation: data, sampling, reward, threshold."""
-        settings, plain = one.settings, to_plain(self.job.config)
+        settings, plain = one.settings, config_to_dict(self.job.config)
         own_data = (plain["eval"]["sets"][one.name] or {}).get("data")
-        how: dict[str, Any] = {"data": own_data or _said(plain["data"])}
+        how: dict[str, Any] = {"data": own_data or _describe_data(plain["data"])}
         if settings.is_verified:
             how["reward"] = plain["eval"]["sets"][one.name]["reward"]
         how["sampling"] = _how_drawn(one.sampling, settings.own.samples)
         how["correct_at"] = settings.reward.correct_at
-        return how if role == ACTOR else how | {"role": role}
+        return how if role == ACTOR_ROLE else how | {"role": role}
 
     def _kept(
         self,
         step: int,
         name: str,
         table: Any,
-        metrics: Sequence[Metric],
+        metrics: Sequence[EvalMetric],
         by: str | None,
         doubts: list[str],
     ) -> dict[str, Any]:
         """Writes samples, and gives the metrics with how sure they are, and why to doubt them."""
-        samples, directory = Samples(table), self.job.directory
-        found = estimates(samples, metrics, by)
+        samples, directory = SampleTable(table), self.job.directory
+        found = estimate_metrics(samples, metrics, by)
         path = directory.write_evaluated(name, step, table)
         entry: dict[str, Any] = {
             "prompts": len(samples.keys),
@@ -285,13 +300,13 @@ class Evaluations:
             "step": step,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "model": job.model_path,
-            "versions": provenance(job.config.run.seed, job.command)["versions"],
+            "versions": collect_provenance(job.config.run.seed, job.command)["versions"],
             "sets": sets,
         }
-        model_step = step_of_model(job.model_path)
+        model_step = _parse_model_step(job.model_path)
         return found if model_step is None else found | {"model_step": model_step}
 
-    def _baseline(self, step: int, name: str) -> Baseline | None:
+    def _baseline(self, step: int, name: str) -> EvalBaseline | None:
         """Return the baseline of a set: the one that the settings name, else its first
         evaluation."""
         if self._named is not None:
@@ -302,17 +317,17 @@ class Evaluations:
         if first is None:
             return None
         sets = {name: {**first["sets"][name], "step": first["step"]}}
-        return Baseline(self.job.directory.path, sets)
+        return EvalBaseline(self.job.directory.path, sets)
 
 
-def step_of_model(path: str) -> int | None:
+def _parse_model_step(path: str) -> int | None:
     """Return the step of the checkpoint that a model folder lies in; None if it lies in none."""
     folder = Path(path).absolute().parent
     found = re.fullmatch(r"step-(\d+)", folder.name)
     return int(found[1]) if found and (folder / "complete.json").is_file() else None
 
 
-def _how_drawn(sampling: Sampling, samples: int) -> dict[str, Any]:
+def _how_drawn(sampling: SamplingSettings, samples: int) -> dict[str, Any]:
     """What evaluations.json says of it."""
     found = asdict(sampling) | {"samples": samples}
     del found["series"]
@@ -325,12 +340,12 @@ def _series(name: str, step: int) -> str:
     return f"evaluation {name} {step}"
 
 
-def _name_of(role: str, name: str) -> str:
+def _name_role_set(role: str, name: str) -> str:
     """Return the name of a set in files, with the role's name for other roles than the actor."""
-    return name if role == ACTOR else f"{role}-{name}"
+    return name if role == ACTOR_ROLE else f"{role}-{name}"
 
 
-def _said(data: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that say where the job's prompts come from."""
     places = ("task", "path", "split", "eval_path", "eval_split")
     return {name: data[name] for name in places if data.get(name) is not None}

@@ -24,27 +24,27 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checkpoint.pruning import check_figure, metric_of
-from hybridrl.checkpoint.resume import Resumed
-from hybridrl.checkpoint.saver import Checkpoints
-from hybridrl.checkpoint.warm_model import warms_up
-from hybridrl.config.eval_sets import HELD_OUT
-from hybridrl.console.run_view import StepView
-from hybridrl.errors import HybridRLError, LostError, Preempted
-from hybridrl.run.evaluation_runner import Evaluations
-from hybridrl.run.recovery import Recoveries
+from hybridrl.checkpoint.resume import ResumePoint
+from hybridrl.checkpoint.saver import CheckpointSaver
+from hybridrl.checkpoint.warm_model import has_warmup
+from hybridrl.config.eval_sets import HELD_OUT_SET
+from hybridrl.console.run_view import RunView
+from hybridrl.errors import HybridRLError, LostError, PreemptionInterrupt
+from hybridrl.run.evaluation_runner import EvaluationRunner
+from hybridrl.run.recovery import RunRecovery
 from hybridrl.run.run_end import RunEnd
-from hybridrl.run.step_runner import PendingStep, Steps, choices_of
+from hybridrl.run.step_runner import PendingStep, StepRunner, list_measured_choices
 from hybridrl.run.warmup import warm_up
-from hybridrl.run.watchers.accuracy_decline import Decline
-from hybridrl.run.watchers.early_stop import EarlyStop
+from hybridrl.run.watchers.accuracy_decline import AccuracyDeclineWatcher
+from hybridrl.run.watchers.early_stop import EarlyStopWatcher
 from hybridrl.run.watchers.generator_mismatch import GeneratorCheck
-from hybridrl.run.watchers.nan_guard import Guard
-from hybridrl.run.watchers.slow_devices import SlowDevices
-from hybridrl.run.watchers.tripwires import Tripwires
-from hybridrl.run.watchers.unscored_samples import Unscored
-from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation, Rewind, Watcher
-from hybridrl.run_files.recorded_steps import CHECKPOINT, EVALUATION
-from hybridrl.run_files.summary import RunSummary, accuracy_name
+from hybridrl.run.watchers.nan_guard import NanGuard
+from hybridrl.run.watchers.slow_devices import SlowDeviceWatcher
+from hybridrl.run.watchers.tripwires import TripwireWatcher
+from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
+from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation, RewindRequest, Watcher
+from hybridrl.run_files.recorded_steps import CHECKPOINT, DRIVER_EVALUATION
+from hybridrl.run_files.summary import RunSummary, resolve_accuracy_name
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job
@@ -54,7 +54,7 @@ class ReturnedDevices(Exception):  # noqa: N818 (it is no error: the run goes on
     """Devices that had been lost are there again."""
 
 
-class Loop(RunEnd):
+class RunLoop(RunEnd):
     """Runs the driver program of a job for its steps, and leaves metrics, samples, models and a
     summary.
 
@@ -67,13 +67,13 @@ class Loop(RunEnd):
             first counts.
     """
 
-    def __init__(self, job: Job, view: StepView) -> None:
+    def __init__(self, job: Job, view: RunView) -> None:
         self.job, self.view, self.config = job, view, job.config
         self.summary = RunSummary()
-        self._recoveries = Recoveries(job.config, job.directory.path)
-        self._guard = Guard(self.config.guard, job.directory)
+        self._recoveries = RunRecovery(job.config, job.directory.path)
+        self._guard = NanGuard(self.config.guard, job.directory)
         self._prompts = 0 if job.held_out is None else len(job.held_out)
-        self._decline = Decline(job.config, self._prompts)
+        self._decline = AccuracyDeclineWatcher(job.config, self._prompts)
         self._preempted = self.interrupted = ""
         self.saved = 0
         self._begin_run()
@@ -87,21 +87,21 @@ class Loop(RunEnd):
         self.began = False  # until then there is nothing to save, but maybe a model to overwrite
         self._saved_figures: dict[str, float] = {}
         self.summary.begin()
-        self.steps = Steps(job, self.trainer, self.view, self.summary)
-        self.evaluations = Evaluations(job, self.trainer, self.view)
+        self.steps = StepRunner(job, self.trainer, self.view, self.summary)
+        self.evaluations = EvaluationRunner(job, self.trainer, self.view)
         places = {role: place.devices for role, place in job.placement.roles.items()}
-        tripwires = Tripwires(self.config, self._prompts)
+        tripwires = TripwireWatcher(self.config, self._prompts)
         self.watchers: list[Watcher] = [
-            Unscored(self.trainer.TRAINS),
+            UnscoredSamplesWatcher(self.trainer.TRAINS),
             self._guard,
             GeneratorCheck(self.config),
-            SlowDevices(places, job.executor.cluster.devices),
+            SlowDeviceWatcher(places, job.executor.cluster.devices),
             *([tripwires] if tripwires.window else []),
             self._decline,
-            EarlyStop(self.config.eval.stop, self.summary),
+            EarlyStopWatcher(self.config.eval.stop, self.summary),
         ]
         watches = {"guard": self._guard, "tripwires": tripwires}
-        self.checkpoints = Checkpoints(job, self.trainer, self.summary, watches)
+        self.checkpoints = CheckpointSaver(job, self.trainer, self.summary, watches)
 
     def run(self) -> dict[str, Any]:
         """Train; go on from the newest checkpoint when workers are lost. Ctrl-C saves what there is
@@ -119,7 +119,7 @@ class Loop(RunEnd):
                     return self.summary
                 except (LostError, ReturnedDevices) as lost:
                     found = self._restart(lost)
-                except Rewind as rewind:
+                except RewindRequest as rewind:
                     found = self._go_back(rewind)
 
     def _begin(self) -> None:
@@ -131,7 +131,7 @@ class Loop(RunEnd):
             "eval.stop.metric": self.config.eval.stop.metric,
         }
         for setting, figure in named.items():  # those of sets that were not due may come
-            if figure is not None and self.evaluations.owner(metric_of(figure)) == HELD_OUT:
+            if figure is not None and self.evaluations.owner(metric_of(figure)) == HELD_OUT_SET:
                 check_figure(setting, figure, figures)
         if self._guard.rewinds:
             self._checkpoint(0, {})
@@ -181,14 +181,14 @@ class Loop(RunEnd):
         """The figures of these sets, and why the run is to end after them; empty: it goes on."""
         if not names:
             return {}, ""
-        with self.job.beside.doing(EVALUATION):
+        with self.job.beside.doing(DRIVER_EVALUATION):
             figures, calls = self.evaluations.run(step, names)
         for name, value in figures.items():
             self.summary.record_metric(name.removeprefix("eval/"), value)
         if figures:
             self.job.write(step, figures)
             self.steps.evaluated = figures | {"accuracy/step": step}
-            spoken = {"accuracy": accuracy_name(self.config.reward)}
+            spoken = {"accuracy": resolve_accuracy_name(self.config.reward)}
             shown = [
                 f"{spoken.get(name, name)} {value:.3f}"
                 for name, value in figures.items()
@@ -215,7 +215,7 @@ class Loop(RunEnd):
                         notices.append(finding)
                     elif metrics is not None:
                         metrics |= finding
-            except (EndRun, Rewind, HybridRLError) as error:
+            except (EndRun, RewindRequest, HybridRLError) as error:
                 raised = raised or error
         return notices, raised
 
@@ -250,9 +250,9 @@ class Loop(RunEnd):
             raise KeyboardInterrupt(self.interrupted)
         if self._preempted:
             self.note_saved(self.checkpoints.finish())
-            raise Preempted(self._preempted)
+            raise PreemptionInterrupt(self._preempted)
 
-    def _restart(self, lost: LostError | ReturnedDevices) -> Resumed:
+    def _restart(self, lost: LostError | ReturnedDevices) -> ResumePoint:
         """Have workers again, on the devices that there are, and what they go on from.
 
         Raises:
@@ -260,7 +260,7 @@ class Loop(RunEnd):
         """
         while True:
             if self._preempted:  # whoever ended the driver has ended the workers, too
-                raise Preempted(self._preempted) from lost
+                raise PreemptionInterrupt(self._preempted) from lost
             self.checkpoints.abandon()
             if isinstance(lost, LostError):
                 newest = self.checkpoints.newest_step()
@@ -277,7 +277,7 @@ class Loop(RunEnd):
                 self.view.message(notice)
             return found
 
-    def _go_back(self, rewind: Rewind) -> Resumed:
+    def _go_back(self, rewind: RewindRequest) -> ResumePoint:
         """Return the checkpoint to rewind to, and exclude the prompts that led to the rewind."""
         self.job.executor.settle()
         self.note_saved(self.checkpoints.finish())
@@ -291,7 +291,7 @@ class Loop(RunEnd):
         )
         return found
 
-    def _resume(self, found: Resumed) -> int:
+    def _resume(self, found: ResumePoint) -> int:
         """Load a resume point and return the number of steps that are done."""
         if found.folder is not None:
             self.view.phase(f"loading the checkpoint of step {found.step}")
@@ -305,14 +305,14 @@ class Loop(RunEnd):
 
     def _warm_up(self) -> None:
         steps = self.config.warmup.steps
-        if not warms_up(self.job):
+        if not has_warmup(self.job):
             return
         self.view.phase("supervised warm-up")
         begin = time.perf_counter()
 
         def progress(step: int, metrics: Mapping[str, float]) -> None:
             if self._preempted:
-                raise Preempted(self._preempted)
+                raise PreemptionInterrupt(self._preempted)
             self.summary.record_first_step(self.job.started)
             self.view.phase_progress(step, steps, f"loss {metrics['loss']:.3f}")
 
@@ -320,7 +320,7 @@ class Loop(RunEnd):
         self.job.publish()
         self.summary["seconds_warmup"] = time.perf_counter() - begin
         self.summary["seconds_train"] += self.summary["seconds_warmup"]
-        for choice in choices_of(self.job.executor.take_records()):
+        for choice in list_measured_choices(self.job.executor.take_records()):
             self.view.message(choice)
 
     def _is_best(self, figures: Mapping[str, float], sets: Sequence[str]) -> bool:

@@ -12,14 +12,14 @@ from typing import Any
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import LostError
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.formatting import format_seconds
 from hybridrl.system.storage import explain_write_errors, to_json
 
-FILE = "recoveries.jsonl"
+RECOVERIES_FILE = "recoveries.jsonl"
 
 
 @dataclass
-class _Loss:
+class _WorkerLoss:
     """A loss that the run has not recovered from yet; times are seconds of `time.perf_counter`."""
 
     what: str
@@ -29,7 +29,7 @@ class _Loss:
     noticed: float = field(default_factory=time.perf_counter)
 
 
-class Recoveries:
+class RunRecovery:
     """The recoveries of a run: the limit on restarts, and `recoveries.jsonl` with a line for each,
     also of earlier processes.
 
@@ -39,8 +39,8 @@ class Recoveries:
 
     def __init__(self, config: Config, run: Path) -> None:
         self._config = config
-        self._path = run / FILE
-        self._loss: _Loss | None = None
+        self._path = run / RECOVERIES_FILE
+        self._loss: _WorkerLoss | None = None
         self._in_a_row = 0
         self._from_step = -1
         self._before = ""
@@ -62,7 +62,7 @@ class Recoveries:
         if self._loss is not None:  # lost again before it went on
             since = self._end(from_step, 0.0, None)
         what = str(lost).partition("\n")[0]
-        self._loss = _Loss(what, summary["steps"], summary["seconds_train"], since)
+        self._loss = _WorkerLoss(what, summary["steps"], summary["seconds_train"], since)
 
     def end(
         self, step: int, summary: Mapping[str, Any], devices: int, from_memory: bool = False
@@ -73,7 +73,7 @@ class Recoveries:
         if (loss := self._loss) is None:
             return ""
         again = max(0.0, loss.seconds_train - summary["seconds_train"])
-        seconds = readable_seconds(self._end(step, again, devices, from_memory) - loss.noticed)
+        seconds = format_seconds(self._end(step, again, devices, from_memory) - loss.noticed)
         repeated = loss.after_step - step
         steps = f"{repeated} {'step is' if repeated == 1 else 'steps are'}"
         return (

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from hybridrl.errors import HybridRLError, Preempted
-from hybridrl.run_files.provenance import provenance
-from hybridrl.run_files.run_status import outcome_of
+from hybridrl.errors import HybridRLError, PreemptionInterrupt
+from hybridrl.run_files.provenance import collect_provenance
+from hybridrl.run_files.run_status import classify_outcome
 from hybridrl.run_files.summary import interrupted_sentence
-from hybridrl.system.formatting import readable_seconds
-from hybridrl.system.storage import replacing_folder
+from hybridrl.system.formatting import format_seconds
+from hybridrl.system.storage import replace_folder
 
 if TYPE_CHECKING:
-    from hybridrl.checkpoint.saver import Checkpoints, Saving
+    from hybridrl.checkpoint.saver import CheckpointSaver, PendingCheckpoint
     from hybridrl.config.schema import Config
-    from hybridrl.console.run_view import StepView
+    from hybridrl.console.run_view import RunView
     from hybridrl.job.job import Job
-    from hybridrl.run.evaluation_runner import Evaluations
+    from hybridrl.run.evaluation_runner import EvaluationRunner
     from hybridrl.run_files.summary import RunSummary
     from hybridrl.trainers.trainer import Trainer
 
@@ -42,12 +42,12 @@ class RunEnd:
     """
 
     job: Job
-    view: StepView
+    view: RunView
     config: Config
     summary: RunSummary
     trainer: Trainer
-    checkpoints: Checkpoints
-    evaluations: Evaluations
+    checkpoints: CheckpointSaver
+    evaluations: EvaluationRunner
     began: bool
     saved: int
     interrupted: str
@@ -59,7 +59,7 @@ class RunEnd:
         saves a model if the workers are still there."""
         try:
             yield
-        except Preempted as signal:
+        except PreemptionInterrupt as signal:
             self.summary["interrupted"] = True
             self._write_summary(signal)
             if self.saved:
@@ -116,7 +116,7 @@ class RunEnd:
             if spec.saves_as is None:
                 continue
             try:
-                with replacing_folder(self.job.directory.path / spec.saves_as) as folder:
+                with replace_folder(self.job.directory.path / spec.saves_as) as folder:
                     saved = self.job.groups[role].save_model(str(folder.absolute()))
                     left = None if until == math.inf else max(0.0, until - time.monotonic())
                     if not saved.done_within(left):
@@ -126,21 +126,21 @@ class RunEnd:
 
     def _write_summary(self, error: BaseException | None) -> None:
         """Write what there is to say of a run, what it came from, and what has ended it."""
-        state, why = outcome_of(error)
-        made_by = provenance(self.config.run.seed, self.job.command)
+        state, why = classify_outcome(error)
+        made_by = collect_provenance(self.config.run.seed, self.job.command)
         self.job.directory.write_summary({**self.summary, "state": state, "why": why, **made_by})
 
     def _say_how_to_go_on(self, why: str) -> None:
         steps, folder = self.summary["steps"], self.job.directory.path
         self.view.close(interrupted_sentence(why, steps, self.saved, folder))
 
-    def note_saved(self, saved: Saving | None) -> None:
+    def note_saved(self, saved: PendingCheckpoint | None) -> None:
         """Tell of a checkpoint that is complete, if it is."""
         if saved is None:
             return
         self.saved = saved.step
         figures = saved.figures()
-        waited = readable_seconds(figures["checkpoint/stall_seconds"])
+        waited = format_seconds(figures["checkpoint/stall_seconds"])
         self.view.message(f"step {saved.step}: checkpoint saved; training waited {waited} for it")
         self._saved_figures |= figures
         if saved.copy_fault:

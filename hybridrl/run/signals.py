@@ -10,15 +10,15 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-from hybridrl.config.schema import CLOSING_SECONDS, RecoverConfig
-from hybridrl.errors import Preempted
+from hybridrl.config.schema import CLOSE_TIMEOUT_S, RecoveryConfig
+from hybridrl.errors import PreemptionInterrupt
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LONGEST_CLOSING_SECONDS = 60.0
+HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MAX_CLOSING_SECONDS = 60.0
 """The time limit of closing without a signal; a tracker may still have something to send."""
 
 
-class Interrupts:
+class SignalHandler:
     """A context manager that handles these signals in the main thread. The first signal calls
     `on_interrupt` or `on_terminate`, which end the run at once by an exception or after the current
     step. A second signal, or the end of the time to save, raises wherever the program is. When the
@@ -36,7 +36,7 @@ class Interrupts:
 
     INTERRUPTED = 130
 
-    def __init__(self, recover: RecoverConfig, terminated: int = INTERRUPTED) -> None:
+    def __init__(self, recover: RecoveryConfig, terminated: int = INTERRUPTED) -> None:
         self._recover, self._terminated = recover, terminated
         self._asked = ""
         self._code = 0
@@ -47,9 +47,9 @@ class Interrupts:
         self.on_terminate: Callable[[str], None] = lambda name: self._raise()
         self.on_interrupt: Callable[[], None] = self._raise
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> SignalHandler:
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in HANDLED_SIGNALS:
                 # Whoever started the program with `nohup`, or in the background, wants it ignored.
                 if (handler := signal.getsignal(number)) is not signal.SIG_IGN:
                     self._before[number] = handler
@@ -71,7 +71,7 @@ class Interrupts:
         """
         self._is_closing = True
         self._code = self._code or code
-        self._end_within(CLOSING_SECONDS if self._asked else LONGEST_CLOSING_SECONDS)
+        self._end_within(CLOSE_TIMEOUT_S if self._asked else MAX_CLOSING_SECONDS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
@@ -79,10 +79,10 @@ class Interrupts:
             for output in self._terminal:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
         if self._is_closing:
-            self._end_within(CLOSING_SECONDS)
+            self._end_within(CLOSE_TIMEOUT_S)
             return
         if self._asked:
-            self._end_within(CLOSING_SECONDS)
+            self._end_within(CLOSE_TIMEOUT_S)
             self._raise()
         self._asked = name
         is_interrupt = number == signal.SIGINT
@@ -98,7 +98,7 @@ class Interrupts:
 
     def _raise(self) -> None:
         if self._code not in (0, self.INTERRUPTED):
-            raise Preempted(self._asked)
+            raise PreemptionInterrupt(self._asked)
         raise KeyboardInterrupt(self._asked)
 
     def _end_within(self, seconds: float) -> None:
@@ -116,11 +116,11 @@ class Interrupts:
         os._exit(self._code)
 
 
-def leave(code: int) -> NoReturn:
+def exit_after_signal(code: int) -> NoReturn:
     """Exit after a signal; neither another signal nor anything that hangs prevents it."""
-    for number in SIGNALS:
+    for number in HANDLED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    timer = threading.Timer(CLOSING_SECONDS, os._exit, (code,))
+    timer = threading.Timer(CLOSE_TIMEOUT_S, os._exit, (code,))
     timer.daemon = True
     timer.start()
     sys.exit(code)

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from hybridrl.batch.batch import LIBRARY_PREFIXES
-from hybridrl.batch.call_record import Record
-from hybridrl.batch.turn import FAILURES
-from hybridrl.console.phase_colors import PHASES
-from hybridrl.trainers.data_feed import scored_figures
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.turn import EPISODE_FAILURES
+from hybridrl.console.phase_colors import STEP_PHASES
+from hybridrl.trainers.data_feed import compute_source_metrics
 from hybridrl.trainers.policy_trainer import mean_of_updates
 
-UPDATE = {
+_UPDATE_METRICS = {
     "loss": "policy/loss",
     "entropy": "policy/entropy",
     "kl": "policy/kl",
@@ -44,7 +44,7 @@ COUNTS = {
 }
 """Metrics of an update that add up over the step: tokens learned from, and updates that were left
 out because their gradient was not finite."""
-MISMATCH = {
+_MISMATCH_METRICS = {
     "mismatch_kl": "mismatch/kl",
     "mismatch_k3": "mismatch/k3",
     "mismatch_ppl_ratio": "mismatch/ppl_ratio",
@@ -56,12 +56,12 @@ OF_STEP = ("sync_", "behind_")
 """How figures begin that are of the step whatever samples a call makes."""
 OTHER = "other"
 """Samples that are not of the step, and that the program gives no name."""
-SYNC = ("received", "redundant", "peak")
+_SYNC_METRICS = ("received", "redundant", "peak")
 """Of all ranks together; see `hybridrl.weights.weight_sync.SyncCost`."""
 
 
-def step_metrics(
-    records: Sequence[Record],
+def compute_step_metrics(
+    records: Sequence[CallRecord],
     updates: Sequence[Mapping[str, float]],
     seconds: float,
     drawn: Mapping[int, str] | None = None,
@@ -88,10 +88,10 @@ def step_metrics(
         metrics["staleness/mean"] = of_step["behind_sum"] / max(1.0, of_step["behind_rows"])
         metrics["staleness/max"] = of_step["behind_max"]
     if "sync_received" in of_step:  # weights went to the generator box by box
-        metrics |= {f"sync/{name}_bytes": of_step[f"sync_{name}"] for name in SYNC}
-    metrics |= _compression(of_step)
+        metrics |= {f"sync/{name}_bytes": of_step[f"sync_{name}"] for name in _SYNC_METRICS}
+    metrics |= _weight_sync_metrics(of_step)
     of_users = {name: name for update in updates for name in update if "/" in name}
-    for name, written in (UPDATE | of_users).items():
+    for name, written in (_UPDATE_METRICS | of_users).items():
         if any(name in update for update in updates):
             metrics[written] = mean_of_updates(name, updates)
     for name, written in COUNTS.items():
@@ -100,16 +100,21 @@ def step_metrics(
     # A step with several updates begins at the policy that sampled: there mismatch counts.
     first = next((update for update in updates if "mismatch_k3" in update), None)
     if first is not None:
-        metrics |= {written: first[name] for name, written in MISMATCH.items()}
+        metrics |= {written: first[name] for name, written in _MISMATCH_METRICS.items()}
         square = first["mismatch_weight_square"]
         metrics["mismatch/ess"] = first["mismatch_weight"] ** 2 / square if square else 1.0
     if any("critic_return" in update for update in updates):
         metrics["critic/explained_variance"] = _explained_variance(updates)
-    return metrics | {"time/step": seconds} | phase_shares(records, seconds) | _peaks(records)
+    return (
+        metrics
+        | {"time/step": seconds}
+        | compute_phase_shares(records, seconds)
+        | _memory_metrics(records)
+    )
 
 
 def _totals(
-    records: Sequence[Record], drawn: Mapping[int, str] | None
+    records: Sequence[CallRecord], drawn: Mapping[int, str] | None
 ) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Return what the records add up to: of the step as a whole, and of samples, by the beginning
     of their figures' names."""
@@ -127,7 +132,7 @@ def _totals(
     return of_step, of_samples
 
 
-def _made_of(record: Record) -> str:
+def _made_of(record: CallRecord) -> str:
     """Return the kind of samples' figures that a call reported: of generation or of a role that
     scores; empty if none."""
     return next((name for name in OF_SAMPLES if name in record.metrics), "")
@@ -136,15 +141,15 @@ def _made_of(record: Record) -> str:
 def _of_samples(total: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of samples that were drawn together."""
     return (
-        _columns(total)
-        | _scores("reward", total)
-        | _scores("cost", total)
-        | _responses(total)
-        | scored_figures(total)
+        _reward_column_metrics(total)
+        | _score_metrics("reward", total)
+        | _score_metrics("cost", total)
+        | _response_metrics(total)
+        | compute_source_metrics(total)
     )
 
 
-def _peaks(records: Sequence[Record]) -> dict[str, float]:
+def _memory_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
     """Return the peak memory of any rank, by role and phase."""
     found: dict[str, float] = defaultdict(float)
     for record in records:
@@ -154,7 +159,7 @@ def _peaks(records: Sequence[Record]) -> dict[str, float]:
     return dict(found)
 
 
-def _columns(total: Mapping[str, float]) -> dict[str, float]:
+def _reward_column_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """Return mean and `/std` of the columns `reward/...` and `cost/...`, over the samples that have
     a number there."""
     names = [
@@ -165,17 +170,17 @@ def _columns(total: Mapping[str, float]) -> dict[str, float]:
     figures = {}
     for name in names:
         if total[f"{name}_count"]:
-            figures[name], figures[f"{name}/std"] = _mean_and_spread(name, total)
+            figures[name], figures[f"{name}/std"] = _mean_and_std(name, total)
     return figures
 
 
-def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
+def _score_metrics(kind: str, total: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of rewards, or of costs; empty if there are none."""
     if f"{kind}_count" not in total:
         return {}
     figures = {}
     if count := total[f"{kind}_count"]:  # else all samples were dropped, and there is no mean
-        figures[f"{kind}/mean"], figures[f"{kind}/std"] = _mean_and_spread(kind, total)
+        figures[f"{kind}/mean"], figures[f"{kind}/std"] = _mean_and_std(kind, total)
         if kind == "reward":
             figures["reward/correct"] = total["reward_correct"] / count
     for name in ("dropped", "failures", "timeouts"):
@@ -185,14 +190,14 @@ def _scores(kind: str, total: Mapping[str, float]) -> dict[str, float]:
     return figures
 
 
-def _mean_and_spread(name: str, total: Mapping[str, float]) -> tuple[float, float]:
+def _mean_and_std(name: str, total: Mapping[str, float]) -> tuple[float, float]:
     """Return mean and standard deviation of the numbers summed under this name."""
     mean = total[f"{name}_sum"] / total[f"{name}_count"]
     variance = total[f"{name}_square_sum"] / total[f"{name}_count"] - mean * mean
     return mean, math.sqrt(max(0.0, variance))
 
 
-def _responses(total: Mapping[str, float]) -> dict[str, float]:
+def _response_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of generated responses; empty if nothing was generated."""
     if "samples" not in total:
         return {}
@@ -211,7 +216,7 @@ def _responses(total: Mapping[str, float]) -> dict[str, float]:
     if "episode_turns" in total:  # an environment plays
         figures["episode/turns"] = total["episode_turns"] / samples
         figures["episode/branches"] = total["episode_branches"] / samples
-        figures |= {f"environment/{kind}": total[f"episode_{kind}"] for kind in FAILURES}
+        figures |= {f"environment/{kind}": total[f"episode_{kind}"] for kind in EPISODE_FAILURES}
     if "repeated" in total:
         figures["response/repeated"] = total["repeated"] / samples
     if "turns" in total:
@@ -221,7 +226,7 @@ def _responses(total: Mapping[str, float]) -> dict[str, float]:
     return figures
 
 
-def _compression(total: Mapping[str, float]) -> dict[str, float]:
+def _weight_sync_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of weights sent to a disaggregated generator; empty if none were."""
     if "sync_method_max" not in total:
         return {}
@@ -246,7 +251,7 @@ def _explained_variance(updates: Sequence[Mapping[str, float]]) -> float:
     return 1.0 - error / variance if variance > 1e-12 else 0.0
 
 
-def phase_shares(records: Iterable[Record], wall_seconds: float) -> dict[str, float]:
+def compute_phase_shares(records: Iterable[CallRecord], wall_seconds: float) -> dict[str, float]:
     """Compute seconds and shares of a step's wall time by phase, from the records of its calls.
 
     Args:
@@ -254,8 +259,8 @@ def phase_shares(records: Iterable[Record], wall_seconds: float) -> dict[str, fl
         wall_seconds: how long the step took for the driver.
 
     Returns:
-        `time/<phase>` in seconds and `share/<phase>` of `wall_seconds`, for each of `PHASES`. A
-        role counts with the mean over its ranks, and roles add up: where roles take turns on the
+        `time/<phase>` in seconds and `share/<phase>` of `wall_seconds`, for each of `STEP_PHASES`.
+        A role counts with the mean over its ranks, and roles add up: where roles take turns on the
         same devices the shares sum to 1, `other` being what no phase covers. Roles that work side
         by side can sum to more; `other` is then 0.
     """
@@ -267,7 +272,7 @@ def phase_shares(records: Iterable[Record], wall_seconds: float) -> dict[str, fl
             seconds[record.role][phase] += duration
     totals = {
         phase: sum(seconds[role].get(phase, 0.0) / len(ranks[role]) for role in seconds)
-        for phase in PHASES[:-1]
+        for phase in STEP_PHASES[:-1]
     }
     totals["other"] = max(0.0, wall_seconds - sum(totals.values()))
     times = {f"time/{phase}": total for phase, total in totals.items()}

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hybridrl.algorithms import Segments
-from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.algorithms import TokenSegments
+from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import LIBRARY_PREFIXES, OUTCOMES, Batch
-from hybridrl.batch.call_record import Record
-from hybridrl.console.run_view import StepView
-from hybridrl.console.sample_table_text import Completion
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.console.run_view import RunView
+from hybridrl.console.sample_table_text import ShownSample
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.errors import ConfigError
-from hybridrl.run.step_metrics import step_metrics
+from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
-from hybridrl.run_files.recorded_steps import KEEPING, RecordedStep, RecordedSteps
+from hybridrl.run_files.recorded_steps import DRIVER_RECORDING, RecordedStep, StepRecordWriter
 from hybridrl.run_files.summary import RunSummary
 from hybridrl.trainers.credited_samples import SHAPED
 from hybridrl.trainers.trainer import StepResult
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hybridrl.trainers.trainer import Trainer
 
 
-CLOCKS_EVERY = 50
+_CLOCK_COMPARISON_STEPS = 50
 """Steps between two comparisons of the clocks of hosts."""
 
 
@@ -52,7 +52,7 @@ class PendingStep(NamedTuple):
         return {number: name for name, batch in named for number in batch.calls}
 
 
-class Steps:
+class StepRunner:
     """Runs and records the steps of one attempt of a run.
 
     Args:
@@ -66,10 +66,10 @@ class Steps:
         ended: When the last one ended, of `time.perf_counter`.
     """
 
-    def __init__(self, job: Job, trainer: Trainer, view: StepView, summary: RunSummary) -> None:
+    def __init__(self, job: Job, trainer: Trainer, view: RunView, summary: RunSummary) -> None:
         self.job, self.trainer, self.view, self.summary = job, trainer, view, summary
         self.evaluated: Mapping[str, float] = {}
-        self._samples = KeptSamples(job, view)
+        self._samples = SampleRecorder(job, view)
         self.ended = self._began = time.perf_counter()
         self._ahead: dict[int, float] | None = None
 
@@ -97,7 +97,7 @@ class Steps:
         records = job.executor.take_records(step.called_in)
         for record in records:
             record.metrics = checked.figures(record.metrics, f"`{record.role}.{record.method}`")
-        metrics = step_metrics(records, updates, self.ended - self._began, step.drawn())
+        metrics = compute_step_metrics(records, updates, self.ended - self._began, step.drawn())
         for scored in result.scored_samples or [result.batch]:
             metrics |= job.feed.learn_scores(scored)
         job.feed.forget_groups(step.groups.stop)
@@ -125,28 +125,28 @@ class Steps:
         job, metrics, batch = self.job, step.metrics, step.result.batch
         self.summary.record_first_step(job.started)
         self.summary.record_step(step.number, metrics)
-        with job.beside.doing(KEEPING):
+        with job.beside.doing(DRIVER_RECORDING):
             job.write(step.number, metrics)
             self.view.step(step.number, self.evaluated | metrics)
             self.evaluated = {}
             if self.trainer.DATA == "prompts" and len(batch):
                 self._samples.keep(step.number, batch, metrics)
         self._record(step.number, step.records)
-        for notice in (*step.result.notices, *choices_of(step.records)):
+        for notice in (*step.result.notices, *list_measured_choices(step.records)):
             self.view.message(f"step {step.number}: {notice}")
 
-    def _record(self, step: int, records: Sequence[Record]) -> None:
+    def _record(self, step: int, records: Sequence[CallRecord]) -> None:
         """Write the record of a step, with the times of all calls by the clock offsets measured
         last."""
-        if step % CLOCKS_EVERY == 1 or self._ahead is None:
+        if step % _CLOCK_COMPARISON_STEPS == 1 or self._ahead is None:
             self._ahead = self.job.executor.clocks_ahead()
         epoch = time.time() - time.perf_counter()
         times = epoch + self._began, epoch + self.ended
         recorded = RecordedStep(step, *times, records, self._ahead, *self.job.beside.take())
-        RecordedSteps(self.job.directory.path).write(recorded)
+        StepRecordWriter(self.job.directory.path).write(recorded)
 
 
-def choices_of(records: Sequence[Record]) -> list[str]:
+def list_measured_choices(records: Sequence[CallRecord]) -> list[str]:
     """Return what roles have chosen by measuring. Ranks that share parameters choose alike; those
     of other pipeline stages choose for themselves, and the first rank with a choice is reported."""
     found: dict[str, list[str]] = {}
@@ -187,11 +187,11 @@ SAMPLES_WITH_TOKENS = 64
 """Of a step: a table of all tokens would grow with the batch, and a person looks at a few."""
 
 
-class KeptSamples:
+class SampleRecorder:
     """Records and shows samples of a job, as often as `observe.samples_every` and
     `observe.show_every` say."""
 
-    def __init__(self, job: Job, view: StepView) -> None:
+    def __init__(self, job: Job, view: RunView) -> None:
         self._job, self._view = job, view
 
     def keep(self, step: int, batch: BatchRef, metrics: Mapping[str, float]) -> None:
@@ -238,21 +238,21 @@ def of_sampled(rows: Batch) -> Batch:
     if "response_mask" not in rows:
         return rows
     mask, bounds = rows.ragged("response_mask")
-    segments = Segments.from_cu_seqlens(bounds, mask.bool())
+    segments = TokenSegments.from_cu_seqlens(bounds, mask.bool())
     sampled = segments.lengths
     found = {"tokens": torch.where(sampled > 0, sampled, bounds.diff())}
     if "advantages" in rows:
         given = rows["advantages"]  # of tokens, or one of each sample
-        is_of_tokens = isinstance(given, Ragged)
+        is_of_tokens = isinstance(given, RaggedColumn)
         # NaN where there are no tokens to learn from.
         found["advantage"] = segments.sum(given.values) / sampled if is_of_tokens else given
     kept = rows.select([name for name in rows.columns if name != "response_mask"])
     return kept.with_columns(found)
 
 
-def _completion(row: Mapping[str, Any]) -> Completion:
+def _completion(row: Mapping[str, Any]) -> ShownSample:
     advantage = row.get("advantage")
-    return Completion(
+    return ShownSample(
         row.get("response", ""),
         row.get("scores", math.nan),
         {

@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from hybridrl.checkpoint.warm_model import load_copies, warm_copies, warm_folder, warms_up
+from hybridrl.checkpoint.warm_model import has_warmup, load_warm_model, warm_copies, warm_folder
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.console.run_console import progress_lines
 from hybridrl.data.prompt_loader import PromptLoader
-from hybridrl.trainers.role_spec import ACTOR
+from hybridrl.trainers.role_spec import ACTOR_ROLE
 from hybridrl.trainers.update_columns import loss_weights
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job
 
-AHEAD = 4
+_QUEUED_STEPS = 4
 """Steps queued ahead of the one that is waited for, so that workers never wait for the driver."""
-RATE_WARMUP_STEPS = 10
+_RATE_WARMUP_STEPS = 10
 
 
 def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | None = None) -> None:
@@ -30,27 +30,27 @@ def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | Non
         progress: Called after each step with its number (from 1) and metrics; None: it is shown as
             the progress of a `Job` is.
     """
-    if not warms_up(job):
+    if not has_warmup(job):
         return
-    config, actor = job.config.warmup, job.groups[ACTOR]
+    config, actor = job.config.warmup, job.groups[ACTOR_ROLE]
     progress = progress or _progress_lines(config.steps)
     # At a constant rate: a model annealed into a sharp minimum is thrown out of it by the first
     # steps of reinforcement.
-    optimizer = OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=RATE_WARMUP_STEPS)
+    optimizer = OptimizerConfig(learning_rate=config.learning_rate, warmup_steps=_RATE_WARMUP_STEPS)
     actor.start_optimizer(optimizer, config.steps)
     loader = PromptLoader(job.examples, config.examples_per_step, job.config.run.seed)
     queue = []
-    for step in range(config.steps + AHEAD):
+    for step in range(config.steps + _QUEUED_STEPS):
         if step < config.steps:
             batch = next(loader)
             weighted = batch | loss_weights(batch, "token-mean")
             queue.append(actor.update_supervised(job.put(weighted)))
-        if step >= AHEAD and queue:
-            progress(step - AHEAD + 1, queue.pop(0).get())
+        if step >= _QUEUED_STEPS and queue:
+            progress(step - _QUEUED_STEPS + 1, queue.pop(0).get())
     actor.start_optimizer(None, 0)
     if warm_copies(job):
         actor.save_model(str(warm_folder(job)), "float32").get()
-    load_copies(job)
+    load_warm_model(job)
 
 
 def _progress_lines(steps: int) -> Callable[[int, Mapping[str, float]], None]:

@@ -15,12 +15,12 @@ from typing import Any
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import EVALUATIONS as NAME
 from hybridrl.system.bounded_files import load_json
-from hybridrl.system.storage import replacing, to_json
+from hybridrl.system.storage import replace_file, to_json
 
-FORMAT = 1
+_FORMAT_VERSION = 1
 
 
-class EvaluationsFile:
+class EvaluationLog:
     """The log of all evaluations of a run.
 
     Args:
@@ -34,7 +34,7 @@ class EvaluationsFile:
         """Return all evaluations in the order of steps; none if there is no file, or no valid
         one."""
         try:
-            return _entries(load_json(self.path))
+            return _select_valid_entries(load_json(self.path))
         except (OSError, ValueError):
             return []
 
@@ -64,12 +64,12 @@ class EvaluationsFile:
 
     def _write(self, entries: list[dict[str, Any]]) -> None:
         entries.sort(key=lambda entry: entry["step"])
-        with replacing(self.path) as part:
-            written = to_json({"format": FORMAT, "evaluations": entries}, indent=1)
+        with replace_file(self.path) as part:
+            written = to_json({"format": _FORMAT_VERSION, "evaluations": entries}, indent=1)
             part.write_text(written + "\n", encoding="utf-8")
 
 
-def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any]]]:
+def load_named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any]]]:
     """Return the folder and the evaluations of a run, given its folder or its `evaluations.json`.
 
     Raises:
@@ -83,7 +83,7 @@ def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any
             f"evaluated something, or its {NAME}."
         )
     try:
-        entries = _entries(load_json(file))
+        entries = _select_valid_entries(load_json(file))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{setting}={path}: {file} cannot be read: {error}.") from error
     if not entries:
@@ -91,7 +91,7 @@ def named_evaluations(setting: str, path: str) -> tuple[Path, list[dict[str, Any
     return file.parent, entries
 
 
-def newest_of_sets(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def find_latest_by_set(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the newest evaluation of each set, with its `step`."""
     found: dict[str, dict[str, Any]] = {}
     for entry in entries:
@@ -99,7 +99,7 @@ def newest_of_sets(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _entries(found: Any) -> list[dict[str, Any]]:
+def _select_valid_entries(found: Any) -> list[dict[str, Any]]:
     entries = found.get("evaluations") if isinstance(found, dict) else None
     if not isinstance(entries, list):
         return []
@@ -109,10 +109,10 @@ def _entries(found: Any) -> list[dict[str, Any]]:
         if isinstance(entry, dict)
         and isinstance(entry.get("step"), int)
         and isinstance(entry.get("sets"), dict)
-        and all(_is_set(one) for one in entry["sets"].values())
+        and all(_is_valid_set(one) for one in entry["sets"].values())
     ]
 
 
-def _is_set(found: Any) -> bool:
+def _is_valid_set(found: Any) -> bool:
     metrics = found.get("metrics", {}) if isinstance(found, dict) else None
     return isinstance(metrics, dict) and all(isinstance(one, dict) for one in metrics.values())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybridrl.batch.batch import Batch
-from hybridrl.console.safe_text import one_line
+from hybridrl.console.safe_text import sanitize_line
 
 SHOWN_CELLS = 600
 """Longest text on the console."""
@@ -38,11 +38,15 @@ class ShownRow(NamedTuple):
         """The row on one line of a console, its middle left out if it is long."""
         marked = "".join(
             f"⟦{text}⟧" if is_learned else text
-            for text, is_learned in ((one_line(text, PIECE_CELLS), x) for text, x in self.pieces)
+            for text, is_learned in (
+                (sanitize_line(text, PIECE_CELLS), x) for text, x in self.pieces
+            )
         )
         learns = any(one.is_learned for one in self.pieces)
         marks = ", the tokens to learn between ⟦ and ⟧" if learns else ""
-        return f"First {self.name} as the model reads it{marks}: {one_line(marked, SHOWN_CELLS)}"
+        return (
+            f"First {self.name} as the model reads it{marks}: {sanitize_line(marked, SHOWN_CELLS)}"
+        )
 
 
 def show_first_row(rows: Batch, tokenizer: Any) -> list[ShownRow]:

@@ -15,7 +15,7 @@ _REMEMBERED = 64
 """Bytes by which it is known again what was read before."""
 
 
-class GrowingMetrics:
+class MetricReader:
     """A reader of a file that may still be written: each call reads only what was added.
 
     Args:
@@ -56,7 +56,7 @@ class GrowingMetrics:
         self._read, self._end, self._newest = 0, b"", -1
 
     def _merge(self, line: bytes) -> None:
-        row = _parsed(line)
+        row = _parse_row(line)
         if row is None:
             return
         step = row["step"]
@@ -75,39 +75,39 @@ def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
     means that the run was resumed, so the steps after it, about to be made again, are dropped.
     A line that was cut short, by a kill or a full disk, is left out.
     """
-    return GrowingMetrics(metrics_file).rows()
+    return MetricReader(metrics_file).rows()
 
 
-def length_up_to(metrics_file: Path, step: int) -> int:
+def find_end_of_step(metrics_file: Path, step: int) -> int:
     """Return the bytes before the first line that belongs to a later step or is incomplete."""
     length = 0
     with open_regular(metrics_file) as lines:
         for line in lines_from(lines):
-            row = _parsed(line)
+            row = _parse_row(line)
             if row is None or row["step"] > step or not line.endswith(b"\n"):
                 break
             length = lines.tell()
     return length
 
 
-def series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def extract_series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of one metric, where it was measured."""
     found = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse_row(line: bytes) -> dict[str, Any] | None:
     try:
         row = parse_json(line.decode(errors="replace"))
     except ValueError:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    found = {key: value for key, value in row.items() if _is_figure(value)}
+    found = {key: value for key, value in row.items() if _is_float_value(value)}
     return found if "step" in found else None
 
 
-def _is_figure(value: Any) -> bool:
+def _is_float_value(value: Any) -> bool:
     """Return whether a value is a number that fits in a float; integers of JSON have no bound."""
     if isinstance(value, int):
         return abs(value) <= sys.float_info.max

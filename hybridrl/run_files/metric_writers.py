@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hybridrl.errors import ConfigError, MissingPackageError, nearest, pip_install
+from hybridrl.errors import ConfigError, MissingPackageError, pip_install, suggest_name
 from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED
 from hybridrl.system.storage import explain_write_errors, to_json
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+_TRACKER_PACKAGES = ("tensorboard", "wandb", "mlflow", "trackio")
 """Packages, by whose names they are asked for."""
 
 
@@ -31,7 +31,7 @@ class MetricWriter(Protocol):
         """Close the writer; `state` is how the run ended, see `run_status`."""
 
 
-class JsonLines:
+class JsonLinesWriter:
     """A file with one JSON object per line, `step` first and the other keys sorted; appends to
     `path`.
 
@@ -45,7 +45,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self._path = path
         with explain_write_errors(path):
-            cut_short = _ends_within_a_line(path)
+            cut_short = _ends_mid_line(path)
             # Unbuffered: a failed line must not linger in a buffer and fail again on close.
             self._file = path.open("ab", buffering=0)
             if cut_short:
@@ -63,7 +63,7 @@ class JsonLines:
             self._file.close()
 
 
-class TensorBoard:
+class TensorBoardWriter:
     """A writer of TensorBoard event files under `directory`; view them with `tensorboard
     --logdir`."""
 
@@ -71,7 +71,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise _missing("tensorboard", error) from error
+            raise _missing_package_error("tensorboard", error) from error
         self._directory = directory
         with explain_write_errors(directory):
             self._writer = SummaryWriter(str(directory))
@@ -87,15 +87,15 @@ class TensorBoard:
             self._writer.close()
 
 
-class WeightsAndBiases:
+class WandbWriter:
     """A run in the Weights & Biases project `hybridrl`; `WANDB_*` variables work as usual."""
 
     def __init__(self, directory: Path, run_name: str, config: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise _missing("wandb", error) from error
-        project = None if _is_set("WANDB_PROJECT") else "hybridrl"
+            raise _missing_package_error("wandb", error) from error
+        project = None if _is_variable_set("WANDB_PROJECT") else "hybridrl"
         self._run = wandb.init(
             project=project, name=run_name, dir=str(directory), config=dict(config)
         )
@@ -107,16 +107,18 @@ class WeightsAndBiases:
         self._run.finish(exit_code=int(state != FINISHED))
 
 
-class MLflow:
+class MLflowWriter:
     """A run in the MLflow experiment `hybridrl`; `MLFLOW_TRACKING_URI` and the like work."""
 
     def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
         try:
             import mlflow
         except ImportError as error:
-            raise _missing("mlflow", error) from error
+            raise _missing_package_error("mlflow", error) from error
         self._mlflow = mlflow
-        if not (_is_set("MLFLOW_EXPERIMENT_NAME") or _is_set("MLFLOW_EXPERIMENT_ID")):
+        if not (
+            _is_variable_set("MLFLOW_EXPERIMENT_NAME") or _is_variable_set("MLFLOW_EXPERIMENT_ID")
+        ):
             mlflow.set_experiment("hybridrl")
         mlflow.start_run(run_name=run_name)
         mlflow.log_dict(dict(config), "config.json")
@@ -129,7 +131,7 @@ class MLflow:
         self._mlflow.end_run(status)
 
 
-class Trackio:
+class TrackioWriter:
     """A run in the Trackio project `hybridrl`, on this machine's disk (`TRACKIO_DIR`), without a
     network unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set; `trackio show` shows it."""
 
@@ -137,7 +139,7 @@ class Trackio:
         try:
             import trackio
         except ImportError as error:
-            raise _missing("trackio", error) from error
+            raise _missing_package_error("trackio", error) from error
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT") or "hybridrl",
             name=run_name,
@@ -155,23 +157,25 @@ class Trackio:
         self._run.finish()
 
 
-def trackers_of(metrics: Any) -> list[str]:
+def parse_trackers(metrics: Any) -> list[str]:
     """Return the trackers that the setting `metrics` names, as a list."""
     return [metrics] if isinstance(metrics, str) else list(metrics or [])
 
 
-def check_packages(names: Sequence[str]) -> None:
+def check_tracker_packages(names: Sequence[str]) -> None:
     """Check that the packages of these trackers are installed; open none.
 
     Raises:
         MissingPackageError: a tracker's package is not installed.
     """
     for name in names:
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
-            raise _missing(name, ModuleNotFoundError(f"No module named '{name}'", name=name))
+        if name in _TRACKER_PACKAGES and importlib.util.find_spec(name) is None:
+            raise _missing_package_error(
+                name, ModuleNotFoundError(f"No module named '{name}'", name=name)
+            )
 
 
-def open_writers(
+def open_metric_writers(
     names: Sequence[str], run_directory: RunDirectory, run_name: str, config: Mapping[str, Any]
 ) -> list[MetricWriter]:
     """Opens `metrics.jsonl`, first, and the trackers named; `jsonl` may be named too.
@@ -182,17 +186,17 @@ def open_writers(
         StorageError: a file cannot be written. All have been closed again.
     """
     openers: dict[str, Callable[[], MetricWriter]] = {
-        "jsonl": lambda: JsonLines(run_directory.metrics_file),
-        "tensorboard": lambda: TensorBoard(run_directory.path / "tensorboard"),
-        "wandb": lambda: WeightsAndBiases(run_directory.path, run_name, config),
-        "mlflow": lambda: MLflow(run_name, config),
-        "trackio": lambda: Trackio(run_name, config),
+        "jsonl": lambda: JsonLinesWriter(run_directory.metrics_file),
+        "tensorboard": lambda: TensorBoardWriter(run_directory.path / "tensorboard"),
+        "wandb": lambda: WandbWriter(run_directory.path, run_name, config),
+        "mlflow": lambda: MLflowWriter(run_name, config),
+        "trackio": lambda: TrackioWriter(run_name, config),
     }
     for name in names:
         if name not in openers:
             raise ConfigError(
                 f"`metrics` names `{name}`, and the writers are {', '.join(openers)}."
-                + nearest(name, openers)
+                + suggest_name(name, openers)
             )
     writers: list[MetricWriter] = []
     try:
@@ -205,7 +209,7 @@ def open_writers(
     return writers
 
 
-def _ends_within_a_line(path: Path) -> bool:
+def _ends_mid_line(path: Path) -> bool:
     """Return whether the last line is incomplete because an earlier run was killed or ran out of
     disk."""
     if not path.is_file() or path.stat().st_size == 0:
@@ -215,11 +219,11 @@ def _ends_within_a_line(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _is_set(variable: str) -> bool:
+def _is_variable_set(variable: str) -> bool:
     return bool(os.environ.get(variable))
 
 
-def _missing(package: str, error: ImportError) -> MissingPackageError:
+def _missing_package_error(package: str, error: ImportError) -> MissingPackageError:
     return MissingPackageError(
         f"`metrics` names `{package}`, which cannot be imported ({error}). "
         f"Install it with `{pip_install(package)}`, or take it off `metrics`."

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-PACKAGES = {
+_DISTRIBUTIONS = {
     "hybridrl": ("hybridrl",),
     "torch": ("torch",),
     "transformers": ("transformers",),
@@ -19,26 +19,26 @@ PACKAGES = {
 """Whose versions are noted, and the names that they are distributed under."""
 
 
-def provenance(seed: int, command: Sequence[str]) -> dict[str, Any]:
+def collect_provenance(seed: int, command: Sequence[str]) -> dict[str, Any]:
     """Collect the entries of `summary.json` on provenance: `command`, `seed`, `versions`, and the
     `git_commit` of the current folder if it is in a repository."""
     versions = {"python": sys.version.partition(" ")[0]}
-    for package, names in PACKAGES.items():
-        if version := next(filter(None, map(_version, names)), None):
+    for package, names in _DISTRIBUTIONS.items():
+        if version := next(filter(None, map(_find_version, names)), None):
             versions[package] = version
     found = {"command": list(command), "seed": seed, "versions": versions}
-    commit = _commit(Path.cwd())
+    commit = _find_git_commit(Path.cwd())
     return found if commit is None else found | {"git_commit": commit}
 
 
-def _version(name: str) -> str | None:
+def _find_version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _commit(folder: Path) -> str | None:
+def _find_git_commit(folder: Path) -> str | None:
     if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None
     try:

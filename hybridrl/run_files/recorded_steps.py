@@ -15,20 +15,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.batch.call_record import Record, Span
+from hybridrl.batch.call_record import CallRecord, PhaseSpan
 from hybridrl.errors import DataError
-from hybridrl.run_files.metric_reader import length_up_to
+from hybridrl.run_files.metric_reader import find_end_of_step
 from hybridrl.run_files.run_paths import STEPS
 from hybridrl.system.bounded_files import MOST_LINE_BYTES, parse_json, read_end
-from hybridrl.system.storage import explain_write_errors, replacing
+from hybridrl.system.storage import explain_write_errors, replace_file
 
-DATA, EVALUATION, CHECKPOINT, KEEPING = "data", "evaluation", "checkpoint", "keeping"
+DATA, DRIVER_EVALUATION, CHECKPOINT, DRIVER_RECORDING = (
+    "data",
+    "evaluation",
+    "checkpoint",
+    "keeping",
+)
 """What the driver may be at."""
-KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 64 << 20
 """Of a file that has grown to twice as much, so much stays: the newest steps."""
-NEWEST_BYTES = 16 << 20
+NEWEST_STEPS_BYTES = 16 << 20
 """Of a long file: what those look at who want the newest steps, one step at least."""
-MICROSECONDS = 6
+_TIME_DIGITS = 6
 """Digits of a second that are written."""
 
 
@@ -38,18 +43,18 @@ class RecordedStep(NamedTuple):
     step: int
     begin: float
     end: float
-    records: Sequence[Record]
+    records: Sequence[CallRecord]
     ahead: Mapping[int, float]
-    between: Sequence[Record] = ()
-    driver: Sequence[Span] = ()
+    between: Sequence[CallRecord] = ()
+    driver: Sequence[PhaseSpan] = ()
 
 
-class BesideSteps:
+class DriverActivity:
     """The driver's spans and calls outside of steps, collected until the next recorded step."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
-        self._records: list[Record] = []
+        self._spans: list[PhaseSpan] = []
+        self._records: list[CallRecord] = []
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
@@ -58,21 +63,21 @@ class BesideSteps:
         try:
             yield
         finally:
-            self._spans.append(Span(what, begin, time.time()))
+            self._spans.append(PhaseSpan(what, begin, time.time()))
 
-    def called(self, records: Sequence[Record]) -> Sequence[Record]:
+    def called(self, records: Sequence[CallRecord]) -> Sequence[CallRecord]:
         """Add the records of calls that belong to no step; return them."""
         self._records += records
         return records
 
-    def take(self) -> tuple[list[Record], list[Span]]:
+    def take(self) -> tuple[list[CallRecord], list[PhaseSpan]]:
         """Return and clear all spans and records since the last call."""
         taken = self._records, self._spans
         self._records, self._spans = [], []
         return taken
 
 
-class RecordedSteps:
+class StepRecordWriter:
     """A writer of the records of a run's steps.
 
     Args:
@@ -88,11 +93,11 @@ class RecordedSteps:
         Raises:
             StorageError: if that fails.
         """
-        line = json.dumps(_as_data(recorded), separators=(",", ":")) + "\n"
+        line = json.dumps(_encode_step(recorded), separators=(",", ":")) + "\n"
         with explain_write_errors(self.file), self.file.open("a", encoding="utf-8") as file:
             file.write(line)
             size = file.tell()
-        if size > 2 * KEPT_BYTES:
+        if size > 2 * _KEPT_BYTES:
             self._keep_newest()
 
     def forget_after(self, step: int) -> None:
@@ -103,18 +108,18 @@ class RecordedSteps:
         """
         with explain_write_errors(self.file):
             if self.file.is_file():
-                os.truncate(self.file, length_up_to(self.file, step))
+                os.truncate(self.file, find_end_of_step(self.file, step))
 
     def _keep_newest(self) -> None:
         with self.file.open("rb") as file:
-            file.seek(-KEPT_BYTES, os.SEEK_END)
+            file.seek(-_KEPT_BYTES, os.SEEK_END)
             file.readline()  # the rest of a line
             rest = file.read()
-        with replacing(self.file) as part:
+        with replace_file(self.file) as part:
             part.write_bytes(rest)
 
 
-def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:
+def read_recorded_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedStep]:
     """Return the recorded steps since the run was last started, when call numbers begin again. An
     incomplete last line is left out.
 
@@ -126,7 +131,7 @@ def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedSt
     """
     file = folder / STEPS
     try:
-        text = _newest_text(file, newest_bytes)
+        text = _read_newest_lines(file, newest_bytes)
     except FileNotFoundError:
         raise DataError(
             f"{folder} has no {STEPS}, in which a run records what its ranks did in each step. "
@@ -138,7 +143,7 @@ def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedSt
     last = -1
     for number, line in enumerate(text.splitlines(keepends=True), 1):
         try:
-            recorded = _from_data(parse_json(line))
+            recorded = _decode_step(parse_json(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if found and not line.endswith("\n"):
                 break
@@ -153,28 +158,28 @@ def read_steps(folder: Path, newest_bytes: int | None = None) -> list[RecordedSt
     return found
 
 
-def _newest_text(file: Path, most: int | None) -> str:
+def _read_newest_lines(file: Path, most: int | None) -> str:
     """Return whole lines of the end of the file, at most so many bytes, but one line at least."""
-    text = read_end(file, most or 2 * KEPT_BYTES) or read_end(file, MOST_LINE_BYTES)
+    text = read_end(file, most or 2 * _KEPT_BYTES) or read_end(file, MOST_LINE_BYTES)
     return text.decode(errors="replace")
 
 
-def _as_data(recorded: RecordedStep) -> dict[str, Any]:
+def _encode_step(recorded: RecordedStep) -> dict[str, Any]:
     def since(moment: float) -> float:
-        return round(moment - recorded.begin, MICROSECONDS)
+        return round(moment - recorded.begin, _TIME_DIGITS)
 
     return {
         "step": recorded.step,
         "begin": recorded.begin,
         "seconds": since(recorded.end),
-        "ahead": {str(host): round(a, MICROSECONDS) for host, a in recorded.ahead.items()},
-        "calls": [_call_as_data(one, since) for one in recorded.records if one.host >= 0],
-        "between": [_call_as_data(one, since) for one in recorded.between if one.host >= 0],
+        "ahead": {str(host): round(a, _TIME_DIGITS) for host, a in recorded.ahead.items()},
+        "calls": [_encode_call(one, since) for one in recorded.records if one.host >= 0],
+        "between": [_encode_call(one, since) for one in recorded.between if one.host >= 0],
         "driver": [[span.phase, since(span.start), since(span.end)] for span in recorded.driver],
     }
 
 
-def _call_as_data(one: Record, since: Callable[[float], float]) -> dict[str, Any]:
+def _encode_call(one: CallRecord, since: Callable[[float], float]) -> dict[str, Any]:
     return {
         "role": one.role,
         "rank": one.rank,
@@ -184,16 +189,16 @@ def _call_as_data(one: Record, since: Callable[[float], float]) -> dict[str, Any
         "reads": list(one.reads),
         "start": since(one.start),
         "end": since(one.end),
-        "waited": None if one.waited is None else round(one.waited, MICROSECONDS),
+        "waited": None if one.waited is None else round(one.waited, _TIME_DIGITS),
         "tokens": one.tokens,
         "spans": [
-            [s.phase, since(s.start), since(s.end), round(s.waited, MICROSECONDS)]
+            [s.phase, since(s.start), since(s.end), round(s.waited, _TIME_DIGITS)]
             for s in one.spans
         ],
     }
 
 
-def _from_data(data: Mapping[str, Any]) -> RecordedStep:
+def _decode_step(data: Mapping[str, Any]) -> RecordedStep:
     begin, step, seconds = float(data["begin"]), data["step"], data["seconds"]
     if type(step) is not int or not 0 < seconds < math.inf:
         raise ValueError(f"step={step!r} of seconds={seconds!r}")
@@ -202,18 +207,18 @@ def _from_data(data: Mapping[str, Any]) -> RecordedStep:
         step,
         begin,
         begin + seconds,
-        [_call(one, begin) for one in data["calls"]],
+        [_decode_call(one, begin) for one in data["calls"]],
         ahead,
-        [_call(one, begin) for one in data.get("between", ())],
-        [Span(phase, begin + s, begin + e) for phase, s, e in data.get("driver", ())],
+        [_decode_call(one, begin) for one in data.get("between", ())],
+        [PhaseSpan(phase, begin + s, begin + e) for phase, s, e in data.get("driver", ())],
     )
 
 
-def _call(one: Mapping[str, Any], begin: float) -> Record:
+def _decode_call(one: Mapping[str, Any], begin: float) -> CallRecord:
     if wrong := [name for name in ("call", "rank", "device") if type(one[name]) is not int]:
         raise ValueError(f"{wrong[0]}={one[wrong[0]]!r}")
-    spans = [Span(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
-    record = Record(one["role"], one["rank"], one["method"])
+    spans = [PhaseSpan(phase, begin + s, begin + e, w) for phase, s, e, w in one["spans"]]
+    record = CallRecord(one["role"], one["rank"], one["method"])
     record.start, record.end = begin + one["start"], begin + one["end"]
     record.call, record.host, record.reads = one["call"], one["device"], tuple(one["reads"])
     record.waited, record.tokens, record.spans = one["waited"], one["tokens"], spans

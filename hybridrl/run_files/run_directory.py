@@ -37,17 +37,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.run_files.evaluation_log import EvaluationsFile
-from hybridrl.run_files.metric_reader import length_up_to
-from hybridrl.run_files.recorded_steps import RecordedSteps
-from hybridrl.run_files.run_lock import LOCK
-from hybridrl.run_files.run_paths import LATEST
+from hybridrl.run_files.evaluation_log import EvaluationLog
+from hybridrl.run_files.metric_reader import find_end_of_step
+from hybridrl.run_files.recorded_steps import StepRecordWriter
+from hybridrl.run_files.run_lock import LOCK_FILE
+from hybridrl.run_files.run_paths import LATEST_LINK
 from hybridrl.system.storage import (
-    DISK_FULL,
+    DISK_FULL_ERRNOS,
     explain_write_errors,
-    replacing,
+    format_write_error,
+    replace_file,
     to_json,
-    write_error_sentence,
 )
 
 if TYPE_CHECKING:
@@ -85,16 +85,16 @@ class RunDirectory:
             StorageError: the disk is full.
         """
         root = Path(root)
-        _refuse_inside_a_run("run.root", root, root / name)
-        stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_folder_name(name)}"
-        _check_latest(root / LATEST)
+        _check_not_inside_run("run.root", root, root / name)
+        stem = f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{_sanitize_folder_name(name)}"
+        _check_latest_link(root / LATEST_LINK)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            directory = cls(_make_unique(root, stem))
+            directory = cls(_make_unique_folder(root, stem))
             directory._make_folders()
         except OSError as error:
-            raise _not_writable("run.root", root, error) from error
-        directory._latest = root / LATEST
+            raise _build_write_error("run.root", root, error) from error
+        directory._latest = root / LATEST_LINK
         return directory
 
     @classmethod
@@ -114,19 +114,19 @@ class RunDirectory:
             if not resumes:
                 directory._refuse_results()
             if not directory.config_file.is_file():  # otherwise a run has begun here before
-                _refuse_inside_a_run("run.directory", directory.path, directory.path)
+                _check_not_inside_run("run.directory", directory.path, directory.path)
             directory._make_folders()
             # An existing folder may be readable only: learn it now, not after the first step.
             with tempfile.TemporaryFile(dir=directory.path) as probe:
                 probe.write(b"x")
         except OSError as error:
-            raise _not_writable("run.directory", directory.path, error) from error
+            raise _build_write_error("run.directory", directory.path, error) from error
         return directory
 
     def point_latest(self) -> None:
         """Point `<root>/latest` at this run, if `create_run_directory` made it."""
         if self._latest is not None:
-            _point_latest(self._latest, self.path.name)
+            _replace_latest_link(self._latest, self.path.name)
 
     @classmethod
     def check(cls, directory: str | None, root: str, resumes: bool) -> None:
@@ -138,11 +138,11 @@ class RunDirectory:
         setting, path = ("run.root", root) if directory is None else ("run.directory", directory)
         run = cls(Path(path))
         if directory is None:
-            _refuse_inside_a_run(setting, run.path, run.path / "new")
+            _check_not_inside_run(setting, run.path, run.path / "new")
         elif not resumes:
             run._refuse_results()
         if not run.config_file.is_file():
-            _refuse_inside_a_run(setting, run.path, run.path)
+            _check_not_inside_run(setting, run.path, run.path)
         there = next(
             folder for folder in (run.path, *run.path.absolute().parents) if folder.exists()
         )
@@ -152,7 +152,7 @@ class RunDirectory:
             with tempfile.TemporaryFile(dir=there):
                 pass
         except OSError as error:
-            raise _not_writable(setting, run.path, error) from error
+            raise _build_write_error(setting, run.path, error) from error
 
     def close_to_others(self) -> None:
         """Restrict the folder to this user, whatever the permissions of its files.
@@ -170,27 +170,27 @@ class RunDirectory:
 
     def write_config(self, text: str) -> None:
         """Write the resolved settings, given as YAML text."""
-        with replacing(self.config_file) as part:
+        with replace_file(self.config_file) as part:
             _write_durably(part, text)
 
     def write_placement(self, text: str) -> None:
         """Write the placement, given as JSON text, for `placement=file`."""
-        with replacing(self.path / "placement.json") as part:
+        with replace_file(self.path / "placement.json") as part:
             _write_durably(part, text + "\n")
 
     def write_cluster(self, text: str) -> None:
         """Write the devices of the run, given as JSON text."""
-        with replacing(self.path / "cluster.json") as part:
+        with replace_file(self.path / "cluster.json") as part:
             _write_durably(part, text + "\n")
 
     def write_data_report(self, figures: Mapping[str, Any]) -> None:
         """Writes the first row, and what the data repeats, as JSON."""
-        with replacing(self.path / "data-report.json") as part:
+        with replace_file(self.path / "data-report.json") as part:
             _write_durably(part, to_json(figures, indent=2) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary of the run as JSON; NaN and infinity become null."""
-        with replacing(self.summary_file) as part:
+        with replace_file(self.summary_file) as part:
             _write_durably(part, to_json(summary, indent=2) + "\n")
 
     def forget_summary(self) -> None:
@@ -206,13 +206,13 @@ class RunDirectory:
         if tokens is not None:
             with explain_write_errors(self.tokens):
                 self.tokens.mkdir(exist_ok=True)
-            _write_table(self.tokens / f"step-{step:06d}.parquet", tokens)
-        return _write_table(self.samples / f"step-{step:06d}.parquet", table)
+            _write_parquet(self.tokens / f"step-{step:06d}.parquet", tokens)
+        return _write_parquet(self.samples / f"step-{step:06d}.parquet", table)
 
     def write_evaluated(self, name: str, step: int, table: pyarrow.Table) -> Path:
         """Write the samples of a set's evaluation to `samples/eval-<name>-step-<6 digits>.parquet`
         and return the file."""
-        return _write_table(self.samples / f"eval-{name}-step-{step:06d}.parquet", table)
+        return _write_parquet(self.samples / f"eval-{name}-step-{step:06d}.parquet", table)
 
     def write_bad_step(self, step: int, table: pyarrow.Table, found: Mapping[str, Any]) -> Path:
         """Write the samples of a step with non-finite numbers to `bad-steps/step-<6
@@ -221,9 +221,9 @@ class RunDirectory:
         path = self.path / "bad-steps" / f"step-{step:06d}.parquet"
         with explain_write_errors(path):
             path.parent.mkdir(exist_ok=True)
-        with replacing(path.with_suffix(".json")) as part:
+        with replace_file(path.with_suffix(".json")) as part:
             part.write_text(to_json(found, indent=2) + "\n", encoding="utf-8")
-        return _write_table(path, table)
+        return _write_parquet(path, table)
 
     def forget_after(self, step: int) -> None:
         """Removes the figures and samples of later steps, which are about to be made
@@ -234,14 +234,14 @@ class RunDirectory:
         """
         with explain_write_errors(self.path):
             if self.metrics_file.is_file():
-                os.truncate(self.metrics_file, length_up_to(self.metrics_file, step))
+                os.truncate(self.metrics_file, find_end_of_step(self.metrics_file, step))
             folders = (self.samples, self.tokens)
             for path in (path for folder in folders for path in folder.glob("*step-*")):
                 number = re.match(r"(?:eval-[\w-]+-)?step-(\d+)", path.name)
                 if number and int(number[1]) > step:
                     path.unlink()
-        EvaluationsFile(self.path).forget_after(step)
-        RecordedSteps(self.path).forget_after(step)
+        EvaluationLog(self.path).forget_after(step)
+        StepRecordWriter(self.path).forget_after(step)
 
     def _refuse_results(self) -> None:
         """Refuse a folder with results of another run, which would be mixed with this one's."""
@@ -267,7 +267,7 @@ class RunDirectory:
         self.samples.mkdir(exist_ok=True)
 
 
-def make_steps_folder(folder: Path) -> None:
+def make_checkpoint_folder(folder: Path) -> None:
     """Make a folder of checkpoints outside the run's folder.
 
     Raises:
@@ -277,15 +277,15 @@ def make_steps_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_writable("checkpoint.folder", folder, error) from error
+        raise _build_write_error("checkpoint.folder", folder, error) from error
 
 
-def _refuse_inside_a_run(setting: str, named: Path, path: Path) -> None:
+def _check_not_inside_run(setting: str, named: Path, path: Path) -> None:
     """Refuse a folder inside the folder of another run. A run's folder is named, copied and removed
     as one, and `checkpoints/` in it is pruned."""
     for folder in path.resolve().parents:
         run = RunDirectory(folder)
-        if run.config_file.is_file() and (run._results() or (folder / LOCK).is_file()):
+        if run.config_file.is_file() and (run._results() or (folder / LOCK_FILE).is_file()):
             raise ConfigError(
                 f"{setting}={named} is in {folder}, the folder of an earlier run. Give a folder "
                 f"that is in no other run's, such as {folder.parent / 'new'}. To go on with that "
@@ -293,21 +293,21 @@ def _refuse_inside_a_run(setting: str, named: Path, path: Path) -> None:
             )
 
 
-def _write_table(path: Path, table: pyarrow.Table) -> Path:
+def _write_parquet(path: Path, table: pyarrow.Table) -> Path:
     from pyarrow import parquet  # 0.3 s, wanted only by runs that keep samples
 
-    with replacing(path) as part, part.open("wb") as file:
+    with replace_file(path) as part, part.open("wb") as file:
         parquet.write_table(table, file)
     return path
 
 
-def _folder_name(name: str) -> str:
+def _sanitize_folder_name(name: str) -> str:
     """Return the name with letters, digits, `.`, `_`, `=`, `+` and `-` only, at most 80
     characters."""
     return re.sub(r"[^\w.=+-]+", "-", name).strip(".-")[:80] or "run"
 
 
-def _make_unique(root: Path, stem: str) -> Path:
+def _make_unique_folder(root: Path, stem: str) -> Path:
     # mkdir either makes the folder or fails, so two runs of one second never share it.
     for number in range(1, 10_000):
         path = root / (stem if number == 1 else f"{stem}-{number}")
@@ -317,7 +317,7 @@ def _make_unique(root: Path, stem: str) -> Path:
     raise StorageError(f"{root} holds 9,999 runs called {stem}. Set `run.name` to another name.")
 
 
-def _check_latest(link: Path) -> None:
+def _check_latest_link(link: Path) -> None:
     if link.exists() and not link.is_symlink():
         raise ConfigError(
             f"{link} is a file or folder of its own, and every run makes it a link to the newest "
@@ -325,7 +325,7 @@ def _check_latest(link: Path) -> None:
         )
 
 
-def _point_latest(link: Path, target: str) -> None:
+def _replace_latest_link(link: Path, target: str) -> None:
     """Point `link` at `target`; whoever follows it sees the old run or the new one."""
     new_link = link.with_name(f".latest-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -333,7 +333,7 @@ def _point_latest(link: Path, target: str) -> None:
     except OSError as error:
         if error.errno in _NO_LINKS:  # some mounted disks have no links; the run needs none
             return
-        raise StorageError(write_error_sentence(link, error)) from error
+        raise StorageError(format_write_error(link, error)) from error
     with explain_write_errors(link):
         new_link.replace(link)
 
@@ -345,6 +345,6 @@ def _write_durably(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _not_writable(setting: str, folder: Path, error: OSError) -> ConfigError | StorageError:
-    sentence = write_error_sentence(folder, error, setting=f"`{setting}`")
-    return StorageError(sentence) if error.errno in DISK_FULL else ConfigError(sentence)
+def _build_write_error(setting: str, folder: Path, error: OSError) -> ConfigError | StorageError:
+    sentence = format_write_error(folder, error, setting=f"`{setting}`")
+    return StorageError(sentence) if error.errno in DISK_FULL_ERRNOS else ConfigError(sentence)

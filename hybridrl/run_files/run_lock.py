@@ -22,17 +22,17 @@ from typing import Any
 import psutil
 
 from hybridrl.errors import ConfigError
-from hybridrl.run_files.run_paths import LOCK
+from hybridrl.run_files.run_paths import LOCK_FILE
 from hybridrl.system.bounded_files import open_regular, parse_json
 from hybridrl.system.storage import explain_write_errors
 
-BEAT_SECONDS = 10.0
+_HEARTBEAT_SECONDS = 10.0
 """How often a job touches its lock."""
-SILENT_SECONDS = 60.0
+LEASE_SECONDS = 60.0
 """A lock that another machine has not touched for so long is nobody's."""
-LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 """How often a job that waits looks whether the lock has been touched."""
-_CLOCK_SECONDS = 2.0
+_CLOCK_TOLERANCE_SECONDS = 2.0
 """By which the start of a process may seem to differ when its machine's clock has been set."""
 
 
@@ -45,8 +45,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, setting: str = "run.directory") -> None:
-        self.file, self._setting = folder / LOCK, setting
-        self._mine = this_process()
+        self.file, self._setting = folder / LOCK_FILE, setting
+        self._mine = describe_this_process()
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
@@ -61,15 +61,15 @@ class RunLock:
             seen: float | None = None
             while not self._taken(seen):
                 seen = seen or self.file.stat().st_mtime
-                time.sleep(LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         self._beating.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Release the folder, unless another job has acquired it since."""
         self._stop.set()
-        with contextlib.suppress(OSError), _alone(self.file) as file:
-            if _read(file) == self._mine:
+        with contextlib.suppress(OSError), _open_exclusively(self.file) as file:
+            if _read_holder(file) == self._mine:
                 self.file.unlink()
 
     def _taken(self, seen: float | None) -> bool:
@@ -78,10 +78,12 @@ class RunLock:
         Args:
             seen: When the holder had touched the file as this job came; None: it comes now.
         """
-        with _alone(self.file) as file:
-            holder, beat = _read(file), os.fstat(file).st_mtime
-            if holder is None or is_dead(holder, _now(self.file.parent) - beat):
-                _write(file, self._mine)
+        with _open_exclusively(self.file) as file:
+            holder, beat = _read_holder(file), os.fstat(file).st_mtime
+            if holder is None or is_process_dead(
+                holder, _read_file_system_time(self.file.parent) - beat
+            ):
+                _write_holder(file, self._mine)
                 return True
         if holder["machine"] != self._mine["machine"] and seen in (None, beat):
             return False
@@ -93,33 +95,33 @@ class RunLock:
         )
 
     def _beat(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(_HEARTBEAT_SECONDS):
             with contextlib.suppress(OSError):
                 os.utime(self.file)
 
 
-def this_process() -> dict[str, Any]:
+def describe_this_process() -> dict[str, Any]:
     """Return what other processes need to find out whether this one is alive."""
     process = psutil.Process()
     return {
         "host": socket.gethostname(),
-        "machine": _machine(),
+        "machine": _identify_machine(),
         "pid": process.pid,
         "started": process.create_time(),
         "since": time.time(),
     }
 
 
-def read_holder(file: Path) -> dict[str, Any] | None:
+def read_lock_holder(file: Path) -> dict[str, Any] | None:
     """Return the process noted in a lock file; None if there is none."""
     try:
         with open_regular(file) as opened:
-            return _read(opened.fileno())
+            return _read_holder(opened.fileno())
     except OSError:
         return None
 
 
-def _machine() -> str:
+def _identify_machine() -> str:
     """Return an identity shared by processes that see each other's process ids: same boot, same
     container."""
     with contextlib.suppress(OSError):
@@ -128,24 +130,24 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def is_dead(holder: dict[str, Any], silent: float) -> bool:
+def is_process_dead(holder: dict[str, Any], silent: float) -> bool:
     """Return whether the noted process is gone.
 
     Args:
         silent: Seconds since it touched the file.
     """
-    if holder["machine"] != _machine():
-        return silent >= SILENT_SECONDS
+    if holder["machine"] != _identify_machine():
+        return silent >= LEASE_SECONDS
     try:
         started = psutil.Process(holder["pid"]).create_time()
     except psutil.NoSuchProcess:
         return True
-    return abs(started - holder["started"]) >= _CLOCK_SECONDS
+    return abs(started - holder["started"]) >= _CLOCK_TOLERANCE_SECONDS
 
 
-def _now(folder: Path) -> float:
+def _read_file_system_time(folder: Path) -> float:
     """Return the time by the clock of the folder's file system."""
-    probe = folder / f".{LOCK}.{os.getpid()}"
+    probe = folder / f".{LOCK_FILE}.{os.getpid()}"
     try:
         probe.touch()
         return probe.stat().st_mtime
@@ -154,28 +156,30 @@ def _now(folder: Path) -> float:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[int]:
+def _open_exclusively(path: Path) -> Iterator[int]:
     """Open the file with an exclusive lock for the block, where the file system supports locks."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(file, path):  # otherwise its holder has removed it while this one waited
+            if _is_still_at(
+                file, path
+            ):  # otherwise its holder has removed it while this one waited
                 yield file
                 return
         finally:
             os.close(file)
 
 
-def _is_at(file: int, path: Path) -> bool:
+def _is_still_at(file: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
 
 
-def _read(file: int) -> dict[str, Any] | None:
+def _read_holder(file: int) -> dict[str, Any] | None:
     """Return the noted holder; None if there is no complete note."""
     try:
         found = parse_json(os.pread(file, 1 << 16, 0))
@@ -184,7 +188,7 @@ def _read(file: int) -> dict[str, Any] | None:
         return None
 
 
-def _write(file: int, holder: dict[str, Any]) -> None:
+def _write_holder(file: int, holder: dict[str, Any]) -> None:
     content = json.dumps(holder).encode()
     os.ftruncate(file, 0)
     os.pwrite(file, content, 0)

@@ -6,18 +6,18 @@ STEPS = "steps.jsonl"
 EVALUATIONS = "evaluations.json"
 SUMMARY = "summary.json"
 STATUS = "status.json"
-LOCK = "lock.json"
+LOCK_FILE = "lock.json"
 CLUSTER = "cluster.json"
 PLACEMENT = "placement.json"
 DATA_REPORT = "data-report.json"
 RECOVERIES = "recoveries.jsonl"
 FILES = (
-    *(SETTINGS, METRICS, STEPS, EVALUATIONS, SUMMARY, STATUS, LOCK, CLUSTER, PLACEMENT),
+    *(SETTINGS, METRICS, STEPS, EVALUATIONS, SUMMARY, STATUS, LOCK_FILE, CLUSTER, PLACEMENT),
     *(DATA_REPORT, RECOVERIES),
 )
 LOGS, SAMPLES, TOKENS, BAD_STEPS, FAILED = "logs", "samples", "tokens", "bad-steps", "failed"
 MODEL, INITIAL_MODEL = "model", "initial_model"
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 """The folder of the checkpoints, unless `checkpoint.folder` names another."""
-LATEST = "latest"
+LATEST_LINK = "latest"
 """The link to the newest run, in the folder of all runs."""

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError
 from hybridrl.run_files import run_paths as names
-from hybridrl.run_files.evaluation_log import EvaluationsFile
-from hybridrl.run_files.metric_reader import GrowingMetrics
-from hybridrl.run_files.recorded_steps import NEWEST_BYTES, RecordedStep, read_steps
+from hybridrl.run_files.evaluation_log import EvaluationLog
+from hybridrl.run_files.metric_reader import MetricReader
+from hybridrl.run_files.recorded_steps import NEWEST_STEPS_BYTES, RecordedStep, read_recorded_steps
 from hybridrl.run_files.run_status import load_status
 from hybridrl.system.bounded_files import (
     load_object,
@@ -32,18 +32,18 @@ from hybridrl.system.bounded_files import (
 if TYPE_CHECKING:
     from pyarrow import Table
 
-MARKS = (names.SETTINGS, names.METRICS)
+_RUN_MARKERS = (names.SETTINGS, names.METRICS)
 """A folder with one of these is a run's."""
-LOG_BYTES = 1 << 20
+_LOG_TAIL_BYTES = 1 << 20
 """So much of the end of each log is looked at."""
 MOST_LOGS = 256
 """Logs that are looked at, those that were written to last."""
 MOST_TABLE_BYTES = 4 << 30
 """Largest table of samples, in memory."""
-MOST_WARNINGS = 40
+_MAX_WARNINGS = 40
 MOST_NAMED = 3
 _WARNING = re.compile(r"\b(warning|error|exception|traceback)\b", re.I)
-_CHANGING = re.compile(r"\d+")
+_DIGITS = re.compile(r"\d+")
 
 
 class RunReader:
@@ -55,7 +55,7 @@ class RunReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
-        self._metrics = GrowingMetrics(self.path / names.METRICS)
+        self._metrics = MetricReader(self.path / names.METRICS)
         self._reading = threading.Lock()
 
     @property
@@ -69,8 +69,8 @@ class RunReader:
             return self._metrics.rows()
 
     def steps(self) -> list[RecordedStep]:
-        """Return the newest steps that the run has recorded; see `read_steps`."""
-        return read_steps(self.path, NEWEST_BYTES)
+        """Return the newest steps that the run has recorded; see `read_recorded_steps`."""
+        return read_recorded_steps(self.path, NEWEST_STEPS_BYTES)
 
     def settings(self) -> dict[str, Any]:
         """Return what `config.yaml` holds, nested; empty if it cannot be read."""
@@ -97,7 +97,7 @@ class RunReader:
 
     def evaluations(self) -> list[dict[str, Any]]:
         """See `evaluation_log`."""
-        return EvaluationsFile(self.path).read()
+        return EvaluationLog(self.path).read()
 
     def data_report(self) -> Mapping[str, Any]:
         """Return `data-report.json`: the first row, and what the data repeats."""
@@ -122,7 +122,7 @@ class RunReader:
     def bad_steps(self) -> list[dict[str, Any]]:
         """Return the steps whose numbers were not finite, and what was found in them."""
         return [
-            {"step": _step_in(file.name), **self._object(file)}
+            {"step": _parse_step(file.name), **self._object(file)}
             for file in self.files(names.BAD_STEPS, "step-*.json")
         ]
 
@@ -149,9 +149,9 @@ class RunReader:
         newest: dict[str, str] = {}
         logs = sorted(self.files(names.LOGS, "*.log"), key=lambda one: one.lstat().st_mtime)
         for file in sorted(logs[-MOST_LOGS:]):
-            for line in _end_of(file).splitlines():
+            for line in _read_log_tail(file).splitlines():
                 if _WARNING.search(line):
-                    key = _CHANGING.sub("0", line)[:200]
+                    key = _DIGITS.sub("0", line)[:200]
                     times[key] += 1
                     newest[key] = line.strip()[:400]
                     if file.name not in files.setdefault(key, []):
@@ -159,7 +159,7 @@ class RunReader:
         faults = [{"files": [n], "line": why, "times": 1} for n, why in self.faults().items()]
         return faults + [
             {"files": files[key], "line": newest[key], "times": count}
-            for key, count in times.most_common(MOST_WARNINGS)
+            for key, count in times.most_common(_MAX_WARNINGS)
         ]
 
     def faults(self) -> dict[str, str]:
@@ -220,21 +220,21 @@ def open_run(path: Path) -> RunReader:
     Raises:
         ConfigError: if there is none.
     """
-    if not is_run(path):
-        raise ConfigError(not_a_run(path))
+    if not is_run_folder(path):
+        raise ConfigError(explain_not_a_run(path))
     return RunReader(path)
 
 
-def is_run(path: Path) -> bool:
+def is_run_folder(path: Path) -> bool:
     """Return whether the folder holds a run's `config.yaml` or `metrics.jsonl`."""
-    return any((path / name).is_file() for name in MARKS)
+    return any((path / name).is_file() for name in _RUN_MARKERS)
 
 
-def runs_in(path: Path) -> list[Path]:
+def list_runs(path: Path) -> list[Path]:
     """Folders of runs in a folder, the newest first, by when each began or was resumed; `latest` is
     one of them anyway."""
     try:
-        folders = [one for one in path.iterdir() if not one.is_symlink() and is_run(one)]
+        folders = [one for one in path.iterdir() if not one.is_symlink() and is_run_folder(one)]
     except OSError:
         return []
     return sorted(folders, key=lambda one: (_written(one), one.name), reverse=True)
@@ -243,30 +243,32 @@ def runs_in(path: Path) -> list[Path]:
 def _written(run: Path) -> float:
     """When the settings of a run were written."""
     try:
-        return (run / MARKS[0]).stat().st_mtime
+        return (run / _RUN_MARKERS[0]).stat().st_mtime
     except OSError:
         return 0.0
 
 
 def check_runs(path: Path) -> None:
     """Refuses a path that is neither the folder of a run nor one with runs in it."""
-    if not is_run(path) and not runs_in(path):
-        raise ConfigError(not_a_run(path))
+    if not is_run_folder(path) and not list_runs(path):
+        raise ConfigError(explain_not_a_run(path))
 
 
-def not_a_run(path: Path) -> str:
+def explain_not_a_run(path: Path) -> str:
     """Return the sentence that says why a path is no run folder, and what to name instead."""
     if not path.exists():
         return f"{path} does not exist. Name the folder of a run, such as runs/latest."
     if not path.is_dir():
         return f"{path} is a file. Name the folder of a run, such as runs/latest."
-    inner = runs_in(path)
+    inner = list_runs(path)
     hint = (
         f"It holds {len(inner)} {'run' if len(inner) == 1 else 'runs'}; the newest is {inner[0]}."
         if inner
         else "Name one that a job has made, such as runs/latest."
     )
-    return f"{path} is no run's folder: it has neither {MARKS[0]} nor {MARKS[1]}. {hint}"
+    return (
+        f"{path} is no run's folder: it has neither {_RUN_MARKERS[0]} nor {_RUN_MARKERS[1]}. {hint}"
+    )
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
@@ -280,13 +282,13 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def _end_of(file: Path) -> str:
+def _read_log_tail(file: Path) -> str:
     try:
-        return read_end(file, LOG_BYTES).decode(errors="replace")
+        return read_end(file, _LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
 
 
-def _step_in(name: str) -> int:
+def _parse_step(name: str) -> int:
     found = re.search(r"step-(\d+)", name)
     return int(found[1]) if found else 0

@@ -3,7 +3,7 @@
     {"state": "failed", "why": "actor rank 1 died during ...", "began": "...", "ended": "..."}
 
 A job that is killed cannot write that it was. Its file goes on saying `running`, and its lock is
-nobody's: `state_of` sees both.
+nobody's: `read_run_status` sees both.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import HybridRLError
-from hybridrl.run_files.run_lock import SILENT_SECONDS, is_dead, read_holder
-from hybridrl.run_files.run_paths import LOCK, STATUS
+from hybridrl.run_files.run_lock import LEASE_SECONDS, is_process_dead, read_lock_holder
+from hybridrl.run_files.run_paths import LOCK_FILE, STATUS
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.storage import replacing, to_json
+from hybridrl.system.storage import replace_file, to_json
 
 RUNNING, FINISHED, FAILED, INTERRUPTED, KILLED = (
     *("running", "finished", "failed", "interrupted", "killed"),
 )
 
 
-class RunState:
+class RunStatus:
     """The status of the job that holds the run's folder.
 
     Args:
@@ -35,7 +35,7 @@ class RunState:
     def __init__(self, folder: Path) -> None:
         self._file = folder / STATUS
         # A run that goes on began when it first did.
-        self._began = load_status(folder)["began"] or _now()
+        self._began = load_status(folder)["began"] or _format_now()
         self._state = ""
 
     def begin(self) -> None:
@@ -60,18 +60,18 @@ class RunState:
         if self._state != RUNNING:
             return False
         with contextlib.suppress(HybridRLError):
-            self._write(*outcome_of(error))
+            self._write(*classify_outcome(error))
         return True
 
     def _write(self, state: str, why: str = "") -> None:
         self._state = state
-        ended = None if state == RUNNING else _now()
+        ended = None if state == RUNNING else _format_now()
         content = {"state": state, "why": why, "began": self._began, "ended": ended}
-        with replacing(self._file) as part:
+        with replace_file(self._file) as part:
             part.write_text(to_json(content, indent=1) + "\n", encoding="utf-8")
 
 
-def outcome_of(error: BaseException | None) -> tuple[str, str]:
+def classify_outcome(error: BaseException | None) -> tuple[str, str]:
     """Return the status that an exception, or None for success, gives a run, and the reason."""
     match error:
         case None:
@@ -82,7 +82,7 @@ def outcome_of(error: BaseException | None) -> tuple[str, str]:
     return FAILED, why if isinstance(error, HybridRLError) else f"{type(error).__name__}: {why}"
 
 
-def state_of(folder: Path) -> tuple[str, str]:
+def read_run_status(folder: Path) -> tuple[str, str]:
     """Return the state of a run and why; see `load_status`."""
     found = load_status(folder)
     return found["state"], found["why"]
@@ -96,23 +96,23 @@ def load_status(folder: Path) -> dict[str, Any]:
         state, why = str(found.get("state", "")), str(found.get("why", ""))
     except (OSError, ValueError):
         return dict.fromkeys(("state", "why", "began", "ended"), "")
-    if state == RUNNING and (fault := _who_is_gone(folder / LOCK)):
+    if state == RUNNING and (fault := _who_is_gone(folder / LOCK_FILE)):
         state, why = KILLED, fault
     return {"state": state, "why": why, "began": found.get("began"), "ended": found.get("ended")}
 
 
 def _who_is_gone(lock: Path) -> str:
     """Say which job has ended without noting it; empty if it still has its lock."""
-    holder = read_holder(lock)
+    holder = read_lock_holder(lock)
     if holder is None:
         return "The job ended without a word."
     try:
         silent = time.time() - lock.stat().st_mtime
     except OSError:
-        silent = SILENT_SECONDS
-    is_gone = is_dead(holder, silent)
+        silent = LEASE_SECONDS
+    is_gone = is_process_dead(holder, silent)
     return f"Process {holder['pid']} on {holder['host']} is gone." if is_gone else ""
 
 
-def _now() -> str:
+def _format_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import RewardConfig
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.formatting import format_seconds
 
-GAINS = {
+_GAIN_LABELS = {
     "accuracy": "greedy accuracy",
     "reward": "reward",
     "cost": "cost",
@@ -24,7 +24,7 @@ GAINS = {
 
 REPORT = "report.html"
 """The run as a page, in its folder."""
-CHECKERS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
+_CHECKING_FUNCTIONS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
 """Functions of the library that score an answer 1 if it is right, and less if not."""
 
 
@@ -59,7 +59,7 @@ class RunSummary(dict[str, Any]):
                 self.record_metric(name, metrics[metric])
 
 
-def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
+def resolve_accuracy_name(reward: RewardConfig, short: bool = False) -> str:
     """Return what the metric `accuracy` stands for: the share of correct responses if one function
     of the library checks them, else the share of greedy responses that score `reward.correct_at` or
     more, since a grading model may be wrong and the scale of other functions is unknown."""
@@ -67,35 +67,35 @@ def accuracy_name(reward: RewardConfig, short: bool = False) -> str:
     is_checked = isinstance(checks, list) and len(checks) == 1 and isinstance(checks[0], str)
     if (
         is_checked
-        and checks[0].rpartition(":")[2] in CHECKERS
+        and checks[0].rpartition(":")[2] in _CHECKING_FUNCTIONS
         and not (reward.model or reward.judge.path or reward.weights not in (None, [1.0]))
     ):
-        return "accuracy" if short else GAINS["accuracy"]
+        return "accuracy" if short else _GAIN_LABELS["accuracy"]
     limit = f"{reward.correct_at:g}"
     return f"score>={limit}" if short else f"greedy responses (score >= {limit})"
 
 
-def final_sentence(
-    summary: Mapping[str, Any], directory: Path, accuracy: str = GAINS["accuracy"]
+def format_final_sentence(
+    summary: Mapping[str, Any], directory: Path, accuracy: str = _GAIN_LABELS["accuracy"]
 ) -> str:
     """Return a sentence such as: greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41
     s); model, ...
 
     Args:
-        summary: `<name>_first` and `<name>_last` of any of `GAINS`, `steps` and `seconds`; what is
-            missing or None is left out of the sentence.
+        summary: `<name>_first` and `<name>_last` of any of `_GAIN_LABELS`, `steps` and `seconds`;
+            what is missing or None is left out of the sentence.
         directory: the run's folder.
-        accuracy: see `accuracy_name`.
+        accuracy: see `resolve_accuracy_name`.
     """
-    labels = GAINS | {"accuracy": accuracy}
-    gains = [text for name, label in labels.items() if (text := _gain(label, name, summary))]
+    labels = _GAIN_LABELS | {"accuracy": accuracy}
+    gains = [text for name, label in labels.items() if (text := _format_gain(label, name, summary))]
     steps = summary.get("steps")
     seconds = summary.get("seconds")
     sentence = ", ".join(gains) or "finished"
     if steps:  # an evaluation has none
         sentence += f" in {steps:,} {'step' if steps == 1 else 'steps'}"
     if seconds is not None:
-        sentence += f" ({readable_seconds(seconds)})"
+        sentence += f" ({format_seconds(seconds)})"
     return (
         f"{sentence}; {_kept_in(directory)}: {directory}\n"
         f"next: open {shlex.quote(str(directory / REPORT))}"
@@ -130,7 +130,7 @@ def _kept_in(directory: Path) -> str:
     return ("model, " if (directory / "model").is_dir() else "") + "metrics and report"
 
 
-def _gain(label: str, key: str, summary: Mapping[str, Any]) -> str:
+def _format_gain(label: str, key: str, summary: Mapping[str, Any]) -> str:
     first, last = summary.get(f"{key}_first"), summary.get(f"{key}_last")
     if last is None:
         return ""

@@ -5,7 +5,7 @@ is on it, and that leaves nothing behind. docs/sandbox.md says what is promised,
 each level of confinement. It needs Linux 5.13 or newer on x86-64 or
 aarch64, with seccomp, and either namespaces (as root, or as a user who may make user namespaces)
 or Landlock; without them it refuses to run anything. What is there is found out once per process,
-by trying, and logged; see `confinement`.
+by trying, and logged; see `find_confinement`.
 
 In every case the program
 
@@ -16,7 +16,7 @@ In every case the program
   times of files seems to succeed and does nothing;
 * reads the interpreter's libraries and installed packages, and no other file. It writes only in
   its scratch folder, its working directory, which is removed at its end;
-* keeps to `Limits`. At its end, at a limit, and when the calling process dies, it is killed.
+* keeps to `SandboxLimits`. At its end, at a limit, and when the calling process dies, it is killed.
 
 With namespaces, nothing else exists for it: no /proc, no users, no network device, no other
 process. Its scratch folder is memory and has a size limit.
@@ -54,17 +54,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError
 from hybridrl.sandbox.checked_tests import CheckedTest, check_test
-from hybridrl.sandbox.supervisor_process import Supervisor
-from hybridrl.system.memory_cgroup import memory_group
+from hybridrl.sandbox.supervisor_process import SandboxSupervisor
+from hybridrl.system.memory_cgroup import make_memory_cgroup
 
 __all__ = [
-    "Confinement",
-    "Limits",
-    "Outcome",
+    "SandboxConfinement",
+    "SandboxLimits",
+    "SandboxResult",
     "Verdict",
-    "confinement",
+    "find_confinement",
     "judge_program",
     "run_python",
 ]
@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 _SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo")
 
-_LEVELS = {
+_LEVEL_NAMES = {
     "root": "namespaces",
     "user": "namespaces of an ordinary user",
     "none": "no namespaces",
@@ -86,14 +86,15 @@ _probing = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """The resources that a program may use.
 
     Attributes:
         wall_s: seconds from its start.
         cpu_s: seconds of processor time, all threads together.
         memory_mib: address space in MiB, of which the bare interpreter takes less than 20. Where
-            there are control groups (`memory_group`), also all memory that it takes in any way.
+            there are control groups (`make_memory_cgroup`), also all memory that it takes in any
+            way.
         threads: how many, the first one counted.
         file_mib: size of a file in MiB.
         scratch_mib: size of all files in MiB; only with namespaces.
@@ -119,12 +120,12 @@ class Limits:
             if not 0 < value < math.inf or (field.name != "wall_s" and value != int(value)):
                 kind = "number" if field.name == "wall_s" else "whole number"
                 raise ConfigError(
-                    f"`Limits.{field.name}` is {value}, expected a {kind} greater than 0."
+                    f"`SandboxLimits.{field.name}` is {value}, expected a {kind} greater than 0."
                 )
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SandboxResult:
     """The end of a program and its output.
 
     Attributes:
@@ -165,7 +166,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Confinement:
+class SandboxConfinement:
     """The mechanisms that confine programs on this machine, beside seccomp and resource limits.
 
     Attributes:
@@ -190,7 +191,9 @@ class Confinement:
         return said if self.namespaces != "none" else f"{said}, without a limit on the disk"
 
 
-def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) -> Outcome:
+def run_python(
+    source: str, stdin: str = "", *, limits: SandboxLimits | None = None
+) -> SandboxResult:
     """Run a Python program in the sandbox; threads may call this concurrently. May be called from
     several threads at once.
 
@@ -198,21 +201,25 @@ def run_python(source: str, stdin: str = "", *, limits: Limits | None = None) ->
         MachineError: if this machine cannot confine programs.
         RewardError: if the sandbox itself was killed.
     """
-    limits = limits or Limits()
-    return _execute(confinement().namespaces, source, stdin, limits)[0]
+    limits = limits or SandboxLimits()
+    return _run_confined(find_confinement().namespaces, source, stdin, limits)[0]
 
 
-def _run_tests(source: str, tests: Sequence[CheckedTest], *, limits: Limits) -> Outcome:
+def _run_tests(
+    source: str, tests: Sequence[CheckedTest], *, limits: SandboxLimits
+) -> SandboxResult:
     """Runs a Python program and, in another process, tests of it, both confined and each with these
     limits; see `confined.judge` for what is written and for what the tests may do.
 
     Raises:
         MachineError, RewardError: as `run_python`.
     """
-    return _execute(confinement().namespaces, source, "", limits, tests)[0]
+    return _run_confined(find_confinement().namespaces, source, "", limits, tests)[0]
 
 
-def judge_program(program: str, tests: Sequence[str], limits: Limits | None = None) -> Verdict:
+def judge_program(
+    program: str, tests: Sequence[str], limits: SandboxLimits | None = None
+) -> Verdict:
     """Runs tests of a program; whatever the program does, it can at most fail them.
 
     Args:
@@ -225,7 +232,7 @@ def judge_program(program: str, tests: Sequence[str], limits: Limits | None = No
         MachineError: if this machine cannot confine programs.
         RewardError: if the sandbox itself was killed.
     """
-    limits = dataclasses.replace(limits or Limits(), output_kib=_OUTPUT_KIB)
+    limits = dataclasses.replace(limits or SandboxLimits(), output_kib=_OUTPUT_KIB)
     outcome = _run_tests(program, [check_test(test) for test in tests], limits=limits)
     passed, vacuous = [False] * len(tests), [False] * len(tests)
     reasons = ["it was stopped before its end"] * len(tests)
@@ -237,20 +244,20 @@ def judge_program(program: str, tests: Sequence[str], limits: Limits | None = No
     return Verdict(passed, reasons, vacuous, is_slow)
 
 
-def confinement() -> Confinement:
+def find_confinement() -> SandboxConfinement:
     """Find the best confinement that this machine allows, by trying each level once.
 
     Raises:
         MachineError: if nothing does; says what is missing.
     """
     with _probing:
-        return _probe()
+        return _try_confinement_levels()
 
 
 @functools.cache
-def _probe() -> Confinement:
+def _try_confinement_levels() -> SandboxConfinement:
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        raise MachineError(
+        raise UnsupportedMachineError(
             f"Programs can be run safely only on Linux on x86-64 or aarch64, and this is "
             f"{sys.platform} on {platform.machine()}. Use reward functions that run no programs."
         )
@@ -258,14 +265,14 @@ def _probe() -> Confinement:
     levels: list[Literal["root", "user", "none"]] = ["root", "user", "none"]
     for level in levels if os.geteuid() == 0 else levels[1:]:
         try:
-            _, landlock, has_group = _execute(level, "", "", Limits())
-        except _RefusedError as refusal:
-            missing.append(f"{_LEVELS[level]}: {refusal}")
+            _, landlock, has_group = _run_confined(level, "", "", SandboxLimits())
+        except _ConfinementRefusedError as refusal:
+            missing.append(f"{_LEVEL_NAMES[level]}: {refusal}")
             continue
-        found = Confinement(level, landlock, "; ".join(missing), has_group)
-        _log.info("%s (%s, Landlock version %s). %s", found, _LEVELS[level], landlock, missing)
+        found = SandboxConfinement(level, landlock, "; ".join(missing), has_group)
+        _log.info("%s (%s, Landlock version %s). %s", found, _LEVEL_NAMES[level], landlock, missing)
         return found
-    raise MachineError(
+    raise UnsupportedMachineError(
         "Programs cannot be run safely on this machine, so none is run. Tried "
         + "; ".join(missing)
         + ". The sandbox needs Linux 5.13 or newer with seccomp, an interpreter whose folders "
@@ -274,13 +281,17 @@ def _probe() -> Confinement:
     )
 
 
-class _RefusedError(Exception):
+class _ConfinementRefusedError(Exception):
     """The kernel refused the requested confinement, so the program was not run."""
 
 
-def _execute(
-    level: str, source: str, stdin: str, limits: Limits, tests: Sequence[CheckedTest] | None = None
-) -> tuple[Outcome, int, bool]:
+def _run_confined(
+    level: str,
+    source: str,
+    stdin: str,
+    limits: SandboxLimits,
+    tests: Sequence[CheckedTest] | None = None,
+) -> tuple[SandboxResult, int, bool]:
     """Runs a program at a level of confinement, and tests of it if there are any; gives the version
     of Landlock, too, and whether the program had a memory group.
 
@@ -289,14 +300,16 @@ def _execute(
         RewardError: if the supervisor died without a report.
     """
     given = (source, stdin.encode("utf-8", "replace"), level, dataclasses.asdict(limits))
-    job = [marshal.dumps((*given, *_libraries(), tempfile.gettempdir(), tests is not None))]
+    job = [
+        marshal.dumps((*given, *_find_library_folders(), tempfile.gettempdir(), tests is not None))
+    ]
     job += [] if tests is None else [marshal.dumps([tuple(test[:5]) for test in tests])]
     with ExitStack() as opened:
-        group = memory_group(limits.memory_mib << 20)
+        group = make_memory_cgroup(limits.memory_mib << 20)
         if group is not None:
             opened.callback(group.close)
         entrance = None if group is None else group.entrance
-        run = Supervisor(job, limits.wall_s, limits.output_kib * 1024, entrance)
+        run = SandboxSupervisor(job, limits.wall_s, limits.output_kib * 1024, entrance)
         try:
             run.finish()
         finally:
@@ -309,11 +322,13 @@ def _execute(
         )
     report = marshal.loads(bytes(run.report))
     if "failure" in report:
-        raise _RefusedError(report["failure"])
-    return _outcome(report, run, limits, is_full), report["landlock"], group is not None
+        raise _ConfinementRefusedError(report["failure"])
+    return _build_result(report, run, limits, is_full), report["landlock"], group is not None
 
 
-def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits, is_full: bool) -> Outcome:
+def _build_result(
+    report: dict[str, Any], run: SandboxSupervisor, limits: SandboxLimits, is_full: bool
+) -> SandboxResult:
     status = report["status"]
     stdout, stderr = (bytes(o).decode("utf-8", "replace") for o in (run.stdout, run.stderr))
     code = os.waitstatus_to_exitcode(status)
@@ -330,11 +345,11 @@ def _outcome(report: dict[str, Any], run: Supervisor, limits: Limits, is_full: b
     elif code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         ended = "memory"
     times = (report["seconds"], report["cpu_s"], report["program_cpu_s"])
-    return Outcome(ended, abs(code), stdout, stderr, *times)
+    return SandboxResult(ended, abs(code), stdout, stderr, *times)
 
 
 @functools.cache
-def _libraries() -> tuple[list[str], list[str]]:
+def _find_library_folders() -> tuple[list[str], list[str]]:
     """Return the folders that a program may read, and those of them that hold installed
     packages."""
     packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]

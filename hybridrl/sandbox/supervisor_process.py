@@ -11,18 +11,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-_PROGRAM = (
+_BOOTSTRAP = (
     "import sys; sys.path.append(sys.argv[1]); from confined.supervisor import main; "
     "sys.path.remove(sys.argv[1]); main(*map(int, sys.argv[2:]))"
 )
 # Nothing of the caller's. Numerical libraries otherwise start a thread per core, and the C library
 # reserves address space for every thread.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-_SUPERVISOR_S = 30.0  # what the supervisor may need beside the program
+_SUPERVISOR_OVERHEAD_S = 30.0  # what the supervisor may need beside the program
 _PIECE = 1 << 16
 
 
-class Supervisor:
+class SandboxSupervisor:
     """A supervisor process, the message on its way to it, and the output of it and of the program
     so far.
 
@@ -44,7 +44,7 @@ class Supervisor:
         self.stdout, self.stderr, self.report = bytearray(), bytearray(), bytearray()
         self.is_over = False
         self._limit = output_limit
-        self._deadline = time.monotonic() + wall_s + _SUPERVISOR_S
+        self._deadline = time.monotonic() + wall_s + _SUPERVISOR_OVERHEAD_S
         self._outgoing = memoryview(
             b"".join(len(part).to_bytes(8, "little") + part for part in job)
         )
@@ -53,7 +53,7 @@ class Supervisor:
         try:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", "-E", "-X", "utf8", "-c", _PROGRAM),
+                    *(sys.executable, "-I", "-S", "-E", "-X", "utf8", "-c", _BOOTSTRAP),
                     *(str(Path(__file__).parent), *map(str, kept)),
                 ],
                 stdin=subprocess.PIPE,
@@ -108,7 +108,7 @@ class Supervisor:
         """End the program if it still runs, and wait for the supervisor."""
         self._control.close()
         try:
-            self._process.wait(_SUPERVISOR_S)
+            self._process.wait(_SUPERVISOR_OVERHEAD_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -20,33 +20,33 @@ import numpy as np
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.environments.adapters.environment_adapter import MODEL
-from hybridrl.environments.episode_runner import Play, Played
+from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
+from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.engine_requests import RequestQueue
-from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
+from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SampleStream,
+    SingleTurnStream,
 )
-from hybridrl.rollout.transcript import Transcript
-from hybridrl.serving.agent_session import REPORT, Session
-from hybridrl.serving.endpoint import Endpoint
+from hybridrl.rollout.transcript import TokenTranscript
+from hybridrl.serving.agent_session import REPORT, AgentSession
+from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.failed_episodes import FailedEpisodes
-from hybridrl.serving.outside import OutsidePrograms, Programs
-from hybridrl.serving.renderer_chat import chat_of
-from hybridrl.serving.request_exchange import Answer
+from hybridrl.serving.outside import EpisodeRunner, ExternalPrograms
+from hybridrl.serving.renderer_chat import choose_renderer
+from hybridrl.serving.request_exchange import EngineReply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IDLE_S = 1.0
+IDLE_POLL_S = 1.0
 """With nothing to generate, programs are asked so often whether they are late."""
-QUIET_S, GATHER_S = 0.004, 0.1
+GATHER_QUIET_S, GATHER_TIMEOUT_S = 0.004, 0.1
 """An engine that generates what waits as one batch waits for more while it comes at this pace, and
 no longer than that."""
 
@@ -66,8 +66,8 @@ class AgentGenerator(SampleGenerator):
     def __init__(
         self,
         engine: RolloutEngine,
-        endpoint: Endpoint,
-        programs: Programs,
+        endpoint: ReplicaEndpoint,
+        programs: EpisodeRunner,
         settings: EnvironmentConfig,
         max_turn_tokens: int | None = None,
         failed: FailedEpisodes | None = None,
@@ -83,7 +83,7 @@ class AgentGenerator(SampleGenerator):
         self._logged: set[str] = set()
         self._notices: list[str] = []
 
-    def begin(self, task: GenerationTask) -> SampleStream:
+    def begin(self, task: GenerationTask) -> SingleTurnStream:
         """Begin the episodes of all rows; the columns of the data go to their programs.
 
         `sampling.max_tokens` is the limit of a turn, or `max_turn_tokens`. A `finish_reason` is
@@ -123,13 +123,13 @@ class AgentGenerator(SampleGenerator):
             self._notices.append(f"An episode failed ({kind}):\n{failure}{rest}")
 
 
-class _Row(NamedTuple):
+class _RunningEpisode(NamedTuple):
     row: int
-    session: Session
-    play: Play
+    session: AgentSession
+    play: EpisodeRequest
 
 
-class AgentStream(SampleStream):
+class AgentStream(SingleTurnStream):
     """The episodes of one generation, in the caller's thread."""
 
     def __init__(self, rollout: AgentGenerator, task: GenerationTask) -> None:
@@ -140,11 +140,11 @@ class AgentStream(SampleStream):
         task, self._first_row = task.block()
         batch, sampling, self._version = task.batch, task.sampling, task.version
         self._running: set[int] = set()  # keys of what the engine generates
-        self._playing: dict[int, _Row] = {}  # by the key of the play
+        self._playing: dict[int, _RunningEpisode] = {}  # by the key of the play
         self._ended: dict[int, EpisodeSample] = {}  # by row, since the last `next_samples`
         self._prompts = [ids.tolist() for ids in batch.ragged("prompt_ids").rows()]
         rows = batch.rows_for_users()
-        for group in _groups(batch, self._prompts):
+        for group in _group_prompt_rows(batch, self._prompts):
             plays = []
             for row in group:
                 number = rollout.next_number()
@@ -154,15 +154,17 @@ class AgentStream(SampleStream):
                 if rollout.settings.name == "verifiers":  # one client for all that it plays
                     token = self._endpoint.sampling_token()
                 report = self._endpoint.session_token(session, REPORT)
-                plays.append(Play(number, rows[row], url, token, session.name, is_greedy, report))
-                self._playing[number] = _Row(row, session, plays[-1])
+                plays.append(
+                    EpisodeRequest(number, rows[row], url, token, session.name, is_greedy, report)
+                )
+                self._playing[number] = _RunningEpisode(row, session, plays[-1])
             rollout.programs.start(plays)
 
     def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
         while self._playing and len(self._ended) < least:
             self._refresh(refresh)
             if not self._running:
-                self._exchange.wait(IDLE_S)
+                self._exchange.wait(IDLE_POLL_S)
             self._start()
             if self._running:
                 self._poll()
@@ -170,7 +172,7 @@ class AgentStream(SampleStream):
                 self._end(played)
         ended, self._ended = self._ended, {}
         prompts = [self._prompts[row] for row in ended]
-        batch = episode_batch(list(ended.values()), prompts, branching=True)
+        batch = build_episode_batch(list(ended.values()), prompts, branching=True)
         return batch, np.array(list(ended), dtype=np.int64) + self._first_row
 
     def close(self) -> None:
@@ -186,7 +188,7 @@ class AgentStream(SampleStream):
     def _start(self) -> None:
         """Hands what came since to the engine."""
         if not self._requests.continuous:
-            self._exchange.gather(len(self._playing), QUIET_S, GATHER_S)
+            self._exchange.gather(len(self._playing), GATHER_QUIET_S, GATHER_TIMEOUT_S)
         for request in self._exchange.requests():
             try:
                 self._requests.start(request)
@@ -204,12 +206,12 @@ class AgentStream(SampleStream):
         finished = [one for one in self._requests.poll() if one.key in self._running]
         self._running.difference_update(one.key for one in finished)
         self._exchange.answer(
-            [Answer(one, self._versions.end(one.key, len(one.token_ids))) for one in finished]
+            [EngineReply(one, self._versions.end(one.key, len(one.token_ids))) for one in finished]
         )
         if self._exchange.streams:
             self._exchange.grow(self._requests.partial())
 
-    def _end(self, played: Played) -> None:
+    def _end(self, played: EpisodeResult) -> None:
         """An episode is over: what it sampled and what it was worth."""
         if (found := self._playing.pop(played.key, None)) is None:
             return
@@ -236,7 +238,7 @@ class AgentStream(SampleStream):
         rewards = self._turn_rewards(turn_rewards, branches)
         self._ended[row] = EpisodeSample(branches, rewards, reward, reason, metrics)
 
-    def _failed(self, played: Played, session: Session, kept: Path | None) -> float:
+    def _failed(self, played: EpisodeResult, session: AgentSession, kept: Path | None) -> float:
         """The score of an episode that failed."""
         failure, settings = str(played.failure), self._rollout.settings
         if not session.sampled and (proxies := set_proxies()):
@@ -255,7 +257,7 @@ class AgentStream(SampleStream):
         return settings.error_value if settings.on_error == "value" else math.nan
 
     def _turn_rewards(
-        self, rewards: list[float] | None, branches: Sequence[Transcript]
+        self, rewards: list[float] | None, branches: Sequence[TokenTranscript]
     ) -> list[float]:
         """One for each turn of the model; none if the program told none, or another number."""
         turns = sum(branch.sampled_turns for branch in branches)
@@ -279,7 +281,7 @@ class ServedModel(NamedTuple):
     """The model that programs ask.
 
     Attributes:
-        path: Its folder or hub name; programs call it by `MODEL`.
+        path: Its folder or hub name; programs call it by `MODEL_NAME`.
         vocabulary: Token ids are less than this.
         context_length: Longest prompt and response together, in tokens.
         template: Options of the chat template where a request has none, and the run's date.
@@ -309,11 +311,11 @@ def agent_generator(
         folder: Of the run, where programs from outside find address and token, and which keeps
             episodes that fail; None: there is none.
     """
-    outside = None if environment.name else OutsidePrograms(environment.timeout_s)
-    endpoint = Endpoint(
+    outside = None if environment.name else ExternalPrograms(environment.timeout_s)
+    endpoint = ReplicaEndpoint(
         tokenizer,
-        chat_of(tokenizer, model.path, model.template),
-        model=MODEL,
+        choose_renderer(tokenizer, model.path, model.template),
+        model=MODEL_NAME,
         vocabulary=model.vocabulary,
         context_length=model.context_length,
         host=rollout.serve_host,
@@ -326,7 +328,7 @@ def agent_generator(
         endpoint.announce(folder / f"endpoint-{replica}.json")
     if outside is not None:
         outside.notify = endpoint.exchange.wake
-        programs: Programs = outside
+        programs: EpisodeRunner = outside
     else:
         from hybridrl.environments.environment_pool import EnvironmentPool
 
@@ -335,7 +337,7 @@ def agent_generator(
     return AgentGenerator(engine, endpoint, programs, environment, turn, failed, requests)
 
 
-def _groups(batch: Batch, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
+def _group_prompt_rows(batch: Batch, prompts: Sequence[list[int]]) -> Iterator[list[int]]:
     """Return the rows of each prompt: those with one `group_id`, or adjacent rows with the same
     prompt."""
     names = batch["group_id"].tolist() if "group_id" in batch else prompts

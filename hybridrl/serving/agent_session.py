@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrl.rollout.engine_requests import Sampling
-from hybridrl.rollout.transcript import Transcript
+from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.serving.request_parsing import EpisodeReport
 
 OWN = "own"
@@ -23,7 +23,7 @@ ANY = "any"
 """In place of a session's name: the token is for all of them."""
 
 
-class Sampled(NamedTuple):
+class SampledTurn(NamedTuple):
     """A turn that the engine sampled.
 
     Attributes:
@@ -40,7 +40,7 @@ class Sampled(NamedTuple):
     finish_reason: str
 
 
-class Known(NamedTuple):
+class TurnTokens(NamedTuple):
     """The tokens of a recorded turn: its prompt and what was sampled."""
 
     prompt_ids: list[int]
@@ -48,19 +48,19 @@ class Known(NamedTuple):
 
 
 @dataclass
-class _Branch:
+class _SessionBranch:
     """A conversation of a session that was only ever extended."""
 
     part: str
-    transcript: Transcript
+    transcript: TokenTranscript
     latest: int = 0  # the number of its last turn
 
 
 @dataclass
-class Recorded:
+class RecordedTurn:
     """A recorded turn, with what is needed to discard it."""
 
-    branch: _Branch
+    branch: _SessionBranch
     before: Mapping[str, Any] | None  # of the transcript; None: the branch began with this turn
     length: int
     latest: int
@@ -68,7 +68,7 @@ class Recorded:
 
 
 @dataclass
-class Session:
+class AgentSession:
     """The conversations of one episode with the model.
 
     A turn whose prompt begins with all tokens of a branch extends that branch: what is new of the
@@ -92,14 +92,14 @@ class Session:
     """
 
     name: str
-    sampling: Sampling
+    sampling: SamplingSettings
     seed: int
     is_trained: bool = True
     report: EpisodeReport | None = None
     under_way: set[int] = field(default_factory=set)
     last_reason: str = "stop"
-    _branches: list[_Branch] = field(default_factory=list)
-    _known: dict[str, tuple[Transcript, int, int]] = field(default_factory=dict)
+    _branches: list[_SessionBranch] = field(default_factory=list)
+    _known: dict[str, tuple[TokenTranscript, int, int]] = field(default_factory=dict)
     _asked: dict[str, int] = field(default_factory=dict)  # requests of each part
     _turns: int = 0
     _sampled: int = 0
@@ -118,16 +118,16 @@ class Session:
         own = part.removeprefix(self.name)
         return hash((self.seed, zlib.crc32(own.encode()), number)) % 2**62
 
-    def known(self, key: str) -> Known | None:
+    def known(self, key: str) -> TurnTokens | None:
         """Return the turn that was recorded under a key."""
         with self._lock:
             if (found := self._known.get(key)) is None:
                 return None
             transcript, start, end = found
             ids = transcript.token_ids
-            return Known(ids[:start], ids[start:end])
+            return TurnTokens(ids[:start], ids[start:end])
 
-    def record(self, part: str, turn: Sampled, key: str | None = None) -> Recorded | None:
+    def record(self, part: str, turn: SampledTurn, key: str | None = None) -> RecordedTurn | None:
         """Record a turn that is about to be sent.
 
         Args:
@@ -143,13 +143,13 @@ class Session:
             branch = self._extended_by(turn.prompt_ids, part)
             before = None
             if branch is None:
-                branch = _Branch(part, Transcript(turn.prompt_ids))
+                branch = _SessionBranch(part, TokenTranscript(turn.prompt_ids))
                 self._branches.append(branch)
             else:
                 before = branch.transcript.mark()
                 given = turn.prompt_ids[len(branch.transcript.token_ids) :]
                 branch.transcript.add_given(given)
-            recorded = Recorded(branch, before, 0, branch.latest, key)
+            recorded = RecordedTurn(branch, before, 0, branch.latest, key)
             transcript, branch.latest = branch.transcript, self._turns
             transcript.add_sampled(
                 *(turn.prompt_ids, turn.token_ids, turn.log_probs, turn.versions), branch.latest
@@ -163,7 +163,7 @@ class Session:
                 self._known[key] = transcript, start, start + len(turn.token_ids)
             return recorded
 
-    def take_back(self, recorded: Recorded) -> None:
+    def take_back(self, recorded: RecordedTurn) -> None:
         """Discard a turn that did not reach the program, unless it has been extended."""
         with self._lock:
             branch = recorded.branch
@@ -179,7 +179,7 @@ class Session:
             branch.latest = recorded.latest
             self._sampled += branch.transcript.sampled
 
-    def end(self, parts: Collection[str] | None = None) -> list[Transcript]:
+    def end(self, parts: Collection[str] | None = None) -> list[TokenTranscript]:
         """Finish the episode; nothing is recorded afterwards.
 
         Args:
@@ -191,7 +191,9 @@ class Session:
         """
         with self._lock:
             self._is_over = True
-            branches = [b for b in self._branches if parts is None or _belongs(b.part, parts)]
+            branches = [
+                b for b in self._branches if parts is None or _is_selected_part(b.part, parts)
+            ]
             branches.sort(key=lambda branch: branch.latest)
             found = [branch.transcript for branch in branches]
             turns = sorted({turn for transcript in found for turn in transcript.turns})
@@ -200,7 +202,7 @@ class Session:
                 transcript.turns = [numbers[turn] for turn in transcript.turns]
             return found
 
-    def _extended_by(self, prompt_ids: Sequence[int], part: str) -> _Branch | None:
+    def _extended_by(self, prompt_ids: Sequence[int], part: str) -> _SessionBranch | None:
         """Return the longest branch of the part that the prompt begins with."""
         found, longest = None, -1
         for branch in self._branches:
@@ -211,7 +213,7 @@ class Session:
         return found
 
 
-def _belongs(part: str, parts: Collection[str]) -> bool:
+def _is_selected_part(part: str, parts: Collection[str]) -> bool:
     """Return whether a part is one of `parts`, or a part of one."""
     return any(part == one or part.startswith(f"{one}.") for one in parts)
 
@@ -229,27 +231,27 @@ class Permission(NamedTuple):
         return f"is for {verb} in {f'`{self.session}`' if self.session != ANY else 'any session'}"
 
 
-class Sessions:
+class SessionRegistry:
     """A registry of open sessions, shared by the endpoint's and the engine's threads."""
 
     def __init__(self, context_length: int) -> None:
-        self._free = Sampling(context_length)
-        self._open: dict[str, Session] = {}
+        self._free = SamplingSettings(context_length)
+        self._open: dict[str, AgentSession] = {}
         self._lock = threading.Lock()
         self._key = secrets.token_bytes(32)
 
-    def open(self, name: str, sampling: Sampling, seed: int) -> Session:
+    def open(self, name: str, sampling: SamplingSettings, seed: int) -> AgentSession:
         """Open a session; the name must not contain a dot. The name has no dot."""
-        session = Session(name, sampling, seed)
+        session = AgentSession(name, sampling, seed)
         with self._lock:
             self._open[name] = session
         return session
 
-    def close(self, name: str) -> Session | None:
+    def close(self, name: str) -> AgentSession | None:
         with self._lock:
             return self._open.pop(name, None)
 
-    def find(self, part: str) -> Session | None:
+    def find(self, part: str) -> AgentSession | None:
         """Return the open session with this name, or the one that a part of this name belongs
         to."""
         with self._lock:
@@ -268,7 +270,7 @@ class Sessions:
         is_known = token.isascii() and hmac.compare_digest(token, self.token(*found))
         return found if is_known else None
 
-    def untrained(self, seed: int | None) -> Session:
+    def untrained(self, seed: int | None) -> AgentSession:
         """Return a session for a request that names none; its samples are not trained on."""
         seed = secrets.randbits(62) if seed is None else seed
-        return Session(OWN, self._free, seed, is_trained=False)
+        return AgentSession(OWN, self._free, seed, is_trained=False)

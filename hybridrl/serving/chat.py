@@ -13,18 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.conversations.messages import Message, Tool
+from hybridrl.conversations.messages import Message, ToolSchema
 from hybridrl.errors import HybridRLError
-from hybridrl.serving.agent_session import Known
-from hybridrl.serving.messages import Said
+from hybridrl.serving.agent_session import TurnTokens
+from hybridrl.serving.messages import AssistantTurn
 
 
-class ChatError(HybridRLError):
+class ConversationError(HybridRLError):
     """The chat template refuses a conversation, or there is no template; the message quotes it.
     Says what it said."""
 
 
-class Chat(ABC):
+class ConversationRenderer(ABC):
     """A renderer for the conversations of one model.
 
     Attributes:
@@ -34,7 +34,7 @@ class Chat(ABC):
     stop_token_ids: tuple[int, ...] = ()
 
     @abstractmethod
-    def with_options(self, options: Mapping[str, Any]) -> Chat:
+    def with_options(self, options: Mapping[str, Any]) -> ConversationRenderer:
         """Return the chat whose template has these variables, which win over those of the job.
 
         Raises:
@@ -42,7 +42,7 @@ class Chat(ABC):
         """
 
     @abstractmethod
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """Return the tokens of a conversation that the model is to continue.
 
         Raises:
@@ -51,7 +51,7 @@ class Chat(ABC):
 
     @abstractmethod
     def continuation(
-        self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], at: int, known: TurnTokens
     ) -> list[int] | None:
         """Return the tokens of a conversation in which an earlier turn keeps its sampled tokens.
 
@@ -66,6 +66,6 @@ class Chat(ABC):
 
     @abstractmethod
     def said(
-        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
-    ) -> Said:
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[ToolSchema]
+    ) -> AssistantTurn:
         """Parse the tokens of a turn into text, reasoning and tool calls."""

@@ -16,34 +16,34 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.engine_requests import Sampling
-from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, Session, Sessions
-from hybridrl.serving.chat import Chat
+from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, AgentSession, SessionRegistry
+from hybridrl.serving.chat import ConversationRenderer
 from hybridrl.serving.connections import Connection, Connections, most_open
-from hybridrl.serving.outside import OutsidePrograms
-from hybridrl.serving.request_exchange import Exchange
-from hybridrl.serving.request_parsing import RefusedError
-from hybridrl.serving.routes import PERMISSION, Routes
+from hybridrl.serving.outside import ExternalPrograms
+from hybridrl.serving.request_exchange import RequestExchange
+from hybridrl.serving.request_parsing import ApiError
+from hybridrl.serving.routes import PERMISSION, EndpointRoutes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
-MOST_BYTES = 64 << 20
+MAX_REQUEST_BYTES = 64 << 20
 """Of a request."""
-MOST_WAITING = 4096
+MAX_WAITING_REQUESTS = 4096
 """Requests that wait for a generation."""
-PATIENCE_S = 300.0
+GENERATION_TIMEOUT_S = 300.0
 """So long they wait."""
-_GONE = 499
-CLOSE_S = 0.2
+_CLIENT_CLOSED_STATUS = 499
+SHUTDOWN_TIMEOUT_S = 0.2
 """For what is under way when it closes."""
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RouteHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Endpoint:
+class ReplicaEndpoint:
     """An HTTP server that listens from its construction on; requests wait in `exchange` for the
     engine's thread.
 
@@ -65,23 +65,23 @@ class Endpoint:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        chat: Chat | None,
+        chat: ConversationRenderer | None,
         *,
         model: str,
         vocabulary: int,
         context_length: int,
         host: str = "127.0.0.1",
         port: int = 0,
-        outside: OutsidePrograms | None = None,
-        patience_s: float = PATIENCE_S,
-        most_bytes: int = MOST_BYTES,
+        outside: ExternalPrograms | None = None,
+        patience_s: float = GENERATION_TIMEOUT_S,
+        most_bytes: int = MAX_REQUEST_BYTES,
     ) -> None:
         self.model = model
-        self.exchange = Exchange(MOST_WAITING)
-        self._sessions = Sessions(context_length)
+        self.exchange = RequestExchange(MAX_WAITING_REQUESTS)
+        self._sessions = SessionRegistry(context_length)
         self.token = self._sessions.token(ROWS, ANY)
         self._connections = Connections(most_open())
-        self._routes = Routes(
+        self._routes = EndpointRoutes(
             tokenizer,
             chat,
             self._sessions,
@@ -108,22 +108,22 @@ class Endpoint:
         shown = f"[{self._address[0]}]" if ":" in self._address[0] else self._address[0]
         self.url = f"http://{shown}:{self._address[1]}"
 
-    def open_session(self, name: str, sampling: Sampling, seed: int) -> Session:
+    def open_session(self, name: str, sampling: SamplingSettings, seed: int) -> AgentSession:
         """Open a session that requests may name; the name must not contain a dot. Its name has no
         dot."""
         return self._sessions.open(name, sampling, seed)
 
-    def close_session(self, session: Session) -> None:
+    def close_session(self, session: AgentSession) -> None:
         """Close a session; pending requests of it are rejected."""
         self._sessions.close(session.name)
         if under_way := list(session.under_way):
             self.exchange.refuse(under_way, f"The session `{session.name}` is over.")
 
-    def session_url(self, session: Session) -> str:
+    def session_url(self, session: AgentSession) -> str:
         """Return the base URL of OpenAI's API for a session."""
         return f"{self.url}/session/{session.name}/v1"
 
-    def session_token(self, session: Session, scope: str = SAMPLE) -> str:
+    def session_token(self, session: AgentSession, scope: str = SAMPLE) -> str:
         """What a program of this session brings: to sample, or with `REPORT` to say what the
         episode was worth."""
         return self._sessions.token(scope, session.name)
@@ -152,10 +152,10 @@ class Endpoint:
         asyncio.set_event_loop(self._loop)
         self._loop.set_exception_handler(_tell_full)
         app = web.Application(
-            client_max_size=self._most_bytes, middlewares=[_tell_errors, self._check_token]
+            client_max_size=self._most_bytes, middlewares=[_convert_errors, self._check_token]
         )
         self._routes.add_to(app)
-        # What is no HTTP is answered by a 400. Failures here are told by `_tell_errors`.
+        # What is no HTTP is answered by a 400. Failures here are told by `_convert_errors`.
         quiet = logging.getLogger(f"{__name__}.http")
         quiet.setLevel(logging.CRITICAL)
         # A program that goes away ends what it asked for.
@@ -163,7 +163,7 @@ class Endpoint:
             app,
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=CLOSE_S,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             logger=quiet,
         )
         try:
@@ -189,12 +189,12 @@ class Endpoint:
         self._address = self._server.sockets[0].getsockname()[:2]
 
     @web.middleware
-    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _check_token(self, request: web.Request, handler: RouteHandler) -> web.StreamResponse:
         if request.path != "/health":
             kind, _, token = request.headers.get("Authorization", "").partition(" ")
             permission = self._sessions.permission(token.strip())
             if kind.lower() != "bearer" or permission is None:
-                raise RefusedError(
+                raise ApiError(
                     401,
                     "The endpoint wants `Authorization: Bearer <token>`, with the token of a "
                     "session or of this job: `api_key` of OpenAI's clients.",
@@ -206,27 +206,27 @@ class Endpoint:
 
 
 @web.middleware
-async def _tell_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _convert_errors(request: web.Request, handler: RouteHandler) -> web.StreamResponse:
     """Convert errors into replies in OpenAI's format."""
     try:
         return await handler(request)
-    except RefusedError as error:
+    except ApiError as error:
         refused = error
     except web.HTTPRequestEntityTooLarge:
-        refused = RefusedError(413, "The request is too large.", code="request_too_large")
+        refused = ApiError(413, "The request is too large.", code="request_too_large")
     except web.HTTPException as error:
         if error.status < 400:
             raise
         what = f"{request.method} {request.path}"
         said = f"{what}: {error.reason}. docs/endpoint.md has the routes."
-        refused = RefusedError(error.status, said, code="unknown_url")
+        refused = ApiError(error.status, said, code="unknown_url")
     except asyncio.CancelledError:
         raise
     except ConnectionError:  # nobody is there to read an answer
-        return web.Response(status=_GONE)
+        return web.Response(status=_CLIENT_CLOSED_STATUS)
     except Exception:
         _log.exception("The endpoint failed to answer %s %s.", request.method, request.path)
-        refused = RefusedError(500, "The endpoint failed; its log says why.")
+        refused = ApiError(500, "The endpoint failed; its log says why.")
     headers = {"Retry-After": "5"} if refused.status in (429, 503) else None
     response = web.json_response(refused.body, status=refused.status, headers=headers)
     if refused.status == 401:

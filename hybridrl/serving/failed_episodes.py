@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybridrl.environments.episode_runner import Play, Played
-from hybridrl.rollout.transcript import Transcript
+from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
+from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.system.redaction import redact
 
 MOST_KEPT = 20
@@ -43,7 +43,11 @@ class FailedEpisodes:
         self._kept = Counter(path.stem.split("-")[1] for path in there)
 
     def keep(
-        self, play: Play, played: Played, branches: Sequence[Transcript], version: int
+        self,
+        play: EpisodeRequest,
+        played: EpisodeResult,
+        branches: Sequence[TokenTranscript],
+        version: int,
     ) -> Path | None:
         """Write one; return its file, or None if there are enough, or the disk does not take it.
 
@@ -75,7 +79,7 @@ class FailedEpisodes:
             return None
         return path
 
-    def _segments(self, branch: Transcript) -> list[Mapping[str, Any]]:
+    def _segments(self, branch: TokenTranscript) -> list[Mapping[str, Any]]:
         """A conversation, cut where the model begins and ends to speak."""
         said = [(0, branch.prompt_ids)]
         numbered = zip(branch.mask, branch.response_ids, strict=True)

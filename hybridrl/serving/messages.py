@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hybridrl.conversations.messages import Message, Tool, parsed_arguments
+from hybridrl.conversations.messages import Message, ToolSchema, parsed_arguments
 
 
-class Call(NamedTuple):
+class ToolCall(NamedTuple):
     """A tool call of the model.
 
     Attributes:
@@ -21,7 +21,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-class Said(NamedTuple):
+class AssistantTurn(NamedTuple):
     """A parsed turn of the model: content, tool calls and reasoning.
 
     Attributes:
@@ -29,24 +29,24 @@ class Said(NamedTuple):
     """
 
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     reasoning: str | None = None
 
-    def cut_at(self, stops: Sequence[str]) -> Said:
+    def cut_at(self, stops: Sequence[str]) -> AssistantTurn:
         """Return the turn truncated at the first of these stop texts."""
         places = [place for stop in stops if (place := self.content.find(stop)) >= 0]
         return self._replace(content=self.content[: min(places)]) if places else self
 
-    def after(self, before: Said) -> Said:
+    def after(self, before: AssistantTurn) -> AssistantTurn:
         """Return what this turn adds to an earlier part of it."""
         reasoning, known = self.reasoning or "", before.reasoning or ""
-        return Said(
+        return AssistantTurn(
             self.content[len(before.content) :] if self.content.startswith(before.content) else "",
             self.calls,
             reasoning[len(known) :] if reasoning.startswith(known) else None,
         )
 
-    def held_back(self, stops: Sequence[str]) -> Said:
+    def held_back(self, stops: Sequence[str]) -> AssistantTurn:
         """Return the turn without an ending that more tokens may change: half a character, or the
         beginning of a stop text."""
         content = self.content.rstrip("\ufffd")
@@ -76,15 +76,17 @@ class Said(NamedTuple):
         return message
 
 
-def call_ids(seed: int, count: int) -> list[str]:
+def make_call_ids(seed: int, count: int) -> list[str]:
     """Return ids for the tool calls of a turn, reproducible from the seed, of the nine alphanumeric
     characters that some templates require."""
     digests = (hashlib.sha256(f"{seed} {number}".encode()).hexdigest() for number in range(count))
     return [digest[:9] for digest in digests]
 
 
-def prefix_keys(
-    messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any] | None = None
+def compute_prefix_keys(
+    messages: Sequence[Message],
+    tools: Sequence[ToolSchema],
+    options: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """Yield a key for each prefix of a conversation.
 
@@ -102,6 +104,6 @@ def prefix_keys(
         yield digest.hexdigest()
 
 
-def as_json(arguments: Any) -> str:
+def format_arguments(arguments: Any) -> str:
     """Return the arguments of a tool call as JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

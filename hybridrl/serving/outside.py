@@ -13,21 +13,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from hybridrl.environments.episode_runner import Play, Played
+from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 
 _log = logging.getLogger(__name__)
 
-REMIND_S = 60.0
+REMINDER_INTERVAL_S = 60.0
 """So often the log says that rows wait for programs."""
 
 
-class Programs(Protocol):
+class EpisodeRunner(Protocol):
     """What plays episodes: `EnvironmentPool`, or programs from outside."""
 
-    def start(self, group: Sequence[Play]) -> None:
+    def start(self, group: Sequence[EpisodeRequest]) -> None:
         """Queue the samples of one prompt; never blocks. Never waits."""
 
-    def poll(self, wait_s: float = 0.0) -> list[Played]:
+    def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call."""
 
     def cancel(self) -> None:
@@ -37,7 +37,7 @@ class Programs(Protocol):
         """Ends the programs."""
 
 
-class OutsidePrograms:
+class ExternalPrograms:
     """The episodes that wait for external programs, and those that are being played.
 
     Args:
@@ -54,12 +54,14 @@ class OutsidePrograms:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._asking: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
-        self._waiting: deque[Play] = deque()
-        self._played: dict[str, tuple[Play, float]] = {}  # by session, and when it is given up
-        self._done: list[Played] = []
+        self._waiting: deque[EpisodeRequest] = deque()
+        self._played: dict[
+            str, tuple[EpisodeRequest, float]
+        ] = {}  # by session, and when it is given up
+        self._done: list[EpisodeResult] = []
         self._reminded = time.monotonic()
 
-    def start(self, group: Sequence[Play]) -> None:
+    def start(self, group: Sequence[EpisodeRequest]) -> None:
         """Queue rows for the programs that ask next."""
         with self._lock:
             self._waiting.extend(group)
@@ -68,7 +70,7 @@ class OutsidePrograms:
         for loop, event in asking:
             loop.call_soon_threadsafe(event.set)
 
-    async def next(self, wait_s: float) -> Play | None:
+    async def next(self, wait_s: float) -> EpisodeRequest | None:
         """The next row; None if there is none for so long, or never again: see `is_closed`."""
         loop, until = asyncio.get_running_loop(), time.monotonic() + wait_s
         while not self.is_closed:
@@ -85,7 +87,7 @@ class OutsidePrograms:
                 return None
         return None
 
-    def return_row(self, play: Play) -> None:
+    def return_row(self, play: EpisodeRequest) -> None:
         """Requeue a row that did not reach the program that asked for it."""
         with self._lock:
             if self._played.pop(play.session, None) is None:
@@ -97,10 +99,10 @@ class OutsidePrograms:
         with self._lock:
             found = self._played.pop(session, None)
             if found is not None:
-                self._done.append(Played(found[0].key, math.nan, None, {}, None, "ok"))
+                self._done.append(EpisodeResult(found[0].key, math.nan, None, {}, None, "ok"))
         self.notify()
 
-    def poll(self, wait_s: float = 0.0) -> list[Played]:
+    def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call, including expired ones; never
         blocks. Never waits."""
         now = time.monotonic()
@@ -111,9 +113,9 @@ class OutsidePrograms:
                     f"Its program did not report a reward within `environment.timeout_s` "
                     f"({self._timeout_s:g} s) after it had asked for the row."
                 )
-                self._done.append(Played(play.key, math.nan, None, {}, said, "timeout"))
+                self._done.append(EpisodeResult(play.key, math.nan, None, {}, said, "timeout"))
             done, self._done = self._done, []
-            if self._waiting and not self._played and now - self._reminded > REMIND_S:
+            if self._waiting and not self._played and now - self._reminded > REMINDER_INTERVAL_S:
                 self._reminded = now
                 _log.warning(
                     "%d rows wait for programs that ask for them at %s/episodes/next.",

@@ -7,25 +7,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridrl.rollout.engine_requests import Sampling
-from hybridrl.serving.agent_session import Recorded, Sampled, Session
-from hybridrl.serving.request_exchange import Exchange, Growth, NotAnsweredError, Reply
-from hybridrl.serving.request_parsing import GenerationOptions, RefusedError
+from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.serving.agent_session import AgentSession, RecordedTurn, SampledTurn
+from hybridrl.serving.request_exchange import (
+    PendingReply,
+    RequestExchange,
+    TokenQueue,
+    UnansweredRequestError,
+)
+from hybridrl.serving.request_parsing import ApiError, GenerationOptions
 
 MOST_OF_SESSION = 256
 """Requests that may be under way in a session, so that one does not take the room of all."""
 
 
-class Place(NamedTuple):
+class SessionPart(NamedTuple):
     """The session that a request belongs to, and the name its program gave it."""
 
-    session: Session
+    session: AgentSession
     part: str
 
 
-def sampling_of(
-    wishes: GenerationOptions, session: Session, room: int, stop_token_ids: Sequence[int] = ()
-) -> Sampling:
+def resolve_sampling(
+    wishes: GenerationOptions, session: AgentSession, room: int, stop_token_ids: Sequence[int] = ()
+) -> SamplingSettings:
     """Return the sampling parameters of a request: the episode's, shortened as the request says;
     untrained sessions may choose all of them. Where nothing is learned the request chooses.
 
@@ -51,7 +56,7 @@ def sampling_of(
     )
 
 
-class Asking:
+class PendingSamples:
     """A context manager for the samples of one request; leaving it drops those that are not done.
     Leaving its `with` block drops those under way.
 
@@ -62,19 +67,19 @@ class Asking:
 
     def __init__(
         self,
-        exchange: Exchange,
-        place: Place,
+        exchange: RequestExchange,
+        place: SessionPart,
         patience_s: float,
-        grown: Growth | None = None,
+        grown: TokenQueue | None = None,
     ) -> None:
         self._exchange = exchange
         self._place = place
         self._patience_s = patience_s
         self._grown = grown
-        self._recorded: list[Recorded] = []
-        self.replies: list[Reply] = []
+        self._recorded: list[RecordedTurn] = []
+        self.replies: list[PendingReply] = []
 
-    def __enter__(self) -> Asking:
+    def __enter__(self) -> PendingSamples:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -86,7 +91,7 @@ class Asking:
             for recorded in reversed(self._recorded):
                 session.take_back(recorded)
 
-    def ask(self, prompt_ids: list[int], sampling: Sampling, samples: int) -> None:
+    def ask(self, prompt_ids: list[int], sampling: SamplingSettings, samples: int) -> None:
         """Submit a prompt to the engine.
 
         Raises:
@@ -104,7 +109,7 @@ class Asking:
                     if is_full
                     else "Too many requests"
                 )
-                raise RefusedError(
+                raise ApiError(
                     429,
                     f"{who} wait for the policy. Ask again later.",
                     code="too_many_requests",
@@ -112,7 +117,7 @@ class Asking:
             self.replies.append(reply)
             session.under_way.add(reply.request.key)
 
-    async def turns(self) -> list[Sampled]:
+    async def turns(self) -> list[SampledTurn]:
         """Wait for all submitted samples and return their turns.
 
         Raises:
@@ -124,8 +129,8 @@ class Asking:
             self.check_patience()
         try:
             return [reply.outcome.result() for reply in self.replies]
-        except NotAnsweredError as error:
-            raise RefusedError(409, str(error), code="not_answered") from error
+        except UnansweredRequestError as error:
+            raise ApiError(409, str(error), code="not_answered") from error
 
     def check_patience(self) -> None:
         """Raise if no generation has taken the requests within the time limit.
@@ -134,14 +139,14 @@ class Asking:
             RefusedError: if no generation has taken the requests.
         """
         if any(not (reply.outcome.done() or reply.is_taken) for reply in self.replies):
-            raise RefusedError(
+            raise ApiError(
                 503,
                 f"No generation was under way for {self._patience_s:g} s: the policy is being "
                 "updated. Ask again later.",
                 code="no_generation",
             )
 
-    def record(self, turn: Sampled, key: str | None = None) -> None:
+    def record(self, turn: SampledTurn, key: str | None = None) -> None:
         """Record a turn that is about to be sent; it is discarded if the block ends with an error.
 
         Raises:
@@ -152,4 +157,4 @@ class Asking:
         if recorded is not None:
             self._recorded.append(recorded)
         elif session.is_trained:
-            raise RefusedError(404, f"The session `{part}` is over.", code="session_not_found")
+            raise ApiError(404, f"The session `{part}` is over.", code="session_not_found")

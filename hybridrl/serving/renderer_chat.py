@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.conversations.messages import Message, Tool, read_messages
+from hybridrl.conversations.messages import Message, ToolSchema, read_messages
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.serving.agent_session import Known
-from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.messages import Call, Said, as_json
-from hybridrl.serving.template_chat import TemplateChat
+from hybridrl.serving.agent_session import TurnTokens
+from hybridrl.serving.chat import ConversationError, ConversationRenderer
+from hybridrl.serving.messages import AssistantTurn, ToolCall, format_arguments
+from hybridrl.serving.template_chat import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,7 @@ _DATE = "conversation_start_date"
 """What renderers call the date that a template asks the clock for."""
 
 
-class RendererChat(Chat):
+class LibraryRenderer(ConversationRenderer):
     """By the package `renderers`, which knows the formats of many models: what they think, and how
     they call tools. Prompts are those of the tokenizer's own template, as in the data.
 
@@ -33,20 +33,24 @@ class RendererChat(Chat):
         kind: The name of the renderer in its package.
     """
 
-    def __init__(self, renderer: Any, template: TemplateChat, kind: str) -> None:
+    def __init__(self, renderer: Any, template: TemplateRenderer, kind: str) -> None:
         self._renderer, self._template, self._kind = renderer, template, kind
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())
         bridge = _renderer_of(kind, template)
-        self._bridge = bridge if bridge and _agree(bridge, template, _PROBES[:1]) else None
+        self._bridge = (
+            bridge
+            if bridge and _renders_like_template(bridge, template, _PROBE_CONVERSATIONS[:1])
+            else None
+        )
 
-    def with_options(self, options: Mapping[str, Any]) -> RendererChat:
-        return RendererChat(self._renderer, self._template.with_options(options), self._kind)
+    def with_options(self, options: Mapping[str, Any]) -> LibraryRenderer:
+        return LibraryRenderer(self._renderer, self._template.with_options(options), self._kind)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         return self._template.prompt(messages, tools)
 
     def continuation(
-        self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], at: int, known: TurnTokens
     ) -> list[int] | None:
         if self._bridge is None:  # it does not know the template's options
             return self._template.continuation(messages, tools, at, known)
@@ -58,32 +62,32 @@ class RendererChat(Chat):
                 tools=list(tools) or None,
             )
         except Exception as error:
-            raise ChatError(f"The chat template refuses these messages: {error}") from error
+            raise ConversationError(f"The chat template refuses these messages: {error}") from error
         kept = [*known.prompt_ids, *known.token_ids]
         if found is None or list(found.token_ids[: len(kept)]) != kept:
             return None
         return list(found.token_ids)
 
     def said(
-        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
-    ) -> Said:
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[ToolSchema]
+    ) -> AssistantTurn:
         parsed = self._renderer.parse_response(
             list(token_ids), tools=list(tools) or None, prompt_ids=list(prompt_ids)
         )
         calls, broken = [], []
         for call in parsed.tool_calls:
             if str(call.status) == "ok" and call.name:
-                calls.append(Call(call.name, as_json(call.arguments or {})))
+                calls.append(ToolCall(call.name, format_arguments(call.arguments or {})))
             else:
                 broken.append(call.raw)
-        return Said(
+        return AssistantTurn(
             "".join([parsed.content or "", *broken]), tuple(calls), parsed.reasoning_content
         )
 
 
-def chat_of(
+def choose_renderer(
     tokenizer: PreTrainedTokenizerBase, model: str, context: TemplateContext | None = None
-) -> Chat | None:
+) -> ConversationRenderer | None:
     """Return the renderer of a model; None if its tokenizer has no chat template. None if its
     tokenizer has no chat template.
 
@@ -94,12 +98,12 @@ def chat_of(
     """
     if not tokenizer.chat_template:
         return None
-    template = TemplateChat(tokenizer, context)
-    plain = TemplateChat(tokenizer, replace(template.context, options={}))
+    template = TemplateRenderer(tokenizer, context)
+    plain = TemplateRenderer(tokenizer, replace(template.context, options={}))
     for kind in _kinds_of(model):
         renderer = _renderer_of(kind, plain)
-        if renderer is not None and _agree(renderer, plain, _PROBES):
-            return RendererChat(renderer, template, kind)
+        if renderer is not None and _renders_like_template(renderer, plain, _PROBE_CONVERSATIONS):
+            return LibraryRenderer(renderer, template, kind)
     return template
 
 
@@ -115,7 +119,7 @@ def _kinds_of(model: str) -> list[str]:
     return list(dict.fromkeys(kinds))
 
 
-def _renderer_of(kind: str, template: TemplateChat) -> Any:
+def _renderer_of(kind: str, template: TemplateRenderer) -> Any:
     """The renderer with the template's options and date; None if it does not know them."""
     from renderers import config_from_name, create_renderer
     from renderers.base import merge_chat_template_kwargs, template_field_names
@@ -131,7 +135,7 @@ def _renderer_of(kind: str, template: TemplateChat) -> Any:
         return None
 
 
-_PROBES: tuple[list[Message], ...] = (
+_PROBE_CONVERSATIONS: tuple[list[Message], ...] = (
     [{"role": "user", "content": "a"}],
     [
         {"role": "system", "content": "s"},
@@ -140,13 +144,15 @@ _PROBES: tuple[list[Message], ...] = (
         {"role": "user", "content": "c"},
     ],
 )
-_PROBE_TOOL: Tool = {
+_PROBE_TOOL: ToolSchema = {
     "type": "function",
     "function": {"name": "t", "description": "d", "parameters": {"type": "object"}},
 }
 
 
-def _agree(renderer: Any, template: Chat, probes: Sequence[list[Message]]) -> bool:
+def _renders_like_template(
+    renderer: Any, template: ConversationRenderer, probes: Sequence[list[Message]]
+) -> bool:
     """Return whether both renderers produce the same tokens; a fine-tuned model of this name may
     have another template. A model that was trained on from one of this name may have another
     template."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-from hybridrl.serving.agent_session import Sampled
-from hybridrl.serving.messages import Said
-from hybridrl.serving.pending_samples import Asking
-from hybridrl.serving.reply_builders import Shape, usage
-from hybridrl.serving.request_exchange import Growth, Reply
-from hybridrl.serving.request_parsing import RefusedError
+from hybridrl.serving.agent_session import SampledTurn
+from hybridrl.serving.messages import AssistantTurn
+from hybridrl.serving.pending_samples import PendingSamples
+from hybridrl.serving.reply_builders import ReplyBuilder, count_usage
+from hybridrl.serving.request_exchange import PendingReply, TokenQueue
+from hybridrl.serving.request_parsing import ApiError
 
 
 class EventStream:
@@ -49,16 +49,18 @@ class EventStream:
         await self._response.write(data)
 
 
-class Stream:
+class ReplyStream:
     """The streamed replies to one request.
 
     Args:
         grown: Where `asking` leaves what its replies have so far.
     """
 
-    def __init__(self, events: EventStream, asking: Asking, grown: Growth, shape: Shape) -> None:
+    def __init__(
+        self, events: EventStream, asking: PendingSamples, grown: TokenQueue, shape: ReplyBuilder
+    ) -> None:
         self._events, self._asking, self._grown, self._shape = events, asking, grown, shape
-        self._told = [Said("") for _ in asking.replies]
+        self._told = [AssistantTurn("") for _ in asking.replies]
 
     async def follow(self, patience_s: float) -> None:
         """Send new text as it arrives, until every choice is complete.
@@ -87,7 +89,9 @@ class Stream:
             getting.cancel()
 
     async def finish(
-        self, ends: Sequence[tuple[Sampled, Said, list[str]]], prompts: Sequence[list[int]]
+        self,
+        ends: Sequence[tuple[SampledTurn, AssistantTurn, list[str]]],
+        prompts: Sequence[list[int]],
     ) -> None:
         """Send the rest of each choice, its finish reason and its tokens.
 
@@ -95,22 +99,22 @@ class Stream:
             ends: Of each answer: the turn, what it says, and the ids of its calls.
         """
         for index, (turn, said, ids) in enumerate(ends):
-            if self._told[index] == Said(""):
+            if self._told[index] == AssistantTurn(""):
                 await self._open(index)
             new = said.after(self._told[index])
             last = self._shape.last(index, turn, said, new, ids)
             await self._events.send(self._shape.event([last]))
         if self._shape.wishes.stream_options.include_usage:
-            counted = usage([turn for turn, _, _ in ends], prompts)
+            counted = count_usage([turn for turn, _, _ in ends], prompts)
             await self._events.send(self._shape.event([], usage=counted))
 
-    async def _tell(self, index: int, reply: Reply, token_ids: list[int]) -> None:
+    async def _tell(self, index: int, reply: PendingReply, token_ids: list[int]) -> None:
         stops = self._shape.wishes.stop
         said = self._shape.said(token_ids, reply.request.prompt_ids).held_back(stops)
         new = said.after(self._told[index])
         if not new.content and not new.reasoning:
             return
-        if self._told[index] == Said(""):
+        if self._told[index] == AssistantTurn(""):
             await self._open(index)
         self._told[index] = said
         await self._events.send(self._shape.event([self._shape.piece(index, new)]))
@@ -121,7 +125,7 @@ class Stream:
             await self._events.send(self._shape.event([opening]))
 
 
-async def refused(events: EventStream, error: RefusedError) -> web.StreamResponse:
+async def send_stream_error(events: EventStream, error: ApiError) -> web.StreamResponse:
     """Send an error in the middle of a stream, and end it."""
     await events.send(error.body)
     return await events.end()

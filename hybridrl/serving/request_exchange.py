@@ -14,27 +14,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridrl.errors import HybridRLError
-from hybridrl.rollout.engine_requests import Finished, Request, Sampling
-from hybridrl.serving.agent_session import Sampled
+from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSettings
+from hybridrl.serving.agent_session import SampledTurn
 
 
-class NotAnsweredError(HybridRLError):
+class UnansweredRequestError(HybridRLError):
     """A request that will not be answered; the message is the reason. Says why."""
 
 
-class Answer(NamedTuple):
+class EngineReply(NamedTuple):
     """The engine's reply to a request, with the policy version of each token."""
 
-    finished: Finished
+    finished: EngineOutput
     versions: list[int]
 
     @property
-    def sampled(self) -> Sampled:
+    def sampled(self) -> SampledTurn:
         f = self.finished
-        return Sampled(f.prompt_ids, f.token_ids, f.log_probs, self.versions, f.finish_reason)
+        return SampledTurn(f.prompt_ids, f.token_ids, f.log_probs, self.versions, f.finish_reason)
 
 
-class Reply:
+class PendingReply:
     """The pending reply to one request. Only the loop's thread uses it, except for `is_taken` and
     `length`. Of the loop, but for `is_taken` and `length`.
 
@@ -47,21 +47,21 @@ class Reply:
         length: How many tokens that were.
     """
 
-    def __init__(self, request: Request, grown: Growth | None) -> None:
+    def __init__(self, request: Request, grown: TokenQueue | None) -> None:
         self.request = request
         self.is_taken = False
-        self.outcome: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+        self.outcome: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
         self.grown = grown
         self.length = 0
         if grown is not None:
             self.outcome.add_done_callback(lambda _: grown.put_nowait((self, None)))
 
 
-Growth = asyncio.Queue[tuple[Reply, list[int] | None]]
+TokenQueue = asyncio.Queue[tuple[PendingReply, list[int] | None]]
 """Of the tokens of several replies."""
 
 
-class Exchange:
+class RequestExchange:
     """A thread-safe exchange between the endpoint's loop and the engine's thread.
 
     Args:
@@ -73,9 +73,9 @@ class Exchange:
         self._changed = threading.Condition()
         self._is_woken = False
         self._keys = itertools.count()
-        self._new: list[Reply] = []
+        self._new: list[PendingReply] = []
         self._dropped: list[int] = []
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, PendingReply] = {}
         self._is_attended = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -86,21 +86,21 @@ class Exchange:
     # The loop's side.
 
     def ask(
-        self, prompt_ids: list[int], sampling: Sampling, seed: int, grown: Growth | None
-    ) -> Reply | None:
+        self, prompt_ids: list[int], sampling: SamplingSettings, seed: int, grown: TokenQueue | None
+    ) -> PendingReply | None:
         """Submit a request to the engine; return None if too many are waiting. None if too many
         wait already."""
         self._loop = asyncio.get_running_loop()
         with self._changed:
             if len(self._new) >= self._most_waiting:
                 return None
-            reply = Reply(Request(next(self._keys), prompt_ids, sampling, seed), grown)
+            reply = PendingReply(Request(next(self._keys), prompt_ids, sampling, seed), grown)
             self._replies[reply.request.key] = reply
             self._new.append(reply)
             self._wake()
         return reply
 
-    def drop(self, reply: Reply) -> None:
+    def drop(self, reply: PendingReply) -> None:
         """Drop a request whose reply nobody waits for any more."""
         with self._changed:
             if self._replies.pop(reply.request.key, None) is None:
@@ -128,7 +128,7 @@ class Exchange:
             dropped, self._dropped = self._dropped, []
         return dropped
 
-    def answer(self, answers: Sequence[Answer]) -> None:
+    def answer(self, answers: Sequence[EngineReply]) -> None:
         """Deliver replies to the requests that wait for them."""
         with self._changed:
             found = [(self._replies.pop(a.finished.key, None), a.sampled) for a in answers]
@@ -143,7 +143,7 @@ class Exchange:
         for reply, ids in grown:
             reply.length = len(ids)
         if grown and self._loop is not None:
-            self._loop.call_soon_threadsafe(_put, grown)
+            self._loop.call_soon_threadsafe(_put_partial_tokens, grown)
 
     @property
     def streams(self) -> bool:
@@ -172,7 +172,7 @@ class Exchange:
             found = [self._replies.pop(key, None) for key in keys]
             self._dropped += [r.request.key for r in found if r is not None and r.is_taken]
             self._new = [reply for reply in self._new if reply.request.key in self._replies]
-        self._tell([(reply, NotAnsweredError(why)) for reply in found if reply is not None])
+        self._tell([(reply, UnansweredRequestError(why)) for reply in found if reply is not None])
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for new requests, dropped ones, or `wake`."""
@@ -203,12 +203,12 @@ class Exchange:
         self._is_woken = True
         self._changed.notify_all()
 
-    def _tell(self, outcomes: Sequence[tuple[Reply, Sampled | Exception]]) -> None:
+    def _tell(self, outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception]]) -> None:
         if outcomes and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_settle, outcomes)
+            self._loop.call_soon_threadsafe(_set_outcomes, outcomes)
 
 
-def _settle(outcomes: Sequence[tuple[Reply, Sampled | Exception]]) -> None:
+def _set_outcomes(outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception]]) -> None:
     for reply, outcome in outcomes:
         if reply.outcome.done():  # cancelled in the meantime
             continue
@@ -218,7 +218,7 @@ def _settle(outcomes: Sequence[tuple[Reply, Sampled | Exception]]) -> None:
             reply.outcome.set_result(outcome)
 
 
-def _put(grown: Sequence[tuple[Reply, list[int]]]) -> None:
+def _put_partial_tokens(grown: Sequence[tuple[PendingReply, list[int]]]) -> None:
     for reply, token_ids in grown:
         if reply.grown is not None and not reply.outcome.done():
             reply.grown.put_nowait((reply, token_ids))

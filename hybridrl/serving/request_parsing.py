@@ -22,17 +22,17 @@ from pydantic import (
     model_validator,
 )
 
-from hybridrl.conversations.messages import Message, Tool
+from hybridrl.conversations.messages import Message, ToolSchema
 from hybridrl.environments.adapters.environment_adapter import fault_of
 
-MOST_SAMPLES = 128
-MOST_STOPS = 32
+MAX_SAMPLES = 128
+MAX_STOPS = 32
 _KINDS = {401: "authentication_error", 403: "permission_error"}
 _KINDS |= {404: "not_found_error", 429: "rate_limit_error"}
 _NOT_TEMPLATED = "is not supported: the model's own chat template asks for an answer"
 
 
-class RefusedError(Exception):
+class ApiError(Exception):
     """An error reply in OpenAI's format."""
 
     def __init__(
@@ -49,11 +49,11 @@ class RefusedError(Exception):
         return {"error": error}
 
 
-def wrong(name: str, what: str) -> RefusedError:
-    return RefusedError(400, f"`{name}` {what}.", param=name)
+def make_field_error(name: str, what: str) -> ApiError:
+    return ApiError(400, f"`{name}` {what}.", param=name)
 
 
-def json_object(raw: bytes) -> dict[str, Any]:
+def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Parse the body of a request as a JSON object.
 
     Raises:
@@ -62,14 +62,14 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(400, f"The body of the request is no valid JSON: {error}") from error
+        raise ApiError(400, f"The body of the request is no valid JSON: {error}") from error
     if not isinstance(body, dict):
-        raise RefusedError(400, "The body of the request must be a JSON object.")
+        raise ApiError(400, "The body of the request must be a JSON object.")
     if b"\\ud" in raw.lower():  # halves of characters may be written so, and no tokenizer takes one
         try:
             json.dumps(body, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise RefusedError(
+            raise ApiError(
                 400,
                 f"The body of the request is no valid text: {error.reason} (half of an emoji?).",
             ) from error
@@ -116,11 +116,11 @@ class GenerationOptions(_Object):
     """
 
     model: str | None = _field("must be text", None)
-    n: int = _field(f"must be a whole number from 1 to {MOST_SAMPLES}", 1, ge=1, le=MOST_SAMPLES)
+    n: int = _field(f"must be a whole number from 1 to {MAX_SAMPLES}", 1, ge=1, le=MAX_SAMPLES)
     max_tokens: int | None = _field("must be a whole number, 1 or more", None, ge=1)
     min_tokens: int = _field("must be a whole number, 0 or more", 0, ge=0)
     stop: list[str] = _field(
-        f"must be text or a list of at most {MOST_STOPS} texts", [], max_length=MOST_STOPS
+        f"must be text or a list of at most {MAX_STOPS} texts", [], max_length=MAX_STOPS
     )
     stop_token_ids: list[_Token] = _field("must be a list of token ids", [])
     temperature: float | None = _field("must be a number, 0 or more", None, ge=0)
@@ -199,7 +199,7 @@ class _ResponseFormat(_Object):
     type: Literal["text"] = "text"
 
 
-class ChatRequest(GenerationOptions):
+class ChatCompletionRequest(GenerationOptions):
     """The body of `/v1/chat/completions`. Agents ask for calls of tools as a matter of course. What
     is learned from is what the model samples by itself, so whether it calls is up to it."""
 
@@ -233,7 +233,7 @@ class ChatRequest(GenerationOptions):
         ]
 
     @property
-    def functions(self) -> list[Tool]:
+    def functions(self) -> list[ToolSchema]:
         """The tools as they are given."""
         return list(self._given.get("tools") or [])
 
@@ -257,7 +257,7 @@ class ChatRequest(GenerationOptions):
         return self.top_logprobs if self.logprobs else None
 
 
-class CompletionRequest(GenerationOptions):
+class TextCompletionRequest(GenerationOptions):
     """The body of `/v1/completions`: prompts as text, or as tokens."""
 
     prompt: str | Annotated[list[_Token], Field(min_length=1)] | list[str | list[_Token]] = _field(
@@ -280,7 +280,7 @@ class CompletionRequest(GenerationOptions):
         return self.logprobs
 
 
-class GenerateRequest(_Object):
+class TokenGenerateRequest(_Object):
     """The body of `/inference/v1/generate`."""
 
     model: str | None = _field("must be text", None)
@@ -310,7 +310,7 @@ class EpisodeReport(_Object):
     @model_validator(mode="after")
     def _is_bounded(self) -> EpisodeReport:
         if (fault := fault_of(self.reward, self.turn_rewards, self.metrics)) is not None:
-            raise RefusedError(400, f"This reports {fault}.")
+            raise ApiError(400, f"This reports {fault}.")
         return self
 
 
@@ -332,6 +332,6 @@ def parse(kind: type[_Parsed], body: Mapping[str, Any]) -> _Parsed:
             shown, must = f"messages[{rest[0]}]", "must be an object"
             for field in rest[1:2]:
                 shown, must = f"{shown}.{field}", str(_Message.model_fields[str(field)].description)
-        raise wrong(shown, must) from error
+        raise make_field_error(shown, must) from error
     parsed._given = body
     return parsed

@@ -11,38 +11,43 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hybridrl.serving.agent_session import ANY, REPORT, ROWS, SAMPLE, Permission, Sessions
-from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.messages import call_ids, prefix_keys
-from hybridrl.serving.outside import OutsidePrograms
-from hybridrl.serving.pending_samples import Asking, Place, sampling_of
-from hybridrl.serving.reply_builders import ChatShape, CompletionShape, GenerateShape, Shape
-from hybridrl.serving.reply_stream import EventStream, Stream, refused
-from hybridrl.serving.request_exchange import Exchange, Growth
+from hybridrl.serving.agent_session import ANY, REPORT, ROWS, SAMPLE, Permission, SessionRegistry
+from hybridrl.serving.chat import ConversationError, ConversationRenderer
+from hybridrl.serving.messages import compute_prefix_keys, make_call_ids
+from hybridrl.serving.outside import ExternalPrograms
+from hybridrl.serving.pending_samples import PendingSamples, SessionPart, resolve_sampling
+from hybridrl.serving.reply_builders import (
+    ChatReplyBuilder,
+    CompletionReplyBuilder,
+    GenerateReplyBuilder,
+    ReplyBuilder,
+)
+from hybridrl.serving.reply_stream import EventStream, ReplyStream, send_stream_error
+from hybridrl.serving.request_exchange import RequestExchange, TokenQueue
 from hybridrl.serving.request_parsing import (
-    ChatRequest,
-    CompletionRequest,
+    ApiError,
+    ChatCompletionRequest,
     EpisodeReport,
-    GenerateRequest,
-    RefusedError,
-    json_object,
+    TextCompletionRequest,
+    TokenGenerateRequest,
+    make_field_error,
     parse,
-    wrong,
+    parse_json_object,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SESSION = "X-Session-ID"
+SESSION_HEADER = "X-Session-ID"
 PERMISSION: Any = getattr(web, "RequestKey", lambda name, kind: name)("permission", Permission)
 """Of a request: what its token allows."""
 MOST_CHATS = 64
 """Chats with different options that are kept."""
-LONG_POLL_S = 30.0
+EPISODE_POLL_TIMEOUT_S = 30.0
 """So long a program waits for an episode before it has to ask again."""
 
 
-class Routes:
+class EndpointRoutes:
     """The HTTP routes of one model.
 
     Args:
@@ -57,10 +62,10 @@ class Routes:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        chat: Chat | None,
-        sessions: Sessions,
-        exchange: Exchange,
-        outside: OutsidePrograms | None,
+        chat: ConversationRenderer | None,
+        sessions: SessionRegistry,
+        exchange: RequestExchange,
+        outside: ExternalPrograms | None,
         *,
         model: str,
         vocabulary: int,
@@ -105,10 +110,10 @@ class Routes:
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Reply to chat messages."""
-        asked = parse(ChatRequest, json_object(await request.read()))
+        asked = parse(ChatCompletionRequest, parse_json_object(await request.read()))
         self._check_model(asked.model)
         if self._chat is None:
-            raise RefusedError(
+            raise ApiError(
                 400,
                 f"The tokenizer of `{self._model}` has no chat template; use `/v1/completions`, or "
                 "give it a template.",
@@ -117,19 +122,19 @@ class Routes:
         place = self._place(request, asked.seed)
         try:
             chat = self._chat_with(json.dumps(asked.options, sort_keys=True))
-        except ChatError as error:
-            raise RefusedError(400, str(error), param="chat_template_kwargs") from error
+        except ConversationError as error:
+            raise ApiError(400, str(error), param="chat_template_kwargs") from error
         try:
             prompt_ids = self._chat_prompt(chat, asked, place)
-        except ChatError as error:
-            raise RefusedError(400, str(error), param="messages") from error
-        shape = ChatShape(self._model, asked, self._tokenizer, chat)
+        except ConversationError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        shape = ChatReplyBuilder(self._model, asked, self._tokenizer, chat)
         ends = chat.stop_token_ids
         return await self._answer(request, place, [prompt_ids], shape, ends)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete prompts given as text or tokens."""
-        asked = parse(CompletionRequest, json_object(await request.read()))
+        asked = parse(TextCompletionRequest, parse_json_object(await request.read()))
         self._check_model(asked.model)
         for one in asked.prompts:
             self._check_length(one if isinstance(one, str) else "")
@@ -137,21 +142,21 @@ class Routes:
             one if isinstance(one, list) else list(self._tokenizer(one)["input_ids"])
             for one in asked.prompts
         ]
-        shape = CompletionShape(self._model, asked, self._tokenizer)
+        shape = CompletionReplyBuilder(self._model, asked, self._tokenizer)
         return await self._answer(request, self._place(request, asked.seed), prompts, shape)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt of tokens with tokens."""
-        asked = parse(GenerateRequest, json_object(await request.read()))
+        asked = parse(TokenGenerateRequest, parse_json_object(await request.read()))
         self._check_model(asked.model)
-        shape = GenerateShape(self._model, asked.options, self._tokenizer)
+        shape = GenerateReplyBuilder(self._model, asked.options, self._tokenizer)
         place = self._place(request, asked.options.seed)
         return await self._answer(request, place, [asked.token_ids], shape)
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
         """Record the reward that a program reports; ends the episode of an external program. If the
         job has not started it, the episode is over then."""
-        report = parse(EpisodeReport, json_object(await request.read()))
+        report = parse(EpisodeReport, parse_json_object(await request.read()))
         place = self._place(request, None, REPORT)
         place.session.report = report
         if self._outside is not None:
@@ -163,20 +168,20 @@ class Routes:
         if request[PERMISSION].scope != ROWS:
             raise _forbidden(request, "take rows")
         if self._outside is None:
-            raise RefusedError(
+            raise ApiError(
                 404,
                 "The job plays its episodes itself (environment.name); no program need ask for "
                 "them.",
             )
-        play = await self._outside.next(LONG_POLL_S)
+        play = await self._outside.next(EPISODE_POLL_TIMEOUT_S)
         if self._outside.is_closed:
-            raise RefusedError(410, "The job has ended: there are no more rows.", code="job_ended")
+            raise ApiError(410, "The job has ended: there are no more rows.", code="job_ended")
         if play is None:
             return web.Response(status=204)
         row = {"session": play.session, "url": play.url, "row": dict(play.row)}
         row |= {"greedy": play.greedy, "token": play.token, "report_token": play.report_token}
         try:
-            return await _sent(request, row)
+            return await _send_json(request, row)
         except BaseException:  # among them that the program has gone away
             self._outside.return_row(play)
             raise
@@ -184,9 +189,9 @@ class Routes:
     async def _answer(
         self,
         request: web.Request,
-        place: Place,
+        place: SessionPart,
         prompts: Sequence[list[int]],
-        shape: Shape,
+        shape: ReplyBuilder,
         stop_token_ids: Sequence[int] = (),
     ) -> web.StreamResponse:
         """Sample all prompts and send the replies; turns are recorded once complete, and discarded
@@ -194,52 +199,54 @@ class Routes:
         forgotten if the program has gone away."""
         wishes = shape.wishes
         if max(wishes.stop_token_ids, default=0) >= self._vocabulary:
-            raise wrong(
+            raise make_field_error(
                 "stop_token_ids", f"has a token that the model has not; it knows {self._vocabulary}"
             )
-        grown: Growth | None = asyncio.Queue() if wishes.stream else None
+        grown: TokenQueue | None = asyncio.Queue() if wishes.stream else None
         events = EventStream(request)
         try:
-            with Asking(self._exchange, place, self._patience_s, grown) as asking:
+            with PendingSamples(self._exchange, place, self._patience_s, grown) as asking:
                 for prompt_ids in prompts:
                     room = self._room(prompt_ids)
-                    sampling = sampling_of(wishes, place.session, room, stop_token_ids)
+                    sampling = resolve_sampling(wishes, place.session, room, stop_token_ids)
                     asking.ask(prompt_ids, sampling, wishes.n)
-                stream = Stream(events, asking, grown, shape) if grown is not None else None
+                stream = ReplyStream(events, asking, grown, shape) if grown is not None else None
                 if stream is not None:
                     await stream.follow(self._patience_s)
                 turns = await asking.turns()
-                await _look_at(request)
+                await _check_client_connected(request)
                 ends = []
                 for reply, turn in zip(asking.replies, turns, strict=True):
                     said = shape.said(turn.token_ids, turn.prompt_ids)
-                    ids = call_ids(reply.request.seed, len(said.calls))
+                    ids = make_call_ids(reply.request.seed, len(said.calls))
                     asking.record(turn, shape.key(said, ids))
                     ends.append((turn, said, ids))
                 if stream is not None:
                     await stream.finish(ends, prompts)
                     return await events.end()
                 choices = [shape.choice(index, *end) for index, end in enumerate(ends)]
-                return await _sent(request, shape.whole(choices, turns, prompts))
-        except RefusedError as error:
+                return await _send_json(request, shape.whole(choices, turns, prompts))
+        except ApiError as error:
             if events.has_begun:
-                return await refused(events, error)
+                return await send_stream_error(events, error)
             raise
 
-    def _make_chat(self, options: str) -> Chat:
+    def _make_chat(self, options: str) -> ConversationRenderer:
         """The chat with options of a request, as JSON."""
         assert self._chat is not None
         found = json.loads(options)
         return self._chat.with_options(found) if found else self._chat
 
-    def _chat_prompt(self, chat: Chat, asked: ChatRequest, place: Place) -> list[int]:
+    def _chat_prompt(
+        self, chat: ConversationRenderer, asked: ChatCompletionRequest, place: SessionPart
+    ) -> list[int]:
         """Return the tokens of a conversation; a turn of this session keeps its sampled tokens.
         Where it goes on after a turn of this session, that turn has the tokens that were
         sampled."""
         messages, tools = asked.conversation, asked.functions
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and (at := turns[-1]) < len(messages) - 1:
-            *_, key = prefix_keys(messages[: at + 1], tools, asked.options)
+            *_, key = compute_prefix_keys(messages[: at + 1], tools, asked.options)
             if (known := place.session.known(key)) is not None:
                 found = chat.continuation(messages, tools, at, known)
                 if found is not None:
@@ -249,9 +256,9 @@ class Routes:
     def _room(self, prompt_ids: Sequence[int]) -> int:
         """Return how many tokens may follow the prompt."""
         if not prompt_ids:
-            raise RefusedError(400, "The prompt is empty.")
+            raise ApiError(400, "The prompt is empty.")
         if max(prompt_ids) >= self._vocabulary:
-            raise RefusedError(
+            raise ApiError(
                 400,
                 f"The prompt has the token {max(prompt_ids)}; the model knows {self._vocabulary}, "
                 "from 0 on.",
@@ -269,8 +276,8 @@ class Routes:
         if least >= self._context_length:
             raise self._too_long(f"more than {least} tokens ({characters} characters)")
 
-    def _too_long(self, much: str) -> RefusedError:
-        return RefusedError(
+    def _too_long(self, much: str) -> ApiError:
+        return ApiError(
             400,
             f"This model's maximum context length is {self._context_length} tokens. However, "
             f"your messages resulted in {much}. Please reduce the length of the messages.",
@@ -278,13 +285,13 @@ class Routes:
             param="messages",
         )
 
-    def _place(self, request: web.Request, seed: int | None, scope: str = SAMPLE) -> Place:
+    def _place(self, request: web.Request, seed: int | None, scope: str = SAMPLE) -> SessionPart:
         """Return the session that a request names in its path or header, else a new untrained one.
 
         Raises:
             RefusedError: if the token is not for this there, or the session is over.
         """
-        part: Any = request.match_info.get("session") or request.headers.get(SESSION)
+        part: Any = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         allowed, name = request[PERMISSION], part and part.partition(".")[0]
         if allowed.scope != scope and (name or allowed.scope == REPORT):
             raise _forbidden(request, f"{scope} in `{name}`" if name else scope)
@@ -294,19 +301,19 @@ class Routes:
             if allowed.scope == SAMPLE and allowed.session != ANY:
                 raise _forbidden(request, "sample outside of its session")
             session = self._sessions.untrained(seed)
-            return Place(session, session.name)
+            return SessionPart(session, session.name)
         session = self._sessions.find(part)
         if session is None or (self._outside is not None and session.report is not None):
-            raise RefusedError(
+            raise ApiError(
                 404,
                 f"There is no session `{part}`, or it is over.",
                 code="session_not_found",
             )
-        return Place(session, part)
+        return SessionPart(session, part)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
-            raise RefusedError(
+            raise ApiError(
                 404,
                 f"The model `{name}` does not exist; this is `{self._model}`.",
                 code="model_not_found",
@@ -314,8 +321,8 @@ class Routes:
             )
 
 
-def _forbidden(request: web.Request, what: str) -> RefusedError:
-    return RefusedError(
+def _forbidden(request: web.Request, what: str) -> ApiError:
+    return ApiError(
         403,
         f"This token may not {what}: it {request[PERMISSION]}. Each session has its own tokens "
         "(docs/endpoint.md).",
@@ -323,7 +330,7 @@ def _forbidden(request: web.Request, what: str) -> RefusedError:
     )
 
 
-async def _look_at(request: web.Request) -> None:
+async def _check_client_connected(request: web.Request) -> None:
     """Let the loop notice a closed connection before anything of its request is recorded."""
     for _ in range(2):  # what is ready to be read is read after what waits now
         await asyncio.sleep(0)
@@ -331,7 +338,7 @@ async def _look_at(request: web.Request) -> None:
         raise ConnectionResetError("The program has gone away.")
 
 
-async def _sent(request: web.Request, body: Any) -> web.StreamResponse:
+async def _send_json(request: web.Request, body: Any) -> web.StreamResponse:
     """Send a reply and wait until it is written, so that a closed connection raises here."""
     response = web.json_response(body)
     await response.prepare(request)

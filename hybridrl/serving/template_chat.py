@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.conversations.messages import Message, Tool, read_messages, read_tools
+from hybridrl.conversations.messages import Message, ToolSchema, read_messages, read_tools
 from hybridrl.conversations.rendering import (
     ChatTemplateError,
     TemplateContext,
@@ -16,19 +16,19 @@ from hybridrl.conversations.rendering import (
     special_tokens,
 )
 from hybridrl.errors import ConfigError
-from hybridrl.serving.agent_session import Known
-from hybridrl.serving.chat import Chat, ChatError
-from hybridrl.serving.messages import Call, Said, as_json
+from hybridrl.serving.agent_session import TurnTokens
+from hybridrl.serving.chat import ConversationError, ConversationRenderer
+from hybridrl.serving.messages import AssistantTurn, ToolCall, format_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MARK = "hybridrl5e27answer"
+_RESPONSE_MARK = "hybridrl5e27answer"
 """Stands for what the model said while its surroundings are looked at."""
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-class TemplateChat(Chat):
+class TemplateRenderer(ConversationRenderer):
     """A renderer by the tokenizer's chat template. Tool calls are parsed as `<tool_call>{"name":
     ..., "arguments": {...}}</tool_call>`, as many models write them. The calls of tools are looked
     for as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many models write them."""
@@ -40,25 +40,25 @@ class TemplateChat(Chat):
         self.context = context or TemplateContext()
         self._special = special_tokens(tokenizer)
 
-    def with_options(self, options: Mapping[str, Any]) -> TemplateChat:
+    def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
         try:
             check_options(options, self.tokenizer, "chat_template_kwargs")
         except ConfigError as error:
-            raise ChatError(str(error)) from error
-        return TemplateChat(self.tokenizer, self.context.with_options(options))
+            raise ConversationError(str(error)) from error
+        return TemplateRenderer(self.tokenizer, self.context.with_options(options))
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         return self._tokens(self._text(messages, tools, ask=True))
 
     def continuation(
-        self, messages: Sequence[Message], tools: Sequence[Tool], at: int, known: Known
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], at: int, known: TurnTokens
     ) -> list[int] | None:
         before, answer, after = messages[:at], messages[at], messages[at + 1 :]
         opened = self._text(before, tools, ask=True)
         whole = self._text(messages, tools, ask=True)
         if not whole.startswith(opened) or not self._keeps(answer, whole[len(opened) :]):
             return None
-        plain = {"role": "assistant", "content": _MARK}
+        plain = {"role": "assistant", "content": _RESPONSE_MARK}
         head, closing = self._around(self._text([*before, plain], tools, ask=False))
         if head is None:
             return None
@@ -66,7 +66,7 @@ class TemplateChat(Chat):
         if turn.startswith(opened) and whole.startswith(turn):
             new = whole[len(turn) :]
         else:  # the last turn is written in another way than one in the middle
-            marked = answer | {"content": _MARK}
+            marked = answer | {"content": _RESPONSE_MARK}
             head, new = self._around(self._text([*before, marked, *after], tools, ask=True))
             _, own = self._around(self._text([*before, marked], tools, ask=False))
             if head != opened or not new.startswith(own):
@@ -81,18 +81,18 @@ class TemplateChat(Chat):
         return [*known.prompt_ids, *known.token_ids, *given]
 
     def said(
-        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[Tool]
-    ) -> Said:
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[ToolSchema]
+    ) -> AssistantTurn:
         if tools:
             text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-            calls, rest = _split_calls(text)
+            calls, rest = _split_tool_calls(text)
             if calls:
                 for token in self._special:
                     rest = rest.replace(token, "")
-                return Said(rest.strip(), calls)
-        return Said(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+                return AssistantTurn(rest.strip(), calls)
+        return AssistantTurn(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def _ended_by(self, known: Known) -> str | None:
+    def _ended_by(self, known: TurnTokens) -> str | None:
         """The control token that the model ended its turn with."""
         last = self.tokenizer.convert_ids_to_tokens(known.token_ids[-1:])
         return next((token for token in last if token in self._special), None)
@@ -104,31 +104,31 @@ class TemplateChat(Chat):
     def _around(self, text: str) -> tuple[str | None, str]:
         """Return the text before and after the mark; None and an empty text unless it occurs
         exactly once. None and nothing if it is not there just once."""
-        head, mark, tail = text.partition(_MARK)
-        return (head, tail) if mark and _MARK not in tail else (None, "")
+        head, mark, tail = text.partition(_RESPONSE_MARK)
+        return (head, tail) if mark and _RESPONSE_MARK not in tail else (None, "")
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Tool], *, ask: bool) -> str:
+    def _text(self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, ask: bool) -> str:
         try:
             context = self.context.with_tools(read_tools(tools))
             return render_chat(self.tokenizer, read_messages(messages), context, ask=ask)
         except ChatTemplateError as error:
-            raise ChatError(f"The chat template refuses these messages: {error}") from error
+            raise ConversationError(f"The chat template refuses these messages: {error}") from error
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _split_calls(text: str) -> tuple[tuple[Call, ...], str]:
+def _split_tool_calls(text: str) -> tuple[tuple[ToolCall, ...], str]:
     """Return the well-formed tool calls of a text, and the text without them."""
     calls = []
 
     def take(match: re.Match[str]) -> str:
         try:
             call = json.loads(match[1])
-            calls.append(Call(str(call["name"]), as_json(call.get("arguments", {}))))
+            calls.append(ToolCall(str(call["name"]), format_arguments(call.get("arguments", {}))))
         except (ValueError, KeyError, TypeError, AttributeError):
             return match[0]  # the program sees what the model wrote
         return ""
 
-    rest = _CALL.sub(take, text)
+    rest = _TOOL_CALL.sub(take, text)
     return tuple(calls), rest

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import yaml
 
-from hybridrl.system.formatting import readable_bytes
+from hybridrl.system.formatting import format_bytes
 from hybridrl.system.locations import Location, RemotePath
 
 MOST_BYTES = 64 << 20
@@ -59,7 +59,7 @@ def read_text(file: Location, most_bytes: int = MOST_BYTES) -> str:
         with open_regular(file) as opened:
             content = opened.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise OSError(f"it has more than the {readable_bytes(most_bytes)} that are read")
+        raise OSError(f"it has more than the {format_bytes(most_bytes)} that are read")
     return content.decode("utf-8")
 
 

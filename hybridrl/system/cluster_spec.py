@@ -13,20 +13,20 @@ from typing import Any, TypeVar
 from hybridrl.errors import ConfigError
 
 DEFAULT_CPU_SLOTS = 2
-MOST_DEVICES = 10_000
+MAX_DEVICES = 10_000
 """That a cluster is made of by a name, a file or a question: more of them is a slip of the finger,
 and would only take all memory here."""
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceSlot:
     """A device that a worker host is bound to: one accelerator, or one CPU slot.
 
     Attributes:
         kind: `cpu` or `cuda`.
         node: The host that it is in.
         index: Its number there.
-        model: What it is, a name in `Cluster.models`; empty where nobody has said.
+        model: What it is, a name in `ClusterSpec.models`; empty where nobody has said.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class DeviceModel:
+class DeviceSpec:
     """The memory and speed of devices of one model.
 
     Attributes:
@@ -61,7 +61,7 @@ class DeviceModel:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """A network or bus link.
 
     Attributes:
@@ -74,7 +74,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class NodeSpec:
     """A node: the links inside it, to other nodes and to checkpoint storage.
 
     Attributes:
@@ -83,13 +83,13 @@ class Host:
         store: To where checkpoints are kept; None: nobody has said.
     """
 
-    inside: Link
-    network: Link
-    store: Link | None = None
+    inside: LinkSpec
+    network: LinkSpec
+    store: LinkSpec | None = None
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSpec:
     """All devices of a job, node by node, with the specs of their models and links.
 
     Attributes:
@@ -98,9 +98,9 @@ class Cluster:
         hosts: By name; empty where nobody has looked at links.
     """
 
-    devices: Sequence[Device]
-    models: Mapping[str, DeviceModel] = field(default_factory=dict)
-    hosts: Mapping[str, Host] = field(default_factory=dict)
+    devices: Sequence[DeviceSlot]
+    models: Mapping[str, DeviceSpec] = field(default_factory=dict)
+    hosts: Mapping[str, NodeSpec] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -153,14 +153,14 @@ class Cluster:
         """Return the names of the nodes of these devices, each once."""
         return list(dict.fromkeys(self.devices[device].node for device in devices))
 
-    def take(self, devices: Sequence[int]) -> Cluster:
+    def take(self, devices: Sequence[int]) -> ClusterSpec:
         """Return the cluster of these devices only."""
-        return Cluster([self.devices[d] for d in devices], self.models, self.hosts)
+        return ClusterSpec([self.devices[d] for d in devices], self.models, self.hosts)
 
     @classmethod
-    def of_one_node(cls, kind: str, number: int, node: str = "localhost") -> Cluster:
+    def of_one_node(cls, kind: str, number: int, node: str = "localhost") -> ClusterSpec:
         """Build a cluster of `number` devices of one kind in one node."""
-        return cls([Device(kind, node, index) for index in range(number)])
+        return cls([DeviceSlot(kind, node, index) for index in range(number)])
 
     def to_json(self) -> str:
         """Format the cluster as JSON for `from_json`. Consecutive devices of one model in a node
@@ -178,7 +178,7 @@ class Cluster:
         return json.dumps({"devices": groups, "models": models, "hosts": hosts}, indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Cluster:
+    def from_json(cls, text: str) -> ClusterSpec:
         """Parse a cluster from the JSON of `to_json`, or JSON that a person wrote in that form.
 
         Raises:
@@ -188,7 +188,7 @@ class Cluster:
             read = json.loads(text)
             models = {name: _model(one) for name, one in read["models"].items()}
             hosts = {name: _host(one) for name, one in read.get("hosts", {}).items()}
-            devices: list[Device] = []
+            devices: list[DeviceSlot] = []
             seen: dict[str, int] = {}
             for group in read["devices"]:
                 _refuse_others(group, ("kind", "node", "model", "count"))
@@ -198,14 +198,14 @@ class Cluster:
                 if group["kind"] not in ("cpu", "cuda"):
                     raise ValueError(f"kind={group['kind']!r} must be `cpu` or `cuda`")
                 count = group.get("count", 1)
-                if type(count) is not int or not 1 <= count <= MOST_DEVICES - len(devices):
+                if type(count) is not int or not 1 <= count <= MAX_DEVICES - len(devices):
                     raise ValueError(
                         f"count={count!r} must be a whole number, 1 or more; there may be up to "
-                        f"{MOST_DEVICES:,} devices"
+                        f"{MAX_DEVICES:,} devices"
                     )
                 for _ in range(count):
                     index = seen[node] = seen.get(node, -1) + 1
-                    devices.append(Device(group["kind"], node, index, model))
+                    devices.append(DeviceSlot(group["kind"], node, index, model))
             if not devices or len({device.kind for device in devices}) > 1:
                 raise ValueError("it must have devices, all of one kind")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -246,8 +246,8 @@ def _refuse_others(read: Mapping[str, Any], known: Sequence[str]) -> None:
         raise ValueError(f"there is no `{min(more)}`; there are {', '.join(sorted(known))}")
 
 
-def _model(read: Mapping[str, Any]) -> DeviceModel:
-    found = _read(DeviceModel, read)
+def _model(read: Mapping[str, Any]) -> DeviceSpec:
+    found = _read(DeviceSpec, read)
     if not found.memory or not all(found.flops.values()):
         raise ValueError("`memory` and `flops` must be above 0")
     if found.flops and not found.bandwidth:
@@ -255,22 +255,22 @@ def _model(read: Mapping[str, Any]) -> DeviceModel:
     return found
 
 
-def _link(read: Mapping[str, Any]) -> Link:
-    found = _read(Link, read)
+def _link(read: Mapping[str, Any]) -> LinkSpec:
+    found = _read(LinkSpec, read)
     if not found.bandwidth:
         raise ValueError("the `bandwidth` of a link must be above 0")
     return found
 
 
-def _host(read: Mapping[str, Any]) -> Host:
-    _refuse_others(read, [one.name for one in fields(Host)])
+def _host(read: Mapping[str, Any]) -> NodeSpec:
+    _refuse_others(read, [one.name for one in fields(NodeSpec)])
     store = read.get("store")
-    return Host(
+    return NodeSpec(
         _link(read["inside"]), _link(read["network"]), None if store is None else _link(store)
     )
 
 
-def choose_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tuple[str, int]:
+def resolve_devices(devices: str, number: int | None, gpus: int, cpus: int) -> tuple[str, int]:
     """Return the kind and the number of devices that a job gets.
 
     Args:

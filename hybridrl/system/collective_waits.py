@@ -2,7 +2,7 @@
 waits in.
 
 Every wait of Python code for torch.distributed ends in `Work.wait`, those of FSDP and of vLLM too,
-so that is where time is taken, and in `counted_wait`, around what waits for a store. Which
+so that is where time is taken, and in `count_wait`, around what waits for a store. Which
 operations have begun, torch itself records (its flight recorder) and counts; nobody reads that
 until something hangs.
 """
@@ -21,9 +21,9 @@ import torch
 from torch import _C
 from torch.distributed import distributed_c10d
 
-GPU = "nccl"
+_GPU_BACKEND = "nccl"
 """The back end whose operations are queued on a GPU, so that nobody waits for them in Python."""
-MESSAGES = {12: "a message to another rank", 13: "a message from another rank"}
+_POINT_TO_POINT_NAMES = {12: "a message to another rank", 13: "a message from another rank"}
 """By torch's number of an operation; they are of two ranks only, and not recorded."""
 
 _seconds = threading.local()
@@ -32,7 +32,7 @@ _waiting: dict[int, tuple[Any, float]] = {}
 
 
 @dataclass(frozen=True)
-class Waiting:
+class CollectiveWait:
     """The collective or message that a thread waits for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Waiting:
     ranks: tuple[int, ...] = ()
 
 
-def time_waits() -> None:
+def start_timing_waits() -> None:
     """Start timing all waits of torch.distributed in this process. A second call does nothing."""
     work: Any = distributed_c10d.Work
     if not hasattr(work.wait, "untimed"):
@@ -63,7 +63,7 @@ def _timed(untimed: Any) -> Any:
         thread = threading.get_ident()
         _waiting[thread] = work, time.perf_counter()
         try:
-            with counted_wait():
+            with count_wait():
                 return untimed(work, *arguments, **keywords)
         finally:
             _waiting.pop(thread, None)
@@ -73,32 +73,32 @@ def _timed(untimed: Any) -> Any:
 
 
 @contextmanager
-def counted_wait() -> Iterator[None]:
+def count_wait() -> Iterator[None]:
     """Count the time of the block as waiting for other ranks."""
     begin = time.perf_counter()
     try:
         yield
     finally:
-        _seconds.total = seconds_waited() + time.perf_counter() - begin
+        _seconds.total = read_wait_seconds() + time.perf_counter() - begin
 
 
-def seconds_waited() -> float:
+def read_wait_seconds() -> float:
     """Return the seconds that this thread has waited for other ranks so far. Waits for GPU
     operations are not included, since the thread only queues them; see `count_gpu_operations`."""
     return getattr(_seconds, "total", 0.0)
 
 
-def operations_of_gpu() -> int:
+def count_gpu_operations() -> int:
     """Return the number of collectives that this process has queued on its GPU so far."""
     worlds = list(distributed_c10d._world.pg_map.items())
-    on_gpu: list[Any] = [group for group, (backend, _) in worlds if GPU in backend]
+    on_gpu: list[Any] = [group for group, (backend, _) in worlds if _GPU_BACKEND in backend]
     return sum(
         group._get_backend(torch.device("cuda"))._get_sequence_number_for_group()
         for group in on_gpu
     )
 
 
-def begun() -> dict[str, int]:
+def count_started_operations() -> dict[str, int]:
     """Return the number of operations that this process has started in each process group, named
     `gloo:<name>` or `nccl:<name>`. Safe from any thread."""
     groups: list[Any] = list(distributed_c10d._world.pg_map)
@@ -113,25 +113,25 @@ def begun() -> dict[str, int]:
     }
 
 
-def waiting(thread: int | None) -> Waiting | None:
+def find_current_wait(thread: int | None) -> CollectiveWait | None:
     """Return the wait that a thread is in; None if it is in none. Safe from any thread."""
     if (found := _waiting.get(thread or 0)) is None:
         return None
     work, begin = found
     seconds = time.perf_counter() - begin
-    if message := MESSAGES.get(work._get_op_type()):
-        return Waiting(message, seconds)
+    if message := _POINT_TO_POINT_NAMES.get(work._get_op_type()):
+        return CollectiveWait(message, seconds)
     # Torch has a second recorder for NCCL.
     dump = getattr(_C._distributed_c10d, "_dump_fr_trace_json", None)
     trace = {} if dump is None else json.loads(dump(includeCollectives=True, onlyActive=False))
     if not (recorded := trace.get("entries")):
-        return Waiting("an operation of all", seconds)
+        return CollectiveWait("an operation of all", seconds)
     # Who waits for an earlier one, because several are under way, waits in the same place.
     newest = max(recorded, key=lambda entry: int(entry["time_created_ns"]))
     name, group = newest["profiling_name"], newest["process_group"][0]
     backend, _, operation = name.partition(":")
     number = newest["collective_seq_id"]
-    return Waiting(operation, seconds, f"{backend}:{group}", number, _ranks_of(group))
+    return CollectiveWait(operation, seconds, f"{backend}:{group}", number, _ranks_of(group))
 
 
 def _ranks_of(name: str) -> tuple[int, ...]:

@@ -6,21 +6,21 @@ import math
 import os
 from pathlib import Path
 
-QUOTA = Path("/sys/fs/cgroup/cpu.max")
+CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may use; a fractional quota is rounded up. The
     machine may have more."""
     bound = len(os.sched_getaffinity(0))
-    quota = core_quota()
+    quota = read_core_quota()
     return bound if quota is None else min(bound, max(1, math.ceil(quota)))
 
 
-def core_quota() -> float | None:
+def read_core_quota() -> float | None:
     """Return the container's CPU quota in cores; None if it has no limit."""
     try:
-        time, period = QUOTA.read_text(encoding="ascii").split()
+        time, period = CPU_QUOTA_FILE.read_text(encoding="ascii").split()
         return None if time == "max" else int(time) / int(period)
     except (OSError, ValueError):
         return None

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
 
-LOGITS_AT_A_TIME = {"cpu": 1 << 22}
+_LOGITS_PER_CHUNK = {"cpu": 1 << 22}
 """Of tokens times vocabulary: as many as a processor's cache holds."""
-LOGITS_OF_ACCELERATORS = 160 << 20
+_ACCELERATOR_LOGITS_PER_CHUNK = 160 << 20
 """1,100 tokens of a vocabulary of 152,000, 4 GiB while training. Each time the whole output
 embedding is read, and few tokens would not be worth it."""
 
@@ -25,34 +25,34 @@ SMALL_MODEL_BYTES = 256 << 20
 """A float32 model below this is gathered in one piece, on all kinds: many small collectives cost
 more than its memory."""
 
-MESSAGE_BYTES = {"cpu": 32 << 20}
+_BUCKET_BYTES = {"cpu": 32 << 20}
 """Memory for messages while weights change their layout. A processor does best with what stays in
 its caches: 256 MiB take three times as long."""
-MESSAGE_BYTES_OF_ACCELERATORS = 512 << 20
+_ACCELERATOR_BUCKET_BYTES = 512 << 20
 """128 MiB each way and round: a megabyte for each of 128 ranks, below which links are not full,
 and so few rounds that starting their collectives does not count."""
 
-BFLOAT16_FROM = {"cpu": 8_000_000}
+MIN_BFLOAT16_PARAMETERS = {"cpu": 8_000_000}
 """Parameters. On a CPU with the instructions an update takes half of float32's time (seen at 4 to
 34 million parameters); what is smaller has little to gain."""
 
 
-VALUES_AT_A_TIME = {"cpu": 1 << 18}
+VALUES_PER_CHUNK = {"cpu": 1 << 18}
 """Of a codec, which goes over its values many times: what a processor's caches hold with all that
 is made of it."""
-VALUES_OF_ACCELERATORS = 1 << 26
+_ACCELERATOR_VALUES_PER_CHUNK = 1 << 26
 """A few hundred MiB at a time, and so few kernels that starting them does not count."""
 
 
-def name_and_memory() -> tuple[str, float]:
+def read_gpu_name_and_memory() -> tuple[str, float]:
     """Return the name of this process's first GPU and its memory in bytes."""
     properties = torch.cuda.get_device_properties(0)
     return properties.name, float(properties.total_memory)
 
 
-def values_at_a_time(kind: str) -> int:
+def values_per_chunk(kind: str) -> int:
     """Return how many values a codec encodes in one chunk on a device of this kind."""
-    return VALUES_AT_A_TIME.get(kind, VALUES_OF_ACCELERATORS)
+    return VALUES_PER_CHUNK.get(kind, _ACCELERATOR_VALUES_PER_CHUNK)
 
 
 FLASH_WIDTHS = range(8, 257, 8)
@@ -67,25 +67,25 @@ def fits_flash(query: torch.Tensor) -> bool:
 
 
 @cache
-def runs_triton(kind: str) -> bool:
+def has_triton(kind: str) -> bool:
     """Return whether Triton is installed and compiles kernels for devices of this kind."""
     return kind == "cuda" and importlib.util.find_spec("triton") is not None
 
 
-def logits_at_a_time(kind: str) -> int:
+def logits_per_chunk(kind: str) -> int:
     """Return how many logits (tokens times vocabulary) to compute in one chunk on a device of this
     kind."""
-    return LOGITS_AT_A_TIME.get(kind, LOGITS_OF_ACCELERATORS)
+    return _LOGITS_PER_CHUNK.get(kind, _ACCELERATOR_LOGITS_PER_CHUNK)
 
 
-def multiplies_into_float32(kind: str) -> bool:
+def has_mm_out_dtype(kind: str) -> bool:
     """Return whether `torch.mm` of half-precision matrices can write float32 (`out_dtype`) on such
     a device without copying its operands."""
     return kind != "cpu"
 
 
 @cache
-def packs_int8(kind: str) -> bool:
+def has_onednn_int8(kind: str) -> bool:
     """Return whether oneDNN's int8 kernels run on such a device and are correct. On x86 CPUs
     without VNNI they add pairs of products in 16 bits, which overflows for large values."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -105,28 +105,28 @@ def _adds_products_in_32_bits() -> bool:
     return bool((found == size * 127 * 127).all())
 
 
-def takes_any_int8(kind: str) -> bool:
+def has_any_size_int_mm(kind: str) -> bool:
     """Return whether `torch._int_mm` takes matrices of any size on such a device; CUDA needs
     multiples of 8 and more than 16 rows."""
     return kind == "cpu"
 
 
-def bfloat16_from(kind: str) -> int | None:
+def min_bfloat16_parameters(kind: str) -> int | None:
     """Return the number of parameters from which a model gains by bfloat16 on such a device: 0 on
     accelerators, None on CPUs without bfloat16 instructions (this machine's CPU is queried)."""
     multiplies = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     if kind == "cpu" and not multiplies:
         return None
-    return BFLOAT16_FROM.get(kind, 0)
+    return MIN_BFLOAT16_PARAMETERS.get(kind, 0)
 
 
-def message_bytes(kind: str) -> int:
+def default_bucket_bytes(kind: str) -> int:
     """Return the default size in bytes of the message buffers of a weight transfer on a device of
     this kind."""
-    return MESSAGE_BYTES.get(kind, MESSAGE_BYTES_OF_ACCELERATORS)
+    return _BUCKET_BYTES.get(kind, _ACCELERATOR_BUCKET_BYTES)
 
 
-def make_current(kind: str, local_rank: int) -> torch.device:
+def set_current_device(kind: str, local_rank: int) -> torch.device:
     """Make the device the current one of this process and return it.
 
     Ray shows each host process only its own GPU, so the index is 0 unless several are visible.
@@ -138,7 +138,7 @@ def make_current(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, index)
 
 
-def synchronize(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until the device has finished its queued work, so that timings are correct."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
@@ -150,25 +150,25 @@ def free_cached_memory(device: torch.device) -> None:
         torch.accelerator.empty_cache()
 
 
-def host_memory(size: int, device: torch.device) -> torch.Tensor:
+def allocate_host_memory(size: int, device: torch.device) -> torch.Tensor:
     """Allocate `size` bytes of host memory, pinned for accelerators so that copies to it do not
     block."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
-def compiles(kind: str) -> bool:
+def is_compile_worthwhile(kind: str) -> bool:
     """Return whether compiled layers are known to gain more on such a device than compiling
     costs."""
     return kind != "cpu"
 
 
-def pins_memory() -> bool:
+def has_pinned_memory() -> bool:
     """Return whether an accelerator is available, for which copies in host memory should be
     pinned."""
     return torch.accelerator.is_available()
 
 
-def mark(device: torch.device) -> Callable[[], None]:
+def record_event(device: torch.device) -> Callable[[], None]:
     """Record an event on the device's current stream and return a function that waits for it."""
     if device.type == "cpu":
         return lambda: None
@@ -218,7 +218,7 @@ class SideStream:
             self._stream.synchronize()
 
 
-class Moment:
+class TimingEvent:
     """A timing event on the current stream; on CPUs the current time.
 
     Args:
@@ -233,7 +233,7 @@ class Moment:
             self._event = torch.Event(device, enable_timing=True)
             self._event.record()
 
-    def since(self, earlier: Moment) -> float:
+    def since(self, earlier: TimingEvent) -> float:
         """Return the seconds between an earlier event of the same device and this one. Waits until
         both have happened."""
         if self._event is None or earlier._event is None:

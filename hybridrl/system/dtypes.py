@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-AUTO = "auto"
+AUTO_DTYPE = "auto"
 """In their place: what suits the devices and the model."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

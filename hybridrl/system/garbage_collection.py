@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Disable garbage collection inside the block. For imports: torch, transformers and vLLM create
     650,000 objects that live as long as the process, and collecting among them takes a fifth of
     their import time."""

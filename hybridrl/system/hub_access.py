@@ -9,10 +9,10 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-LONGEST_S = 5.0
+HUB_TIMEOUT_S = 5.0
 
 
-def why_not_on_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
+def find_hub_problem(name: str, kind: Literal["model", "dataset"]) -> str | None:
     """Return why a name is not available on the hub, as the end of a sentence whose subject is the
     hub; None if it is available, or in the hub's cache on this machine."""
     from huggingface_hub import constants
@@ -27,10 +27,10 @@ def why_not_on_hub(name: str, kind: Literal["model", "dataset"]) -> str | None:
         return None
     if constants.HF_HUB_OFFLINE:
         return "must not be asked for one of that name (HF_HUB_OFFLINE)"
-    return _asked(name, kind)
+    return _query_hub(name, kind)
 
 
-def _asked(name: str, kind: str) -> str | None:
+def _query_hub(name: str, kind: str) -> str | None:
     answers: list[str | None] = []
 
     def ask() -> None:
@@ -38,7 +38,7 @@ def _asked(name: str, kind: str) -> str | None:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
         try:
-            HfApi().repo_info(name, repo_type=kind, timeout=LONGEST_S)
+            HfApi().repo_info(name, repo_type=kind, timeout=HUB_TIMEOUT_S)
             answers.append(None)
         except GatedRepoError:
             answers.append("gives it only to accounts that it was granted to (`hf auth login`)")
@@ -50,5 +50,5 @@ def _asked(name: str, kind: str) -> str | None:
     # In a thread: a resolver that hangs knows no time-out.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    asking.join(LONGEST_S)
-    return answers[0] if answers else f"has not answered within {LONGEST_S:g} s"
+    asking.join(HUB_TIMEOUT_S)
+    return answers[0] if answers else f"has not answered within {HUB_TIMEOUT_S:g} s"

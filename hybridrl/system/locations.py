@@ -32,7 +32,7 @@ _PACKAGES = {
 }
 
 
-UNREACHABLE = (
+UNREACHABLE_HINT = (
     "See whether it can be reached from here and may be written to (address, credentials, quota), "
     "or set checkpoint.folder to another place. Checkpoints that are complete stay as they are."
 )
@@ -131,12 +131,12 @@ class RemotePath:
             self._files.rm(self._path, recursive=True)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Upload]:
+    def writing(self) -> Iterator[RemoteUpload]:
         """Open an upload in parts; the file exists once the block succeeds."""
         with _as_os_errors():
             file = self._files.open(self._path, "wb", block_size=_UPLOAD_BYTES, autocommit=False)
         try:
-            yield Upload(file)
+            yield RemoteUpload(file)
             with _as_os_errors():
                 file.close()
                 file.commit()
@@ -149,7 +149,7 @@ class RemotePath:
             raise
 
 
-class Upload:
+class RemoteUpload:
     """A file that is being uploaded in parts.
 
     Args:
@@ -169,7 +169,7 @@ Location = Path | RemotePath
 """A file or a folder."""
 
 
-def location_of(text: str | Path) -> Location:
+def parse_location(text: str | Path) -> Location:
     """Parse a setting into a local path or a URL.
 
     Raises:
@@ -193,7 +193,7 @@ def is_url(text: str) -> bool:
     return "://" in text and not text.startswith(_OF_DISK)
 
 
-def sizes_below(folder: Location) -> dict[str, int]:
+def list_file_sizes(folder: Location) -> dict[str, int]:
     """Return the size of every file below a folder, by its relative path, sorted."""
     if isinstance(folder, RemotePath):
         return dict(sorted(folder.sizes().items()))
@@ -201,13 +201,13 @@ def sizes_below(folder: Location) -> dict[str, int]:
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
 
 
-def reading(file: Location) -> IO[bytes]:
+def open_reader(file: Location) -> IO[bytes]:
     """Open a file for sequential reading."""
     return file.open() if isinstance(file, RemotePath) else file.open("rb")
 
 
 @contextlib.contextmanager
-def ranges_of(file: Location) -> Iterator[Callable[[int, int], bytes]]:
+def open_range_reader(file: Location) -> Iterator[Callable[[int, int], bytes]]:
     """Yield a function that reads `length` bytes at `start` of a file; fewer where it ends."""
     if isinstance(file, RemotePath):
         yield file.read_range
@@ -216,7 +216,7 @@ def ranges_of(file: Location) -> Iterator[Callable[[int, int], bytes]]:
         yield lambda start, length: os.pread(opened.fileno(), length, start)
 
 
-def write_whole(file: Location, content: bytes) -> None:
+def write_atomically(file: Location, content: bytes) -> None:
     """Write a small file atomically and wait until it is on the disk.
 
     Raises:
@@ -237,10 +237,10 @@ def write_whole(file: Location, content: bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
-    sync_names(file.parent)
+    sync_directory(file.parent)
 
 
-def remove(location: Location) -> None:
+def remove_location(location: Location) -> None:
     """Remove a file, or a folder with its contents, if it exists."""
     if isinstance(location, RemotePath):
         location.remove()
@@ -250,7 +250,7 @@ def remove(location: Location) -> None:
         location.unlink(missing_ok=True)
 
 
-def free_bytes(path: Path) -> int | None:
+def find_free_bytes(path: Path) -> int | None:
     """Return the free bytes on the disk of `path`, or of its nearest existing parent; None if
     unknown."""
     for folder in (path, *path.absolute().parents):
@@ -270,12 +270,12 @@ def copy_files(source: Location, target: Location, names: Iterable[str] | None =
     Raises:
         OSError: if that fails.
     """
-    for name in sizes_below(source) if names is None else names:
+    for name in list_file_sizes(source) if names is None else names:
         file = target / name
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)
         opened = file.open("wb") if isinstance(file, Path) else file.writing()
-        with reading(source / name) as read, opened as written:
+        with open_reader(source / name) as read, opened as written:
             while block := read.read(_UPLOAD_BYTES):
                 written.write(block)
 
@@ -290,24 +290,24 @@ def access_errors(folders: Mapping[str, str], writes: Collection[str]) -> dict[s
     found = {}
     for setting, named in folders.items():
         try:
-            folder = location_of(named)
+            folder = parse_location(named)
             if setting not in writes:
                 next(iter(folder.iterdir()), None)
                 continue
             probe, content = folder / f".probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
             try:
-                write_whole(probe, content)
-                with reading(probe) as file:
+                write_atomically(probe, content)
+                with open_reader(probe) as file:
                     if file.read() != content:
                         raise OSError("what was written there is not what is read")
             finally:
-                remove(probe)
+                remove_location(probe)
         except (OSError, HybridRLError) as error:
             found[setting] = str(error)
     return found
 
 
-def sync_names(folder: Path) -> None:
+def sync_directory(folder: Path) -> None:
     """Wait until the entries of a folder are on the disk (fsync of the directory)."""
     opened = os.open(folder, os.O_RDONLY)
     try:

@@ -30,7 +30,7 @@ _ENDING_S = 2
 """What a killed process may need to give back its memory."""
 
 
-class MemoryGroup:
+class MemoryCgroup:
     """A memory cgroup for one program. Close it when the program has ended.
 
     Attributes:
@@ -68,24 +68,24 @@ class MemoryGroup:
                 time.sleep(0.01)
 
 
-def memory_group(limit: int) -> MemoryGroup | None:
+def make_memory_cgroup(limit: int) -> MemoryCgroup | None:
     """Make a cgroup with a memory limit in bytes; None where this process may not make one."""
-    parent = _parent()
+    parent = _find_parent_cgroup()
     if parent is None:
         return None
     try:
-        return MemoryGroup(parent, limit)
+        return MemoryCgroup(parent, limit)
     except OSError:
         return None
 
 
 @functools.cache
-def _parent() -> Path | None:
+def _find_parent_cgroup() -> Path | None:
     """Return the cgroup under which new ones can be made, found by making one and moving a process
     into it; None if there is none."""
     for folder in _candidates():
         try:
-            group = MemoryGroup(folder, 1 << 30)
+            group = MemoryCgroup(folder, 1 << 30)
         except OSError:
             continue
         try:
@@ -108,11 +108,11 @@ def _candidates() -> list[Path]:
             if controllers == "memory":
                 found.append(_ROOT / "memory" / path.lstrip("/"))
             elif controllers == "":
-                found += _of_version_2(path)
+                found += _list_v2_candidates(path)
     return found
 
 
-def _of_version_2(path: str) -> list[Path]:
+def _list_v2_candidates(path: str) -> list[Path]:
     own = _ROOT / path.lstrip("/")
     limit = own / "memory.max"  # the uppermost has none
     is_free = limit.exists() and limit.read_text().strip() == "max"

@@ -42,7 +42,7 @@ _secrets: set[str] = set()
 _pattern: re.Pattern[str] | None = None
 
 
-def is_secret(name: str) -> bool:
+def is_secret_name(name: str) -> bool:
     """Return whether a setting or variable of this name holds a secret."""
     return _NAME.fullmatch(name) is not None and _OF_TEXT.fullmatch(name) is None
 
@@ -65,7 +65,7 @@ def url_secrets(text: str) -> list[str]:
 
 def _signs(name: str) -> bool:
     name = name.removesuffix("=")
-    return is_secret(name) or _SIGNATURE.fullmatch(name) is not None
+    return is_secret_name(name) or _SIGNATURE.fullmatch(name) is not None
 
 
 def register_secret(text: str) -> None:
@@ -103,13 +103,13 @@ def register_secrets(said: str) -> None:
         key, equals, value = line.partition("=")
         whole = [(key.rpartition(".")[2], value)] if equals and not value.startswith("{") else []
         for name, entry in [*whole, *((m[2], m[3]) for m in ENTRY.finditer(line))]:
-            if is_secret(name) and not REFERENCE.search(entry):
+            if is_secret_name(name) and not REFERENCE.search(entry):
                 register_secret(entry.partition(" #")[0].strip(" '\"[]"))
         for found in REFERENCE.finditer(line):
             before, value = line[: found.start()], os.environ.get(found[1], "")
             named = re.findall(r"\w+(?=['\"]?\s*[:=])", before)[-1:]
             register_url(value)
-            if any(map(is_secret, [found[1], *named])) or url_secrets(f"{before}x@"):
+            if any(map(is_secret_name, [found[1], *named])) or url_secrets(f"{before}x@"):
                 register_secret(value)
 
 

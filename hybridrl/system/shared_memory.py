@@ -15,14 +15,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDER = Path("/dev/shm")
-NAME = re.compile(r"hybridrl-\d+-\d+")
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+_JOB_NAME_PATTERN = re.compile(r"hybridrl-\d+-\d+")
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 """How locks are opened: everybody may put a link to a file of ours among them."""
 _held: list[int] = []
 
 
-def hold_shared_memory(job: str) -> None:
+def lock_shared_memory(job: str) -> None:
     """Lock the segments of a job against removal by others for the lifetime of this process."""
     while True:
         held = os.open(_lock(job), _OPENED, 0o600)
@@ -35,30 +35,33 @@ def hold_shared_memory(job: str) -> None:
 
 def remove_shared_memory(job: str) -> None:
     """Remove the shared-memory segments of a job."""
-    for path in FOLDER.glob(f"*{job}*"):
+    for path in SHARED_MEMORY_FOLDER.glob(f"*{job}*"):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
             logging.getLogger(__name__).warning("could not remove %s: %s", path, error)
 
 
-def remove_leftovers() -> None:
+def remove_stale_segments() -> None:
     """Remove the segments of jobs whose processes have all ended."""
     for job in _ended_jobs():
         remove_shared_memory(job)
 
 
-def leftovers() -> dict[str, int]:
+def list_stale_segments() -> dict[str, int]:
     """Return the bytes of segments left by jobs whose processes have all ended, by job."""
     return {
-        job: sum(path.stat().st_size for path in FOLDER.glob(f"*{job}*")) for job in _ended_jobs()
+        job: sum(path.stat().st_size for path in SHARED_MEMORY_FOLDER.glob(f"*{job}*"))
+        for job in _ended_jobs()
     }
 
 
 def _ended_jobs() -> Iterator[str]:
     """Yield the names of ended jobs that left segments; while one is yielded, no process can lock
     it."""
-    found = (NAME.search(path.name) for path in FOLDER.glob("*hybridrl-*"))
+    found = (
+        _JOB_NAME_PATTERN.search(path.name) for path in SHARED_MEMORY_FOLDER.glob("*hybridrl-*")
+    )
     for job in {name.group() for name in found if name}:
         try:
             lock = os.open(_lock(job), _OPENED, 0o600)
@@ -74,7 +77,7 @@ def _ended_jobs() -> Iterator[str]:
 
 
 def _lock(job: str) -> Path:
-    return FOLDER / f"{job}.lock"
+    return SHARED_MEMORY_FOLDER / f"{job}.lock"
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import StorageError
-from hybridrl.system.formatting import readable_bytes
-from hybridrl.system.locations import UNREACHABLE, Location, RemotePath, free_bytes
+from hybridrl.system.formatting import format_bytes
+from hybridrl.system.locations import UNREACHABLE_HINT, Location, RemotePath, find_free_bytes
 from hybridrl.system.redaction import redact
 
 _NUMBER = re.compile(r"\(os error (\d+)\)")
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
-def as_os_errors() -> Iterator[None]:
+def translate_os_errors() -> Iterator[None]:
     """Raise an `OSError` in place of the exceptions of Rust libraries (safetensors, tokenizers)
     when a disk is full or not writable. Their own exceptions are recognised by the text."""
     try:
@@ -62,34 +62,34 @@ def _plain(value: Any) -> Any:
     return _plain(str(value))
 
 
-RUN_FOLDER = "`run.root` or `run.directory`"
+RUN_FOLDER_SETTINGS = "`run.root` or `run.directory`"
 """The settings that most of what is written is from."""
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM}
-_ROOMY_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quota or the inodes
+_NOT_FULL_BYTES = 64 * 1024**2  # with more than this free, "disk full" means a quota or the inodes
 
 
 @contextlib.contextmanager
-def explain_write_errors(path: Location, setting: str = RUN_FOLDER) -> Iterator[None]:
+def explain_write_errors(path: Location, setting: str = RUN_FOLDER_SETTINGS) -> Iterator[None]:
     """Raise `StorageError`, naming `path` and its setting, in place of an `OSError` in the
     block."""
     try:
-        with as_os_errors():
+        with translate_os_errors():
             yield
     except OSError as error:
-        raise StorageError(write_error_sentence(path, error, setting)) from error
+        raise StorageError(format_write_error(path, error, setting)) from error
 
 
-def write_error_sentence(path: Location, error: OSError, setting: str = RUN_FOLDER) -> str:
+def format_write_error(path: Location, error: OSError, setting: str = RUN_FOLDER_SETTINGS) -> str:
     """Return a sentence: what could not be written, why, how much space is free, what to set."""
     if isinstance(path, RemotePath):
-        return f"Cannot write {path}: {error}. {UNREACHABLE}"
-    free = free_bytes(path)
-    space = "free space unknown" if free is None else f"{readable_bytes(free)} free there"
+        return f"Cannot write {path}: {error}. {UNREACHABLE_HINT}"
+    free = find_free_bytes(path)
+    space = "free space unknown" if free is None else f"{format_bytes(free)} free there"
     cure = f"Set {setting} to a folder that you can write to."
-    if error.errno in DISK_FULL:
+    if error.errno in DISK_FULL_ERRNOS:
         why = "the disk is full"
-        if free is not None and free > _ROOMY_BYTES:
+        if free is not None and free > _NOT_FULL_BYTES:
             why = "the system says that the disk is full, by a quota or by the number of files"
         cure = f"Free some space, or set {setting} to a folder on another disk."
     elif error.errno == errno.EROFS:
@@ -102,7 +102,7 @@ def write_error_sentence(path: Location, error: OSError, setting: str = RUN_FOLD
 
 
 @contextlib.contextmanager
-def replacing(path: Path, setting: str = RUN_FOLDER) -> Iterator[Path]:
+def replace_file(path: Path, setting: str = RUN_FOLDER_SETTINGS) -> Iterator[Path]:
     """Yield a temporary path beside `path`, and rename it to `path` when the block succeeds.
 
     A reader of `path` sees the old content or the new, never half of it.
@@ -128,7 +128,7 @@ def replacing(path: Path, setting: str = RUN_FOLDER) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
+def replace_folder(path: Path) -> Iterator[Path]:
     """Replace a folder as `replace_file` does a file; other processes may fill it until the block
     ends. The old folder is moved away first, so for a moment there is none, but never a mixture or
     half of one.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from hybridrl.system.device_traits import synchronize
+from hybridrl.system.device_traits import synchronize_device
 
 SECONDS = 0.15
 """To spend on a run, at least."""
@@ -36,7 +36,7 @@ def measure_seconds(
     """
     for once in runs:
         once()
-    synchronize(device)
+    synchronize_device(device)
     if world > 1:
         dist.barrier()
     found: list[list[float]] = [[] for _ in runs]
@@ -46,10 +46,10 @@ def measure_seconds(
             while not spent or spent < least / turns:
                 if between is not None:
                     between()
-                    synchronize(device)
+                    synchronize_device(device)
                 begin = time.perf_counter()
                 once()
-                synchronize(device)
+                synchronize_device(device)
                 seconds.append(time.perf_counter() - begin)
                 spent += max(seconds[-1], 1e-9)
     return [statistics.median(seconds) for seconds in found]

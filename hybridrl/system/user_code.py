@@ -1,7 +1,7 @@
 """User code referenced by name: `path/to/file.py:name` or `package.module:name`.
 
-`check` finds what can be found wrong without importing anything, which takes no time and has no
-side effect; `load` imports it. Both name the setting that the name comes from.
+`check_user_code` finds what can be found wrong without importing anything, which takes no time and
+has no side effect; `load_user_code` imports it. Both name the setting that the name comes from.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
-FILE = "user file "
+_FILE_MODULE_PREFIX = "user file "
 """Before the path in the name of a module that was a file."""
 
 
-def split(spec: str) -> tuple[str, str] | None:
+def split_spec(spec: str) -> tuple[str, str] | None:
     """Split `place:name` into the place and the name; None if `spec` does not have that form."""
     place, colon, name = spec.rpartition(":")
     return (place, name) if colon and place and name.isidentifier() else None
 
 
-def is_file(place: str) -> bool:
+def is_file_path(place: str) -> bool:
     """Return whether a place is a file path and not a dotted module name."""
     return place.endswith(".py") or "/" in place
 
 
-def named(setting: str, spec: str, known: Mapping[str, Any]) -> Any:
+def resolve_user_object(setting: str, spec: str, known: Mapping[str, Any]) -> Any:
     """Return the object that a setting names: one of `known`, or the user's own.
 
     Raises:
@@ -43,15 +43,15 @@ def named(setting: str, spec: str, known: Mapping[str, Any]) -> Any:
     """
     if spec in known:
         return known[spec]
-    if split(spec) is None:
+    if split_spec(spec) is None:
         raise ConfigError(
             f"{setting}={spec}: must be one of {', '.join(known)}, or one of yours, "
-            f"`path/to/file.py:name`.{nearest(spec, known)}"
+            f"`path/to/file.py:name`.{suggest_name(spec, known)}"
         )
-    return load(setting, spec)
+    return load_user_code(setting, spec)
 
 
-def check(setting: str, spec: str) -> None:
+def check_user_code(setting: str, spec: str) -> None:
     """Check without importing that the file or module exists and defines the name.
 
     Raises:
@@ -59,7 +59,7 @@ def check(setting: str, spec: str) -> None:
             nearest.
     """
     place, name = _split(setting, spec)
-    find = _find_file if is_file(place) else _find_module
+    find = _find_file if is_file_path(place) else _find_module
     source = find(setting, spec, place, name)
     if source is None or source.suffix != ".py":
         return
@@ -74,15 +74,15 @@ def check(setting: str, spec: str) -> None:
         raise _no_such_name(setting, spec, name, defined)
 
 
-def parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
+def parse_parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
     """Return the parameters of the function that a file or module defines under the name, without
     importing it; None if they cannot be determined.
 
     Raises:
-        ConfigError: as `check` does.
+        ConfigError: as `check_user_code` does.
     """
     place, name = _split(setting, spec)
-    source = (_find_file if is_file(place) else _find_module)(setting, spec, place, name)
+    source = (_find_file if is_file_path(place) else _find_module)(setting, spec, place, name)
     if source is None or source.suffix != ".py":
         return None
     bound = [
@@ -97,10 +97,10 @@ def parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
         return None
     if getattr(node, "decorator_list", None):
         return None
-    return _listed(node.args)
+    return _list_parameters(node.args)
 
 
-def _listed(given: ast.arguments) -> list[inspect.Parameter]:
+def _list_parameters(given: ast.arguments) -> list[inspect.Parameter]:
     """Return the parameters of a function definition; defaults are None, whatever they are."""
     one = inspect.Parameter
     positional: list[tuple[ast.arg, Any]] = [(a, one.POSITIONAL_ONLY) for a in given.posonlyargs]
@@ -119,18 +119,18 @@ def _listed(given: ast.arguments) -> list[inspect.Parameter]:
     return listed
 
 
-def load(setting: str, spec: str) -> Any:
+def load_user_code(setting: str, spec: str) -> Any:
     """Import the file or module and return the object of this name.
 
     Raises:
-        ConfigError: as `check` does; and if importing raises, with the traceback of that.
+        ConfigError: as `check_user_code` does; and if importing raises, with the traceback of that.
     """
-    check(setting, spec)
+    check_user_code(setting, spec)
     place, name = _split(setting, spec)
     try:
-        module = _load_file(Path(place)) if is_file(place) else importlib.import_module(place)
+        module = _load_file(Path(place)) if is_file_path(place) else importlib.import_module(place)
     except BaseException as error:  # a user's module may even call sys.exit
-        frames = _without_import(error.__traceback__)
+        frames = _strip_import_frames(error.__traceback__)
         lines = traceback.format_exception(type(error), error, frames)
         raise ConfigError(
             f"`{setting}` names `{spec}`, and importing it raised "
@@ -142,7 +142,7 @@ def load(setting: str, spec: str) -> Any:
     return getattr(module, name)
 
 
-def _without_import(frames: TracebackType | None) -> TracebackType | None:
+def _strip_import_frames(frames: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the user's own code on, without the frames that import it."""
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename
@@ -152,14 +152,14 @@ def _without_import(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def loaded_files() -> list[ModuleType]:
+def list_loaded_files() -> list[ModuleType]:
     """Return the modules of user files that this process has loaded."""
     modules = list(sys.modules.items())  # at once: other threads may be importing
-    return [module for name, module in modules if name.startswith(FILE)]
+    return [module for name, module in modules if name.startswith(_FILE_MODULE_PREFIX)]
 
 
 def _split(setting: str, spec: str) -> tuple[str, str]:
-    found = split(spec)
+    found = split_spec(spec)
     if found is None:
         raise ConfigError(
             f"`{setting}` is `{spec}`; write `path/to/file.py:Name` or `package.module:Name`."
@@ -173,7 +173,7 @@ def _find_file(setting: str, spec: str, place: str, name: str) -> Path:
         siblings = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(
             f"`{setting}` names `{spec}`, but there is no file `{place}` (seen from "
-            f"{Path.cwd()})." + nearest(file.name, siblings)
+            f"{Path.cwd()})." + suggest_name(file.name, siblings)
         )
     return file
 
@@ -201,7 +201,7 @@ def _load_file(file: Path) -> ModuleType:
     # Like a script, the file may import its neighbours; they come last, so they shadow nothing.
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    name = f"{FILE}{file}"
+    name = f"{_FILE_MODULE_PREFIX}{file}"
     if name in sys.modules:
         return sys.modules[name]
     found = importlib.util.spec_from_file_location(name, file)
@@ -220,7 +220,7 @@ def _load_file(file: Path) -> ModuleType:
 def _no_such_name(setting: str, spec: str, name: str, known: list[str]) -> ConfigError:
     return ConfigError(
         f"`{setting}` names `{spec}`, but that file defines no `{name}`; it defines "
-        f"{', '.join(sorted(set(known))) or 'nothing'}." + nearest(name, known)
+        f"{', '.join(sorted(set(known))) or 'nothing'}." + suggest_name(name, known)
     )
 
 

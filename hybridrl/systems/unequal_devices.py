@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 GIB = 2**30
 EXAMPLE = '[{"name": "new"}, {"name": "old", "share": 0.5, "memory_gib": 16}]'
@@ -34,7 +34,7 @@ class UnequalDevice:
     device: str = ""
 
 
-def load_devices(path: str, known: Sequence[str]) -> list[UnequalDevice]:
+def load_unequal_devices(path: str, known: Sequence[str]) -> list[UnequalDevice]:
     """Return the devices in a file, in rank order. What is not said of a device has no limit.
 
     Args:
@@ -57,7 +57,7 @@ def load_devices(path: str, known: Sequence[str]) -> list[UnequalDevice]:
 def _device(read: dict[str, Any], who: str, number: int, known: Sequence[str]) -> UnequalDevice:
     for name in read.keys() - set(known):
         raise ConfigError(
-            f"{who} has `{name}`; what is known is {', '.join(known)}.{nearest(name, known)}"
+            f"{who} has `{name}`; what is known is {', '.join(known)}.{suggest_name(name, known)}"
         )
 
     def positive(name: str, usual: float) -> float:

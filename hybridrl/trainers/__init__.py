@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from hybridrl.config.schema import Config
     from hybridrl.trainers.role_spec import RoleSpec
 
-PROGRAMS = [
+PROGRAM_NAMES = [
     path.stem
     for path in sorted(Path(__file__).parent.glob("*.py"))
     if "\nclass Trainer(" in path.read_text(encoding="utf-8") and path.stem != "trainer"
 ]
 """The driver programs here; other modules are what they are made of."""
-_given: dict[str, Any] = {}
+_registered_classes: dict[str, Any] = {}
 """Classes that were given as objects, by the names they got in the settings."""
 
 
-def name_of(trainer: type) -> str:
+def register_program(trainer: type) -> str:
     """Register the class of a driver program and return the `trainer.name` that loads it in this
     process.
 
@@ -38,7 +38,7 @@ def name_of(trainer: type) -> str:
         ConfigError: if it is none.
     """
     name = f"{trainer.__module__}:{trainer.__qualname__}"
-    _given[name] = _checked(name, trainer)
+    _registered_classes[name] = _check_program(name, trainer)
     return name
 
 
@@ -48,13 +48,13 @@ def load_trainer(name: str) -> Any:
     Raises:
         ConfigError: if there is none.
     """
-    if name in _given:
-        return _given[name]
-    modules = {program: f"{__name__}.{program}" for program in PROGRAMS}
-    found = user_code.named("trainer.name", name, modules)
+    if name in _registered_classes:
+        return _registered_classes[name]
+    modules = {program: f"{__name__}.{program}" for program in PROGRAM_NAMES}
+    found = user_code.resolve_user_object("trainer.name", name, modules)
     if name in modules:
         return importlib.import_module(found).Trainer
-    return _checked(name, found)
+    return _check_program(name, found)
 
 
 def load_roles(config: Config) -> dict[str, RoleSpec]:
@@ -63,13 +63,13 @@ def load_roles(config: Config) -> dict[str, RoleSpec]:
     Raises:
         ConfigError: if it describes them wrongly.
     """
-    from hybridrl.trainers.role_spec import checked_roles
+    from hybridrl.trainers.role_spec import validate_roles
 
     name = config.trainer.name
-    return checked_roles(load_trainer(name).roles(config), f"trainer.name={name}")
+    return validate_roles(load_trainer(name).roles(config), f"trainer.name={name}")
 
 
-def _checked(name: str, found: Any) -> Any:
+def _check_program(name: str, found: Any) -> Any:
     from hybridrl.trainers.trainer import Trainer
 
     if not (inspect.isclass(found) and issubclass(found, Trainer)):

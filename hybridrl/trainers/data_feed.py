@@ -12,17 +12,17 @@ import numpy.typing as npt
 from hybridrl.batch.batch import OUTCOMES, Batch, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.data.mixture import COLUMN, source_names
+from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
 from hybridrl.data.prompt_loader import PromptLoader
-from hybridrl.data.row_schedule import deck_of
+from hybridrl.data.row_schedule import build_row_schedule
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.run_files.recorded_steps import DATA, BesideSteps
+from hybridrl.run_files.recorded_steps import DATA, DriverActivity
 from hybridrl.trainers.update_columns import loss_weights
 
 PREFIX = "source/"
 
 
-class SourceFigures:
+class SourceMetrics:
     """Metrics for each source of a mixture; falsy where the data has a single source.
 
     Args:
@@ -30,9 +30,9 @@ class SourceFigures:
     """
 
     def __init__(self, config: Config, rows: Batch) -> None:
-        self._names = source_names(config.data) if COLUMN in rows.columns else []
+        self._names = list_source_names(config.data) if SOURCE_COLUMN in rows.columns else []
         places = {name: place for place, name in enumerate(self._names)}
-        of_rows = rows.table.column(COLUMN).to_pylist() if self._names else []
+        of_rows = rows.table.column(SOURCE_COLUMN).to_pylist() if self._names else []
         self._of_rows = np.array([places.get(name, -1) for name in of_rows], np.int64)
 
     def __bool__(self) -> bool:
@@ -69,7 +69,7 @@ class SourceFigures:
         return found
 
 
-def scored_figures(total: Mapping[str, Any]) -> dict[str, float]:
+def compute_source_metrics(total: Mapping[str, Any]) -> dict[str, float]:
     """Compute `reward/mean`, `accuracy` and `response/length_mean` of each source from the sums of
     the reward workers."""
     ends = "/count"
@@ -89,14 +89,14 @@ def scored_figures(total: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-DEALS = 256
+_REMEMBERED_BATCHES = 256
 """So many batches back it is known which rows they had."""
-MOST_DRAWS = 1000
+_MAX_DRAWS = 1000
 """So often rows are asked for in the hope of some that are not left out."""
 Rows = npt.NDArray[np.int64]
 
 
-class Feed:
+class DataFeed:
     """Batches of the training data in the order of the row schedule, and the scores that come back
     for them.
 
@@ -119,18 +119,20 @@ class Feed:
         examples: Batch | None,
         tokenizer: Any,
         put: Callable[[Batch], BatchRef],
-        beside: BesideSteps,
+        beside: DriverActivity,
     ) -> None:
         self.config, self.kind, self.data, self.put = config, kind, data, put
         self.tokenizer, self._beside = tokenizer, beside
         self.examples = examples
         number, seed = config.data.prompts_per_step, config.run.seed
-        self.deck = deck_of(config, data)
-        self._of_sources = SourceFigures(config, data)
+        self.deck = build_row_schedule(config, data)
+        self._of_sources = SourceMetrics(config, data)
         self._examples = None if examples is None else PromptLoader(examples, number, seed)
         self._numbered = 0
         self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
-        self._deals: deque[tuple[Rows, Rows]] = deque(maxlen=DEALS)  # groups, and their rows
+        self._deals: deque[tuple[Rows, Rows]] = deque(
+            maxlen=_REMEMBERED_BATCHES
+        )  # groups, and their rows
         self._left_out: set[int] = set()
 
     def next_batch(self) -> BatchRef:
@@ -140,7 +142,7 @@ class Feed:
             return self._next_batch()
 
     def _next_batch(self) -> BatchRef:
-        from hybridrl.data.preference_pairs import samples_of_pairs
+        from hybridrl.data.preference_pairs import split_pairs_into_samples
 
         rows = self._next_rows()
         batch = self.data.take(rows)
@@ -150,7 +152,7 @@ class Feed:
         if self._learns:
             self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
         if self.kind == "pairs":
-            return self.put(samples_of_pairs(batch))
+            return self.put(split_pairs_into_samples(batch))
         return self.put(batch.with_columns({"group_id": groups}))
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
@@ -234,7 +236,7 @@ class Feed:
 
     def _next_rows(self) -> Rows:
         """Return the next rows that are not excluded, at least one."""
-        for _ in range(MOST_DRAWS):
+        for _ in range(_MAX_DRAWS):
             rows = self.deck.deal(self.config.data.prompts_per_step)
             if len(rows := rows[~np.isin(rows, list(self._left_out))]):
                 return rows

@@ -20,22 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.algorithms import Distillation, PolicyObjective, whiten
+from hybridrl.algorithms import DistillationObjective, PolicyObjective, whiten
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, DistillationConfig
 from hybridrl.controller import BatchRef
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.objectives import policy_objective
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
-from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.objectives import build_policy_objective
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, SAMPLED, StepResult
+from hybridrl.trainers.trainer import ROLLOUT_COLUMNS, SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
-TEACHER = "teacher"
-WEIGHTS = "teacher_weights"
+TEACHER_ROLE = "teacher"
+_TEACHER_WEIGHTS_FOLDER = "teacher_weights"
 """Folder of the run through which a teacher that is the policy takes its weights."""
-READ = ("ref_log_probs", "rollout_log_probs", "response_mask")
+_ADVANTAGE_INPUTS = ("ref_log_probs", "rollout_log_probs", "response_mask")
 
 
 class Trainer(PolicyTrainer):
@@ -50,10 +50,10 @@ class Trainer(PolicyTrainer):
         settings = config.distillation or DistillationConfig()
         top_k = 0 if settings.loss == "sampled" else settings.top_k
         if settings.teacher == "self":
-            _check_self(config, settings)
-            own = {TEACHER: RoleSpec("reference", {"top_k": top_k})}
-            return {**standard("actor", "reward"), **own}
-        names = [name for name in config.models if _is_teacher(name, settings.by)]
+            _check_self_teaching(config, settings)
+            own = {TEACHER_ROLE: RoleSpec("reference", {"top_k": top_k})}
+            return {**standard_roles("actor", "reward"), **own}
+        names = [name for name in config.models if _is_teacher_role(name, settings.by)]
         if not names:
             raise ConfigError(
                 "trainer.name=distillation needs a teacher: set models.teacher.path=<folder>"
@@ -66,17 +66,17 @@ class Trainer(PolicyTrainer):
                     "tokenizer of the student."
                 )
         return {
-            **standard("actor", "reward"),
+            **standard_roles("actor", "reward"),
             **{name: RoleSpec("reference", {"top_k": top_k}) for name in names},
         }
 
     @staticmethod
-    def objective(config: Config) -> PolicyObjective | Distillation:
+    def objective(config: Config) -> PolicyObjective | DistillationObjective:
         settings = config.distillation or DistillationConfig()
         if settings.loss != "sampled":
-            return Distillation(settings.loss)
+            return DistillationObjective(settings.loss)
         # The column of the reference is the teacher's, which the advantages are of already.
-        return replace(policy_objective(config), kl_coefficient=0.0, kl_estimator=None)
+        return replace(build_policy_objective(config), kl_coefficient=0.0, kl_estimator=None)
 
     def prepare(self) -> None:
         super().prepare()
@@ -93,17 +93,17 @@ class Trainer(PolicyTrainer):
         notices, self._resume_notices = self._resume_notices, []
         samples = self.samples()
         judged = self.judge(samples)
-        scored = [joined(samples, judged)]
+        scored = [join_columns(samples, judged)]
         rows, judged = self.unfold(samples, judged)
-        batch = joined(rows, [*judged, self._taught(rows)])
+        batch = join_columns(rows, [*judged, self._taught(rows)])
         if settings.loss == "sampled":
             # Later updates of a step learn from samples of the policy before the first one.
             old = ["log_probs"] if self.config.actor.updates_per_step > 1 else []
-            batch = joined(batch, self.score(rows) if old else [])
-            batch |= batch.apply(towards_teacher, list(READ), makes=["advantages"])
+            batch = join_columns(batch, self.score(rows) if old else [])
+            batch |= batch.apply(teacher_advantages, list(_ADVANTAGE_INPUTS), makes=["advantages"])
             updates = self.learn(batch, "ref_log_probs", *old)
             return StepResult(batch, updates, notices=notices, scored_samples=scored)
-        needed = (*LEARNED_FROM, *SAMPLED, TEACHER_IDS, TEACHER_LOG_PROBS)
+        needed = (*UPDATE_COLUMNS, *ROLLOUT_COLUMNS, TEACHER_IDS, TEACHER_LOG_PROBS)
         update = self.groups["actor"].update_actor
         self.steps += 1
         updates = [update(part.select(*needed)) for part in self.mini_batches(batch)]
@@ -112,9 +112,11 @@ class Trainer(PolicyTrainer):
     def refresh(self, share: float) -> None:
         """Load a share of the policy's weights into the teacher, through a folder."""
         actor = self.groups["actor"]
-        folder = str(Path(actor.run_directory or tempfile.mkdtemp()).absolute() / WEIGHTS)
+        folder = str(
+            Path(actor.run_directory or tempfile.mkdtemp()).absolute() / _TEACHER_WEIGHTS_FOLDER
+        )
         actor.save_model(folder, "float32").get()
-        self.groups[TEACHER].load_weights(folder, share).get()
+        self.groups[TEACHER_ROLE].load_weights(folder, share).get()
         self.since_refresh = 0
 
     def state(self) -> dict[str, Any]:
@@ -139,14 +141,14 @@ class Trainer(PolicyTrainer):
             read = samples.collect(self.prompt.columns).to_pylist()
             ids = [self.prompt.encoded(row, self.tokenizer) for row in read]
             samples = samples | self.put(Batch.from_columns({"prompt_ids": ids}))
-        tokens = samples.select(*SAMPLE)
+        tokens = samples.select(*SAMPLE_COLUMNS)
         if settings.by is None:
-            said: BatchRef = getattr(self.groups[TEACHER], method)(tokens)
+            said: BatchRef = getattr(self.groups[TEACHER_ROLE], method)(tokens)
             return said
         values = samples.collect([settings.by])[settings.by]
-        rows = rows_by_teacher(values, settings.by, list(self.groups))
+        rows = group_rows_by_teacher(values, settings.by, list(self.groups))
         if not rows:  # every episode has failed; any teacher says nothing of none
-            teacher = next(name for name in self.groups if _is_teacher(name, settings.by))
+            teacher = next(name for name in self.groups if _is_teacher_role(name, settings.by))
             rows = {teacher: np.arange(0)}
         parts = [
             getattr(self.groups[name], method)(tokens.take(found)) for name, found in rows.items()
@@ -155,7 +157,7 @@ class Trainer(PolicyTrainer):
         return BatchRef.concat(parts).take(np.argsort(order))
 
 
-def _check_self(config: Config, settings: DistillationConfig) -> None:
+def _check_self_teaching(config: Config, settings: DistillationConfig) -> None:
     """Refuse a policy as its own teacher where it has nothing to teach, or beside other
     teachers."""
     if settings.teacher_prompt is None:
@@ -163,7 +165,9 @@ def _check_self(config: Config, settings: DistillationConfig) -> None:
             "distillation.teacher=self: a policy that reads what its student reads has nothing to "
             "teach. Set distillation.teacher_prompt=<a file with {prompt} and more>."
         )
-    if settings.by is not None or any(_is_teacher(name, settings.by) for name in config.models):
+    if settings.by is not None or any(
+        _is_teacher_role(name, settings.by) for name in config.models
+    ):
         raise ConfigError(
             "distillation.teacher=self: the policy is the teacher of all rows, so there are no "
             "others. Leave distillation.by and the teachers' models out."
@@ -176,19 +180,19 @@ def _check_self(config: Config, settings: DistillationConfig) -> None:
         )
 
 
-def towards_teacher(batch: Batch) -> Batch:
+def teacher_advantages(batch: Batch) -> Batch:
     """Return `advantages` that descend KL(student, teacher), estimated on the sampled tokens. They
     depend on all rows."""
-    teacher, student, mask = (batch.ragged(name) for name in READ)
+    teacher, student, mask = (batch.ragged(name) for name in _ADVANTAGE_INPUTS)
     gain = whiten(teacher.values - student.values, mask.values.bool())
     return Batch.from_columns({"advantages": mask._replace(values=gain)})
 
 
-def _is_teacher(name: str, by: str | None) -> bool:
-    return name == TEACHER or (by is not None and name.startswith(f"{TEACHER}_"))
+def _is_teacher_role(name: str, by: str | None) -> bool:
+    return name == TEACHER_ROLE or (by is not None and name.startswith(f"{TEACHER_ROLE}_"))
 
 
-def rows_by_teacher(
+def group_rows_by_teacher(
     values: Sequence[object], by: str, groups: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """Group rows by teacher: `teacher_<value>` of the row's value, else `teacher`.
@@ -198,13 +202,13 @@ def rows_by_teacher(
     """
     found: dict[str, list[int]] = {}
     for row, value in enumerate(values):
-        name = f"{TEACHER}_{value}"
-        name = name if name in groups else TEACHER
+        name = f"{TEACHER_ROLE}_{value}"
+        name = name if name in groups else TEACHER_ROLE
         if name not in groups:
             raise ConfigError(
                 f"distillation.by={by}: a row of the data has {by}={value}, for which there is no "
-                f"teacher. Set models.{TEACHER}_{value}.path, or models.{TEACHER}.path for all "
-                "rows without one."
+                f"teacher. Set models.{TEACHER_ROLE}_{value}.path, or models.{TEACHER_ROLE}.path "
+                "for all rows without one."
             )
         found.setdefault(name, []).append(row)
     return {name: np.asarray(rows, dtype=np.int64) for name, rows in found.items()}

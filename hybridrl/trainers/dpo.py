@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from hybridrl.algorithms import DirectPreference
+from hybridrl.algorithms import PreferenceObjective
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.evaluation.held_out_metrics import pair_figures, row_sums
+from hybridrl.evaluation.held_out_metrics import compute_pair_metrics, sum_token_column
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.objectives import preference_objective
-from hybridrl.trainers.role_spec import LEARNER, RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
+from hybridrl.trainers.objectives import build_preference_objective
+from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec, standard_roles
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
 
@@ -28,33 +28,35 @@ class Trainer(base.Trainer):
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
-        return {"actor": LEARNER, **standard("reference")}
+        return {"actor": LEARNER_ROLE, **standard_roles("reference")}
 
     @staticmethod
-    def objective(config: Config) -> DirectPreference:
-        return preference_objective(config)
+    def objective(config: Config) -> PreferenceObjective:
+        return build_preference_objective(config)
 
     def step(self) -> StepResult:
         actor, reference = self.groups["actor"], self.groups["reference"]
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
         batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
-        batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE))
+        batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE_COLUMNS))
         return StepResult(
-            batch, [actor.update_preference(batch.select(*LEARNED_FROM, "ref_log_probs"))]
+            batch, [actor.update_preference(batch.select(*UPDATE_COLUMNS, "ref_log_probs"))]
         )
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """`eval/pair_accuracy` and `eval/pair_margin` of the implicit reward that is trained, beta
         times the log-ratio to the reference."""
-        sample, columns = held_out.select(*SAMPLE), ["log_probs", "ref_log_probs"]
+        sample, columns = held_out.select(*SAMPLE_COLUMNS), ["log_probs", "ref_log_probs"]
         batch = held_out | self.groups["actor"].compute_log_prob(sample)
         batch |= self.groups["reference"].compute_ref_log_prob(sample)
         policy, reference = (
-            batch.apply(partial(row_sums, column=column), [column, "response_mask"]).collect()
+            batch.apply(
+                partial(sum_token_column, column=column), [column, "response_mask"]
+            ).collect()
             for column in columns
         )
         ratios = policy["total"] - reference["total"]
         if self.config.preference.length_normalised:
             ratios = ratios / policy["tokens"].clamp(min=1)
-        return pair_figures(self.config.preference.beta * ratios)
+        return compute_pair_metrics(self.config.preference.beta * ratios)

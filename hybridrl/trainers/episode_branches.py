@@ -16,16 +16,16 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.batch.row_balancing import blocks_of_runs
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.controller import BatchRef, WorkerGroup
 
-OF_BRANCHES = ("response_ids", "response_mask", "rollout_log_probs", "turn", "token_versions")
+_BRANCH_COLUMNS = ("response_ids", "response_mask", "rollout_log_probs", "turn", "token_versions")
 """The columns of a branch's response; the last where weights change while samples are made."""
-READ = ("branches", "branch", "branch_prompt_lengths", "branch_response_lengths")
+_BRANCH_INPUTS = ("branches", "branch", "branch_prompt_lengths", "branch_response_lengths")
 
 
-class Unfolding(NamedTuple):
+class UnfoldedEpisodes(NamedTuple):
     """The rows of a step's episodes.
 
     Attributes:
@@ -38,9 +38,9 @@ class Unfolding(NamedTuple):
     of: Callable[[BatchRef], BatchRef]
 
 
-def unfold(
+def unfold_episodes(
     samples: BatchRef, put: Callable[[Batch], BatchRef], on: WorkerGroup, first: int = 0
-) -> Unfolding:
+) -> UnfoldedEpisodes:
     """Return a row for each branch of the episodes; waits for the samples.
 
     An episode that failed, so that its reward is NaN, and one in which nothing was sampled, have no
@@ -58,19 +58,19 @@ def unfold(
     rows = samples.take(episodes) | put(
         Batch.from_columns({"episode": first + episodes, "branch": branches})
     )
-    makes = ["prompt_ids", *filter(samples.columns.may_have, OF_BRANCHES)]
-    reads = [*READ, *makes, *(f"branch_{name}" for name in makes)]
-    rows |= rows.apply(own_branches, reads, makes=makes, on=on, together=1)
-    return Unfolding(rows, lambda batch: batch.take(episodes))
+    makes = ["prompt_ids", *filter(samples.columns.may_have, _BRANCH_COLUMNS)]
+    reads = [*_BRANCH_INPUTS, *makes, *(f"branch_{name}" for name in makes)]
+    rows |= rows.apply(select_branch_tokens, reads, makes=makes, on=on, together=1)
+    return UnfoldedEpisodes(rows, lambda batch: batch.take(episodes))
 
 
-def own_branches(batch: Batch) -> Batch:
+def select_branch_tokens(batch: Batch) -> Batch:
     """Return for each row the tokens of the branch that it stands for (`branch`, from 0). The last
     branch lies in the row's own columns, the others concatenated in `branch_*`. Rows do not depend
     on each other."""
     branch, is_last = batch["branch"], batch["branch"] == batch["branches"] - 1
 
-    def own(name: str, lengths: str) -> Ragged:
+    def own(name: str, lengths: str) -> RaggedColumn:
         sizes = batch.ragged(lengths)
         further, last = batch.ragged(f"branch_{name}"), batch.ragged(name).rows()
         found = []
@@ -78,10 +78,10 @@ def own_branches(batch: Batch) -> Batch:
             number = int(branch[row])
             start = int(size[:number].sum())
             found.append(last[row] if is_last[row] else tokens[start : start + int(size[number])])
-        return _ragged(found, batch.ragged(name).values)
+        return _make_ragged_column(found, batch.ragged(name).values)
 
     found = {"prompt_ids": own("prompt_ids", "branch_prompt_lengths")}
-    for name in filter(batch.__contains__, OF_BRANCHES):
+    for name in filter(batch.__contains__, _BRANCH_COLUMNS):
         found[name] = own(name, "branch_response_lengths")
     return Batch.from_columns(found)
 
@@ -111,11 +111,11 @@ def parts_of_groups(
             break
     place = order.permutation(len(numbers))[of_rows]
     rows = np.argsort(place, kind="stable")
-    blocks = blocks_of_runs(place[rows].tolist(), parts)
+    blocks = split_by_runs(place[rows].tolist(), parts)
     return [batch.take(rows[block.start : block.stop]) for block in blocks]
 
 
-def _ragged(rows: list[Tensor], like: Tensor) -> Ragged:
+def _make_ragged_column(rows: list[Tensor], like: Tensor) -> RaggedColumn:
     """Make a column of these rows with the dtype of `like`, also for no rows."""
     lengths = torch.tensor([0, *(len(row) for row in rows)])
-    return Ragged(torch.cat([like[:0], *rows]), lengths.cumsum(0))
+    return RaggedColumn(torch.cat([like[:0], *rows]), lengths.cumsum(0))

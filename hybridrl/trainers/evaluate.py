@@ -9,7 +9,7 @@ from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.role_spec import STANDARD, RoleSpec, standard
+from hybridrl.trainers.role_spec import STANDARD_ROLES, RoleSpec, standard_roles
 
 
 class Trainer(base.Trainer):
@@ -20,7 +20,10 @@ class Trainer(base.Trainer):
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
-        return {"actor": replace(STANDARD["actor"], saves_as=None), **standard("reward")}
+        return {
+            "actor": replace(STANDARD_ROLES["actor"], saves_as=None),
+            **standard_roles("reward"),
+        }
 
     def step(self) -> tuple[BatchRef, list[Handle]]:
         raise NotImplementedError("The trainer `evaluate` takes no steps.")

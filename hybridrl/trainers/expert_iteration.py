@@ -17,13 +17,13 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import OUTCOMES, Batch, is_right, outcomes_of
 from hybridrl.config.effective_settings import trainer_settings
-from hybridrl.config.schema import Config, ExpertConfig
+from hybridrl.config.schema import Config, ExpertIterationConfig
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
-from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
-KEPT = (*SAMPLE, "response_mask")
+KEPT_COLUMNS = (*SAMPLE_COLUMNS, "response_mask")
 
 
 class Trainer(PolicyTrainer):
@@ -34,44 +34,49 @@ class Trainer(PolicyTrainer):
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
-        return standard("actor", "reward")
+        return standard_roles("actor", "reward")
 
     def prepare(self) -> None:
         super().prepare()
-        self.settings = self.config.expert or ExpertConfig()
+        self.settings = self.config.expert or ExpertIterationConfig()
         self.pool: deque[BatchRef] = deque(maxlen=self.settings.steps_kept)
 
     def step(self) -> StepResult:
         samples = self.samples()
-        samples = joined(samples, self.judge(samples))
+        samples = join_columns(samples, self.judge(samples))
         columns = ["group_id", "scores"]
         if self.settings.choose == "right":
             seen = samples.collect([*columns, OUTCOMES, "response"], partial=True)
             right = is_right(outcomes_of(seen), self.config.reward.correct_at).tolist()
-            rows = distinct_right(seen.to_pylist(), right, self.settings.most_per_prompt)
+            rows = select_distinct_correct(seen.to_pylist(), right, self.settings.most_per_prompt)
         else:
-            rows = best_of_each(samples.collect(columns).to_pylist())
+            rows = select_best_per_prompt(samples.collect(columns).to_pylist())
         actor = self.groups["actor"]
-        kept = samples.take(rows).apply(as_kept, KEPT, makes=KEPT, on=actor, together=1)
+        kept = samples.take(rows).apply(
+            _select_kept_columns, KEPT_COLUMNS, makes=KEPT_COLUMNS, on=actor, together=1
+        )
         self.pool.append(kept)
         parts = self.mini_batches(BatchRef.concat(list(self.pool)))
-        updates = [actor.update_supervised(part.select(*LEARNED_FROM)) for part in parts]
+        updates = [actor.update_supervised(part.select(*UPDATE_COLUMNS)) for part in parts]
         return StepResult(samples, updates, {"expert/answers": float(len(rows))})
 
     def state(self) -> dict[str, Any]:
-        return {**super().state(), "pool": [kept.collect(KEPT).to_pylist() for kept in self.pool]}
+        return {
+            **super().state(),
+            "pool": [kept.collect(KEPT_COLUMNS).to_pylist() for kept in self.pool],
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self.pool.extend(self.put(_as_batch(rows)) for rows in state["pool"])
+        self.pool.extend(self.put(_build_batch(rows)) for rows in state["pool"])
 
 
-def as_kept(batch: Batch) -> Batch:
+def _select_kept_columns(batch: Batch) -> Batch:
     """Return the columns that supervised updates read. Rows do not depend on each other."""
-    return batch.select(KEPT)
+    return batch.select(KEPT_COLUMNS)
 
 
-def distinct_right(
+def select_distinct_correct(
     rows: Sequence[Mapping[str, Any]], right: Sequence[bool], most: int | None = None
 ) -> list[int]:
     """Return, in order, the row of the first sample with each distinct correct response to each
@@ -90,7 +95,7 @@ def distinct_right(
     return sorted(number for answers in found.values() for number in answers.values())
 
 
-def best_of_each(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+def select_best_per_prompt(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return, in order, the row of the best-scored sample of each prompt, the first of equals.
     Dropped samples (NaN) are left out.
 
@@ -105,7 +110,7 @@ def best_of_each(rows: Sequence[Mapping[str, Any]]) -> list[int]:
     return sorted(best.values())
 
 
-def _as_batch(rows: Sequence[Mapping[str, Any]]) -> Batch:
+def _build_batch(rows: Sequence[Mapping[str, Any]]) -> Batch:
     """The rows that a checkpoint has of a step: none at all where nothing was right."""
     kind = pa.large_list(pa.int64())
-    return Batch.from_columns({n: pa.array([row[n] for row in rows], kind) for n in KEPT})
+    return Batch.from_columns({n: pa.array([row[n] for row in rows], kind) for n in KEPT_COLUMNS})

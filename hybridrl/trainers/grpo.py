@@ -14,18 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.algorithms import keep_informative
+from hybridrl.algorithms import find_informative_rows
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.trainers.credited_samples import SHAPED, learned_scores
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
-    ADVANTAGES,
+    ADVANTAGE_COLUMNS,
     GROUP_COLUMNS,
     group_advantages,
-    splits_by_group,
+    is_group_local,
 )
 
 
@@ -37,7 +37,7 @@ class Trainer(PolicyTrainer):
 
     def prepare(self) -> None:
         super().prepare()
-        self.replay = Replay(self.config)
+        self.replay = ReplayBuffer(self.config)
 
     def step(self) -> StepResult:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
@@ -49,13 +49,13 @@ class Trainer(PolicyTrainer):
         else:
             samples = self.samples()
             judged = self.rewarded(samples)
-            drawn = StepResult(samples, scored_samples=[joined(samples, judged)])
+            drawn = StepResult(samples, scored_samples=[join_columns(samples, judged)])
         # Behind the calls of this step: the samples of the one before may not be scored yet.
         beside = config.ptx_coefficient > 0
         version = self.steps * (self.config.actor.updates_per_step + beside)
         replayed = self.replay.draw(version)
         rows, judged = self.unfold(samples, judged)
-        batch = joined(rows, [*judged, *self.score(rows, log_probs=bool(old))])
+        batch = join_columns(rows, [*judged, *self.score(rows, log_probs=bool(old))])
         compare = partial(group_advantages, config=config, longest=longest)
         kl = ["log_probs", "ref_log_probs"] if config.kl_in_reward else []
         # The hosts of the actor share the prompts, if the samples of one are compared alone.
@@ -63,9 +63,9 @@ class Trainer(PolicyTrainer):
         batch |= batch.apply(
             compare,
             [*GROUP_COLUMNS, *self.credited, *kl],
-            makes=ADVANTAGES,
+            makes=ADVANTAGE_COLUMNS,
             on=self.groups["actor"],
-            together=per_prompt if splits_by_group(config) and rows is samples else None,
+            together=per_prompt if is_group_local(config) and rows is samples else None,
         )
         self.replay.keep(batch, version)
         return replace(
@@ -86,10 +86,10 @@ class Trainer(PolicyTrainer):
         count, prompts = 0, 0
         for _ in range(rounds):
             samples = self.samples()
-            batch = joined(samples, self.rewarded(samples))
+            batch = join_columns(samples, self.rewarded(samples))
             scored.append(batch)
             known = batch.collect(["scores", SHAPED, "group_id"], partial=True)  # few numbers
-            rows = informative_rows(learned_scores(known), known["group_id"])
+            rows = select_informative_rows(learned_scores(known), known["group_id"])
             prompts += len(known) // per_prompt
             if len(rows):
                 kept.append(batch.take(rows[: wanted - count]))
@@ -112,15 +112,15 @@ class Trainer(PolicyTrainer):
         )
 
 
-def informative_rows(scores: torch.Tensor, groups: torch.Tensor) -> npt.NDArray[np.int64]:
+def select_informative_rows(scores: torch.Tensor, groups: torch.Tensor) -> npt.NDArray[np.int64]:
     """Return the rows of all prompts whose samples have different scores; dropped samples (NaN) do
     not count."""
     scored = ~torch.isnan(scores)
-    informative = keep_informative(scores[scored], groups[scored])
+    informative = find_informative_rows(scores[scored], groups[scored])
     return np.flatnonzero(torch.isin(groups, groups[scored][informative]))
 
 
-def most_replayed(config: Config) -> int:
+def compute_max_replayed_prompts(config: Config) -> int:
     """Return the maximum number of earlier prompts that a step learns from."""
     share = config.algorithm.replay_share
     return int(share / (1 - share) * config.data.prompts_per_step + 1e-9)
@@ -140,7 +140,7 @@ class _Kept:
     rows: list[npt.NDArray[np.int64]] | None = None
 
 
-class Replay:
+class ReplayBuffer:
     """A buffer of the samples of recent steps, from which whole groups are drawn, at most the share
     `algorithm.replay_share` of what a step learns from. The loss corrects for samples of older
     policies (`algorithm.correction`, else the clipped ratio to the policy that sampled).
@@ -150,7 +150,7 @@ class Replay:
     """
 
     def __init__(self, config: Config) -> None:
-        self._most = most_replayed(config)
+        self._most = compute_max_replayed_prompts(config)
         self._age = config.algorithm.replay_age
         self._kept: deque[_Kept] = deque()
         self._random = np.random.default_rng([config.run.seed, 3])
@@ -173,7 +173,7 @@ class Replay:
             if kept.rows is None:
                 columns = ["scores", SHAPED, "group_id"]  # a few numbers a sample
                 known = kept.batch.collect(columns, partial=True)
-                rows = informative_rows(learned_scores(known), known["group_id"])
+                rows = select_informative_rows(learned_scores(known), known["group_id"])
                 groups = known["group_id"].numpy()[rows]
                 kept.rows = [rows[groups == group] for group in np.unique(groups)]
         ages = [version - kept.version for kept in self._kept for _ in kept.rows or ()]

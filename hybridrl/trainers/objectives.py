@@ -6,22 +6,22 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from hybridrl.algorithms import DirectPreference, PolicyObjective
-from hybridrl.algorithms.registry import options_of, policy_loss
-from hybridrl.config.schema import LOSSY_SYNC, AlgorithmConfig, Config, PreferenceConfig
-from hybridrl.systems.low_bits.role_plans import plan_setting
-from hybridrl.systems.unequal_generation.generation_plan import read_plan
-from hybridrl.trainers.role_spec import ACTOR
+from hybridrl.algorithms import PolicyObjective, PreferenceObjective
+from hybridrl.algorithms.registry import find_policy_loss, list_loss_options
+from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, AlgorithmConfig, Config, PreferenceConfig
+from hybridrl.systems.low_bits.role_plans import find_precision_setting
+from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
+from hybridrl.trainers.role_spec import ACTOR_ROLE
 
 
-def policy_objective(config: Config) -> PolicyObjective:
+def build_policy_objective(config: Config) -> PolicyObjective:
     """Build the policy loss of `algorithm`, with its KL and entropy terms."""
     algorithm = config.algorithm
-    names = options_of(policy_loss(algorithm.policy_loss))
+    names = list_loss_options(find_policy_loss(algorithm.policy_loss))
     options = {name: getattr(algorithm, name) for name in names if hasattr(algorithm, name)}
     shared = {f.name for f in fields(PolicyObjective)} & {f.name for f in fields(AlgorithmConfig)}
     settings = {name: getattr(algorithm, name) for name in sorted(shared)}
-    settings["correction"] = correction_of(config)
+    settings["correction"] = resolve_correction(config)
     if algorithm.kl_in_reward:
         settings["kl_coefficient"] = 0.0
     return PolicyObjective(
@@ -29,43 +29,47 @@ def policy_objective(config: Config) -> PolicyObjective:
     )
 
 
-def correction_of(config: Config) -> str:
+def resolve_correction(config: Config) -> str:
     """Return the importance correction that `algorithm.correction` resolves to. `auto` corrects if
     generator and trainer compute with different numbers of bits."""
     if config.algorithm.correction != "auto":
         return config.algorithm.correction
-    return "truncate" if fewer_bits(config) else "none"
+    return "truncate" if find_low_bit_setting(config) else "none"
 
 
-def fewer_bits(config: Config) -> str:
+def find_low_bit_setting(config: Config) -> str:
     """Return the setting by which generator or trainer computes with fewer bits than the other;
     empty if none does."""
     rollout = config.rollout
     if rollout.quantization != "none":
         return f"rollout.quantization={rollout.quantization}"
-    if rollout.plan is not None and read_plan(rollout.plan).is_rounded:
+    if rollout.plan is not None and load_generation_plan(rollout.plan).is_rounded:
         return f"rollout.plan={rollout.plan}"
-    plan = plan_setting(config, ACTOR)
+    plan = find_precision_setting(config, ACTOR_ROLE)
     return "" if plan is None else "=".join(plan)
 
 
-def correction_notice(config: Config, program: Any) -> str:
+def format_correction_notice(config: Config, program: Any) -> str:
     """Return a notice if `algorithm.correction=auto` has chosen a correction, else an empty string.
 
     Args:
         program: The class of the driver program.
     """
-    chosen = correction_of(config)
-    if config.algorithm.correction != "auto" or chosen == "none" or not _weighs(program, config):
+    chosen = resolve_correction(config)
+    if (
+        config.algorithm.correction != "auto"
+        or chosen == "none"
+        or not _uses_importance_weights(program, config)
+    ):
         return ""
     return (
-        f"{fewer_bits(config)}: samples are weighed by "
+        f"{find_low_bit_setting(config)}: samples are weighed by "
         f"algorithm.correction={chosen}, because they come from a policy of other bits; "
         "algorithm.correction=none leaves that out."
     )
 
 
-def _weighs(program: Any, config: Config) -> bool:
+def _uses_importance_weights(program: Any, config: Config) -> bool:
     """Return whether a driver program learns from samples with a loss that weights them by
     importance."""
     samples = getattr(program, "DATA", "prompts") == "prompts"
@@ -76,18 +80,18 @@ def is_off_policy(config: Config) -> bool:
     """Return whether samples may come from another policy than the one that is updated: an older
     one (also by replay), or one whose weights reached the generator with losses."""
     flow, replays = config.placement, config.algorithm.replay_share > 0
-    return flow.staleness > 0 or flow.in_flight or replays or syncs_roughly(config)
+    return flow.staleness > 0 or flow.in_flight or replays or has_lossy_weight_sync(config)
 
 
-def syncs_roughly(config: Config) -> bool:
+def has_lossy_weight_sync(config: Config) -> bool:
     """Return whether weight sync may be lossy. If trainer and generator share devices (colocated,
     interleaved) nothing is sent, and `rollout.weight_sync` has no effect."""
     shared = config.placement.strategy in ("flattening", "interleaving")
-    return config.rollout.weight_sync in LOSSY_SYNC and not shared
+    return config.rollout.weight_sync in LOSSY_WEIGHT_SYNCS and not shared
 
 
-def preference_objective(config: Config) -> DirectPreference:
+def build_preference_objective(config: Config) -> PreferenceObjective:
     """Build the loss of DPO or IPO that `preference` describes."""
     preference = config.preference or PreferenceConfig()
-    known = {f.name for f in fields(DirectPreference)} & {f.name for f in fields(preference)}
-    return DirectPreference(**{name: getattr(preference, name) for name in sorted(known)})
+    known = {f.name for f in fields(PreferenceObjective)} & {f.name for f in fields(preference)}
+    return PreferenceObjective(**{name: getattr(preference, name) for name in sorted(known)})

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridrl.algorithms import Distillation
+from hybridrl.algorithms import DistillationObjective
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, DistillationConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import sft
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.distillation import TEACHER
-from hybridrl.trainers.role_spec import LEARNER, RoleSpec
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
+from hybridrl.trainers.distillation import TEACHER_ROLE
+from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
 
 class Trainer(base.Trainer):
@@ -31,17 +31,20 @@ class Trainer(base.Trainer):
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
         settings = config.distillation or DistillationConfig()
-        _check(config, settings)
-        return {"actor": LEARNER, TEACHER: RoleSpec("reference", {"top_k": settings.top_k})}
+        _check_settings(config, settings)
+        return {
+            "actor": LEARNER_ROLE,
+            TEACHER_ROLE: RoleSpec("reference", {"top_k": settings.top_k}),
+        }
 
     @staticmethod
-    def objective(config: Config) -> Distillation:
-        return Distillation((config.distillation or DistillationConfig()).loss)
+    def objective(config: Config) -> DistillationObjective:
+        return DistillationObjective((config.distillation or DistillationConfig()).loss)
 
     def step(self) -> StepResult:
         batch, update = self.next_batch(), self.groups["actor"].update_actor
-        batch |= self.groups[TEACHER].compute_top_log_probs(batch.select(*SAMPLE))
-        needed = (*LEARNED_FROM, TEACHER_IDS, TEACHER_LOG_PROBS)
+        batch |= self.groups[TEACHER_ROLE].compute_top_log_probs(batch.select(*SAMPLE_COLUMNS))
+        needed = (*UPDATE_COLUMNS, TEACHER_IDS, TEACHER_LOG_PROBS)
         return StepResult(
             batch, [update(part.select(*needed)) for part in self.mini_batches(batch)]
         )
@@ -49,11 +52,11 @@ class Trainer(base.Trainer):
     evaluate = sft.Trainer.evaluate
 
 
-def _check(config: Config, settings: DistillationConfig) -> None:
+def _check_settings(config: Config, settings: DistillationConfig) -> None:
     """Refuse settings that need samples of the student, or more columns than prompt and
     response."""
     begin = "trainer.name=offline_distillation"
-    if not (config.models.get(TEACHER) or {}).get("path"):
+    if not (config.models.get(TEACHER_ROLE) or {}).get("path"):
         raise ConfigError(
             f"{begin} needs a teacher: set models.teacher.path=<folder>. Where there are only "
             "texts that it wrote, algorithm=sft learns from them."

@@ -14,14 +14,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms import DirectPreference
+from hybridrl.algorithms import PreferenceObjective
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.trainers.credited_samples import SHAPED, learned_scores
-from hybridrl.trainers.objectives import preference_objective
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
-from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
+from hybridrl.trainers.objectives import build_preference_objective
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
 
@@ -33,29 +33,29 @@ class Trainer(PolicyTrainer):
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
-        return standard("actor", "reference", "reward")
+        return standard_roles("actor", "reference", "reward")
 
     @staticmethod
-    def objective(config: Config) -> DirectPreference:
-        return preference_objective(config)
+    def objective(config: Config) -> PreferenceObjective:
+        return build_preference_objective(config)
 
     def step(self) -> StepResult:
         actor, reference = self.groups["actor"], self.groups["reference"]
         samples = self.samples()
-        samples = joined(samples, self.rewarded(samples))
+        samples = join_columns(samples, self.rewarded(samples))
         scores = learned_scores(samples.collect(["scores", SHAPED], partial=True))
-        rows = best_and_worst(scores, self.config.rollout.samples_per_prompt)
+        rows = select_best_and_worst(scores, self.config.rollout.samples_per_prompt)
         prompts = len(scores) // self.config.rollout.samples_per_prompt
         metrics = {"pairs/prompts": len(rows) / 2 / max(1, prompts)}
         pairs = samples.take(rows)
-        pairs |= reference.compute_ref_log_prob(pairs.select(*SAMPLE))
+        pairs |= reference.compute_ref_log_prob(pairs.select(*SAMPLE_COLUMNS))
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         pairs |= pairs.apply(weigh, ["response_mask"], makes=["loss_weights"])
-        update = actor.update_preference(pairs.select(*LEARNED_FROM, "ref_log_probs"))
+        update = actor.update_preference(pairs.select(*UPDATE_COLUMNS, "ref_log_probs"))
         return StepResult(samples, [update], metrics)
 
 
-def best_and_worst(scores: Tensor, per_prompt: int) -> npt.NDArray[np.int64]:
+def select_best_and_worst(scores: Tensor, per_prompt: int) -> npt.NDArray[np.int64]:
     """Return the rows of the best and the worst sample of each prompt, next to each other; none for
     a prompt whose samples all score alike. Dropped samples (NaN) are neither.
 

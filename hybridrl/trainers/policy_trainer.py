@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from hybridrl.algorithms import AdaptiveKL, FixedKL
-from hybridrl.algorithms.kl import IN_REWARD
+from hybridrl.algorithms import AdaptiveKLController, FixedKLController
+from hybridrl.algorithms.kl import REWARD_KL_ESTIMATOR
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.credited_samples import credit_columns
-from hybridrl.trainers.episode_branches import unfold
-from hybridrl.trainers.reward_shaper import RewardShaping
-from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, SAMPLED
+from hybridrl.trainers.credited_samples import list_credit_columns
+from hybridrl.trainers.episode_branches import unfold_episodes
+from hybridrl.trainers.reward_shaper import RewardShaper
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
+from hybridrl.trainers.trainer import ROLLOUT_COLUMNS, SAMPLE_COLUMNS, UPDATE_COLUMNS
 
 
 class PolicyTrainer(base.Trainer):
@@ -35,12 +35,14 @@ class PolicyTrainer(base.Trainer):
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
-        return standard(*cls.ROLES, *(["reference"] if config.algorithm.kl_coefficient else []))
+        return standard_roles(
+            *cls.ROLES, *(["reference"] if config.algorithm.kl_coefficient else [])
+        )
 
     def prepare(self) -> None:
         self.kl = KLCoefficient(self.config)
-        self.shaping = RewardShaping(self.config)
-        self.credited = credit_columns(self.config)
+        self.shaping = RewardShaper(self.config)
+        self.credited = list_credit_columns(self.config)
         self.steps = 0
         self.episodes = 0
 
@@ -60,7 +62,7 @@ class PolicyTrainer(base.Trainer):
             return samples, list(judged)
         # Numbers of their own: with those of earlier steps they may be learned from together.
         first, self.episodes = self.episodes, self.episodes + len(samples)
-        rows, of = unfold(samples, self.put, self.groups["actor"], first)
+        rows, of = unfold_episodes(samples, self.put, self.groups["actor"], first)
         return rows, [of(one) for one in judged]
 
     def judge(self, samples: BatchRef) -> list[BatchRef]:
@@ -73,7 +75,7 @@ class PolicyTrainer(base.Trainer):
         judged = self.judge(samples)
         if not self.shaping.changes:
             return judged
-        return [*judged, self.shaping.shaped(joined(samples, judged))]
+        return [*judged, self.shaping.shaped(join_columns(samples, judged))]
 
     def score(self, samples: BatchRef, *, log_probs: bool = True) -> list[BatchRef]:
         """Compute the columns of the models before the update: `ref_log_probs`, `log_probs`,
@@ -84,7 +86,7 @@ class PolicyTrainer(base.Trainer):
         Args:
             log_probs: Whether those of the actor are needed.
         """
-        groups, tokens = self.groups, samples.select(*SAMPLE)
+        groups, tokens = self.groups, samples.select(*SAMPLE_COLUMNS)
         found = []
         if "reference" in groups:
             found.append(groups["reference"].compute_ref_log_prob(tokens))
@@ -101,12 +103,12 @@ class PolicyTrainer(base.Trainer):
         """
         config, actor = self.config, self.groups["actor"]
         reference = ["ref_log_probs"] if "reference" in self.groups else []
-        needed = (*LEARNED_FROM, *SAMPLED, "advantages", *columns, *reference)
+        needed = (*UPDATE_COLUMNS, *ROLLOUT_COLUMNS, "advantages", *columns, *reference)
         handles, learns = [], self.steps >= config.critic.warmup_steps
         for part in self.mini_batches(batch):
             for critic, learned in self.CRITICS.items():
                 update = self.groups[critic].update_critic
-                handles.append(update(part.select(*LEARNED_FROM, *learned)))
+                handles.append(update(part.select(*UPDATE_COLUMNS, *learned)))
             if learns:
                 handles.append(self.kl.watch(actor.update_actor(part.select(*needed))))
         if learns and (coefficient := config.algorithm.ptx_coefficient) > 0:
@@ -124,7 +126,7 @@ class PolicyTrainer(base.Trainer):
         self.shaping.load_state(state.get("shaping", {}))
 
 
-def joined(batch: BatchRef, others: Iterable[BatchRef]) -> BatchRef:
+def join_columns(batch: BatchRef, others: Iterable[BatchRef]) -> BatchRef:
     """Join batches side by side, row by row."""
     for other in others:
         batch |= other
@@ -142,9 +144,11 @@ class KLCoefficient:
         algorithm = config.algorithm
         self._adapts = algorithm.kl_target is not None
         if algorithm.kl_target is None:
-            self._controller: FixedKL | AdaptiveKL = FixedKL(algorithm.kl_coefficient)
+            self._controller: FixedKLController | AdaptiveKLController = FixedKLController(
+                algorithm.kl_coefficient
+            )
         else:
-            self._controller = AdaptiveKL(
+            self._controller = AdaptiveKLController(
                 algorithm.kl_coefficient, algorithm.kl_target, algorithm.kl_horizon
             )
         self._samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
@@ -178,12 +182,12 @@ class KLCoefficient:
         self._controller.load_state(state)
 
 
-def notices_of_kl(config: Config) -> list[str]:
+def list_kl_notices(config: Config) -> list[str]:
     """Return a warning if the KL estimator of a KL in the reward has not the gradient of the KL,
     else nothing."""
     algorithm = config.algorithm
-    estimator = algorithm.kl_estimator or IN_REWARD
-    if not algorithm.kl_in_reward or estimator.removesuffix("+") == IN_REWARD:
+    estimator = algorithm.kl_estimator or REWARD_KL_ESTIMATOR
+    if not algorithm.kl_in_reward or estimator.removesuffix("+") == REWARD_KL_ESTIMATOR:
         return []
     return [
         f"algorithm.kl_estimator={estimator} with algorithm.kl_in_reward=true: in the reward only "

@@ -9,10 +9,10 @@ from functools import partial
 from typing import ClassVar
 
 from hybridrl.config.effective_settings import trainer_settings
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
-    ADVANTAGES,
+    ADVANTAGE_COLUMNS,
     TOKEN_COLUMNS,
     critic_advantages,
 )
@@ -31,16 +31,16 @@ class Trainer(PolicyTrainer):
         samples = self.samples()
         judged = self.rewarded(samples)
         rows, of_rows = self.unfold(samples, judged)
-        batch = joined(rows, [*of_rows, *self.score(rows)])
+        batch = join_columns(rows, [*of_rows, *self.score(rows)])
         coefficient = self.kl.update()
         credit = partial(critic_advantages, config=config, longest=longest, coefficient=coefficient)
         shaped = [*TOKEN_COLUMNS, *self.credited, "values", "log_probs", *with_kl]
         batch |= batch.apply(
-            credit, shaped, makes=[*ADVANTAGES, "returns"], on=self.groups["actor"]
+            credit, shaped, makes=[*ADVANTAGE_COLUMNS, "returns"], on=self.groups["actor"]
         )
         return StepResult(
             batch,
             self.learn(batch, "log_probs"),
             metrics={"policy/kl_coefficient": coefficient},
-            scored_samples=[joined(samples, judged)],
+            scored_samples=[join_columns(samples, judged)],
         )

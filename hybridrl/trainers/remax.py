@@ -8,13 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 from hybridrl.config.effective_settings import trainer_settings
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
-    ADVANTAGES,
+    ADVANTAGE_COLUMNS,
     TOKEN_COLUMNS,
-    as_baseline,
     greedy_advantages,
+    greedy_baseline,
 )
 
 
@@ -32,23 +32,23 @@ class Trainer(PolicyTrainer):
         greedy = prompts | actor.generate_sequences(prompts, self.sampling.greedy())
         samples = prompts.repeat(per_prompt)
         samples |= actor.generate_sequences(samples, self.sampling)
-        greedy = joined(greedy, self.judge(greedy))
-        penalised = partial(as_baseline, config=config, longest=longest)
+        greedy = join_columns(greedy, self.judge(greedy))
+        penalised = partial(greedy_baseline, config=config, longest=longest)
         # Where the rewards are: hosts of the actor would wait for them before the reference scores.
         baseline = greedy.apply(penalised, TOKEN_COLUMNS, makes=["greedy_scores"], on=reward)
         judged = [*self.judge(samples), baseline.repeat(per_prompt)]
         rows, of_rows = self.unfold(samples, judged)
-        batch = joined(rows, [*of_rows, *self.score(rows)])
+        batch = join_columns(rows, [*of_rows, *self.score(rows)])
         coefficient = self.kl.update()
         credit = partial(greedy_advantages, config=config, longest=longest, coefficient=coefficient)
         shaped = [*TOKEN_COLUMNS, *self.credited, "greedy_scores", "log_probs", *with_kl]
         # Samples do not depend on each other, so the hosts of the actor share them.
         together = 1 if rows is samples else None
-        batch |= batch.apply(credit, shaped, makes=ADVANTAGES, on=actor, together=together)
+        batch |= batch.apply(credit, shaped, makes=ADVANTAGE_COLUMNS, on=actor, together=together)
         return StepResult(
             batch,
             self.learn(batch, "log_probs"),
             metrics={"policy/kl_coefficient": coefficient},
-            scored_samples=[joined(samples, judged)],
+            scored_samples=[join_columns(samples, judged)],
             other_samples={"greedy": greedy},
         )

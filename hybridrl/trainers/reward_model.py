@@ -12,10 +12,10 @@ from functools import partial
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.evaluation.held_out_metrics import pair_figures
+from hybridrl.evaluation.held_out_metrics import compute_pair_metrics
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.role_spec import RoleSpec, standard
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
 
@@ -27,16 +27,16 @@ class Trainer(base.Trainer):
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
-        return standard("reward_model")
+        return standard_roles("reward_model")
 
     def step(self) -> StepResult:
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
         batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
         update = self.groups["reward_model"].update_reward_model
-        return StepResult(batch, [update(batch.select(*LEARNED_FROM, "margin"))])
+        return StepResult(batch, [update(batch.select(*UPDATE_COLUMNS, "margin"))])
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """Return `eval/pair_accuracy` and `eval/pair_margin` of the held-out pairs."""
-        scored = self.groups["reward_model"].compute_score(held_out.select(*SAMPLE))
-        return pair_figures(scored.collect(["scores"])["scores"])
+        scored = self.groups["reward_model"].compute_score(held_out.select(*SAMPLE_COLUMNS))
+        return compute_pair_metrics(scored.collect(["scores"])["scores"])

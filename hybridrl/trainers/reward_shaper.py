@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.algorithms import shorter_reward
+from hybridrl.algorithms import relative_length_reward
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.trainers.credited_samples import SHAPED, learned_scores, shapes
 
 
-class Moments(NamedTuple):
+class ScoreMoments(NamedTuple):
     """Running moments of numbers: count, mean, and sum of squared deviations from the mean."""
 
     count: int = 0
@@ -30,7 +30,7 @@ class Moments(NamedTuple):
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Moments:
+    def of(cls, values: Sequence[float]) -> ScoreMoments:
         """Compute the moments of the values that are not NaN."""
         known = [value for value in values if not math.isnan(value)]
         if not known:
@@ -38,13 +38,13 @@ class Moments(NamedTuple):
         mean = math.fsum(known) / len(known)
         return cls(len(known), mean, math.fsum((value - mean) ** 2 for value in known))
 
-    def with_those(self, other: Moments) -> Moments:
+    def with_those(self, other: ScoreMoments) -> ScoreMoments:
         """Merge with other moments (Chan et al. 1979)."""
         count = self.count + other.count
         if not count:
             return self
         gap = other.mean - self.mean
-        return Moments(
+        return ScoreMoments(
             count,
             self.mean + gap * other.count / count,
             self.squares + other.squares + gap * gap * self.count * other.count / count,
@@ -57,7 +57,7 @@ class Moments(NamedTuple):
         return deviation if deviation > 1e-6 else 1.0
 
 
-class RewardShaping:
+class RewardShaper:
     """The reward shaping of a run, with the moments of each source's scores.
 
     Args:
@@ -70,7 +70,7 @@ class RewardShaping:
     def __init__(self, config: Config) -> None:
         self._reward, self.changes = config.reward, shapes(config.reward)
         self._before = SHAPED if config.reward.shorter else "scores"  # of normalising
-        self._known: dict[str, Moments] = {}
+        self._known: dict[str, ScoreMoments] = {}
         self._under_way: list[BatchRef] = []
 
     def shaped(self, scored: BatchRef) -> BatchRef:
@@ -81,7 +81,7 @@ class RewardShaping:
         """
         reward, shaped = self._reward, scored
         if reward.shorter:
-            shorten = partial(with_shorter, weight=reward.shorter, at=reward.correct_at)
+            shorten = partial(add_brevity_reward, weight=reward.shorter, at=reward.correct_at)
             further = sorted(scored.columns.certain.intersection((OUTCOMES, *MASKS[1:])))
             columns = ["scores", "group_id", "response_mask", *further]
             shaped = scored.apply(shorten, columns, makes=[SHAPED])
@@ -89,7 +89,7 @@ class RewardShaping:
             self._learn()
             known = (scored | shaped).select(self._before, by)
             self._under_way.append(known)
-            scale = partial(normalised, by=by, known=dict(self._known))
+            scale = partial(normalize_scores_by_source, by=by, known=dict(self._known))
             shaped = known.apply(scale, [self._before, by], makes=[SHAPED])
         return shaped
 
@@ -100,7 +100,7 @@ class RewardShaping:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._under_way.clear()
         self._known = {
-            source: Moments(int(count), mean, squares)
+            source: ScoreMoments(int(count), mean, squares)
             for source, (count, mean, squares) in state.items()
         }
 
@@ -109,11 +109,13 @@ class RewardShaping:
         under_way, self._under_way = self._under_way, []
         for scored in under_way:
             known = scored.collect([self._before, str(self._reward.normalise_by)])
-            for source, found in moments_by(known, str(self._reward.normalise_by)).items():
-                self._known[source] = self._known.get(source, Moments()).with_those(found)
+            for source, found in compute_source_moments(
+                known, str(self._reward.normalise_by)
+            ).items():
+                self._known[source] = self._known.get(source, ScoreMoments()).with_those(found)
 
 
-def with_shorter(batch: Batch, weight: float, at: float) -> Batch:
+def add_brevity_reward(batch: Batch, weight: float, at: float) -> Batch:
     """`SHAPED`: scores with the reward of sampling fewer tokens than others of the group. Groups do
     not depend on each other.
 
@@ -125,34 +127,39 @@ def with_shorter(batch: Batch, weight: float, at: float) -> Batch:
     right, lengths = is_right(outcomes_of(batch), at), sampled_tokens(batch)
     groups = batch["group_id"].clone()
     groups[scores.isnan()] = -1 - torch.arange(len(groups))[scores.isnan()]  # compared with nothing
-    return Batch.from_columns({SHAPED: scores + weight * shorter_reward(lengths, right, groups)})
+    return Batch.from_columns(
+        {SHAPED: scores + weight * relative_length_reward(lengths, right, groups)}
+    )
 
 
-def normalised(batch: Batch, by: str, known: Mapping[str, Moments]) -> Batch:
+def normalize_scores_by_source(batch: Batch, by: str, known: Mapping[str, ScoreMoments]) -> Batch:
     """`SHAPED`: scores minus the mean of their source, over its standard deviation, of these rows
     and of what is known from before. They depend on all rows of the source.
 
     Args:
         by: The column that says the source.
     """
-    here = moments_by(batch, by)
+    here = compute_source_moments(batch, by)
     both = {
-        source: known.get(source, Moments()).with_those(found) for source, found in here.items()
+        source: known.get(source, ScoreMoments()).with_those(found)
+        for source, found in here.items()
     }
     scores = [
         (score - both[source].mean) / both[source].std
-        for score, source in zip(learned_scores(batch).tolist(), _sources(batch, by), strict=True)
+        for score, source in zip(
+            learned_scores(batch).tolist(), _list_sources(batch, by), strict=True
+        )
     ]
     return Batch.from_columns({SHAPED: torch.tensor(scores, dtype=torch.float32)})
 
 
-def moments_by(batch: Batch, by: str) -> dict[str, Moments]:
+def compute_source_moments(batch: Batch, by: str) -> dict[str, ScoreMoments]:
     """Moments of the scores of each source."""
     found: dict[str, list[float]] = {}
-    for score, source in zip(learned_scores(batch).tolist(), _sources(batch, by), strict=True):
+    for score, source in zip(learned_scores(batch).tolist(), _list_sources(batch, by), strict=True):
         found.setdefault(source, []).append(score)
-    return {source: Moments.of(scores) for source, scores in found.items()}
+    return {source: ScoreMoments.of(scores) for source, scores in found.items()}
 
 
-def _sources(batch: Batch, by: str) -> list[str]:
+def _list_sources(batch: Batch, by: str) -> list[str]:
     return [str(value) for value in batch.table.column(by).to_pylist()]

@@ -12,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridrl.config.role_models import model_settings
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.controller import Worker
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
-ACTOR = "actor"
+ACTOR_ROLE = "actor"
 """The role that warm-up trains, and that `model.path` and `actor` of the settings are about."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class WorkerDefaults:
     """The defaults of a `RoleSpec` for one kind of worker."""
 
     trains: bool = False
@@ -32,23 +32,25 @@ class Kind:
     takes: tuple[str, ...] = ("path", "parallel")
 
 
-KINDS = {
-    "actor": Kind(
+WORKER_DEFAULTS = {
+    "actor": WorkerDefaults(
         trains=True,
         generates=True,
         copies_actor=True,
         takes=("path", "parallel", "optimizer", "precision"),
     ),
-    "critic": Kind(
+    "critic": WorkerDefaults(
         trains=True, scalar=True, copies_actor=True, takes=("path", "parallel", "optimizer")
     ),
-    "reference": Kind(copies_actor=True, takes=("path", "parallel", "precision")),
-    "reward": Kind(scalar=True, takes=("parallel", "precision")),
-    "cost": Kind(scalar=True, takes=("parallel", "precision")),
-    "reward_model": Kind(trains=True, scalar=True, takes=("path", "parallel", "optimizer")),
+    "reference": WorkerDefaults(copies_actor=True, takes=("path", "parallel", "precision")),
+    "reward": WorkerDefaults(scalar=True, takes=("parallel", "precision")),
+    "cost": WorkerDefaults(scalar=True, takes=("parallel", "precision")),
+    "reward_model": WorkerDefaults(
+        trains=True, scalar=True, takes=("path", "parallel", "optimizer")
+    ),
 }
 """The built-in workers, by the name that a `RoleSpec` gives."""
-SCORING = ("reward", "cost")
+SCORING_WORKERS = ("reward", "cost")
 """The kinds whose model is optional and set elsewhere: by `reward.model` and `cost.model`."""
 
 
@@ -82,18 +84,19 @@ class RoleSpec:
     takes: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        usual = Kind()
+        usual = WorkerDefaults()
         if isinstance(self.worker, str):
-            if self.worker not in KINDS:
+            if self.worker not in WORKER_DEFAULTS:
                 raise ConfigError(
-                    f"There is no kind of worker `{self.worker}`; there are {', '.join(KINDS)}, or "
-                    f"give a subclass of hybridrl.controller.Worker.{nearest(self.worker, KINDS)}"
+                    f"There is no kind of worker `{self.worker}`; there are "
+                    f"{', '.join(WORKER_DEFAULTS)}, or give a subclass of "
+                    f"hybridrl.controller.Worker.{suggest_name(self.worker, WORKER_DEFAULTS)}"
                 )
-            usual = KINDS[self.worker]
+            usual = WORKER_DEFAULTS[self.worker]
         elif not (inspect.isclass(self.worker) and issubclass(self.worker, Worker)):
             raise ConfigError(
-                f"The worker {self.worker!r} of a role must be one of {', '.join(KINDS)}, or a "
-                "subclass of hybridrl.controller.Worker."
+                f"The worker {self.worker!r} of a role must be one of "
+                f"{', '.join(WORKER_DEFAULTS)}, or a subclass of hybridrl.controller.Worker."
             )
         saves = usual.trains if isinstance(self.worker, str) else hasattr(self.worker, "save_model")
         if self.saves_as is not None and not re.fullmatch(r"\w[\w.-]*", self.saves_as):
@@ -112,15 +115,15 @@ class RoleSpec:
 
     def path(self, role: str, config: Config) -> str | None:
         """Return the setting's path of the role's model; None if it is `model.path`."""
-        if self.worker in SCORING:
+        if self.worker in SCORING_WORKERS:
             scoring = getattr(config, str(self.worker))
             return scoring.model if scoring is not None else None
-        return model_settings(config, role).path
+        return parse_role_model(config, role).path
 
     def has_model(self, role: str, config: Config) -> bool:
         """Return whether the role holds a model that is sharded over its devices; functions and
         judges do not."""
-        if self.worker in SCORING:
+        if self.worker in SCORING_WORKERS:
             return bool(self.path(role, config))
         if isinstance(self.worker, str):
             return True
@@ -130,12 +133,12 @@ class RoleSpec:
     def keeps_state(self) -> bool:
         """True if its workers can be saved during a run and resume from there."""
         if isinstance(self.worker, str):
-            return KINDS[self.worker].trains
+            return WORKER_DEFAULTS[self.worker].trains
         return hasattr(self.worker, "save_state") and hasattr(self.worker, "load_state")
 
     def is_copy(self, role: str, config: Config) -> bool:
         """Return whether the role starts as a copy of the warmed-up actor."""
-        return bool(self.copies_actor) and role != ACTOR and self.path(role, config) is None
+        return bool(self.copies_actor) and role != ACTOR_ROLE and self.path(role, config) is None
 
     def is_actor_without_adapters(self, role: str, config: Config) -> bool:
         """Return whether the actor plays this role too: with LoRA it is its own reference."""
@@ -143,7 +146,7 @@ class RoleSpec:
         return self.worker == "reference" and has_adapters and self.path(role, config) is None
 
 
-STANDARD = {
+STANDARD_ROLES = {
     "actor": RoleSpec("actor", saves_as="model"),
     "critic": RoleSpec("critic", saves_as="critic"),
     "cost_critic": RoleSpec("critic", {"prefix": "cost_"}, saves_as="cost_critic"),
@@ -153,33 +156,35 @@ STANDARD = {
     "reward_model": RoleSpec("reward_model", saves_as="model"),
 }
 """The roles of the built-in programs, by the names that their settings and metrics have."""
-LEARNER = replace(STANDARD["actor"], generates=False)
+LEARNER_ROLE = replace(STANDARD_ROLES["actor"], generates=False)
 """An actor that learns and never samples."""
 
 
-def standard(*names: str) -> dict[str, RoleSpec]:
+def standard_roles(*names: str) -> dict[str, RoleSpec]:
     """Return the specs of these built-in roles.
 
     Raises:
         ConfigError: for a name that is none of them.
     """
     for name in names:
-        if name not in STANDARD:
+        if name not in STANDARD_ROLES:
             raise ConfigError(
-                f"There is no role `{name}`; there are {', '.join(STANDARD)}. A role of your own "
-                "is described by a RoleSpec of hybridrl.trainers.role_spec."
-                f"{nearest(name, STANDARD)}"
+                f"There is no role `{name}`; there are {', '.join(STANDARD_ROLES)}. A role of your "
+                "own is described by a RoleSpec of "
+                f"hybridrl.trainers.role_spec.{suggest_name(name, STANDARD_ROLES)}"
             )
-    return {name: STANDARD[name] for name in names}
+    return {name: STANDARD_ROLES[name] for name in names}
 
 
-def played_by(roles: Mapping[str, RoleSpec], role: str, config: Config) -> str:
+def find_playing_role(roles: Mapping[str, RoleSpec], role: str, config: Config) -> str:
     """Return the role whose workers play this one."""
     spec = roles.get(role)
-    return ACTOR if spec and spec.is_actor_without_adapters(role, config) else role
+    return ACTOR_ROLE if spec and spec.is_actor_without_adapters(role, config) else role
 
 
-def checked_roles(found: Mapping[str, RoleSpec] | Sequence[str], where: str) -> dict[str, RoleSpec]:
+def validate_roles(
+    found: Mapping[str, RoleSpec] | Sequence[str], where: str
+) -> dict[str, RoleSpec]:
     """Return roles as a mapping to specs, given such a mapping or a list of names of standard
     roles.
 
@@ -190,7 +195,7 @@ def checked_roles(found: Mapping[str, RoleSpec] | Sequence[str], where: str) -> 
         ConfigError: if they are neither, or two of them are saved in one folder.
     """
     if not isinstance(found, Mapping):
-        return standard(*found)
+        return standard_roles(*found)
     folders: dict[str, str] = {}
     for name, spec in found.items():
         if not isinstance(spec, RoleSpec):

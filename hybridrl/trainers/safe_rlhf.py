@@ -13,11 +13,15 @@ from typing import Any, ClassVar
 from hybridrl.algorithms import LagrangeMultiplier
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.policy_trainer import PolicyTrainer, joined
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.trainer import StepResult
-from hybridrl.trainers.update_columns import ADVANTAGES, TOKEN_COLUMNS, constrained_advantages
+from hybridrl.trainers.update_columns import (
+    ADVANTAGE_COLUMNS,
+    TOKEN_COLUMNS,
+    constrained_advantages,
+)
 
-SHAPED = (*TOKEN_COLUMNS, "costs", "values", "cost_values", "log_probs")
+_ADVANTAGE_INPUTS = (*TOKEN_COLUMNS, "costs", "values", "cost_values", "log_probs")
 
 
 class Trainer(PolicyTrainer):
@@ -45,7 +49,7 @@ class Trainer(PolicyTrainer):
         samples = self.samples()
         judged = self.judge(samples)
         rows, of_rows = self.unfold(samples, judged)
-        batch = joined(rows, [*of_rows, *self.score(rows)])
+        batch = join_columns(rows, [*of_rows, *self.score(rows)])
         credit = partial(
             constrained_advantages,
             config=config,
@@ -53,15 +57,15 @@ class Trainer(PolicyTrainer):
             coefficient=self.kl.update(),
             multiplier=self.multiplier.value,
         )
-        makes = [*ADVANTAGES, "returns", "cost_returns"]
-        shaped = [*SHAPED, *self.credited, *with_kl]
+        makes = [*ADVANTAGE_COLUMNS, "returns", "cost_returns"]
+        shaped = [*_ADVANTAGE_INPUTS, *self.credited, *with_kl]
         batch |= batch.apply(credit, shaped, makes=makes, on=self.groups["actor"])
         self.last_costs = judged[-1]
         return StepResult(
             batch,
             self.learn(batch, "log_probs"),
             metrics={"cost/multiplier": self.multiplier.value},
-            scored_samples=[joined(samples, judged)],
+            scored_samples=[join_columns(samples, judged)],
         )
 
     def _learn_multiplier(self) -> None:

@@ -8,10 +8,10 @@ from functools import partial
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.evaluation.held_out_metrics import row_sums
+from hybridrl.evaluation.held_out_metrics import sum_token_column
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.role_spec import LEARNER, RoleSpec
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, StepResult
+from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
 
 class Trainer(base.Trainer):
@@ -22,17 +22,17 @@ class Trainer(base.Trainer):
 
     @staticmethod
     def roles(config: Config) -> Mapping[str, RoleSpec]:
-        return {"actor": LEARNER}
+        return {"actor": LEARNER_ROLE}
 
     def step(self) -> StepResult:
         batch, update = self.next_batch(), self.groups["actor"].update_supervised
         return StepResult(
-            batch, [update(part.select(*LEARNED_FROM)) for part in self.mini_batches(batch)]
+            batch, [update(part.select(*UPDATE_COLUMNS)) for part in self.mini_batches(batch)]
         )
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """Return `eval/loss`, the loss per token of the held-out responses."""
-        batch = held_out | self.groups["actor"].compute_log_prob(held_out.select(*SAMPLE))
-        total = partial(row_sums, column="log_probs")
+        batch = held_out | self.groups["actor"].compute_log_prob(held_out.select(*SAMPLE_COLUMNS))
+        total = partial(sum_token_column, column="log_probs")
         sums = batch.apply(total, ["log_probs", "response_mask"]).collect()
         return {"eval/loss": float(-sums["total"].sum() / sums["tokens"].sum())}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.errors import ConfigError
 
-NAME = r"\{(\w+)\}"
+_PLACEHOLDER = r"\{(\w+)\}"
 
 
 class TeacherPrompt(NamedTuple):
@@ -38,7 +38,7 @@ class TeacherPrompt(NamedTuple):
             raise ConfigError(
                 f"distillation.teacher_prompt={path} could not be read: {error}."
             ) from error
-        names = list(dict.fromkeys(re.findall(NAME, text)))
+        names = list(dict.fromkeys(re.findall(_PLACEHOLDER, text)))
         if "prompt" not in names:
             raise ConfigError(
                 f"distillation.teacher_prompt={path} has no {{prompt}} in it, so a teacher would "
@@ -50,6 +50,6 @@ class TeacherPrompt(NamedTuple):
         """Return the tokens of the prompt for a row. A rendered chat contains its special tokens;
         other texts get the tokenizer's."""
         # Not str.format: a brace in a prompt is a brace.
-        text = re.sub(NAME, lambda found: str(row[found[1]]), self.text)
+        text = re.sub(_PLACEHOLDER, lambda found: str(row[found[1]]), self.text)
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         return list(tokenizer(text, add_special_tokens=not begins)["input_ids"])

@@ -12,20 +12,20 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
-from hybridrl.evaluation.held_out_metrics import evaluate_answers
-from hybridrl.evaluation.scored_samples import Drawn
-from hybridrl.rollout import Sampling
-from hybridrl.trainers.data_feed import Feed
+from hybridrl.evaluation.held_out_metrics import evaluate_responses
+from hybridrl.evaluation.scored_samples import ScoredSamplesRef
+from hybridrl.rollout import SamplingSettings
+from hybridrl.trainers.data_feed import DataFeed
 from hybridrl.trainers.episode_branches import parts_of_groups
-from hybridrl.trainers.objectives import policy_objective
-from hybridrl.trainers.role_spec import ACTOR, RoleSpec, checked_roles
+from hybridrl.trainers.objectives import build_policy_objective
+from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec, validate_roles
 from hybridrl.trainers.update_columns import loss_weights
 
-SAMPLE = ("prompt_ids", "response_ids")
+SAMPLE_COLUMNS = ("prompt_ids", "response_ids")
 """What a model needs to score a sample."""
-LEARNED_FROM = (*SAMPLE, "response_mask", "loss_weights")
+UPDATE_COLUMNS = (*SAMPLE_COLUMNS, "response_mask", "loss_weights")
 """What every update needs of it besides."""
-SAMPLED = ("rollout_log_probs", "policy_version")
+ROLLOUT_COLUMNS = ("rollout_log_probs", "policy_version")
 """What an update needs to know of the policy that made it."""
 
 
@@ -77,7 +77,9 @@ class EvaluationResult(dict[str, float]):
     """
 
     def __init__(
-        self, metrics: Mapping[str, float], samples: Mapping[str, list[Drawn]] | None = None
+        self,
+        metrics: Mapping[str, float],
+        samples: Mapping[str, list[ScoredSamplesRef]] | None = None,
     ) -> None:
         super().__init__(metrics)
         self.samples = dict(samples or {})
@@ -111,7 +113,11 @@ class Trainer(ABC):
     COMPARES_SAMPLES: ClassVar[bool] = False
 
     def __init__(
-        self, config: Config, groups: Mapping[str, WorkerGroup], sampling: Sampling, feed: Feed
+        self,
+        config: Config,
+        groups: Mapping[str, WorkerGroup],
+        sampling: SamplingSettings,
+        feed: DataFeed,
     ) -> None:
         self.config = config
         self.groups = groups
@@ -131,7 +137,7 @@ class Trainer(ABC):
     def objective(config: Config) -> Any:
         """Return the loss of `update_actor` and `update_preference`: a function from `(outputs,
         columns, segments)` to a `TokenLoss`. The default is the policy loss of `algorithm`."""
-        return policy_objective(config)
+        return build_policy_objective(config)
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
         """Create the state that the program keeps between steps."""
@@ -149,19 +155,19 @@ class Trainer(ABC):
         prompts, sampled by the role `actor` and by every other role that generates, whose metrics
         begin with its name; none for a program without a reward."""
         found: dict[str, float] = {}
-        samples: dict[str, list[Drawn]] = {}
+        samples: dict[str, list[ScoredSamplesRef]] = {}
         if "reward" not in self.groups:  # nobody says what is right
             return found
-        roles = checked_roles(self.roles(self.config), type(self).__qualname__)
+        roles = validate_roles(self.roles(self.config), type(self).__qualname__)
         for role, spec in roles.items():
             if not spec.generates:
                 continue
-            drawn = samples[role] = list[Drawn]()
-            figures = evaluate_answers(
+            drawn = samples[role] = list[ScoredSamplesRef]()
+            figures = evaluate_responses(
                 *(self.groups[role], self.groups["reward"], held_out, self.sampling, self.config),
                 drawn,
             )
-            prefix = "" if role == ACTOR else f"{role}/"
+            prefix = "" if role == ACTOR_ROLE else f"{role}/"
             found |= {f"{prefix}{name}": value for name, value in figures.items()}
         return EvaluationResult(found, samples)
 

@@ -1,7 +1,7 @@
 """The columns that updates read: advantages, returns and loss weights. Pure functions, run where
 the rows are.
 
-Tokens stay packed, `[tokens]` with their `Segments`: what is computed is as large as there are
+Tokens stay packed, `[tokens]` with their `TokenSegments`: what is computed is as large as there are
 tokens, however long the longest sample is. Each docstring says whether rows depend on each other:
 where they do not, any part of a batch gives its part of the result.
 """
@@ -15,35 +15,40 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import (
-    Segments,
+    TokenSegments,
     divide_by_std,
     gae,
     remax,
     token_weights,
     whiten,
 )
-from hybridrl.algorithms.registry import WITHIN_GROUPS, accepted, advantage_estimator, takes
-from hybridrl.algorithms.segments import on_mask
+from hybridrl.algorithms.registry import (
+    GROUPWISE_ADVANTAGES,
+    filter_arguments,
+    find_advantage_estimator,
+    has_parameter,
+)
+from hybridrl.algorithms.segments import apply_mask
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.credited_samples import (
-    COMPARED,
-    Samples,
-    by_turns,
-    edges,
-    firsts,
-    sample_scores,
-    samples_of,
+    GROUP_RELATIVE,
+    CreditedSamples,
+    build_credited_samples,
+    compute_sample_bounds,
+    compute_sample_scores,
+    find_first_rows,
+    mask_dropped_samples,
+    split_by_turns,
     step_advantages,
     token_kl,
     token_rewards,
-    without,
 )
 
 GROUP_COLUMNS = ("scores", "group_id", "response_mask")
 TOKEN_COLUMNS = ("scores", "response_mask")
-ADVANTAGES = ("advantages", "response_mask")
+ADVANTAGE_COLUMNS = ("advantages", "response_mask")
 """The columns that every way of giving credit makes: nothing is learned from dropped samples."""
 
 
@@ -56,11 +61,11 @@ def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
         longest: Longest allowed response; None: the longest of these.
     """
     mask, cu_seqlens = batch.ragged("response_mask")
-    cu_seqlens = cu_seqlens[edges(batch)]
-    segments = Segments.from_cu_seqlens(cu_seqlens)
+    cu_seqlens = cu_seqlens[compute_sample_bounds(batch)]
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens)
     norm = longest or max([1, *cu_seqlens.diff().tolist()])
     weights = token_weights(mask.bool(), mode, length_norm=norm, segments=segments)
-    return _columns(batch, loss_weights=weights)
+    return _make_token_columns(batch, loss_weights=weights)
 
 
 def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
@@ -68,25 +73,25 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
     and the `response_mask` without dropped samples. `is_group_local` says which of the two.
 
     With `algorithm.turn_credit=turn` what is compared are turns: the rewards from each on, with
-    those of the same turn of the other samples; see `by_turns`.
+    those of the same turn of the other samples; see `split_by_turns`.
     """
-    samples = samples_of(batch, config, longest)
-    mask, groups = samples.segments.mask, batch["group_id"][firsts(batch)]
+    samples = build_credited_samples(batch, config, longest)
+    mask, groups = samples.segments.mask, batch["group_id"][find_first_rows(batch)]
     tokens = {}
-    if takes(advantage_estimator(config.advantage), "rewards"):
+    if has_parameter(find_advantage_estimator(config.advantage), "rewards"):
         tokens["rewards"] = token_rewards(batch, samples, config, config.kl_coefficient)
     if config.turn_credit == "turn" and not tokens:
-        samples, groups = by_turns(batch, samples, groups, config)
+        samples, groups = split_by_turns(batch, samples, groups, config)
     elif config.kl_in_reward:  # for estimators that know one score a sample
         taken = config.kl_coefficient * samples.segments.sum(token_kl(batch, mask, config))
         samples = samples._replace(scores=samples.scores - taken)
-    if config.step_credit and config.advantage == COMPARED:
+    if config.step_credit and config.advantage == GROUP_RELATIVE:
         advantages = step_advantages(batch, config, samples.scores, samples.segments)
-        return _columns(batch, advantages=advantages, response_mask=mask)
+        return _make_token_columns(batch, advantages=advantages, response_mask=mask)
     held = samples.kept[samples.segments.row]  # a dropped sample is compared with nothing
     lengths = samples.lengths[samples.kept]
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    segments = Segments.from_cu_seqlens(cu_seqlens, mask[held])
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens, mask[held])
     offered = {
         "scores": samples.scores[samples.kept],
         "groups": groups[samples.kept],
@@ -97,20 +102,20 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
     tokens = {"mask": segments.mask, **{name: x[held] for name, x in tokens.items()}}
     advantages = torch.zeros(len(held))
     if samples.kept.any():
-        advantages[held] = _estimate(config, offered, tokens, segments, lengths)
-    return _columns(batch, advantages=advantages, response_mask=mask)
+        advantages[held] = _estimate_advantages(config, offered, tokens, segments, lengths)
+    return _make_token_columns(batch, advantages=advantages, response_mask=mask)
 
 
-def splits_by_group(config: AlgorithmConfig) -> bool:
+def is_group_local(config: AlgorithmConfig) -> bool:
     """Return whether `group_advantages` compares only samples of the same prompt, so that a part of
     a batch with whole groups (`group_id`) yields its part of the advantages."""
-    return config.advantage in WITHIN_GROUPS and config.advantage_scale != "batch"
+    return config.advantage in GROUPWISE_ADVANTAGES and config.advantage_scale != "batch"
 
 
-def as_baseline(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
+def greedy_baseline(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
     """Compute `greedy_scores`, the scores of greedy responses with the penalty that samples have
     too. Rows do not depend on each other."""
-    return Batch.from_columns({"greedy_scores": sample_scores(batch, config, longest)})
+    return Batch.from_columns({"greedy_scores": compute_sample_scores(batch, config, longest)})
 
 
 def greedy_advantages(
@@ -118,12 +123,15 @@ def greedy_advantages(
 ) -> Batch:
     """ReMax's `advantages`, against the column `greedy_scores`; samples without one are dropped, as
     there is nothing to compare them with. Rows do not depend on each other."""
-    samples, baseline = samples_of(batch, config, longest), batch["greedy_scores"][firsts(batch)]
-    segments = without(samples.segments, baseline.isnan())
+    samples, baseline = (
+        build_credited_samples(batch, config, longest),
+        batch["greedy_scores"][find_first_rows(batch)],
+    )
+    segments = mask_dropped_samples(samples.segments, baseline.isnan())
     samples = samples._replace(segments=segments)
     rewards = token_rewards(batch, samples, config, coefficient)
     advantages, _ = remax(rewards, baseline.nan_to_num(), segments.mask, segments=segments)
-    return _columns(batch, advantages=advantages, response_mask=segments.mask)
+    return _make_token_columns(batch, advantages=advantages, response_mask=segments.mask)
 
 
 def critic_advantages(
@@ -131,11 +139,13 @@ def critic_advantages(
 ) -> Batch:
     """Compute PPO's whitened `advantages`, which depend on all rows, and the `returns` that the
     critic learns."""
-    samples = samples_of(batch, config, longest)
+    samples = build_credited_samples(batch, config, longest)
     rewards = token_rewards(batch, samples, config, coefficient)
-    advantages, returns = _gae(batch, samples, rewards, "values", config)
+    advantages, returns = _compute_gae(batch, samples, rewards, "values", config)
     mask = samples.segments.mask
-    return _columns(batch, advantages=whiten(advantages, mask), returns=returns, response_mask=mask)
+    return _make_token_columns(
+        batch, advantages=whiten(advantages, mask), returns=returns, response_mask=mask
+    )
 
 
 def constrained_advantages(
@@ -149,17 +159,17 @@ def constrained_advantages(
     Both advantages are divided by their standard deviation, without taking out their mean: whether
     samples cost more or less than was expected is what the multiplier acts on.
     """
-    samples = samples_of(batch, config, longest)
-    costs = batch["costs"][firsts(batch)]
-    samples = samples._replace(segments=without(samples.segments, torch.isnan(costs)))
+    samples = build_credited_samples(batch, config, longest)
+    costs = batch["costs"][find_first_rows(batch)]
+    samples = samples._replace(segments=mask_dropped_samples(samples.segments, torch.isnan(costs)))
     rewards = token_rewards(batch, samples, config, coefficient / 2)
     of_costs = samples._replace(scores=costs.nan_to_num(), has_parts=False)
     dangers = token_rewards(batch, of_costs, config, -coefficient / 2)
-    good, returns = _gae(batch, samples, rewards, "values", config)
-    bad, cost_returns = _gae(batch, samples, dangers, "cost_values", config)
+    good, returns = _compute_gae(batch, samples, rewards, "values", config)
+    bad, cost_returns = _compute_gae(batch, samples, dangers, "cost_values", config)
     mask = samples.segments.mask
     good, bad = divide_by_std(good, mask), divide_by_std(bad, mask)
-    return _columns(
+    return _make_token_columns(
         batch,
         advantages=(good - multiplier * bad) / (1 + multiplier),
         returns=returns,
@@ -168,30 +178,34 @@ def constrained_advantages(
     )
 
 
-def _gae(
-    batch: Batch, samples: Samples, rewards: Tensor, values: str, config: AlgorithmConfig
+def _compute_gae(
+    batch: Batch, samples: CreditedSamples, rewards: Tensor, values: str, config: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     segments = samples.segments
     known = batch.ragged(values).values
     return gae(rewards, known, segments.mask, config.gamma, config.lam, segments=segments)
 
 
-def _estimate(
+def _estimate_advantages(
     config: AlgorithmConfig,
     offered: Mapping[str, Any],
     tokens: Mapping[str, Tensor],
-    segments: Segments,
+    segments: TokenSegments,
     lengths: Tensor,
 ) -> Tensor:
     """Return the advantages, `[tokens]`, of the estimator `algorithm.advantage`. An estimator
     without `segments` gets tokens as `[rows, time]`, and may return that or `[rows]`."""
-    estimator = advantage_estimator(config.advantage)
-    if takes(estimator, "segments"):
-        found = estimator(**accepted(estimator, {**offered, **tokens, "segments": segments}))
+    estimator = find_advantage_estimator(config.advantage)
+    if has_parameter(estimator, "segments"):
+        found = estimator(
+            **filter_arguments(estimator, {**offered, **tokens, "segments": segments})
+        )
         shapes = [segments.mask.shape]
     else:
-        dense = {name: _padded(x, lengths) for name, x in accepted(estimator, tokens).items()}
-        found = estimator(**accepted(estimator, offered), **dense)
+        dense = {
+            name: _pad_tokens(x, lengths) for name, x in filter_arguments(estimator, tokens).items()
+        }
+        found = estimator(**filter_arguments(estimator, offered), **dense)
         shapes = [lengths.shape, torch.Size([len(lengths), int(lengths.max())])]
     if not isinstance(found, Tensor) or found.shape not in shapes:
         raise ConfigError(
@@ -199,27 +213,27 @@ def _estimate(
             f"{len(lengths)} samples, or for each token, {list(shapes[-1])}."
         )
     if found.ndim == 2:
-        found = found[_real(lengths)]
+        found = found[_token_mask(lengths)]
     elif shapes[0] == lengths.shape:
         found = segments.spread(found)
-    return on_mask(found.float(), segments.mask)
+    return apply_mask(found.float(), segments.mask)
 
 
-def _real(lengths: Tensor) -> Tensor:
+def _token_mask(lengths: Tensor) -> Tensor:
     """Return a mask, bool `[rows, longest]`, of the tokens of left-aligned rows of these
     lengths."""
     return torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
 
 
-def _padded(packed: Tensor, lengths: Tensor) -> Tensor:
+def _pad_tokens(packed: Tensor, lengths: Tensor) -> Tensor:
     """Pad packed tokens to `[rows, longest]`, left-aligned."""
-    real = _real(lengths)
+    real = _token_mask(lengths)
     dense = torch.zeros(real.shape, dtype=packed.dtype)
     dense[real] = packed
     return dense
 
 
-def _columns(batch: Batch, **packed: Tensor) -> Batch:
+def _make_token_columns(batch: Batch, **packed: Tensor) -> Batch:
     """Make token columns with the rows of the `response_mask`."""
     ragged = batch.ragged("response_mask")
     return Batch.from_columns({name: ragged._replace(values=x) for name, x in packed.items()})

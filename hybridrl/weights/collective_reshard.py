@@ -9,20 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.layout.boxes import volume
-from hybridrl.layout.tensor_layout import Move, Plan
-from hybridrl.system.device_traits import message_bytes
+from hybridrl.layout.boxes import box_numel
+from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
+from hybridrl.system.device_traits import default_bucket_bytes
 from hybridrl.weights.parcel_transfer import (
-    Load,
+    RankLoad,
     Stream,
-    loads_of,
-    most_at_once,
-    parts_of,
-    room_of,
+    compute_rank_loads,
+    compute_round_capacity,
+    group_into_streams,
+    max_adjacent_sum,
     schedule,
-    streams_of,
+    split_stream,
 )
-from hybridrl.weights.weight_transport import Read, Traffic, Write, copy, pack, unpack
+from hybridrl.weights.weight_transport import (
+    TensorSink,
+    TensorSource,
+    TransferTraffic,
+    copy_moves,
+    pack_moves,
+    unpack_moves,
+)
 
 
 class _Round(NamedTuple):
@@ -34,8 +41,8 @@ class _Round(NamedTuple):
         to, from_: By rank, how much.
     """
 
-    sends: list[tuple[list[Move], list[int]]]
-    receives: list[Move]
+    sends: list[tuple[list[TensorMove], list[int]]]
+    receives: list[TensorMove]
     to: dict[int, int]
     from_: dict[int, int]
 
@@ -44,15 +51,15 @@ class _Round(NamedTuple):
         return sum(self.to.values()) + sum(self.from_.values())
 
 
-class _Travelling(NamedTuple):
+class _RoundInFlight(NamedTuple):
     """A round in flight."""
 
     work: dist.Work
     incoming: Tensor
-    receives: list[Move]
+    receives: list[TensorMove]
 
 
-class Reshard:
+class CollectiveReshard:
     """An executor of a plan, cut into rounds for this rank and run each time there are new weights.
 
     The ranks of the plan are the ranks of `group`. All of them make it and call it, with equal
@@ -73,7 +80,7 @@ class Reshard:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
@@ -82,55 +89,55 @@ class Reshard:
         self._dtype, self._device, self._group = dtype, device, group
         group = group or dist.group.WORLD
         self._rank, self._size = group.rank(), group.size()
-        bucket_bytes = message_bytes(device.type) if bucket_bytes is None else bucket_bytes
-        self._room = room_of(bucket_bytes, dtype)
+        bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
+        self._room = compute_round_capacity(bucket_bytes, dtype)
         mine = plan.of(self._rank)
         self._copies = mine.copies
-        streams = streams_of(mine.moves)
-        most = torch.tensor(loads_of(streams).get(self._rank, Load()))
+        streams = group_into_streams(mine.moves)
+        most = torch.tensor(compute_rank_loads(streams).get(self._rank, RankLoad()))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        cut = schedule(Load(*most.tolist()), self._room)
-        parts = [(stream, parts_of(stream, cut)) for stream in streams]
+        cut = schedule(RankLoad(*most.tolist()), self._room)
+        parts = [(stream, split_stream(stream, cut)) for stream in streams]
         self._rounds = [
             self._round([(stream, of_round[index]) for stream, of_round in parts])
             for index in range(cut.rounds)
         ]
         itemsize = dtype.itemsize
-        self._traffic = Traffic(
+        self._traffic = TransferTraffic(
             received=itemsize * sum(sum(each.from_.values()) for each in self._rounds),
             sent=itemsize * sum(sum(each.to.values()) for each in self._rounds),
             rounds=cut.rounds,
-            buffer=itemsize * most_at_once([each.size for each in self._rounds]),
+            buffer=itemsize * max_adjacent_sum([each.size for each in self._rounds]),
         )
 
-    def __call__(self, read: Read, write: Write) -> Traffic:
+    def __call__(self, read: TensorSource, write: TensorSink) -> TransferTraffic:
         """Copy the values of the tensors that `read` returns to where `write` puts them.
         Collective.
 
         Own values are copied first and never touch the network. While a round travels, the one
         before it is unpacked and the one after it packed.
         """
-        copied = copy(self._copies, read, write, self._dtype, self._room)
+        copied = copy_moves(self._copies, read, write, self._dtype, self._room)
         largest = max((each.size for each in self._rounds), default=0)
         count = min(2, len(self._rounds))
         buffers = [
             torch.empty(largest, dtype=self._dtype, device=self._device) for _ in range(count)
         ]
-        before: _Travelling | None = None
+        before: _RoundInFlight | None = None
         for index, each in enumerate(self._rounds):
             now = self._send(each, read, buffers[index % 2])
-            _take(before, write)
+            _unpack_round(before, write)
             before = now
-        _take(before, write)
+        _unpack_round(before, write)
         return replace(self._traffic, copied=copied * self._dtype.itemsize)
 
-    def _send(self, each: _Round, read: Read, buffer: Tensor) -> _Travelling:
+    def _send(self, each: _Round, read: TensorSource, buffer: Tensor) -> _RoundInFlight:
         out, into = sum(each.to.values()), sum(each.from_.values())
         outgoing, incoming = buffer[:out], buffer[out : out + into]
         for moves, places in each.sends:
-            size = sum(volume(move.box) for move in moves)
+            size = sum(box_numel(move.box) for move in moves)
             first = outgoing[places[0] : places[0] + size]
-            pack(moves, read, first)
+            pack_moves(moves, read, first)
             for place in places[1:]:
                 outgoing[place : place + size].copy_(first)
         # As bytes, because not every back end knows every dtype.
@@ -142,15 +149,15 @@ class Reshard:
             group=self._group,
             async_op=True,
         )
-        return _Travelling(work, incoming, each.receives)
+        return _RoundInFlight(work, incoming, each.receives)
 
-    def _round(self, parts: list[tuple[Stream, list[Move]]]) -> _Round:
+    def _round(self, parts: list[tuple[Stream, list[TensorMove]]]) -> _Round:
         """Build a round; its buffer holds one rank's messages after another's, each in the order of
         streams."""
         found = _Round([], [], {}, {})
         slots: list[tuple[int, int, int]] = []  # receiver, which of the sends, elements
         for stream, moves in parts:
-            size = sum(volume(move.box) for move in moves)
+            size = sum(box_numel(move.box) for move in moves)
             if size and stream.sender == self._rank:
                 slots += [(rank, len(found.sends), size) for rank in stream.receivers]
                 found.sends.append((moves, []))
@@ -165,20 +172,20 @@ class Reshard:
         return found
 
 
-def reshard(
-    plan: Plan,
-    read: Read,
-    write: Write,
+def reshard_tensors(
+    plan: TransferPlan,
+    read: TensorSource,
+    write: TensorSink,
     dtype: torch.dtype,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int | None = None,
-) -> Traffic:
+) -> TransferTraffic:
     """Execute a plan once; see `CollectiveReshard`."""
-    return Reshard(plan, dtype, device, group, bucket_bytes)(read, write)
+    return CollectiveReshard(plan, dtype, device, group, bucket_bytes)(read, write)
 
 
-def _take(travelling: _Travelling | None, write: Write) -> None:
+def _unpack_round(travelling: _RoundInFlight | None, write: TensorSink) -> None:
     if travelling is not None:
         travelling.work.wait()
-        unpack(travelling.receives, write, travelling.incoming)
+        unpack_moves(travelling.receives, write, travelling.incoming)

@@ -13,12 +13,17 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hybridrl.errors import RolloutError
-from hybridrl.weights.encoded_reshard import CodedTraffic
-from hybridrl.weights.parcel_transfer import Place, Receiver, Sender
-from hybridrl.weights.weight_message import DamagedMessageError, Header, Message, Record
-from hybridrl.weights.weight_transport import Read, Write
+from hybridrl.weights.encoded_reshard import EncodedTraffic
+from hybridrl.weights.parcel_transfer import ParcelKey, ParcelReceiver, ParcelSender
+from hybridrl.weights.weight_message import (
+    DamagedMessageError,
+    MessageHeader,
+    WeightMessage,
+    WeightRecord,
+)
+from hybridrl.weights.weight_transport import TensorSink, TensorSource
 
-Coded = tuple[Place, Message]
+EncodedParcel = tuple[ParcelKey, WeightMessage]
 """A message and the sender and number of its parcel."""
 
 
@@ -29,18 +34,18 @@ class ParcelEncoder:
         device: Where values are compared; messages come in CPU memory.
     """
 
-    def __init__(self, sender: Sender, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, sender: ParcelSender, dtype: torch.dtype, device: torch.device) -> None:
         self._sender, self._dtype, self._device = sender, dtype, device
-        self._records: list[Record] = []
+        self._records: list[WeightRecord] = []
 
     def encode(
-        self, read: Read, method: str, version: int, traffic: CodedTraffic
-    ) -> Iterator[Coded]:
+        self, read: TensorSource, method: str, version: int, traffic: EncodedTraffic
+    ) -> Iterator[EncodedParcel]:
         """Encode the current values by `method`, and count bytes and seconds in `traffic`."""
         traffic.record = 0
         for parcel in self._sender.pack(read, self._device):
             if parcel.number == len(self._records):
-                self._records.append(Record())
+                self._records.append(WeightRecord())
             record = self._records[parcel.number]
             begin = time.perf_counter()
             message = record.encode(parcel.data.view(self._dtype), method, version)
@@ -51,17 +56,17 @@ class ParcelEncoder:
                 traffic.compared += parcel.data.nbytes // self._dtype.itemsize
             traffic.sent += len(message.data)
             traffic.record += record.nbytes
-            yield Place(parcel.sender, parcel.number), message
+            yield ParcelKey(parcel.sender, parcel.number), message
 
     def forget(self) -> None:
         """Drop the records, so that the next parcels are not differences."""
         for record in self._records:
             record.forget()
 
-    def whole(self) -> Iterator[Coded]:
+    def whole(self) -> Iterator[EncodedParcel]:
         """Yield the values of the last `encode` in full."""
         for number, record in enumerate(self._records):
-            yield Place(self._sender.rank, number), record.whole()
+            yield ParcelKey(self._sender.rank, number), record.whole()
 
 
 class ParcelDecoder:
@@ -71,18 +76,18 @@ class ParcelDecoder:
         lacking: Sender and number of the parcels that are still to come of this version.
     """
 
-    def __init__(self, receiver: Receiver, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, receiver: ParcelReceiver, dtype: torch.dtype, device: torch.device) -> None:
         self._receiver, self._dtype, self._device = receiver, dtype, device
-        self._records = {place: Record() for place in receiver.wanted}
-        self.lacking: list[Place] = []
+        self._records = {place: WeightRecord() for place in receiver.wanted}
+        self.lacking: list[ParcelKey] = []
 
     def begin(self) -> None:
         """Start a new version, for which all parcels are missing."""
         self.lacking = list(self._receiver.wanted)
 
-    def take(self, write: Write, messages: Iterable[Coded]) -> CodedTraffic:
+    def take(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> EncodedTraffic:
         """Write the values of the parcels that can be decoded; the others stay `missing`."""
-        found, taken = CodedTraffic(), set()
+        found, taken = EncodedTraffic(), set()
         begin = time.perf_counter()
         for place, message in messages:
             found.received += len(message.data)
@@ -100,7 +105,7 @@ class ParcelDecoder:
         self.lacking = [place for place in self.lacking if place not in taken]
         return found
 
-    def complete(self, write: Write, messages: Iterable[Coded]) -> CodedTraffic:
+    def complete(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> EncodedTraffic:
         """Write the values of the missing parcels.
 
         Raises:
@@ -117,11 +122,11 @@ class ParcelDecoder:
         return found
 
 
-def header_row(message: Message) -> torch.Tensor:
+def header_to_tensor(message: WeightMessage) -> torch.Tensor:
     """Return a header as an int64 tensor."""
     return torch.tensor(message.header, dtype=torch.int64)
 
 
-def message_of(row: torch.Tensor, data: torch.Tensor) -> Message:
+def message_from_tensors(row: torch.Tensor, data: torch.Tensor) -> WeightMessage:
     """Build a message from the tensor of its header and its bytes."""
-    return Message(Header(*row.tolist()), data)
+    return WeightMessage(MessageHeader(*row.tolist()), data)

@@ -17,28 +17,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import LayoutError, RolloutError
-from hybridrl.layout.boxes import volume
-from hybridrl.layout.tensor_layout import Move, Plan
-from hybridrl.system.device_traits import message_bytes, synchronize
+from hybridrl.layout.boxes import box_numel
+from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
+from hybridrl.system.device_traits import default_bucket_bytes, synchronize_device
 from hybridrl.weights.parcel_transfer import (
-    Load,
-    loads_of,
-    parts_of,
-    room_of,
+    RankLoad,
+    compute_rank_loads,
+    compute_round_capacity,
+    group_into_streams,
     schedule,
-    streams_of,
+    split_stream,
 )
 from hybridrl.weights.weight_message import (
     DamagedMessageError,
-    Header,
-    Message,
-    Record,
+    MessageHeader,
+    WeightMessage,
+    WeightRecord,
 )
-from hybridrl.weights.weight_transport import Read, Write, pack, unpack
+from hybridrl.weights.weight_transport import TensorSink, TensorSource, pack_moves, unpack_moves
 
 
 @dataclass
-class CodedTraffic:
+class EncodedTraffic:
     """The traffic of one rank in one encoded sync, in bytes on the wire.
 
     Attributes:
@@ -62,7 +62,7 @@ class CodedTraffic:
     repeated: int = 0
 
 
-class _End(NamedTuple):
+class _StreamEnd(NamedTuple):
     """One end of a stream's messages in one round, on this rank.
 
     Attributes:
@@ -71,18 +71,18 @@ class _End(NamedTuple):
         peers: Who receives it; or, at the other end, its sender.
     """
 
-    moves: list[Move]
+    moves: list[TensorMove]
     size: int
     peers: tuple[int, ...]
-    record: Record
+    record: WeightRecord
 
 
 class _Round(NamedTuple):
-    sends: list[_End]
-    receives: list[_End]
+    sends: list[_StreamEnd]
+    receives: list[_StreamEnd]
 
 
-class _Travelling(NamedTuple):
+class _MessagesInFlight(NamedTuple):
     """An exchange in flight; `outgoing` must live until it is done.
 
     Attributes:
@@ -92,10 +92,10 @@ class _Travelling(NamedTuple):
     work: dist.Work
     outgoing: Tensor
     incoming: Tensor
-    arriving: list[tuple[_End, Header]]
+    arriving: list[tuple[_StreamEnd, MessageHeader]]
 
 
-class CodedReshard:
+class EncodedReshard:
     """An executor of a plan between sending and receiving ranks of `group` that sends differences
     to recorded values.
 
@@ -110,7 +110,7 @@ class CodedReshard:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
@@ -124,21 +124,23 @@ class CodedReshard:
                 f"The plan copies inside rank {self._rank}: only what travels between ranks that "
                 "train and others that generate is sent as differences. Use Reshard."
             )
-        bucket_bytes = message_bytes(device.type) if bucket_bytes is None else bucket_bytes
-        streams = streams_of(mine.moves)
-        most = torch.tensor(loads_of(streams).get(self._rank, Load()))
+        bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
+        streams = group_into_streams(mine.moves)
+        most = torch.tensor(compute_rank_loads(streams).get(self._rank, RankLoad()))
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        cut = schedule(Load(*most.tolist()), room_of(bucket_bytes, dtype))
+        cut = schedule(RankLoad(*most.tolist()), compute_round_capacity(bucket_bytes, dtype))
         self._rounds = [_Round([], []) for _ in range(cut.rounds)]
         for stream in streams:
-            for index, moves in enumerate(parts_of(stream, cut)):
-                if size := sum(volume(move.box) for move in moves):
+            for index, moves in enumerate(split_stream(stream, cut)):
+                if size := sum(box_numel(move.box) for move in moves):
                     sends = stream.sender == self._rank
                     peers = stream.receivers if sends else (stream.sender,)
                     ends = self._rounds[index].sends if sends else self._rounds[index].receives
-                    ends.append(_End(moves, size, peers, Record()))
+                    ends.append(_StreamEnd(moves, size, peers, WeightRecord()))
 
-    def __call__(self, read: Read, write: Write, method: str, version: int) -> CodedTraffic:
+    def __call__(
+        self, read: TensorSource, write: TensorSink, method: str, version: int
+    ) -> EncodedTraffic:
         """Send the values that `read` returns and write what arrives with `write`. Collective.
 
         Args:
@@ -148,9 +150,9 @@ class CodedReshard:
         Raises:
             RolloutError: if a message is damaged and so is what is sent in its place.
         """
-        found = CodedTraffic()
+        found = EncodedTraffic()
         damaged: set[int] = set()  # by identity of their records
-        before: _Travelling | None = None
+        before: _MessagesInFlight | None = None
         for each in self._rounds:
             begin = time.perf_counter()
             messages = [self._encode(end, read, method, version, found) for end in each.sends]
@@ -171,7 +173,7 @@ class CodedReshard:
             for end in (*each.sends, *each.receives):
                 end.record.forget()
 
-    def records(self) -> Iterator[tuple[list[Move], Tensor]]:
+    def records(self) -> Iterator[tuple[list[TensorMove], Tensor]]:
         """Yield the moves of every message that this rank sends or receives, with the values that
         its receivers hold: flat, one move after the other."""
         for each in self._rounds:
@@ -180,10 +182,10 @@ class CodedReshard:
                     yield end.moves, values
 
     def _encode(
-        self, end: _End, read: Read, method: str, version: int, found: CodedTraffic
-    ) -> Message:
+        self, end: _StreamEnd, read: TensorSource, method: str, version: int, found: EncodedTraffic
+    ) -> WeightMessage:
         values = torch.empty(end.size, dtype=self._dtype, device=self._device)
-        pack(end.moves, read, values)
+        pack_moves(end.moves, read, values)
         message = end.record.encode(values, method, version)
         if message.changed is not None:
             found.changed += message.changed
@@ -192,13 +194,13 @@ class CodedReshard:
 
     def _exchange(
         self,
-        outgoing: Sequence[tuple[_End, Message]],
-        receives: Sequence[_End],
-        found: CodedTraffic,
-    ) -> _Travelling:
+        outgoing: Sequence[tuple[_StreamEnd, WeightMessage]],
+        receives: Sequence[_StreamEnd],
+        found: EncodedTraffic,
+    ) -> _MessagesInFlight:
         """Send messages to all peers of their ends and start receiving those of `receives`, which
         arrive in the same order from each sender."""
-        to: list[list[Message]] = [[] for _ in range(self._size)]
+        to: list[list[WeightMessage]] = [[] for _ in range(self._size)]
         for end, message in outgoing:
             for rank in end.peers:
                 to[rank].append(message)
@@ -216,12 +218,12 @@ class CodedReshard:
         found.received += sum(sizes)
         raw = sum(end.size for end, _ in outgoing) * self._dtype.itemsize
         found.buffer = max(found.buffer, raw + 2 * len(out) + 2 * len(incoming))
-        return _Travelling(work, out, incoming, arriving)
+        return _MessagesInFlight(work, out, incoming, arriving)
 
     def _headers(
-        self, to: Sequence[Sequence[Message]], receives: Sequence[_End]
-    ) -> list[tuple[_End, Header]]:
-        width = len(Header._fields)
+        self, to: Sequence[Sequence[WeightMessage]], receives: Sequence[_StreamEnd]
+    ) -> list[tuple[_StreamEnd, MessageHeader]]:
+        width = len(MessageHeader._fields)
         rows = [message.header for messages in to for message in messages]
         out = torch.tensor(rows, dtype=torch.int64).flatten()
         incoming = torch.empty(len(receives) * width, dtype=torch.int64)
@@ -230,10 +232,12 @@ class CodedReshard:
             counts[end.peers[0]] += width
         sent = [len(messages) * width for messages in to]
         dist.all_to_all_single(incoming, out, counts, sent, group=self._group)
-        headers = [Header(*row) for row in incoming.view(-1, width).tolist()]
+        headers = [MessageHeader(*row) for row in incoming.view(-1, width).tolist()]
         return list(zip(receives, headers, strict=True))
 
-    def _take(self, travelling: _Travelling | None, write: Write, found: CodedTraffic) -> set[int]:
+    def _take(
+        self, travelling: _MessagesInFlight | None, write: TensorSink, found: EncodedTraffic
+    ) -> set[int]:
         """Write the values that have arrived and return the ends whose messages are damaged."""
         damaged: set[int] = set()
         if travelling is None:
@@ -241,20 +245,20 @@ class CodedReshard:
         travelling.work.wait()
         begin, at = time.perf_counter(), 0
         for end, header in travelling.arriving:
-            message = Message(header, travelling.incoming[at : at + header.size])
+            message = WeightMessage(header, travelling.incoming[at : at + header.size])
             at += header.size
             try:
                 values = end.record.decode(message, end.size, self._dtype)
             except DamagedMessageError:
                 damaged.add(id(end.record))
             else:
-                unpack(end.moves, write, values)
+                unpack_moves(end.moves, write, values)
         if travelling.arriving:
-            synchronize(self._device)
+            synchronize_device(self._device)
             found.decode_seconds += time.perf_counter() - begin
         return damaged
 
-    def _repair(self, damaged: set[int], write: Write, found: CodedTraffic) -> None:
+    def _repair(self, damaged: set[int], write: TensorSink, found: EncodedTraffic) -> None:
         """Request damaged messages again, in full."""
         any_damaged = torch.tensor([len(damaged)])
         dist.all_reduce(any_damaged, dist.ReduceOp.MAX, group=self._group)
@@ -273,7 +277,7 @@ class CodedReshard:
                     "or network; rollout.weight_sync=full sends all weights each time."
                 )
 
-    def _asked_for(self, each: _Round, damaged: set[int]) -> list[tuple[_End, Message]]:
+    def _asked_for(self, each: _Round, damaged: set[int]) -> list[tuple[_StreamEnd, WeightMessage]]:
         """Return the messages that other ranks request again from this one."""
         counts = [0] * self._size
         for end in each.receives:

@@ -15,26 +15,33 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ConfigError, LayoutError
-from hybridrl.layout.boxes import Box, boxes_of_range, extent, volume
-from hybridrl.layout.tensor_layout import Move, Plan
-from hybridrl.system.device_traits import message_bytes
-from hybridrl.weights.weight_transport import Read, Traffic, Write, copy_all, pack, unpack
+from hybridrl.layout.boxes import Box, box_numel, box_shape, flat_range_boxes
+from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
+from hybridrl.system.device_traits import default_bucket_bytes
+from hybridrl.weights.weight_transport import (
+    TensorSink,
+    TensorSource,
+    TransferTraffic,
+    copy_all,
+    pack_moves,
+    unpack_moves,
+)
 
-PARCEL_BYTES = 16 << 20
+DEFAULT_PARCEL_BYTES = 16 << 20
 """Largest parcel: as large as what processes without a GPU copy best."""
 
-Manifest = Sequence[tuple[tuple[int, ...], int]]
+ParcelManifest = Sequence[tuple[tuple[int, ...], int]]
 """A sender's parcels, in order: receivers, and how many parcels in a row are for them."""
 
 
-class Place(NamedTuple):
+class ParcelKey(NamedTuple):
     """The key of a parcel: the rank that sends it, and its number among that rank's parcels."""
 
     sender: int
     number: int
 
 
-class Parcel(NamedTuple):
+class WeightParcel(NamedTuple):
     """A parcel of weights: the bytes that one rank sends to some others at once.
 
     Attributes:
@@ -47,7 +54,7 @@ class Parcel(NamedTuple):
     data: Tensor
 
 
-class Sender:
+class ParcelSender:
     """The parcels that one rank sends, packed each time there are new weights.
 
     Args:
@@ -64,7 +71,11 @@ class Sender:
     """
 
     def __init__(
-        self, plan: Plan, rank: int, dtype: torch.dtype, parcel_bytes: int = PARCEL_BYTES
+        self,
+        plan: TransferPlan,
+        rank: int,
+        dtype: torch.dtype,
+        parcel_bytes: int = DEFAULT_PARCEL_BYTES,
     ) -> None:
         if plan.copies:
             raise LayoutError(
@@ -73,22 +84,24 @@ class Sender:
                 "`target.shifted(senders)`."
             )
         self.rank, self._dtype = rank, dtype
-        streams = [s for s in streams_of(plan.moves) if s.sender == rank]
+        streams = [s for s in group_into_streams(plan.moves) if s.sender == rank]
         parts = [_parts(stream, dtype, parcel_bytes) for stream in streams]
-        self.manifest: Manifest = [
+        self.manifest: ParcelManifest = [
             (stream.receivers, len(moves)) for stream, moves in zip(streams, parts, strict=True)
         ]
         self._parcels = [moves for of_stream in parts for moves in of_stream]
 
-    def pack(self, read: Read, device: torch.device | None = None) -> Iterator[Parcel]:
+    def pack(
+        self, read: TensorSource, device: torch.device | None = None
+    ) -> Iterator[WeightParcel]:
         """Yield the parcels with the current values, in memory of this device (None: CPU)."""
         for number, moves in enumerate(self._parcels):
             buffer = torch.empty(_volume(moves), dtype=self._dtype, device=device)
-            pack(moves, read, buffer)
-            yield Parcel(self.rank, number, buffer.view(torch.uint8))
+            pack_moves(moves, read, buffer)
+            yield WeightParcel(self.rank, number, buffer.view(torch.uint8))
 
 
-class Receiver:
+class ParcelReceiver:
     """The parcels that one rank receives, and where their values go.
 
     Args:
@@ -104,15 +117,15 @@ class Receiver:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         rank: int,
         dtype: torch.dtype,
-        manifests: Mapping[int, Manifest],
-        parcel_bytes: int = PARCEL_BYTES,
+        manifests: Mapping[int, ParcelManifest],
+        parcel_bytes: int = DEFAULT_PARCEL_BYTES,
     ) -> None:
         self._rank, self._dtype = rank, dtype
-        self._moves: dict[Place, list[Move]] = {}
-        for stream in streams_of(plan.moves):
+        self._moves: dict[ParcelKey, list[TensorMove]] = {}
+        for stream in group_into_streams(plan.moves):
             if rank not in stream.receivers:
                 continue
             parts = _parts(stream, dtype, parcel_bytes)
@@ -121,7 +134,7 @@ class Receiver:
                 if receivers == stream.receivers and count == len(parts):
                     numbers = range(first, first + count)
                     self._moves |= {
-                        Place(stream.sender, n): moves
+                        ParcelKey(stream.sender, n): moves
                         for n, moves in zip(numbers, parts, strict=True)
                     }
                     break
@@ -133,7 +146,7 @@ class Receiver:
                 )
         self.wanted = sorted(self._moves)
 
-    def take(self, write: Write, parcels: Iterable[Parcel]) -> Traffic:
+    def take(self, write: TensorSink, parcels: Iterable[WeightParcel]) -> TransferTraffic:
         """Write the values of parcels to their local tensors, in any order.
 
         Raises:
@@ -143,14 +156,14 @@ class Receiver:
         expected = dict(self._moves)
         received = largest = 0
         for sender, number, data in parcels:
-            moves = expected.pop(Place(sender, number), None)
+            moves = expected.pop(ParcelKey(sender, number), None)
             size = _volume(moves or ()) * self._dtype.itemsize
             if size != data.nbytes or not moves:
                 raise LayoutError(
                     f"Parcel {number} of rank {sender} has {data.nbytes} bytes; rank {self._rank} "
                     f"expected {size}. Hand it every parcel that it wants once."
                 )
-            unpack(moves, write, data.view(self._dtype))
+            unpack_moves(moves, write, data.view(self._dtype))
             received, largest = received + size, max(largest, size)
         if expected:
             sender, number = min(expected)
@@ -159,24 +172,24 @@ class Receiver:
                 f"parcel {number} of rank {sender}. Hand every parcel of every sender to those "
                 "that want it."
             )
-        return Traffic(received=received, rounds=1, buffer=largest)
+        return TransferTraffic(received=received, rounds=1, buffer=largest)
 
-    def elements(self, place: Place) -> int:
+    def elements(self, place: ParcelKey) -> int:
         """Return the number of elements of a wanted parcel."""
         return _volume(self._moves[place])
 
-    def put(self, write: Write, place: Place, values: Tensor) -> None:
-        unpack(self._moves[place], write, values)
+    def put(self, write: TensorSink, place: ParcelKey, values: Tensor) -> None:
+        unpack_moves(self._moves[place], write, values)
 
 
-def _parts(stream: Stream, dtype: torch.dtype, parcel_bytes: int) -> list[list[Move]]:
+def _parts(stream: Stream, dtype: torch.dtype, parcel_bytes: int) -> list[list[TensorMove]]:
     """Return the moves of each parcel of a stream."""
-    cut: Schedule = schedule(Load(1, stream.size), max(2, parcel_bytes // dtype.itemsize))
-    return [moves for moves in parts_of(stream, cut) if moves]
+    cut: RoundSchedule = schedule(RankLoad(1, stream.size), max(2, parcel_bytes // dtype.itemsize))
+    return [moves for moves in split_stream(stream, cut) if moves]
 
 
-def _volume(moves: Iterable[Move]) -> int:
-    return sum(volume(move.box) for move in moves)
+def _volume(moves: Iterable[TensorMove]) -> int:
+    return sum(box_numel(move.box) for move in moves)
 
 
 AT_ONCE = 4
@@ -193,11 +206,11 @@ class Stream(NamedTuple):
 
     sender: int
     receivers: tuple[int, ...]
-    moves: tuple[Move, ...]
+    moves: tuple[TensorMove, ...]
     size: int
 
 
-class Schedule(NamedTuple):
+class RoundSchedule(NamedTuple):
     """The number of rounds into which streams are cut, and how much a part may be shortened.
 
     Attributes:
@@ -209,7 +222,7 @@ class Schedule(NamedTuple):
     grain: int
 
 
-class Load(NamedTuple):
+class RankLoad(NamedTuple):
     """The messages and elements of a rank in its busier direction.
 
     Attributes:
@@ -221,18 +234,18 @@ class Load(NamedTuple):
     elements: int = 0
 
 
-def streams_of(moves: Iterable[Move]) -> list[Stream]:
+def group_into_streams(moves: Iterable[TensorMove]) -> list[Stream]:
     """Group moves into streams, in an order that is the same on all ranks."""
-    found: defaultdict[tuple[int, tuple[int, ...]], list[Move]] = defaultdict(list)
+    found: defaultdict[tuple[int, tuple[int, ...]], list[TensorMove]] = defaultdict(list)
     for move in moves:
         found[move.sender, move.receivers].append(move)
     return [
-        Stream(*ends, tuple(found[ends]), sum(volume(move.box) for move in found[ends]))
+        Stream(*ends, tuple(found[ends]), sum(box_numel(move.box) for move in found[ends]))
         for ends in sorted(found)
     ]
 
 
-def loads_of(streams: Iterable[Stream]) -> dict[int, Load]:
+def compute_rank_loads(streams: Iterable[Stream]) -> dict[int, RankLoad]:
     """Compute the load of each rank, as far as these streams show it."""
     messages: defaultdict[tuple[int, bool], int] = defaultdict(int)
     elements: defaultdict[tuple[int, bool], int] = defaultdict(int)
@@ -242,7 +255,7 @@ def loads_of(streams: Iterable[Stream]) -> dict[int, Load]:
             messages[end] += 1
             elements[end] += stream.size
     return {
-        rank: Load(
+        rank: RankLoad(
             max(messages[rank, True], messages[rank, False]),
             max(elements[rank, True], elements[rank, False]),
         )
@@ -250,14 +263,14 @@ def loads_of(streams: Iterable[Stream]) -> dict[int, Load]:
     }
 
 
-def busiest(loads: Iterable[Load]) -> Load:
+def max_load(loads: Iterable[RankLoad]) -> RankLoad:
     """Return the maximum of each field."""
     found = list(loads)
     most = (max((load[i] for load in found), default=0) for i in range(2))
-    return Load(*most)
+    return RankLoad(*most)
 
 
-def room_of(bucket_bytes: int, dtype: torch.dtype) -> int:
+def compute_round_capacity(bucket_bytes: int, dtype: torch.dtype) -> int:
     """Return how many elements a rank may send, and receive, in one round.
 
     Raises:
@@ -271,7 +284,7 @@ def room_of(bucket_bytes: int, dtype: torch.dtype) -> int:
     return bucket_bytes // (AT_ONCE * dtype.itemsize)
 
 
-def schedule(most: Load, room: int) -> Schedule:
+def schedule(most: RankLoad, room: int) -> RoundSchedule:
     """Compute into how many rounds to cut all streams so that no rank exceeds `room` elements in a
     round.
 
@@ -282,7 +295,7 @@ def schedule(most: Load, room: int) -> Schedule:
         ConfigError: if there is not room for an element of each message.
     """
     if most.elements <= room:
-        return Schedule(min(1, most.elements), 0)
+        return RoundSchedule(min(1, most.elements), 0)
     if most.messages >= room:
         raise ConfigError(
             f"A rank sends or receives {most.messages} messages at once, and bucket_bytes leaves "
@@ -291,15 +304,15 @@ def schedule(most: Load, room: int) -> Schedule:
         )
     # An eighth of the room for ending with whole rows, which need fewer copies.
     grain = max(room // 8 // most.messages - 1, 0)
-    return Schedule(-(-most.elements // (room - most.messages * (1 + grain))), grain)
+    return RoundSchedule(-(-most.elements // (room - most.messages * (1 + grain))), grain)
 
 
-def parts_of(stream: Stream, cut: Schedule) -> list[list[Move]]:
+def split_stream(stream: Stream, cut: RoundSchedule) -> list[list[TensorMove]]:
     """Return the moves of a stream in each round."""
-    found: list[list[Move]] = [[] for _ in range(cut.rounds)]
+    found: list[list[TensorMove]] = [[] for _ in range(cut.rounds)]
     index = before = 0
     for move in stream.moves:
-        size, row, start = volume(move.box), (extent(move.box) or (1,))[-1], 0
+        size, row, start = box_numel(move.box), (box_shape(move.box) or (1,))[-1], 0
         while start < size:
             stop = min(size, stream.size * (index + 1) // cut.rounds - before)
             if stop < size and stop % row <= cut.grain:
@@ -313,44 +326,46 @@ def parts_of(stream: Stream, cut: Schedule) -> list[list[Move]]:
     return found
 
 
-def count(plan: Plan, dtype: torch.dtype, bucket_bytes: int) -> dict[int, Traffic]:
+def count(plan: TransferPlan, dtype: torch.dtype, bucket_bytes: int) -> dict[int, TransferTraffic]:
     """Predict the traffic of each rank that takes part in a plan."""
-    streams = streams_of(plan.moves)
-    cut = schedule(busiest(loads_of(streams).values()), room_of(bucket_bytes, dtype))
+    streams = group_into_streams(plan.moves)
+    cut = schedule(
+        max_load(compute_rank_loads(streams).values()), compute_round_capacity(bucket_bytes, dtype)
+    )
     held: defaultdict[int, list[int]] = defaultdict(lambda: [0] * cut.rounds)
     for stream in streams:
-        for index, moves in enumerate(parts_of(stream, cut)):
-            size = sum(volume(move.box) for move in moves)
+        for index, moves in enumerate(split_stream(stream, cut)):
+            size = sum(box_numel(move.box) for move in moves)
             held[stream.sender][index] += size * len(stream.receivers)
             for rank in stream.receivers:
                 held[rank][index] += size
     copied: defaultdict[int, int] = defaultdict(int)
     for move in plan.copies:
-        copied[move.sender] += volume(move.box)
+        copied[move.sender] += box_numel(move.box)
     received, sent, size = plan.received(), plan.sent(), dtype.itemsize
     return {
-        rank: Traffic(
+        rank: TransferTraffic(
             received[rank] * size,
             sent[rank] * size,
             copied[rank] * size,
             cut.rounds,
-            most_at_once(held[rank]) * size,
+            max_adjacent_sum(held[rank]) * size,
         )
         for rank in sorted(held.keys() | copied.keys())
     }
 
 
-def most_at_once(sizes: list[int]) -> int:
+def max_adjacent_sum(sizes: list[int]) -> int:
     """Return the largest sum of two consecutive sizes."""
     return max((sum(sizes[i : i + 2]) for i in range(len(sizes))), default=0)
 
 
-def _between(move: Move, start: int, stop: int, size: int) -> list[Move]:
+def _between(move: TensorMove, start: int, stop: int, size: int) -> list[TensorMove]:
     """Return a move's elements `[start, stop)` of `size` as moves of few boxes, in order."""
     if stop - start == size:
         return [move]
     corner = [low for low, _ in move.box]
-    inner = boxes_of_range(extent(move.box), start, stop)
+    inner = flat_range_boxes(box_shape(move.box), start, stop)
     return [move.part(_moved(box, corner)) for box in inner]
 
 
@@ -359,12 +374,12 @@ def _moved(box: Box, corner: list[int]) -> Box:
 
 
 def reshard_in_process(
-    plan: Plan,
-    reads: Mapping[int, Read],
-    writes: Mapping[int, Write],
+    plan: TransferPlan,
+    reads: Mapping[int, TensorSource],
+    writes: Mapping[int, TensorSink],
     dtype: torch.dtype,
     bucket_bytes: int | None = None,
-) -> dict[int, Traffic]:
+) -> dict[int, TransferTraffic]:
     """Copy values from tensor to tensor, without a buffer unless they must be cast.
 
     Args:
@@ -374,6 +389,6 @@ def reshard_in_process(
     Returns:
         By rank that has a part in the plan, what separate processes would have counted.
     """
-    bucket_bytes = message_bytes("cpu") if bucket_bytes is None else bucket_bytes
-    copy_all(plan, reads, writes, dtype, room_of(bucket_bytes, dtype))
+    bucket_bytes = default_bucket_bytes("cpu") if bucket_bytes is None else bucket_bytes
+    copy_all(plan, reads, writes, dtype, compute_round_capacity(bucket_bytes, dtype))
     return count(plan, dtype, bucket_bytes)

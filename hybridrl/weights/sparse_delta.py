@@ -22,17 +22,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FULL, GAPS, MASK = range(3)
+_FULL_FORM, _GAPS_FORM, _MASK_FORM = range(3)
 HEADER_BYTES = 32
-INTEGERS = {2: (torch.int16, torch.int8), 4: (torch.int32, torch.int16)}
+INTEGER_DTYPES = {2: (torch.int16, torch.int8), 4: (torch.int32, torch.int16)}
 """By size of a value: the integers that its bits are, and those that most differences fit."""
-SKIP = 255
+_SKIP_GAP = 255
 """A gap: so many values did not change, and the next one does not count either."""
-PACKED = 0x0102040810204080
+_BIT_PACK_FACTOR = 0x0102040810204080
 """Multiplying by it brings the lowest bits of eight bytes together in the highest one, in order."""
 
 
-def encode(old: Tensor, new: Tensor) -> Tensor:
+def encode_sparse_delta(old: Tensor, new: Tensor) -> Tensor:
     """Encode the difference that turns `old` into `new`.
 
     Args:
@@ -44,10 +44,12 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     Raises:
         ValueError: if the buffers are not of one size.
     """
-    wide_type, narrow_type = INTEGERS[new.itemsize]
+    wide_type, narrow_type = INTEGER_DTYPES[new.itemsize]
     if old.numel() != new.numel():
         raise ValueError(f"{old.numel()} values do not become {new.numel()}.")
-    differences = new.view(wide_type) - old.view(wide_type)  # wraps, and so does `decode`
+    differences = new.view(wide_type) - old.view(
+        wide_type
+    )  # wraps, and so does `decode_sparse_delta`
     is_changed = differences != 0
     places = is_changed.nonzero().flatten()
     differences = differences[places]
@@ -58,31 +60,31 @@ def encode(old: Tensor, new: Tensor) -> Tensor:
     size = wide.nbytes + narrow.nbytes
     mask_bytes = -(-new.numel() // 8)
     if size + min(mask_bytes, len(places)) >= new.nbytes:
-        return torch.cat([_header(FULL, 0, 0, new.nbytes, new.device), new.view(torch.uint8)])
-    form, where = MASK, None
+        return torch.cat([_header(_FULL_FORM, 0, 0, new.nbytes, new.device), new.view(torch.uint8)])
+    form, where = _MASK_FORM, None
     if len(places) < mask_bytes:  # each gap takes a byte at least
         where = _gaps(places, mask_bytes)
-        form = GAPS if where is not None else MASK
+        form = _GAPS_FORM if where is not None else _MASK_FORM
     if where is None:
         where = _pack(is_changed)
     if size + len(where) >= new.nbytes:
-        return torch.cat([_header(FULL, 0, 0, new.nbytes, new.device), new.view(torch.uint8)])
+        return torch.cat([_header(_FULL_FORM, 0, 0, new.nbytes, new.device), new.view(torch.uint8)])
     header = _header(form, len(places), len(wide), len(where), new.device)
     return torch.cat([header, wide.view(torch.uint8), narrow.view(torch.uint8), where])
 
 
-def decode(data: Tensor, old: Tensor) -> Tensor:
+def decode_sparse_delta(data: Tensor, old: Tensor) -> Tensor:
     """Decode the buffer that `encode_sparse_delta` was given as `new`.
 
     Args:
-        data: From `encode`.
+        data: From `encode_sparse_delta`.
         old: As there; stays as it is.
 
     Raises:
         ValueError: if `data` cannot be a difference to `old`: it was damaged on its way.
     """
     form, changed, wide_count, where_bytes = _read_header(data)
-    wide_type, narrow_type = INTEGERS[old.itemsize]
+    wide_type, narrow_type = INTEGER_DTYPES[old.itemsize]
     if data.storage_offset() % HEADER_BYTES:
         data = data.clone()  # integers are read where they are aligned only
     rest = data[HEADER_BYTES:]
@@ -90,13 +92,13 @@ def decode(data: Tensor, old: Tensor) -> Tensor:
     if min(sizes) < 0 or sum(sizes) != len(rest):
         raise ValueError(f"{len(rest)} bytes are not the {sum(sizes)} that the header says.")
     wide, narrow, where = rest.split(sizes)
-    if form == FULL:
+    if form == _FULL_FORM:
         if len(where) != old.nbytes or changed or wide_count:
             raise ValueError(f"{len(where)} bytes are not the {old.nbytes} of the buffer.")
         return where.clone().view(old.dtype)
-    if form == GAPS:
+    if form == _GAPS_FORM:
         places = _places(where)
-    elif form == MASK and len(where) == -(-old.numel() // 8):
+    elif form == _MASK_FORM and len(where) == -(-old.numel() // 8):
         places = _unpack(where, old.numel()).nonzero().flatten()
     else:
         raise ValueError(f"Form {form} with {len(where)} bytes is none for {old.numel()} values.")
@@ -116,25 +118,25 @@ def _gaps(places: Tensor, most: int) -> Tensor | None:
     """Return the number of unchanged values before each changed one, a byte each; None if that
     takes more than `most` bytes."""
     before = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
-    skips = before // SKIP
+    skips = before // _SKIP_GAP
     at = skips.cumsum(0) + torch.arange(len(places), device=places.device)
     length = int(at[-1]) + 1 if len(places) else 0
     if length > most:
         return None
-    found = torch.full((length,), SKIP, dtype=torch.uint8, device=places.device)
-    found[at] = (before % SKIP).to(torch.uint8)
+    found = torch.full((length,), _SKIP_GAP, dtype=torch.uint8, device=places.device)
+    found[at] = (before % _SKIP_GAP).to(torch.uint8)
     return found
 
 
 def _places(gaps: Tensor) -> Tensor:
-    is_value = gaps != SKIP
+    is_value = gaps != _SKIP_GAP
     return (gaps.long() + is_value).cumsum(0)[is_value] - 1
 
 
 def _pack(bits: Tensor) -> Tensor:
     """Pack eight booleans into each byte."""
     whole = torch.nn.functional.pad(bits.to(torch.uint8), (0, -len(bits) % 8))
-    return (whole.view(torch.int64) * PACKED >> 56).to(torch.uint8)
+    return (whole.view(torch.int64) * _BIT_PACK_FACTOR >> 56).to(torch.uint8)
 
 
 def _unpack(packed: Tensor, count: int) -> Tensor:

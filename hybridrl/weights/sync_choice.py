@@ -10,27 +10,27 @@ are told the same figures.
 from __future__ import annotations
 
 from hybridrl.system.measured_choice import MeasuredChoice, quickest
-from hybridrl.weights.weight_message import DELTA, FULL
+from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC
 
-AUTO = "auto"
-PLAIN = "plain"
+AUTO_SYNC = "auto"
+PLAIN_SYNC = "plain"
 """All values, and no record of them is kept: what `full` means where nothing else was set."""
-OBVIOUS = 2.5
+_DECISIVE_RATIO = 2.5
 """Differences take so many times less than values with records of them: these are slow on the way,
 not to record, and need not be timed without."""
-CLEAR = 1.5
+_CLEAR_RATIO = 1.5
 """The other way takes so many times as long: no need to time both again."""
-TRIALS = 3
+_TRIALS = 3
 """Of each way, where they are close."""
-TRIAL_SHARE = 0.02
+_TRIAL_TIME_SHARE = 0.02
 """Of all time for syncs, what it may take to try the other way again."""
-SLOW_SYNCS = 2
+_SLOW_SYNCS = 2
 """So many in a row, of those that are timed, that take longer than the other way: no accident."""
-LOOK_EVERY = 10
+_TIME_EVERY = 10
 """One of so many syncs is timed once a way was chosen: ranks have to wait for each other for it."""
 
 
-class SyncChoice:
+class SyncMethodChoice:
     """A choice of the sync method that is made anew for each sync.
 
     Args:
@@ -39,25 +39,28 @@ class SyncChoice:
     """
 
     def __init__(self, setting: str, refresh: int = 0) -> None:
-        self._is_auto = setting == AUTO
-        is_exact = setting in (AUTO, FULL, DELTA)
+        self._is_auto = setting == AUTO_SYNC
+        is_exact = setting in (AUTO_SYNC, FULL_SYNC, DELTA_SYNC)
         self._refresh = 0 if is_exact else refresh
         self._decided = None if self._is_auto else setting
-        self._ahead: list[str] = [FULL, DELTA]  # the first difference needs values to differ from
-        self._seconds: dict[str, list[float]] = {FULL: [], DELTA: [], PLAIN: []}
-        self._choice = MeasuredChoice(SLOW_SYNCS)
+        self._ahead: list[str] = [
+            FULL_SYNC,
+            DELTA_SYNC,
+        ]  # the first difference needs values to differ from
+        self._seconds: dict[str, list[float]] = {FULL_SYNC: [], DELTA_SYNC: [], PLAIN_SYNC: []}
+        self._choice = MeasuredChoice(_SLOW_SYNCS)
         self._syncs = 0
 
     @property
     def measures(self) -> bool:
         """Whether the next sync is timed, so that `record_seconds` must be called."""
-        is_due = self._decided is None or (self._syncs + 1) % LOOK_EVERY == 0
+        is_due = self._decided is None or (self._syncs + 1) % _TIME_EVERY == 0
         return self._is_auto and is_due
 
     @property
     def keeps(self) -> bool:
         """Whether records of the sent values are kept."""
-        return self._decided != FULL
+        return self._decided != FULL_SYNC
 
     def restart(self) -> None:
         """Restart the count of syncs."""
@@ -70,8 +73,8 @@ class SyncChoice:
         if self._decided is None:
             return self._ahead.pop(0)
         if self._refresh and self._syncs % self._refresh == 0:
-            return FULL
-        return PLAIN if self._decided == FULL else self._decided
+            return FULL_SYNC
+        return PLAIN_SYNC if self._decided == FULL_SYNC else self._decided
 
     def note(self, method: str, seconds: float) -> None:
         """Record the seconds of a sync by this method, from the moment when all ranks had begun to
@@ -81,23 +84,23 @@ class SyncChoice:
             if not self._ahead:
                 self._decide()
             return
-        if self._choice.is_outdated(seconds, LOOK_EVERY * seconds):
-            self._decided, self._ahead = None, [FULL, DELTA]
+        if self._choice.is_outdated(seconds, _TIME_EVERY * seconds):
+            self._decided, self._ahead = None, [FULL_SYNC, DELTA_SYNC]
             self._seconds = {method: [] for method in self._seconds}
 
     def _best(self) -> tuple[float, float]:
         """Return the best seconds of full values and of differences."""
         times = self._seconds
-        return min(*times[FULL], *times[PLAIN], float("inf")), min(times[DELTA])
+        return min(*times[FULL_SYNC], *times[PLAIN_SYNC], float("inf")), min(times[DELTA_SYNC])
 
     def _decide(self) -> None:
-        (full, delta), tried = self._best(), len(self._seconds[PLAIN])
-        needless = full <= delta or full >= OBVIOUS * delta
+        (full, delta), tried = self._best(), len(self._seconds[PLAIN_SYNC])
+        needless = full <= delta or full >= _DECISIVE_RATIO * delta
         if not tried and not needless:
-            self._ahead = [PLAIN]
-        elif 0 < tried < TRIALS and max(full, delta) < CLEAR * min(full, delta):
-            self._ahead = [DELTA, PLAIN]
+            self._ahead = [PLAIN_SYNC]
+        elif 0 < tried < _TRIALS and max(full, delta) < _CLEAR_RATIO * min(full, delta):
+            self._ahead = [DELTA_SYNC, PLAIN_SYNC]
         else:
-            self._decided = quickest({FULL: full, DELTA: delta})
+            self._decided = quickest({FULL_SYNC: full, DELTA_SYNC: delta})
             # Longer than the other way took, or after so long that to try it again costs little.
-            self._choice.hold(0.0, max(full, delta), max(full, delta) / TRIAL_SHARE)
+            self._choice.hold(0.0, max(full, delta), max(full, delta) / _TRIAL_TIME_SHARE)

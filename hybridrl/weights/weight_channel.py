@@ -18,22 +18,28 @@ from torch import Tensor
 from hybridrl.batch.batch import Batch
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, RolloutError
-from hybridrl.parallel.process_group import store_of
+from hybridrl.parallel.process_group import find_store
 from hybridrl.rollout.engine_requests import ragged
 from hybridrl.rollout.rollout_engine import RolloutEngine
-from hybridrl.system.collective_waits import counted_wait
-from hybridrl.system.device_traits import synchronize
+from hybridrl.system.collective_waits import count_wait
+from hybridrl.system.device_traits import synchronize_device
 from hybridrl.weights.encoded_parcels import (
-    Coded,
+    EncodedParcel,
     ParcelDecoder,
     ParcelEncoder,
-    header_row,
-    message_of,
+    header_to_tensor,
+    message_from_tensors,
 )
-from hybridrl.weights.encoded_reshard import CodedTraffic
-from hybridrl.weights.parcel_transfer import Manifest, Parcel, Place, Receiver, Sender
-from hybridrl.weights.sync_choice import AUTO, PLAIN, SyncChoice
-from hybridrl.weights.weight_message import DELTA, FULL
+from hybridrl.weights.encoded_reshard import EncodedTraffic
+from hybridrl.weights.parcel_transfer import (
+    ParcelKey,
+    ParcelManifest,
+    ParcelReceiver,
+    ParcelSender,
+    WeightParcel,
+)
+from hybridrl.weights.sync_choice import AUTO_SYNC, PLAIN_SYNC, SyncMethodChoice
+from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC
 from hybridrl.weights.weight_sync import SyncCost, WeightSync
 
 
@@ -70,7 +76,7 @@ class WeightChannel:
         verify: bool = False,
         adapters: bool = False,
         parcels: bool = False,
-        method: str = FULL,
+        method: str = FULL_SYNC,
         refresh: int = 0,
     ) -> None:
         self._group, self._dtype, self._device = group, dtype, device
@@ -78,11 +84,11 @@ class WeightChannel:
         self._sync = WeightSync.across(group, dtype, device, train, rollout)
         self._adapters = adapters
         self._verify = verify and self._sync is not None
-        self._choice = SyncChoice(method, refresh)
+        self._choice = SyncMethodChoice(method, refresh)
         self.count = 0
         self.cost: SyncCost | None = None
         self._by_parcels = parcels
-        if self._sync is None and method not in (AUTO, FULL):
+        if self._sync is None and method not in (AUTO_SYNC, FULL_SYNC):
             raise ConfigError(
                 f"rollout.weight_sync={method} needs weights that travel box by box, and these "
                 "have to go whole: adapters (actor.lora), or an architecture that rollout.engine "
@@ -96,7 +102,7 @@ class WeightChannel:
         """Send the trainer's current weights as this version. Collective."""
         self.count += 1
         if self._group.rank() == 0:
-            store_of(self._group).set(f"sent/{self.count}", str(version))
+            find_store(self._group).set(f"sent/{self.count}", str(version))
         cost = None if self._sync is None else self._run()
         if self._sync is None or self._verify:
             self._send_whole()
@@ -105,15 +111,15 @@ class WeightChannel:
     @property
     def has_come(self) -> bool:
         """Whether a version is being sent that this rank has not received."""
-        return bool(store_of(self._group).check([f"sent/{self.count + 1}"]))
+        return bool(find_store(self._group).check([f"sent/{self.count + 1}"]))
 
     @torch.no_grad()
     def receive(self) -> tuple[int, SyncCost | None]:
         """Receive the next weights, waiting for them if necessary, and return their version.
         Collective."""
         self.count += 1
-        with counted_wait():
-            version = int(store_of(self._group).get(f"sent/{self.count}"))
+        with count_wait():
+            version = int(find_store(self._group).get(f"sent/{self.count}"))
         cost = None if self._sync is None else self._run()
         if self._sync is None:
             self._rollout.load(self._receive_whole())
@@ -122,7 +128,7 @@ class WeightChannel:
                 f"{len(wrong)} parts of the generator's weights are not those of the trainer's "
                 f"version {version}: {' '.join(wrong[:3])}"
             )
-        synchronize(self._device)
+        synchronize_device(self._device)
         return version, cost
 
     @torch.no_grad()
@@ -133,17 +139,17 @@ class WeightChannel:
         self.count += 1
         read = self._train.local_parameters().__getitem__
         if not self._choice.keeps:
-            return self._as_rows(_as_batch(list(self._sender.pack(read))))
-        method, traffic = self._choice.method(), CodedTraffic()
+            return self._as_rows(_parcels_to_batch(list(self._sender.pack(read))))
+        method, traffic = self._choice.method(), EncodedTraffic()
         coded = list(self._encoder.encode(read, method, self.count, traffic))
         self.cost = self._sync.cost(method, traffic)
-        return self._as_rows(_coded_batch(coded))
+        return self._as_rows(_encoded_to_batch(coded))
 
     @torch.no_grad()
     def pack_whole(self) -> tuple[Batch, range, int]:
         """Pack the weights of the last `pack_parcels` in full, for receivers that missed earlier
         parcels or cannot decode one of the last."""
-        return self._as_rows(_coded_batch(list(self._encoder.whole())))
+        return self._as_rows(_encoded_to_batch(list(self._encoder.whole())))
 
     def restart(self) -> None:
         """Make the next weights independent of what was sent before, as if nothing had been. Only
@@ -172,12 +178,12 @@ class WeightChannel:
         self.count += 1
         self._writer = self._rollout.writer()
         if not self._choice.keeps:
-            traffic = self._receiver.take(self._writer.write, _as_parcels(parcels))
-            self.cost = self._sync.cost(FULL, CodedTraffic(received=traffic.received))
+            traffic = self._receiver.take(self._writer.write, _batch_to_parcels(parcels))
+            self.cost = self._sync.cost(FULL_SYNC, EncodedTraffic(received=traffic.received))
         else:
             self._decoder.begin()
-            traffic = self._decoder.take(self._writer.write, _as_messages(parcels))
-            self.cost = self._sync.cost(DELTA, traffic)
+            traffic = self._decoder.take(self._writer.write, _batch_to_encoded(parcels))
+            self.cost = self._sync.cost(DELTA_SYNC, traffic)
         if not self._decoder.lacking:
             self._finish()
 
@@ -185,15 +191,15 @@ class WeightChannel:
     def complete(self, parcels: Batch) -> None:
         """Load the missing weights from the parcels of `pack_full_parcels`, if any are missing."""
         if self._decoder.lacking:
-            traffic = self._decoder.complete(self._writer.write, _as_messages(parcels))
-            self.cost = self._sync.cost(FULL, traffic)
+            traffic = self._decoder.complete(self._writer.write, _batch_to_encoded(parcels))
+            self.cost = self._sync.cost(FULL_SYNC, traffic)
             self._finish()
 
     def _finish(self) -> None:
         self._writer.finish()
-        synchronize(self._device)
+        synchronize_device(self._device)
 
-    def _numbers(self, places: Sequence[Place]) -> list[int]:
+    def _numbers(self, places: Sequence[ParcelKey]) -> list[int]:
         return [self._first[sender] + number for sender, number in places]
 
     def _as_rows(self, parcels: Batch) -> tuple[Batch, range, int]:
@@ -207,10 +213,10 @@ class WeightChannel:
         if measures:
             self._highest(0.0)  # who is late is late for both methods
             begin = time.perf_counter()
-        is_plain = method == PLAIN
+        is_plain = method == PLAIN_SYNC
         cost = self._sync.run() if is_plain else self._sync.run_coded(method, self.count)
         if measures:
-            synchronize(self._device)
+            synchronize_device(self._device)
             self._choice.note(method, self._highest(time.perf_counter() - begin))
             if not self._choice.keeps and self._sync.coded is not None:
                 self._sync.coded.forget()
@@ -231,10 +237,10 @@ class WeightChannel:
                 "take apart. Set placement.transport=collective and placement.staleness=1 or 0."
             )
         plan, rank = self._sync.plan, self._group.rank()
-        self._sender = Sender(plan, rank, self._dtype)
-        manifests: list[Manifest] = [()] * self._group.size()
+        self._sender = ParcelSender(plan, rank, self._dtype)
+        manifests: list[ParcelManifest] = [()] * self._group.size()
         dist.all_gather_object(manifests, self._sender.manifest, group=self._group)
-        self._receiver = Receiver(plan, rank, self._dtype, dict(enumerate(manifests)))
+        self._receiver = ParcelReceiver(plan, rank, self._dtype, dict(enumerate(manifests)))
         self._encoder = ParcelEncoder(self._sender, self._dtype, self._device)
         self._decoder = ParcelDecoder(self._receiver, self._dtype, self._device)
         counts = [sum(count for _, count in manifest) for manifest in manifests]
@@ -262,7 +268,7 @@ class WeightChannel:
         return found[0]
 
 
-def _as_batch(parcels: Sequence[Parcel]) -> Batch:
+def _parcels_to_batch(parcels: Sequence[WeightParcel]) -> Batch:
     return Batch.from_columns(
         {
             "sender": torch.tensor([p.sender for p in parcels], dtype=torch.int64),
@@ -272,20 +278,20 @@ def _as_batch(parcels: Sequence[Parcel]) -> Batch:
     )
 
 
-def _coded_batch(coded: Sequence[Coded]) -> Batch:
+def _encoded_to_batch(coded: Sequence[EncodedParcel]) -> Batch:
     """Build a batch of encoded parcels with the headers of their messages."""
-    parcels = [Parcel(*place, message.data) for place, message in coded]
-    headers = [header_row(message) for _, message in coded] or ragged([], torch.int64)
-    return _as_batch(parcels).with_columns({"header": headers})
+    parcels = [WeightParcel(*place, message.data) for place, message in coded]
+    headers = [header_to_tensor(message) for _, message in coded] or ragged([], torch.int64)
+    return _parcels_to_batch(parcels).with_columns({"header": headers})
 
 
-def _as_messages(batch: Batch) -> Iterator[Coded]:
-    for parcel, header in zip(_as_parcels(batch), batch["header"].rows(), strict=True):
-        yield Place(parcel.sender, parcel.number), message_of(header, parcel.data)
+def _batch_to_encoded(batch: Batch) -> Iterator[EncodedParcel]:
+    for parcel, header in zip(_batch_to_parcels(batch), batch["header"].rows(), strict=True):
+        yield ParcelKey(parcel.sender, parcel.number), message_from_tensors(header, parcel.data)
 
 
-def _as_parcels(batch: Batch) -> Iterator[Parcel]:
+def _batch_to_parcels(batch: Batch) -> Iterator[WeightParcel]:
     places = zip(batch["sender"].tolist(), batch["number"].tolist(), strict=True)
     for (sender, number), data in zip(places, batch["data"].rows(), strict=True):
         # Plain: each goes through many operations, and none writes into it.
-        yield Parcel(sender, number, data.as_subclass(torch.Tensor))
+        yield WeightParcel(sender, number, data.as_subclass(torch.Tensor))

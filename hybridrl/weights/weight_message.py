@@ -15,22 +15,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.compress.grouped_integers import GroupedIntegers
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 from hybridrl.weights import sparse_delta
 
-FULL, DELTA, INT8, INT4_DELTA = METHODS = ("full", "delta", "int8", "int4_delta")
-_INT8, _INT4 = GroupedIntegers(bits=8, group=128), GroupedIntegers(bits=4, group=512)
+FULL_SYNC, DELTA_SYNC, INT8_SYNC, INT4_DELTA_SYNC = SYNC_METHODS = (
+    "full",
+    "delta",
+    "int8",
+    "int4_delta",
+)
+_INT8, _INT4 = GroupedIntegerCodec(bits=8, group=128), GroupedIntegerCodec(bits=4, group=512)
 """1.94 and 3.94 times fewer bytes than bfloat16."""
-WORDS_AT_A_TIME = 1 << 16
+_CHECKSUM_WORDS = 1 << 16
 """Of a checksum, so that what is multiplied stays in a processor's cache."""
 NO_VERSION = 0
 
 
-class Header(NamedTuple):
+class MessageHeader(NamedTuple):
     """The header of a message: its method, size, versions and checksum.
 
     Attributes:
-        method: Number in `METHODS`.
+        method: Number in `SYNC_METHODS`.
         size: Bytes that follow.
         base: The version that a difference is to; `NO_VERSION` for values themselves.
         version: Of the values, from 1.
@@ -44,11 +49,11 @@ class Header(NamedTuple):
     checksum: int
 
 
-class Message(NamedTuple):
+class WeightMessage(NamedTuple):
     """A message of weights, with the number of values that it changes (None if there was no
     record)."""
 
-    header: Header
+    header: MessageHeader
     data: Tensor
     changed: int | None = None
 
@@ -58,7 +63,7 @@ class DamagedMessageError(ValueError):
     does not hold."""
 
 
-class Record:
+class WeightRecord:
     """A record of the values that the receivers of one message hold, kept at both ends."""
 
     def __init__(self) -> None:
@@ -79,7 +84,7 @@ class Record:
         """Release the memory, so that the next message is not a difference."""
         self._values, self.version = None, NO_VERSION
 
-    def encode(self, values: Tensor, method: str, version: int) -> Message:
+    def encode(self, values: Tensor, method: str, version: int) -> WeightMessage:
         """Encode the message that brings the receivers to `values`, or as near as the method comes,
         and record what they hold then. A difference without a record is sent as `full`, and so are
         values that are not finite, which integers cannot represent.
@@ -88,50 +93,55 @@ class Record:
             values: Flat and contiguous, of the generator's precision.
         """
         held = None if self._values is None else self._values.to(values.device)
-        is_lossy = method in (INT8, INT4_DELTA)
-        if (held is None and method != INT8) or (is_lossy and not _is_finite(values, held)):
-            method = FULL
+        is_lossy = method in (INT8_SYNC, INT4_DELTA_SYNC)
+        if (held is None and method != INT8_SYNC) or (is_lossy and not _is_finite(values, held)):
+            method = FULL_SYNC
         after, base = values, NO_VERSION
-        if method == FULL:
+        if method == FULL_SYNC:
             data = values.view(torch.uint8)
-        elif method == INT8:
+        elif method == INT8_SYNC:
             data = _INT8.encode(values)
             after = _INT8.decode(data, len(values), values.dtype)
-        elif method == DELTA:
-            data, base = sparse_delta.encode(held, values), self.version
+        elif method == DELTA_SYNC:
+            data, base = sparse_delta.encode_sparse_delta(held, values), self.version
         else:
             data, base = _INT4.encode(values.float() - held.float()), self.version
-            after = _moved(held, data)
+            after = _apply_int4_difference(held, data)
         changed = None if base == NO_VERSION else _count_changed(held, after)
         self._keep(after, version)
-        header = Header(METHODS.index(method), len(data), base, version, checksum(after))
-        return Message(header, data, changed)
+        header = MessageHeader(
+            SYNC_METHODS.index(method), len(data), base, version, compute_checksum(after)
+        )
+        return WeightMessage(header, data, changed)
 
-    def whole(self) -> Message:
+    def whole(self) -> WeightMessage:
         """Return the receivers' values in full, for one that could not decode the last message."""
         data = self._values.view(torch.uint8)
-        check = checksum(self._values)
-        return Message(
-            Header(METHODS.index(FULL), len(data), NO_VERSION, self.version, check), data
+        check = compute_checksum(self._values)
+        return WeightMessage(
+            MessageHeader(
+                SYNC_METHODS.index(FULL_SYNC), len(data), NO_VERSION, self.version, check
+            ),
+            data,
         )
 
-    def decode(self, message: Message, numel: int, dtype: torch.dtype) -> Tensor:
+    def decode(self, message: WeightMessage, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the values of a message, on its device.
 
         Raises:
             DamagedMessageError: if they are not there to be had. The record stays as it was.
         """
         header, data = message.header, message.data
-        if not 0 <= header.method < len(METHODS):
+        if not 0 <= header.method < len(SYNC_METHODS):
             raise DamagedMessageError(f"There is no method {header.method}.")
-        is_difference = METHODS[header.method] in (DELTA, INT4_DELTA)
+        is_difference = SYNC_METHODS[header.method] in (DELTA_SYNC, INT4_DELTA_SYNC)
         if is_difference and (self._values is None or header.base != self.version):
             raise DamagedMessageError(
                 f"It is a difference to version {header.base}, where {self.version} is held."
             )
         held = self._values.to(data.device) if is_difference else None
-        values = _decoded(METHODS[header.method], data, held, numel, dtype)
-        if checksum(values) != header.checksum:
+        values = _decode_values(SYNC_METHODS[header.method], data, held, numel, dtype)
+        if compute_checksum(values) != header.checksum:
             raise DamagedMessageError(f"The checksum of version {header.version} is another.")
         self._keep(values, header.version)
         return values
@@ -143,7 +153,7 @@ class Record:
         self.version = version
 
 
-def checksum(values: Tensor) -> int:
+def compute_checksum(values: Tensor) -> int:
     """Return a 64-bit checksum of the values' bits that is equal on all devices. Each word of 4
     bytes is multiplied by its own odd number, so that no change of a single word, no swap of two
     words and no flip of one bit in two words, as from a stuck lane, goes unnoticed. (With words of
@@ -151,30 +161,38 @@ def checksum(values: Tensor) -> int:
     raw = values.view(torch.uint8)
     words = torch.nn.functional.pad(raw, (0, -len(raw) % 4)).view(torch.int32)
     found = torch.zeros((), dtype=torch.int64, device=raw.device)
-    for number, part in enumerate(words.split(WORDS_AT_A_TIME)):
-        first = number * WORDS_AT_A_TIME
+    for number, part in enumerate(words.split(_CHECKSUM_WORDS)):
+        first = number * _CHECKSUM_WORDS
         times = torch.arange(first, first + len(part), device=raw.device) * 2 + 1
         found += (part * times).sum()  # wraps, everywhere alike
     return int(found)
 
 
-def _decoded(
+def _decode_values(
     method: str, data: Tensor, held: Tensor | None, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    if method == DELTA:
+    if method == DELTA_SYNC:
         try:
-            return sparse_delta.decode(data, held)
+            return sparse_delta.decode_sparse_delta(data, held)
         except ValueError as error:
             raise DamagedMessageError(str(error)) from error
-    sizes = {FULL: numel * dtype.itemsize, INT8: _INT8.size(numel), INT4_DELTA: _INT4.size(numel)}
+    sizes = {
+        FULL_SYNC: numel * dtype.itemsize,
+        INT8_SYNC: _INT8.size(numel),
+        INT4_DELTA_SYNC: _INT4.size(numel),
+    }
     if len(data) != sizes[method]:
         raise DamagedMessageError(f"{len(data)} bytes are not {numel} values by {method}.")
-    if method == INT8:
+    if method == INT8_SYNC:
         return _INT8.decode(data, numel, dtype)
-    return _moved(held, data) if method == INT4_DELTA else data.clone().view(dtype)  # aligned
+    return (
+        _apply_int4_difference(held, data)
+        if method == INT4_DELTA_SYNC
+        else data.clone().view(dtype)
+    )  # aligned
 
 
-def _moved(held: Tensor, data: Tensor) -> Tensor:
+def _apply_int4_difference(held: Tensor, data: Tensor) -> Tensor:
     return (held.float() + _INT4.decode(data, len(held), torch.float32)).to(held.dtype)
 
 
@@ -183,5 +201,5 @@ def _is_finite(values: Tensor, held: Tensor | None) -> bool:
 
 
 def _count_changed(before: Tensor, after: Tensor) -> int:
-    integers = sparse_delta.INTEGERS[after.itemsize][0]
+    integers = sparse_delta.INTEGER_DTYPES[after.itemsize][0]
     return int((before.view(integers) != after.view(integers)).sum())

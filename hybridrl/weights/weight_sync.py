@@ -12,17 +12,21 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.tensor_layout import Layout, peak, redundant
-from hybridrl.layout.transfer_planner import plan
-from hybridrl.parallel.collectives import all_values
+from hybridrl.layout.tensor_layout import (
+    TensorLayout,
+    compute_peak_elements,
+    compute_redundant_elements,
+)
+from hybridrl.layout.transfer_planner import plan_transfer
+from hybridrl.parallel.collectives import all_gather_distinct
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.weight_writer import WeightWriter
-from hybridrl.system.device_traits import message_bytes
-from hybridrl.weights.collective_reshard import Reshard
-from hybridrl.weights.encoded_reshard import CodedReshard, CodedTraffic
-from hybridrl.weights.parcel_transfer import room_of
-from hybridrl.weights.weight_message import FULL
-from hybridrl.weights.weight_transport import Read, Traffic, copy_all
+from hybridrl.system.device_traits import default_bucket_bytes
+from hybridrl.weights.collective_reshard import CollectiveReshard
+from hybridrl.weights.encoded_reshard import EncodedReshard, EncodedTraffic
+from hybridrl.weights.parcel_transfer import compute_round_capacity
+from hybridrl.weights.weight_message import FULL_SYNC
+from hybridrl.weights.weight_transport import TensorSource, TransferTraffic, copy_all
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class SyncCost:
         buffer: Most memory for messages.
         method: Of `compress.weight_message.METHODS`.
         changed, compared: Of the values that this rank sent as differences: those that had changed,
-            and all; see `CodedTraffic`.
+            and all; see `EncodedTraffic`.
         encode_seconds: What it took to make differences.
         record: Bytes of the host's memory for what the receivers hold.
         repeated: Messages that were damaged on their way and had to be sent again.
@@ -47,7 +51,7 @@ class SyncCost:
     peak: int
     redundant: int
     buffer: int
-    method: str = FULL
+    method: str = FULL_SYNC
     changed: int = 0
     compared: int = 0
     encode_seconds: float = 0.0
@@ -74,8 +78,8 @@ class WeightSync:
 
     def __init__(
         self,
-        source: Layout,
-        target: Layout,
+        source: TensorLayout,
+        target: TensorLayout,
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None,
@@ -86,13 +90,13 @@ class WeightSync:
         self._device, self._group = device, group
         # The group may be of another world than the current one.
         self._rank = 0 if group is None else group.rank()
-        self.plan = plan(source, target, self._rank)
-        self._reshard: Reshard | None = None
-        self._room = room_of(message_bytes("cpu"), dtype)
-        self.coded: CodedReshard | None = None
+        self.plan = plan_transfer(source, target, self._rank)
+        self._reshard: CollectiveReshard | None = None
+        self._room = compute_round_capacity(default_bucket_bytes("cpu"), dtype)
+        self.coded: EncodedReshard | None = None
         before, after = source.of(self._rank), target.of(self._rank)
-        self._peak = peak(before, after).get(self._rank, 0) * dtype.itemsize
-        kept = redundant(before, after) if rollout is not None else {}
+        self._peak = compute_peak_elements(before, after).get(self._rank, 0) * dtype.itemsize
+        kept = compute_redundant_elements(before, after) if rollout is not None else {}
         self._redundant = kept.get(self._rank, 0) * dtype.itemsize
 
     @classmethod
@@ -104,11 +108,11 @@ class WeightSync:
         have to be merged."""
         pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
         group = train.mesh.group()
-        found = [pieces] if group is None else all_values(pieces, group)
+        found = [pieces] if group is None else all_gather_distinct(pieces, group)
         if any(of_rank is None for of_rank in found):
             return None
         source = train.layout()
-        target = Layout(source.shapes, dict(enumerate(found)))
+        target = TensorLayout(source.shapes, dict(enumerate(found)))
         return cls(source, target, dtype, train.device, group, train, rollout)
 
     @classmethod
@@ -128,10 +132,12 @@ class WeightSync:
         if (source := said[0]) is None:
             return None
         pieces = {} if rollout is None else rollout.pieces(source.shapes)
-        found = all_values(pieces, group)
+        found = all_gather_distinct(pieces, group)
         if any(of_rank is None for of_rank in found):
             return None
-        target = Layout(source.shapes, {rank: here for rank, here in enumerate(found) if here})
+        target = TensorLayout(
+            source.shapes, {rank: here for rank, here in enumerate(found) if here}
+        )
         return cls(source, target, dtype, device, group, train, rollout)
 
     def run(self) -> SyncCost:
@@ -141,10 +147,10 @@ class WeightSync:
         if self._group is None:
             at = self._rank
             copy_all(self.plan, {at: read}, {at: write}, self._dtype, self._room)
-            traffic = Traffic()  # nothing is sent
+            traffic = TransferTraffic()  # nothing is sent
         else:
             if self._reshard is None:
-                self._reshard = Reshard(self.plan, self._dtype, self._device, self._group)
+                self._reshard = CollectiveReshard(self.plan, self._dtype, self._device, self._group)
             traffic = self._reshard(read, write)
         if writer is not None:
             writer.finish()
@@ -160,13 +166,13 @@ class WeightSync:
         read, writer = self._ends()
         write = None if writer is None else writer.write
         if self.coded is None:
-            self.coded = CodedReshard(self.plan, self._dtype, self._device, self._group)
+            self.coded = EncodedReshard(self.plan, self._dtype, self._device, self._group)
         traffic = self.coded(read, write, method, version)
         if writer is not None:
             writer.finish()
         return self.cost(method, traffic)
 
-    def cost(self, method: str, traffic: CodedTraffic) -> SyncCost:
+    def cost(self, method: str, traffic: EncodedTraffic) -> SyncCost:
         """Return the cost of a sync by encoded messages."""
         return SyncCost(
             *(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer, method),
@@ -174,6 +180,6 @@ class WeightSync:
             traffic.repeated,
         )
 
-    def _ends(self) -> tuple[Read | None, WeightWriter | None]:
+    def _ends(self) -> tuple[TensorSource | None, WeightWriter | None]:
         read = None if self._train is None else self._train.local_parameters().__getitem__
         return read, None if self._rollout is None else self._rollout.writer()

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.layout.boxes import Box, Place, extent, volume, windows
-from hybridrl.layout.tensor_layout import Move, Plan
+from hybridrl.layout.boxes import Box, Place, box_numel, box_shape, split_box
+from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
 
-Read = Callable[[str], Tensor]
+TensorSource = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""
 
-Write = Callable[[str, tuple[int, ...], Tensor], None]
+TensorSink = Callable[[str, tuple[int, ...], Tensor], None]
 """(name of a local tensor of the target layout, start, values) puts values there. The values are
 valid during the call only."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TransferTraffic:
     """The traffic of one rank in one transfer, in bytes on the wire.
 
     Attributes:
@@ -37,43 +37,49 @@ class Traffic:
     buffer: int = 0
 
 
-def into(tensors: Mapping[str, Tensor]) -> Write:
+def make_tensor_sink(tensors: Mapping[str, Tensor]) -> TensorSink:
     """Return a sink that copies values into these tensors, cast to their dtype."""
 
     def write(name: str, start: tuple[int, ...], values: Tensor) -> None:
-        view(tensors[name], start, tuple(values.shape)).copy_(values)
+        slice_at(tensors[name], start, tuple(values.shape)).copy_(values)
 
     return write
 
 
-def view(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+def slice_at(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """Return the part of `tensor` with this shape that begins at `start`."""
     return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
 
 
 @torch.no_grad()
-def pack(moves: Iterable[Move], read: Read, buffer: Tensor) -> None:
+def pack_moves(moves: Iterable[TensorMove], read: TensorSource, buffer: Tensor) -> None:
     """Write the values of moves into a flat buffer, cast to its dtype, one after the other."""
     at = 0
     for move in moves:
-        size = volume(move.box)
+        size = box_numel(move.box)
         values = _values(read, move.source, move.box)
         buffer[at : at + size].view(values.shape).copy_(values)
         at += size
 
 
 @torch.no_grad()
-def unpack(moves: Iterable[Move], write: Write, buffer: Tensor) -> None:
+def unpack_moves(moves: Iterable[TensorMove], write: TensorSink, buffer: Tensor) -> None:
     """Write the values in a buffer of `pack_moves` to the targets of the moves."""
     at = 0
     for move in moves:
-        size = volume(move.box)
-        write(*move.target, buffer[at : at + size].view(extent(move.box)))
+        size = box_numel(move.box)
+        write(*move.target, buffer[at : at + size].view(box_shape(move.box)))
         at += size
 
 
 @torch.no_grad()
-def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, most: int) -> int:
+def copy_moves(
+    moves: Iterable[TensorMove],
+    read: TensorSource,
+    write: TensorSink,
+    dtype: torch.dtype,
+    most: int,
+) -> int:
     """Copy values inside one process, rounded to `dtype` as if they had been sent, and return the
     number of elements.
 
@@ -82,24 +88,24 @@ def copy(moves: Iterable[Move], read: Read, write: Write, dtype: torch.dtype, mo
     """
     copied = 0
     for whole in moves:
-        for move in map(whole.part, windows(whole.box, most)):
+        for move in map(whole.part, split_box(whole.box, most)):
             write(*move.target, _values(read, move.source, move.box).to(dtype))
-            copied += volume(move.box)
+            copied += box_numel(move.box)
     return copied
 
 
 def copy_all(
-    plan: Plan,
-    reads: Mapping[int, Read],
-    writes: Mapping[int, Write],
+    plan: TransferPlan,
+    reads: Mapping[int, TensorSource],
+    writes: Mapping[int, TensorSink],
     dtype: torch.dtype,
     most: int,
 ) -> None:
-    """Execute a plan whose ranks all live in this process; see `copy`."""
+    """Execute a plan whose ranks all live in this process; see `copy_moves`."""
     for move in (*plan.copies, *plan.moves):
         for receiver in move.receivers:
-            copy([move], reads[move.sender], writes[receiver], dtype, most)
+            copy_moves([move], reads[move.sender], writes[receiver], dtype, most)
 
 
-def _values(read: Read, source: Place, box: Box) -> Tensor:
-    return view(read(source.tensor), source.start, extent(box))
+def _values(read: TensorSource, source: Place, box: Box) -> Tensor:
+    return slice_at(read(source.tensor), source.start, box_shape(box))

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from hybridrl.algorithms import (
-    DirectPreference,
-    Distillation,
+    DistillationObjective,
     PolicyObjective,
+    PreferenceObjective,
     TokenLoss,
     negative_log_likelihood,
 )
-from hybridrl.batch.batch import ROUTES, Batch
+from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
 from hybridrl.config.schema import (
     ActorConfig,
     EnvironmentConfig,
@@ -26,54 +26,54 @@ from hybridrl.config.schema import (
     RolloutConfig,
 )
 from hybridrl.controller import (
-    FIRST,
+    FIRST_RANK,
     ONE_TO_ALL,
     THREE_D,
     THREE_D_ALL_MICRO_DP,
     UPDATE,
     UPDATE_PAIRS,
-    Context,
     PartialTable,
+    WorkerContext,
     any_column,
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.engine.train_engine import Loss, TrainEngine
+from hybridrl.engine.train_engine import LossFunction, TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.parallel import process_group
-from hybridrl.rollout import Sampling
+from hybridrl.rollout import SamplingSettings
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.system.locations import location_of
+from hybridrl.system.locations import parse_location
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.workers.generation import (
-    GENERATED,
-    GENERATIONS,
-    LEARNED,
-    SAMPLE,
+    GENERATED_COLUMNS,
+    GENERATION_COUNT_FILE,
+    SAMPLE_COLUMNS,
+    UPDATE_COLUMNS,
     SampleSeeds,
-    branches_of,
-    may_be_asked,
-    may_be_generated,
-    report_compression,
-    report_engine,
+    has_branches,
+    is_generation_input,
+    list_optional_columns,
+    report_engine_counts,
     report_samples,
-    report_sync,
+    report_weights_received,
+    report_weights_sent,
 )
 from hybridrl.workers.model_worker import TrainedModelWorker
-from hybridrl.workers.rollout_engines import build_rollout, setup_of, trained_weights
-from hybridrl.workers.training_engines import ModelSource, policy_engine
+from hybridrl.workers.rollout_engines import build_rollout_engine, find_trained_shapes, setup_of
+from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 
-def _learned(built: Mapping[str, Any]) -> list[str]:
+def _list_update_columns(built: Mapping[str, Any]) -> list[str]:
     """Return the columns that updates need in workers built with these keywords."""
-    return [*LEARNED, *getattr(built["objective"], "needs", ())]
+    return [*UPDATE_COLUMNS, *getattr(built["objective"], "needs", ())]
 
 
 def _routes(built: Mapping[str, Any]) -> list[str]:
     """The columns of the experts that the forwards of these workers let take each token."""
-    return [ROUTES] if built["rollout"].routing_replay else []
+    return [ROUTED_EXPERTS] if built["rollout"].routing_replay else []
 
 
 class ActorWorker(TrainedModelWorker):
@@ -93,11 +93,11 @@ class ActorWorker(TrainedModelWorker):
 
     def __init__(
         self,
-        context: Context,
+        context: WorkerContext,
         source: ModelSource,
         config: ActorConfig,
         rollout: RolloutConfig,
-        objective: Loss,
+        objective: LossFunction,
         temperature: float,
         updates: int,
         job: str,
@@ -113,25 +113,27 @@ class ActorWorker(TrainedModelWorker):
         self._refresh = rollout.weight_sync_refresh
         self._seeds = SampleSeeds(source.seed)
         share = rollout.parallel.ranks if generates else 1
-        self._rollout_mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
-        train = policy_engine(context, source, config, rollout_tp=share)
+        self._rollout_mesh = RankMesh(
+            {"rollout_dp": context.world_size // share, "rollout_tp": share}
+        )
+        train = build_policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
         engine = None
         if generates:
-            coming = trained_weights(source, train)
-            engine = build_rollout(
+            coming = find_trained_shapes(source, train)
+            engine = build_rollout_engine(
                 source,
                 rollout,
                 setup_of(source, train.device, source.seed, job, coming=coming, sleeps=True),
                 environment=environment,
                 context=context,
-                peers=process_group.peers(self._rollout_mesh.groups("rollout_tp")),
+                peers=process_group.make_peer_group(self._rollout_mesh.groups("rollout_tp")),
             )
         self._engine = HybridEngine(
             train, engine, self.phase, source.dtype, verify=rollout.verify_weights
         )
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
+    def coordinates(self) -> Mapping[str, MeshCoordinate]:
         return {
             **super().coordinates(),
             **self._rollout_mesh.coordinates(self.context.rank),
@@ -144,29 +146,29 @@ class ActorWorker(TrainedModelWorker):
     @transfer(
         THREE_D_ALL_MICRO_DP,
         reads=("prompt_ids",),
-        may_read=may_be_asked,
-        makes=GENERATED,
-        may_make=may_be_generated,
-        copies_together=branches_of,
+        may_read=is_generation_input,
+        makes=GENERATED_COLUMNS,
+        may_make=list_optional_columns,
+        copies_together=has_branches,
     )
-    def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
+    def generate_sequences(self, batch: Batch, sampling: SamplingSettings) -> Batch:
         """Generate one response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
         `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
         seeds = self._seeds.next(self.rows, sampling.series)
         samples = self._engine.generate(batch, sampling, seeds)
-        report_sync(self, self._engine.cost)
+        report_weights_received(self, self._engine.cost)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
-            report_engine(self, self._engine.rollout)
+            report_engine_counts(self, self._engine.rollout)
         return samples
 
-    @transfer(THREE_D, reads=SAMPLE, follows=_routes, makes=("log_probs", "entropy"))
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, follows=_routes, makes=("log_probs", "entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:
         """Compute the `log_probs` of the responses under the current policy, and the `entropy`."""
         with self.phase("score"):
             return self._engine.train.forward(batch, temperature=self._temperature)
 
-    @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",))
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses under the model before training: with LoRA the
         actor is its own reference."""
@@ -174,7 +176,7 @@ class ActorWorker(TrainedModelWorker):
             scored = self._engine.train.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 
-    @transfer(UPDATE, reads=_learned, may_read=any_column, follows=_routes)
+    @transfer(UPDATE, reads=_list_update_columns, may_read=any_column, follows=_routes)
     def update_actor(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on the objective, and return the metrics of the whole mini-batch.
 
@@ -182,17 +184,19 @@ class ActorWorker(TrainedModelWorker):
             ConfigError: if the job's loss is one of pairs.
             DataError: if a column that the loss reads is missing; names it.
         """
-        if isinstance(self._objective, DirectPreference):
+        if isinstance(self._objective, PreferenceObjective):
             raise ConfigError(
                 f"{self.context.role}.update_actor learns from samples and their advantages, but "
                 f"the loss of this job is one of pairs (preference.loss={self._objective.loss}). "
                 "Call update_preference, or leave `preference` out of the settings."
             )
         self._report_age(batch)
-        asked = self._objective.options if isinstance(self._objective, Distillation) else {}
+        asked = (
+            self._objective.options if isinstance(self._objective, DistillationObjective) else {}
+        )
         return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
 
-    @transfer(UPDATE_PAIRS, reads=_learned, may_read=any_column, follows=_routes)
+    @transfer(UPDATE_PAIRS, reads=_list_update_columns, may_read=any_column, follows=_routes)
     def update_preference(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on pairs of rows, the chosen one first.
 
@@ -210,10 +214,10 @@ class ActorWorker(TrainedModelWorker):
             batch, self._objective, rows_together=2, temperature=self._temperature
         )
 
-    @transfer(UPDATE, reads=LEARNED)
+    @transfer(UPDATE, reads=UPDATE_COLUMNS)
     def update_supervised(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step that makes the given responses likelier."""
-        return self._engine.update(batch, _supervised)
+        return self._engine.update(batch, _supervised_loss)
 
     @transfer(ONE_TO_ALL)
     def load_weights(self, folder: str) -> None:
@@ -227,7 +231,7 @@ class ActorWorker(TrainedModelWorker):
         settings = config or self._config.optimizer
         self._engine.train.start_optimizer(settings, updates or self._updates)
 
-    @transfer(FIRST)
+    @transfer(FIRST_RANK)
     def open_rendezvous(self) -> Rendezvous:
         """Open a socket on the first rank at which a generator can meet this group."""
         if self.context.rank:  # only the first rank answers
@@ -269,7 +273,7 @@ class ActorWorker(TrainedModelWorker):
     def send_weights(self) -> None:
         """Send the current weights to the generator."""
         with self.phase("sync"):
-            report_compression(self, self._channel.send(self._engine.policy_version))
+            report_weights_sent(self, self._channel.send(self._engine.policy_version))
 
     @transfer(ONE_TO_ALL)
     def forget_sent_weights(self) -> None:
@@ -282,7 +286,7 @@ class ActorWorker(TrainedModelWorker):
         """Pack the current weights as parcels, for the generator's `load_weights`."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack()
-        report_compression(self, self._channel.cost)
+        report_weights_sent(self, self._channel.cost)
         return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
 
     @transfer(THREE_D_ALL_MICRO_DP)
@@ -298,14 +302,16 @@ class ActorWorker(TrainedModelWorker):
 
     def beside(self) -> dict[str, Mapping[str, Any]]:
         generates = self._engine.rollout is not None
-        return {GENERATIONS: {"generations": self._seeds.generations}} if generates else {}
+        return (
+            {GENERATION_COUNT_FILE: {"generations": self._seeds.generations}} if generates else {}
+        )
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Load the state of a saved actor, to continue where it stopped."""
-        self._engine.load_state(location_of(folder))
+        self._engine.load_state(parse_location(folder))
         if self._engine.rollout is not None:
-            self._seeds.load(location_of(folder))
+            self._seeds.load(parse_location(folder))
 
     @transfer(ONE_TO_ALL)
     def policy_version(self) -> int:
@@ -331,5 +337,5 @@ class ActorWorker(TrainedModelWorker):
             self._engine.rollout.close()
 
 
-def _supervised(outputs, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
+def _supervised_loss(outputs, columns, segments) -> TokenLoss:  # type: ignore[no-untyped-def]
     return negative_log_likelihood(outputs["log_probs"])

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from hybridrl.algorithms import Segments, TokenLoss, value_loss
+from hybridrl.algorithms import TokenLoss, TokenSegments, value_loss
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import THREE_D, UPDATE, Context, transfer
+from hybridrl.controller import THREE_D, UPDATE, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.system.device_traits import synchronize
-from hybridrl.workers.generation import LEARNED, SAMPLE
+from hybridrl.system.device_traits import synchronize_device
+from hybridrl.workers.generation import SAMPLE_COLUMNS, UPDATE_COLUMNS
 from hybridrl.workers.model_worker import TrainedModelWorker
-from hybridrl.workers.training_engines import ModelSource, scalar_engine
+from hybridrl.workers.training_engines import ModelSource, build_scalar_engine
 
 
 class CriticWorker(TrainedModelWorker):
@@ -30,7 +30,7 @@ class CriticWorker(TrainedModelWorker):
 
     def __init__(
         self,
-        context: Context,
+        context: WorkerContext,
         source: ModelSource,
         config: ActorConfig,
         value_clip: float | None,
@@ -40,14 +40,14 @@ class CriticWorker(TrainedModelWorker):
         super().__init__(context, source)
         self._value_clip = value_clip
         self._prefix = prefix
-        self._engine = scalar_engine(context, source, config, reads="before")
+        self._engine = build_scalar_engine(context, source, config, reads="before")
         self._engine.start_optimizer(config.optimizer, updates)
 
     @property
     def model_engine(self) -> TrainEngine:
         return self._engine
 
-    @transfer(THREE_D, reads=SAMPLE, makes=lambda built: [f"{built['prefix']}values"])
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=lambda built: [f"{built['prefix']}values"])
     def compute_values(self, batch: Batch) -> Batch:
         """Compute the `values` (`cost_values`) of the response tokens."""
         with self.phase("score"):
@@ -56,18 +56,21 @@ class CriticWorker(TrainedModelWorker):
 
     @transfer(
         UPDATE,
-        reads=lambda built: [*LEARNED, *(f"{built['prefix']}{n}" for n in ("values", "returns"))],
+        reads=lambda built: [
+            *UPDATE_COLUMNS,
+            *(f"{built['prefix']}{n}" for n in ("values", "returns")),
+        ],
     )
     def update_critic(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step towards the `returns` (`cost_returns`), and return the metrics of
         the whole mini-batch."""
         with self.phase("train"):
             metrics = self._engine.update(batch, self._loss)
-            synchronize(self._engine.device)
+            synchronize_device(self._engine.device)
         return {f"{self._prefix}critic_{name}": value for name, value in metrics.items()}
 
     def _loss(
-        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: Segments
+        self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: TokenSegments
     ) -> TokenLoss:
         values, returns = outputs["values"], columns[f"{self._prefix}returns"]
         old = columns[f"{self._prefix}values"]

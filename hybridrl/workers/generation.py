@@ -9,27 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridrl.batch.batch import ROUTES, Batch, is_of_data, sampled_tokens
-from hybridrl.batch.turn import FAILURES
-from hybridrl.checkpoint.engine_state.training_state import read_numbers, write_numbers
+from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, is_user_column, sampled_tokens
+from hybridrl.batch.turn import EPISODE_FAILURES
+from hybridrl.checkpoint.engine_state.training_state import read_state_numbers, write_state_numbers
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
 from hybridrl.system.locations import Location
-from hybridrl.weights.weight_message import METHODS
+from hybridrl.weights.weight_message import SYNC_METHODS
 from hybridrl.weights.weight_sync import SyncCost
 
 if TYPE_CHECKING:
     from hybridrl.rollout.sample_generator import SampleGenerator
 
-SAMPLE = ("prompt_ids", "response_ids")
+SAMPLE_COLUMNS = ("prompt_ids", "response_ids")
 """The columns that a model needs to score a sample."""
-LEARNED = (*SAMPLE, "response_mask", "loss_weights")
+UPDATE_COLUMNS = (*SAMPLE_COLUMNS, "response_mask", "loss_weights")
 """The columns that every update needs."""
-GENERATED = (
+GENERATED_COLUMNS = (
     *("response_ids", "response_mask", "rollout_log_probs", "finish_reason", "policy_version"),
 )
 """The columns that a generation makes."""
-OF_BRANCHES = (
+_BRANCH_COLUMNS = (
     *("branch_prompt_ids", "branch_response_ids", "branch_response_mask"),
     *("branch_rollout_log_probs", "branch_turn"),
     *("branch_prompt_lengths", "branch_response_lengths"),
@@ -37,40 +37,44 @@ OF_BRANCHES = (
 """The columns of a sample's branches before its last one."""
 
 
-GENERATIONS = "generations.json"
+GENERATION_COUNT_FILE = "generations.json"
 """The file with the number of generations, in the folder of the actor's state. It is in the same
 place whether the actor or a generator generates, because a run may resume with another
 placement."""
 
 
-def may_be_generated(keywords: Mapping[str, Any]) -> Sequence[str]:
+def list_optional_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
     """Return the further columns that a generation makes in workers built with these keywords."""
     rollout, found = keywords["rollout"], []
-    if branches_of(keywords):
-        found += ["prompt_ids", "branches", *OF_BRANCHES, "environment/*"]
+    if has_branches(keywords):
+        found += ["prompt_ids", "branches", *_BRANCH_COLUMNS, "environment/*"]
     if found or rollout.episode is not None:
         found += ["turn", "turns", "turn_rewards", "episode_rewards"]
     if rollout.routing_replay:
-        found.append(ROUTES)
+        found.append(ROUTED_EXPERTS)
     if not keywords.get("in_flight"):
         return found
-    return [*found, "token_versions", *(["branch_token_versions"] if branches_of(keywords) else [])]
+    return [
+        *found,
+        "token_versions",
+        *(["branch_token_versions"] if has_branches(keywords) else []),
+    ]
 
 
-def branches_of(keywords: Mapping[str, Any]) -> bool:
+def has_branches(keywords: Mapping[str, Any]) -> bool:
     """Return whether a sample of workers built with these keywords may have several branches. The
     samples of a prompt are then made on one replica, because they may be scored together."""
     environment = keywords.get("environment")
     return environment is not None and is_served(keywords["rollout"], environment)
 
 
-def may_be_asked(column: str) -> bool:
+def is_generation_input(column: str) -> bool:
     """Return whether a generation reads this column besides the prompt where it exists: a column of
     the data, or `group_id`, which marks the samples of one prompt."""
-    return column == "group_id" or is_of_data(column)
+    return column == "group_id" or is_user_column(column)
 
 
-def oldest_versions(samples: Batch, version: int) -> list[int]:
+def find_oldest_versions(samples: Batch, version: int) -> list[int]:
     """Return the oldest policy version that sampled a token of each row, from `token_versions`.
 
     Args:
@@ -111,10 +115,10 @@ def report_samples(worker: Worker, samples: Batch) -> None:
         worker.report(
             episode_turns=int(samples["turns"].sum()),
             episode_branches=int(samples["branches"].sum()),
-            **{f"episode_{kind}": reasons.count(kind) for kind in FAILURES},
+            **{f"episode_{kind}": reasons.count(kind) for kind in EPISODE_FAILURES},
         )
         names = [name for name in samples.columns if name.startswith("environment/")]
-        report_numbers(worker, {name: samples[name].tolist() for name in names})
+        report_column_sums(worker, {name: samples[name].tolist() for name in names})
     elif "turns" in samples:
         worker.report(
             turns=int(samples["turns"].sum()),
@@ -123,7 +127,7 @@ def report_samples(worker: Worker, samples: Batch) -> None:
         )
 
 
-def report_numbers(worker: Worker, columns: Mapping[str, Sequence[float]]) -> None:
+def report_column_sums(worker: Worker, columns: Mapping[str, Sequence[float]]) -> None:
     """Report sums for the mean and standard deviation of each column, over the samples that have a
     number there."""
     for name, column in columns.items():
@@ -137,14 +141,14 @@ def report_numbers(worker: Worker, columns: Mapping[str, Sequence[float]]) -> No
         )
 
 
-def report_engine(worker: Worker, generator: SampleGenerator) -> None:
+def report_engine_counts(worker: Worker, generator: SampleGenerator) -> None:
     """Report what the engine has counted since the last report (see `RolloutEngine.counts`), and
     the notices of its episodes."""
     worker.report(**generator.engine.counts())
     worker.record.notices += generator.notices()
 
 
-def report_sync(worker: Worker, cost: SyncCost | None) -> None:
+def report_weights_received(worker: Worker, cost: SyncCost | None) -> None:
     """Report the cost of receiving new weights on this rank, if they came box by box. Of several
     syncs of one call the bytes add up, and the highest peak counts."""
     if cost is not None:
@@ -152,12 +156,12 @@ def report_sync(worker: Worker, cost: SyncCost | None) -> None:
         worker.report(sync_received=cost.received, sync_redundant=cost.redundant, sync_peak=peak)
 
 
-def report_compression(worker: Worker, cost: SyncCost | None) -> None:
+def report_weights_sent(worker: Worker, cost: SyncCost | None) -> None:
     """Report the cost of sending new weights from this rank, if they went box by box: the method,
     how many of the values sent as differences had changed, and the time it took to find out."""
     if cost is not None:
         worker.report(
-            sync_method_max=METHODS.index(cost.method),
+            sync_method_max=SYNC_METHODS.index(cost.method),
             sync_changed=cost.changed,
             sync_compared=cost.compared,
             sync_encode_seconds_max=cost.encode_seconds,
@@ -191,8 +195,8 @@ class SampleSeeds:
 
     def save(self, folder: Location) -> None:
         """Writes the number of generations to the folder of the actor's state."""
-        write_numbers(folder / GENERATIONS, {"generations": self.generations})
+        write_state_numbers(folder / GENERATION_COUNT_FILE, {"generations": self.generations})
 
     def load(self, folder: Location) -> None:
         """Goes on from what was saved."""
-        self.generations = read_numbers(folder / GENERATIONS)["generations"]
+        self.generations = read_state_numbers(folder / GENERATION_COUNT_FILE)["generations"]

@@ -14,36 +14,36 @@ from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import (
     ONE_TO_ALL,
     THREE_D_ALL_MICRO_DP,
-    Context,
     PartialTable,
+    WorkerContext,
     transfer,
 )
 from hybridrl.controller.worker import Rendezvous
-from hybridrl.engine.hybrid_engine import with_mask
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.engine.hybrid_engine import add_response_mask
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.parallel import process_group
-from hybridrl.rollout import Sampling
+from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     ReplicaShare,
-    SampleStream,
-    without_versions,
+    SingleTurnStream,
+    drop_token_versions,
 )
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.system.locations import location_of
+from hybridrl.system.locations import parse_location
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.workers.generation import (
-    GENERATED,
+    GENERATED_COLUMNS,
     SampleSeeds,
-    may_be_asked,
-    may_be_generated,
-    oldest_versions,
-    report_engine,
+    find_oldest_versions,
+    is_generation_input,
+    list_optional_columns,
+    report_engine_counts,
     report_samples,
-    report_sync,
+    report_weights_received,
 )
 from hybridrl.workers.model_worker import ModelWorker
-from hybridrl.workers.rollout_engines import build_rollout, setup_of
+from hybridrl.workers.rollout_engines import build_rollout_engine, setup_of
 from hybridrl.workers.training_engines import ModelSource
 
 
@@ -61,7 +61,7 @@ class GeneratorWorker(ModelWorker):
 
     def __init__(
         self,
-        context: Context,
+        context: WorkerContext,
         source: ModelSource,
         rollout: RolloutConfig,
         seed: int,
@@ -76,13 +76,13 @@ class GeneratorWorker(ModelWorker):
         self._in_flight = in_flight
         self._started = 0
         self._version = 0
-        self._samples: SampleStream
+        self._samples: SingleTurnStream
         share = rollout.parallel.ranks
-        self._mesh = Mesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
-        self._device = process_group.join(context)
+        self._mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        self._device = process_group.join_group_world(context)
         self._world = dist.group.WORLD
-        self._peers = process_group.peers(self._mesh.groups("rollout_tp"))
-        self._generator = build_rollout(
+        self._peers = process_group.make_peer_group(self._mesh.groups("rollout_tp"))
+        self._generator = build_rollout_engine(
             source,
             rollout,
             setup_of(source, self._device, seed, job),
@@ -91,7 +91,7 @@ class GeneratorWorker(ModelWorker):
             peers=self._peers,
         )
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
+    def coordinates(self) -> Mapping[str, MeshCoordinate]:
         return self._mesh.coordinates(self.context.rank)
 
     @transfer(ONE_TO_ALL)
@@ -136,7 +136,7 @@ class GeneratorWorker(ModelWorker):
         """Load weights that came as parcels."""
         with self.phase("sync"):
             self._channel.unpack(parcels)
-        report_sync(self, self._channel.cost)
+        report_weights_received(self, self._channel.cost)
         # The trainer does not hear of parcels that could not be used.
         self.report(sync_repeated=self._channel.cost.repeated)
         self._version = version
@@ -152,10 +152,10 @@ class GeneratorWorker(ModelWorker):
         if self._channel.lacking:
             with self.phase("sync"):
                 self._channel.complete(parcels)
-            report_sync(self, self._channel.cost)
+            report_weights_received(self, self._channel.cost)
 
-    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=may_be_asked)
-    def start_sequences(self, batch: Batch, sampling: Sampling) -> None:
+    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_generation_input)
+    def start_sequences(self, batch: Batch, sampling: SamplingSettings) -> None:
         """Start generating a response for each row; `collect_sequences` returns them."""
         place = self.coordinates()["rollout_dp"]
         seeds = self._seeds.next(range(len(batch)), sampling.series)
@@ -165,7 +165,7 @@ class GeneratorWorker(ModelWorker):
         task = GenerationTask(batch, sampling, seeds, self._version, share)
         self._samples = self._generator.begin(task)
 
-    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED, may_make=may_be_generated)
+    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED_COLUMNS, may_make=list_optional_columns)
     def take_sequences(self, part: int, parts: int) -> Batch:
         """Return the samples that have finished since the last call, about one of `parts` of all.
         The columns are those of `ActorWorker.generate_sequences`."""
@@ -173,10 +173,10 @@ class GeneratorWorker(ModelWorker):
             samples, rows = self._finished(part, parts)
         if part == parts - 1:
             self._samples.close()
-        samples = with_mask(samples)
+        samples = add_response_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
-            report_engine(self, self._generator)
+            report_engine_counts(self, self._generator)
         return PartialTable(samples, rows, self._total)
 
     @transfer(ONE_TO_ALL)
@@ -184,12 +184,12 @@ class GeneratorWorker(ModelWorker):
         """Save the counter of generations in the folder of the actor's state. The weights are the
         actor's."""
         if self.context.rank == 0:
-            self._seeds.save(location_of(folder))
+            self._seeds.save(parse_location(folder))
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Load the counter of generations; the weights come from the actor, as always."""
-        self._seeds.load(location_of(folder))
+        self._seeds.load(parse_location(folder))
 
     def close(self) -> None:
         self._generator.close()
@@ -200,9 +200,9 @@ class GeneratorWorker(ModelWorker):
         least = share if part < parts - 1 else self._total
         refresh = self._refresh if self._in_flight else None
         samples, rows = self._samples.next_samples(least, refresh)
-        oldest = oldest_versions(samples, self._version)
+        oldest = find_oldest_versions(samples, self._version)
         samples = samples.with_columns({"policy_version": torch.tensor(oldest, dtype=torch.int64)})
-        return samples if self._in_flight else without_versions(samples), rows
+        return samples if self._in_flight else drop_token_versions(samples), rows
 
     def _refresh(self) -> int:
         """Receive new weights if there are any, and return the version that generates now."""
@@ -212,13 +212,13 @@ class GeneratorWorker(ModelWorker):
 
     def _receive(self) -> None:
         self._version, cost = self._channel.receive()
-        report_sync(self, cost)
+        report_weights_received(self, cost)
 
     def _claim(self, generation: int) -> int:
         """The next number that no replica has; see `ReplicaShare`."""
         number = 0
         if self._leads:
-            store = process_group.store_of(self._world)
+            store = process_group.find_store(self._world)
             number = store.add(f"claimed/{generation}", 1) - 1
         return self._first_says(number)
 

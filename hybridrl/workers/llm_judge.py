@@ -17,18 +17,18 @@ import torch
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelConfig
 from hybridrl.config.setting import Setting
-from hybridrl.controller import Context
+from hybridrl.controller import WorkerContext
 from hybridrl.conversations.rendering import TemplateContext, render_chat
 from hybridrl.models import load_tokenizer
-from hybridrl.parallel.process_group import join
-from hybridrl.rewards.rubrics import load_rubric, rubric_of, share_met
-from hybridrl.rewards.scoring_round import neighbours
-from hybridrl.rollout import Sampling
-from hybridrl.workers.rollout_engines import build_generator, setup_of
+from hybridrl.parallel.process_group import join_group_world
+from hybridrl.rewards.rubrics import load_rubric, read_row_rubric, rubric_score
+from hybridrl.rewards.scoring_round import group_neighbors
+from hybridrl.rollout import SamplingSettings
+from hybridrl.workers.rollout_engines import build_inference_engine, setup_of
 from hybridrl.workers.training_engines import ModelSource
 
 
-def read_grade(text: str, pattern: str, scale: float) -> float:
+def parse_grade(text: str, pattern: str, scale: float) -> float:
     """Return the last grade in the judge's text, scaled to 0 to 1; NaN if there is none."""
     found = re.findall(pattern, text)
     try:
@@ -38,7 +38,7 @@ def read_grade(text: str, pattern: str, scale: float) -> float:
     return min(max(grade, 0.0), 1.0)
 
 
-def read_ranking(text: str, pattern: str, answers: int) -> list[float]:
+def parse_ranking(text: str, pattern: str, answers: int) -> list[float]:
     """Return the score of each response by the last ranking in the judge's text, such as `3 > 1 =
     2`: 1 for the best of all, 0 for the worst, with equal steps between; responses that are equally
     good share the mean of their ranks. All NaN if it does not name each response once."""
@@ -68,7 +68,7 @@ def _group(match: str | tuple[str, ...]) -> str:
     return match if isinstance(match, str) else match[0]
 
 
-TEMPLATE = """Grade the answer to a question.
+GRADE_TEMPLATE = """Grade the answer to a question.
 
 Question:
 {prompt}
@@ -84,7 +84,7 @@ Say in one sentence what is right and wrong about the answer. Then write, on a l
 """
 
 
-CRITERION_TEMPLATE = """Does the answer to a question meet a criterion?
+RUBRIC_TEMPLATE = """Does the answer to a question meet a criterion?
 
 Question:
 {prompt}
@@ -112,8 +112,8 @@ Say in a few sentences what is right and wrong about the answers. Then write, on
 "Ranking: " and the numbers of all answers from the best to the worst, with > between them, or with
 = between two that are equally good, such as "Ranking: 3 > 1 = 2".
 """
-TEMPLATES = {"grade": TEMPLATE, "rubric": CRITERION_TEMPLATE, "rank": RANKING_TEMPLATE}
-PATTERNS = {"grade": r"[Ss]core:\s*(-?[0-9.]+)", "rank": r"[Rr]anking:\s*([0-9 >=]+)"}
+DEFAULT_TEMPLATES = {"grade": GRADE_TEMPLATE, "rubric": RUBRIC_TEMPLATE, "rank": RANKING_TEMPLATE}
+DEFAULT_PATTERNS = {"grade": r"[Ss]core:\s*(-?[0-9.]+)", "rank": r"[Rr]anking:\s*([0-9 >=]+)"}
 
 
 class JudgeSetup(NamedTuple):
@@ -129,7 +129,7 @@ class JudgeSetup(NamedTuple):
     job: str
 
 
-class Judge:
+class LLMJudge:
     """A language model that grades responses by generating.
 
     Args:
@@ -141,7 +141,7 @@ class Judge:
 
     def __init__(
         self,
-        context: Context,
+        context: WorkerContext,
         setup: JudgeSetup,
         config: JudgeConfig,
         setting: Setting = Setting("reward.judge"),
@@ -149,15 +149,15 @@ class Judge:
         source, rollout, job = setup
         self._config, self._setting = config, setting
         by_rubric = config.rubric is not None or config.rubric_column is not None
-        usual = TEMPLATES["rubric" if by_rubric else config.mode]
+        usual = DEFAULT_TEMPLATES["rubric" if by_rubric else config.mode]
         self._template = Path(config.template).read_text() if config.template else usual
-        self.pattern = config.pattern or PATTERNS[config.mode]
+        self.pattern = config.pattern or DEFAULT_PATTERNS[config.mode]
         self._rubric = (
             None if config.rubric is None else load_rubric(config.rubric, setting / "rubric")
         )
         self._tokenizer, self._context = load_tokenizer(source.tokenizer), source.template
         self._context_length = source.context_length
-        self._sampling = Sampling(config.max_tokens, temperature=0.0)
+        self._sampling = SamplingSettings(config.max_tokens, temperature=0.0)
         # It keeps its weights, so it never sleeps, and takes no tools.
         settings = replace(
             rollout,
@@ -172,7 +172,9 @@ class Judge:
             plan=None,
             memory_share=config.memory_share,
         )
-        self._engine = build_generator(setup_of(source, join(context), 0, f"{job}-judge"), settings)
+        self._engine = build_inference_engine(
+            setup_of(source, join_group_world(context), 0, f"{job}-judge"), settings
+        )
 
     def grade(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None
@@ -190,7 +192,7 @@ class Judge:
             return torch.tensor(self._by_criteria(rows))
         scale = self._config.scale
         texts = self._asked([{**row} for row in rows])
-        return torch.tensor([read_grade(text, self.pattern, scale) for text in texts])
+        return torch.tensor([parse_grade(text, self.pattern, scale) for text in texts])
 
     def _by_criteria(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """Grade each row by its rubric, with one request for each criterion."""
@@ -198,7 +200,7 @@ class Judge:
         rubrics = [
             self._rubric
             if column is None
-            else rubric_of(row, column, self._setting / "rubric_column")
+            else read_row_rubric(row, column, self._setting / "rubric_column")
             for row in rows
         ]
         texts = iter(
@@ -211,7 +213,7 @@ class Judge:
             )
         )
         return [
-            share_met(rubric, [read_grade(next(texts), self.pattern, scale) for _ in rubric])
+            rubric_score(rubric, [parse_grade(next(texts), self.pattern, scale) for _ in rubric])
             for rubric in rubrics
         ]
 
@@ -221,11 +223,15 @@ class Judge:
         """Rank the responses of each prompt with one request. A single response gets the neutral
         grade 0.5."""
         grades = [0.5] * len(rows)
-        together = neighbours(range(len(rows)) if groups is None else groups)
-        orders = [_shuffled(members, rows) for members in together if len(members) > 1]
-        texts = self._asked([_side_by_side([rows[row] for row in order]) for order in orders])
+        together = group_neighbors(range(len(rows)) if groups is None else groups)
+        orders = [_shuffle_by_content(members, rows) for members in together if len(members) > 1]
+        texts = self._asked(
+            [_format_ranking_request([rows[row] for row in order]) for order in orders]
+        )
         for order, text in zip(orders, texts, strict=True):
-            for row, grade in zip(order, read_ranking(text, self.pattern, len(order)), strict=True):
+            for row, grade in zip(
+                order, parse_ranking(text, self.pattern, len(order)), strict=True
+            ):
                 grades[row] = grade
         return grades
 
@@ -254,23 +260,25 @@ class Judge:
 
     def _encode(self, row: Mapping[str, Any]) -> torch.Tensor:
         known = {"answer": "", **{name: str(value) for name, value in row.items()}}
-        return torch.tensor(encode_request(self._tokenizer, self._template, known, self._context))
+        return torch.tensor(
+            encode_judge_prompt(self._tokenizer, self._template, known, self._context)
+        )
 
 
-def _shuffled(members: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[int]:
+def _shuffle_by_content(members: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[int]:
     """Shuffle rows in an order that depends on their contents only, so that it is the same wherever
     and whenever they are judged."""
     said = "\0".join(str(rows[row]["response"]) for row in members)
     return random.Random(zlib.crc32(said.encode(errors="replace"))).sample(members, len(members))
 
 
-def _side_by_side(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _format_ranking_request(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the request for several responses to one prompt, numbered from 1."""
     answers = [f"Answer {number}:\n{row['response']}" for number, row in enumerate(rows, start=1)]
     return {**rows[0], "responses": "\n\n".join(answers)}
 
 
-def encode_request(
+def encode_judge_prompt(
     tokenizer: Any,
     template: str,
     parts: Mapping[str, str],
@@ -301,16 +309,16 @@ def encode_request(
         if number % 2:
             pending += piece
             continue
-        *before, last = re.split(special_tokens_of(tokenizer), piece)
+        *before, last = re.split(_build_special_token_pattern(tokenizer), piece)
         for plain, special in zip(before[::2], before[1::2], strict=True):
-            ids += _plain(tokenizer, pending + plain)
+            ids += _encode_plain_text(tokenizer, pending + plain)
             ids.append(tokenizer.convert_tokens_to_ids(special))
             pending = ""
         pending += last
-    return ids + _plain(tokenizer, pending)
+    return ids + _encode_plain_text(tokenizer, pending)
 
 
-def special_tokens_of(tokenizer: Any) -> str:
+def _build_special_token_pattern(tokenizer: Any) -> str:
     """Return a pattern, with one group, of every text that this tokenizer reads as a special
     token."""
     tokens = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -318,7 +326,7 @@ def special_tokens_of(tokenizer: Any) -> str:
     return f"({any_of_them})" if tokens else "((?!))"  # which nothing matches
 
 
-def _plain(tokenizer: Any, text: str) -> list[int]:
+def _encode_plain_text(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text, none of whose characters are read as a special token."""
     if not text:
         return []

@@ -7,19 +7,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
-from hybridrl.checkpoint.tensors.rank_manifest import Saved
-from hybridrl.controller import ONE_TO_ALL, Context, Worker, transfer
-from hybridrl.models import load_tokenizer, stored_dtype
+from hybridrl.checkpoint.tensors.rank_manifest import SaveResult
+from hybridrl.controller import ONE_TO_ALL, Worker, WorkerContext, transfer
+from hybridrl.models import load_tokenizer, read_stored_dtype
 from hybridrl.parallel import process_group
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.system.locations import location_of
+from hybridrl.system.locations import parse_location
 from hybridrl.workers.training_engines import ModelSource
 
 if TYPE_CHECKING:
     from hybridrl.engine.train_engine import TrainEngine
-    from hybridrl.layout.rank_mesh import Coordinate
+    from hybridrl.layout.rank_mesh import MeshCoordinate
 
 
 class ModelWorker(Worker):
@@ -33,12 +33,12 @@ class ModelWorker(Worker):
         ranks."""
         return None
 
-    def coordinates(self) -> Mapping[str, Coordinate]:
+    def coordinates(self) -> Mapping[str, MeshCoordinate]:
         engine = self.model_engine
         return super().coordinates() if engine is None else engine.mesh.coordinates
 
     def enter(self) -> None:
-        process_group.enter(self.context.role)
+        process_group.enter_world(self.context.role)
         if (engine := self.model_engine) is not None:
             engine.onload()
 
@@ -67,7 +67,7 @@ class TrainedModelWorker(ModelWorker):
         source: The model.
     """
 
-    def __init__(self, context: Context, source: ModelSource) -> None:
+    def __init__(self, context: WorkerContext, source: ModelSource) -> None:
         super().__init__(context)
         self._source = source
 
@@ -92,7 +92,7 @@ class TrainedModelWorker(ModelWorker):
     def save_model(self, folder: str, dtype: str | None = None) -> None:
         """Write model and tokenizer as a Hugging Face folder; `dtype` None: in the precision of
         `model.save_dtype`."""
-        dtype = dtype or self._source.save_dtype or stored_dtype(self._source.path)
+        dtype = dtype or self._source.save_dtype or read_stored_dtype(self._source.path)
         self.model_engine.save(Path(folder), DTYPES[dtype], self._source.file_bytes)
         if self.context.rank == 0:
             self._write_tokenizer(Path(folder))
@@ -101,17 +101,17 @@ class TrainedModelWorker(ModelWorker):
     def save_state(self, folder: str) -> None:
         """Write weights, optimizer and counters, for `load_state` on any number of ranks. The
         folder must hold no state yet."""
-        self._saver.save(location_of(folder), self.counters(), self.beside())
+        self._saver.save(parse_location(folder), self.counters(), self.beside())
 
     @transfer(ONE_TO_ALL)
     def start_saving(self, folder: str, copy: str | None = None) -> None:
         """Start saving as `save_state` does, but return when a copy is made. It is written in the
         background, after earlier ones, and also to a second folder if possible."""
-        second = None if copy is None else location_of(copy)
-        self._saver.start(location_of(folder), self.counters(), self.beside(), second)
+        second = None if copy is None else parse_location(copy)
+        self._saver.start(parse_location(folder), self.counters(), self.beside(), second)
 
     @transfer(ONE_TO_ALL)
-    def finish_saving(self, wait: bool = True) -> Saved | None:
+    def finish_saving(self, wait: bool = True) -> SaveResult | None:
         """Return the bytes and seconds of what `start_saving` has written; None while it is under
         way, unless `wait` is set."""
         return self._saver.finish(wait)
@@ -119,14 +119,14 @@ class TrainedModelWorker(ModelWorker):
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Load a saved state, to continue where the worker stopped."""
-        load_training_state(self.model_engine, location_of(folder))
+        load_training_state(self.model_engine, parse_location(folder))
 
     def close(self) -> None:
         self._saver.close()
 
     @cached_property
-    def _saver(self) -> StateSaver:
-        return StateSaver(self.model_engine, self._write_tokenizer, self._source.file_bytes)
+    def _saver(self) -> EngineStateSaver:
+        return EngineStateSaver(self.model_engine, self._write_tokenizer, self._source.file_bytes)
 
     def _write_tokenizer(self, folder: Path) -> None:
         load_tokenizer(self._source.tokenizer).save_pretrained(folder)

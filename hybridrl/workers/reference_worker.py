@@ -7,11 +7,11 @@ from pathlib import Path
 
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, THREE_D, Context, transfer
+from hybridrl.controller import ONE_TO_ALL, THREE_D, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.workers.generation import SAMPLE
+from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.model_worker import ModelWorker
-from hybridrl.workers.training_engines import ModelSource, policy_engine
+from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 
 class ReferenceWorker(ModelWorker):
@@ -26,7 +26,7 @@ class ReferenceWorker(ModelWorker):
 
     def __init__(
         self,
-        context: Context,
+        context: WorkerContext,
         source: ModelSource,
         config: ActorConfig,
         temperature: float,
@@ -34,7 +34,7 @@ class ReferenceWorker(ModelWorker):
     ) -> None:
         super().__init__(context)
         self._temperature, self._top_k = temperature, top_k
-        self._engine = policy_engine(context, source, config, trains=False)
+        self._engine = build_policy_engine(context, source, config, trains=False)
 
     @property
     def model_engine(self) -> TrainEngine:
@@ -46,14 +46,14 @@ class ReferenceWorker(ModelWorker):
         move the model's weights towards them, as a moving average does."""
         self._engine.load(Path(folder), share)
 
-    @transfer(THREE_D, reads=SAMPLE, makes=("ref_log_probs",), streams=True)
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("ref_log_probs",), streams=True)
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """Compute the `ref_log_probs` of the responses."""
         with self.phase("score"):
             scored = self._engine.forward(batch, temperature=self._temperature)
         return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
 
-    @transfer(THREE_D, reads=SAMPLE, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
     def compute_top_log_probs(self, batch: Batch) -> Batch:
         """Compute the `top_k` tokens that this model finds likeliest in place of each response
         token: `teacher_ids` and `teacher_log_probs`, `top_k` numbers per token, one token after the

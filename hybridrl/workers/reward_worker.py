@@ -9,34 +9,34 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hybridrl.algorithms import Segments
-from hybridrl.batch.arrow_columns import Ragged
-from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_of_data, is_right, sampled_tokens
+from hybridrl.algorithms import TokenSegments
+from hybridrl.batch.arrow_columns import RaggedColumn
+from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, is_user_column, sampled_tokens
 from hybridrl.config.schema import ActorConfig, RewardConfig
 from hybridrl.config.setting import Setting
-from hybridrl.controller import THREE_D, Context, transfer
+from hybridrl.controller import THREE_D, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RewardError
 from hybridrl.models import load_tokenizer
-from hybridrl.rewards.loading import functions_of, looks_at_groups
-from hybridrl.rewards.response_steps import step_ends, tokens_up_to
-from hybridrl.rewards.returned_scores import Steps
-from hybridrl.rewards.signature import TOKENS, UPDATES
+from hybridrl.rewards.loading import needs_groups, resolve_functions
+from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
+from hybridrl.rewards.returned_scores import StepRewards
+from hybridrl.rewards.signature import TOKEN_IDS_ENTRY, UPDATES_ENTRY
 from hybridrl.rewards.source_rewards import COLUMN as SOURCE
-from hybridrl.rewards.source_rewards import SourcePools, settings_by_source
-from hybridrl.workers.generation import report_numbers
-from hybridrl.workers.llm_judge import Judge, JudgeSetup
+from hybridrl.rewards.source_rewards import SourceRewardPools, resolve_source_settings
+from hybridrl.workers.generation import report_column_sums
+from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
 from hybridrl.workers.model_worker import ModelWorker
-from hybridrl.workers.training_engines import ModelSource, scalar_engine
+from hybridrl.workers.training_engines import ModelSource, build_scalar_engine
 
-COLUMN = {"reward": "scores", "cost": "costs"}
+SCORE_COLUMN = {"reward": "scores", "cost": "costs"}
 """The column of what is maximized (reward), and of what is to stay below a limit (cost)."""
 
-SCORE = replace(THREE_D, balance="rows")
+SCORE_PROTOCOL = replace(THREE_D, balance="rows")
 """Rows split over ranks in blocks, which is how generation left them: texts need not move."""
 
 
-STEPS = ("step_ends", "step_rewards")
+STEP_COLUMNS = ("step_ends", "step_rewards")
 """Further columns where rewards come step by step: of each step how many response tokens there are
 up to its end, and its reward."""
 
@@ -55,30 +55,35 @@ class ScoredSources(NamedTuple):
     verifiers: Mapping[str, RewardConfig] = {}
 
 
-def _may_read(column: str) -> bool:
+def _is_reward_input(column: str) -> bool:
     beside = ("prompt_ids", "episode_rewards", "group_id", "policy_version", *MASKS)
-    return column in beside or is_of_data(column)
+    return column in beside or is_user_column(column)
 
 
-def _makes(built: Mapping[str, Any]) -> list[str]:
+def _list_returned_columns(built: Mapping[str, Any]) -> list[str]:
     outcomes = [OUTCOMES] if built["kind"] == "reward" else []
-    return ["response", COLUMN[built["kind"]], *outcomes, *(STEPS if built.get("steps") else ())]
+    return [
+        "response",
+        SCORE_COLUMN[built["kind"]],
+        *outcomes,
+        *(STEP_COLUMNS if built.get("steps") else ()),
+    ]
 
 
-def _may_make(built: Mapping[str, Any]) -> list[str]:
+def _list_optional_columns(built: Mapping[str, Any]) -> list[str]:
     config: RewardConfig | None = built.get("config")
     return [f"{built['kind']}/*", *(["check/*"] if config is not None and config.check else [])]
 
 
-def _compares(built: Mapping[str, Any]) -> bool:
+def _has_group_scores(built: Mapping[str, Any]) -> bool:
     """Return whether the samples of a prompt are scored together."""
     config: RewardConfig | None = built.get("config")
     if config is None:
         return False
     ranks = config.judge.path is not None and config.judge.mode == "rank"
     names, functions, _ = built.get("sources", ScoredSources())
-    own = settings_by_source(config, functions, names)
-    return ranks or any(map(looks_at_groups, own.values()))
+    own = resolve_source_settings(config, functions, names)
+    return ranks or any(map(needs_groups, own.values()))
 
 
 class RewardWorker(ModelWorker):
@@ -96,12 +101,12 @@ class RewardWorker(ModelWorker):
         judge: What grades in words.
         kind: What the score is: a reward or a cost.
         sources: The sources of rows, and sets to evaluate on.
-        steps: Whether rewards of steps are told of, in the columns `STEPS`.
+        steps: Whether rewards of steps are told of, in the columns `STEP_COLUMNS`.
     """
 
     def __init__(
         self,
-        context: Context,
+        context: WorkerContext,
         config: RewardConfig,
         tokenizer: str,
         model: ModelSource | None,
@@ -113,26 +118,26 @@ class RewardWorker(ModelWorker):
     ) -> None:
         super().__init__(context)
         self._sources, own_functions, self._verifiers = sources or ScoredSources()
-        self._pools: dict[str, SourcePools] = {}
+        self._pools: dict[str, SourceRewardPools] = {}
         self._steps = steps
         self._config = config
         self._kind = kind
         self._engine = None
         self._answers = True
         if model is not None:
-            self._engine = scalar_engine(context, model, model_config, "after", trains=False)
+            self._engine = build_scalar_engine(context, model, model_config, "after", trains=False)
             mesh = self._engine.mesh.mesh
             places = [mesh.coordinates(rank) for rank in range(mesh.size)]
-            self._answers = SCORE.speaks(context.rank, places)
+            self._answers = SCORE_PROTOCOL.speaks(context.rank, places)
         self._group = Setting(kind)
-        settings = settings_by_source(config, own_functions, self._sources, self._group)
+        settings = resolve_source_settings(config, own_functions, self._sources, self._group)
         self._pool = None
-        if self._answers and any(functions_of(one)[0] for one in settings.values()):
-            self._pool = SourcePools(settings, self._group)
+        if self._answers and any(resolve_functions(one)[0] for one in settings.values()):
+            self._pool = SourceRewardPools(settings, self._group)
         self._tokenizer = load_tokenizer(tokenizer)
         self._judge = None
         if judge is not None:
-            self._judge = Judge(context, judge, config.judge, self._group / "judge")
+            self._judge = LLMJudge(context, judge, config.judge, self._group / "judge")
         if self._pool is not None:
             self._pool.start()
 
@@ -145,13 +150,13 @@ class RewardWorker(ModelWorker):
         return self._engine is not None or self._judge is not None
 
     @transfer(
-        SCORE,
+        SCORE_PROTOCOL,
         reads=("response_ids",),
-        may_read=_may_read,
-        makes=_makes,
-        may_make=_may_make,
+        may_read=_is_reward_input,
+        makes=_list_returned_columns,
+        may_make=_list_optional_columns,
         streams=True,
-        copies_together=_compares,
+        copies_together=_has_group_scores,
     )
     def compute_reward(self, batch: Batch, verifier: str | None = None) -> Batch:
         """`scores` and `outcomes`, or `costs` (NaN: dropped), the `response` as text, and a column
@@ -171,8 +176,8 @@ class RewardWorker(ModelWorker):
             scores = torch.zeros(len(batch), dtype=torch.float32)
             if not self._answers:
                 return self._answer(texts, scores, scores, [[] for _ in texts], {})
-            rows, groups = _rows_with(batch, texts), _groups(batch)
-            steps: list[Steps] = [[] for _ in texts]
+            rows, groups = _build_function_rows(batch, texts), _list_prompt_numbers(batch)
+            steps: list[StepRewards] = [[] for _ in texts]
             columns: dict[str, Any] = {}
             outcomes = torch.full_like(scores, math.nan)
             if self._pool is not None:
@@ -191,7 +196,7 @@ class RewardWorker(ModelWorker):
             scores, outcomes = add_up(self._config, scores, outcomes, **further)
         self._report(scores, outcomes, self._config)
         self._report_sources(batch, scores, outcomes)
-        report_numbers(self, columns)
+        report_column_sums(self, columns)
         self._report_copies(rows)
         return self._answer(texts, scores, outcomes, steps, columns)
 
@@ -206,8 +211,8 @@ class RewardWorker(ModelWorker):
             if self._answers:
                 if verifier not in self._pools:
                     group = Setting("eval.sets") / verifier / "reward"
-                    self._pools[verifier] = SourcePools({None: config}, group)
-                rows, groups = _rows_with(batch, texts), _groups(batch)
+                    self._pools[verifier] = SourceRewardPools({None: config}, group)
+                rows, groups = _build_function_rows(batch, texts), _list_prompt_numbers(batch)
                 scores, outcomes, _, columns = self._by_functions(
                     *(self._pools[verifier], rows, batch, ids, groups)
                 )
@@ -226,43 +231,47 @@ class RewardWorker(ModelWorker):
         texts: list[str],
         scores: torch.Tensor,
         outcomes: torch.Tensor,
-        steps: list[Steps],
+        steps: list[StepRewards],
         columns: dict[str, Any],
     ) -> Batch:
-        found: dict[str, Any] = {"response": texts, COLUMN[self._kind]: scores}
+        found: dict[str, Any] = {"response": texts, SCORE_COLUMN[self._kind]: scores}
         if self._kind == "reward":
             found[OUTCOMES] = outcomes
         if self._steps:
             bounds = torch.tensor([0, *map(len, steps)]).cumsum(0)
             ends = torch.tensor([end for row in steps for end, _ in row], dtype=torch.int64)
             rewards = torch.tensor([r for row in steps for _, r in row], dtype=torch.float32)
-            found |= zip(STEPS, (Ragged(ends, bounds), Ragged(rewards, bounds)), strict=True)
+            found |= zip(
+                STEP_COLUMNS,
+                (RaggedColumn(ends, bounds), RaggedColumn(rewards, bounds)),
+                strict=True,
+            )
         return Batch.from_columns(found | columns)
 
-    def _in_tokens(self, steps: Steps, ids: list[int]) -> Steps:
+    def _in_tokens(self, steps: StepRewards, ids: list[int]) -> StepRewards:
         """Convert the ends of steps from characters to tokens."""
         if not (self._steps and ids and steps):
             return []
-        ends = tokens_up_to([end for end, _ in steps], ids, self._decoded)
+        ends = count_tokens_up_to([end for end, _ in steps], ids, self._decoded)
         return [(end, reward) for end, (_, reward) in zip(ends, steps, strict=True)]
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _by_model(
-        self, values: Ragged, texts: list[str], ids: list[list[int]], steps: list[Steps]
+        self, values: RaggedColumn, texts: list[str], ids: list[list[int]], steps: list[StepRewards]
     ) -> torch.Tensor:
         """Return the reward model's score of each row, `[rows]`: its value at the last token; or
         with `reward.model_steps` the sum of those at the ends of steps, which are added to the
         `steps`, weighted."""
         if self._config.model_steps is None:
-            return Segments.from_cu_seqlens(values.cu_seqlens).last(values.values)
+            return TokenSegments.from_cu_seqlens(values.cu_seqlens).last(values.values)
         total = torch.zeros(len(texts), dtype=torch.float32)
         for number, (said, text, tokens) in enumerate(zip(values.rows(), texts, ids, strict=True)):
             if not tokens:
                 continue
             chars = step_ends(text, self._config.model_steps)
-            ends = [*tokens_up_to(chars[:-1], tokens, self._decoded), len(tokens)]
+            ends = [*count_tokens_up_to(chars[:-1], tokens, self._decoded), len(tokens)]
             found = [(end, float(said[end - 1])) for end in dict.fromkeys(ends)]
             total[number] = sum(value for _, value in found)
             weight = self._config.model_weight
@@ -293,19 +302,21 @@ class RewardWorker(ModelWorker):
 
     def _by_functions(
         self,
-        pool: SourcePools,
+        pool: SourceRewardPools,
         rows: list[dict[str, Any]],
         batch: Batch,
         ids: list[list[int]],
         groups: list[int] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, list[Steps], dict[str, Any]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, list[StepRewards], dict[str, Any]]:
         """Scores, the same without steps (NaN where there are only those), the steps by characters,
         and a column for each function."""
         updates = batch["policy_version"].tolist() if "policy_version" in batch else None
-        if pool.asks_for(TOKENS):
-            rows = [{**row, TOKENS: tokens} for row, tokens in zip(rows, ids, strict=True)]
-        if updates is not None and pool.asks_for(UPDATES):
-            rows = [{**row, UPDATES: number} for row, number in zip(rows, updates, strict=True)]
+        if pool.asks_for(TOKEN_IDS_ENTRY):
+            rows = [{**row, TOKEN_IDS_ENTRY: tokens} for row, tokens in zip(rows, ids, strict=True)]
+        if updates is not None and pool.asks_for(UPDATES_ENTRY):
+            rows = [
+                {**row, UPDATES_ENTRY: number} for row, number in zip(rows, updates, strict=True)
+            ]
         found = pool.score(rows, self.progress, groups=groups)
         self.report(
             **{
@@ -388,12 +399,12 @@ def add_up(
     return scores, torch.where(scores.isnan(), scores, outcomes)
 
 
-def _groups(batch: Batch) -> list[int] | None:
+def _list_prompt_numbers(batch: Batch) -> list[int] | None:
     """Return the prompt number of each row; None where it is not known."""
     return batch["group_id"].tolist() if "group_id" in batch else None
 
 
-def _rows_with(batch: Batch, texts: list[str]) -> list[dict[str, Any]]:
+def _build_function_rows(batch: Batch, texts: list[str]) -> list[dict[str, Any]]:
     """Return the rows, with their responses, that reward functions are called with."""
     rows = batch.rows_for_users()
     for row, text in zip(rows, texts, strict=True):

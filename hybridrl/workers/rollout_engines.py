@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig, is_served
-from hybridrl.controller import Context
+from hybridrl.controller import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models import load_config, load_tokenizer
+from hybridrl.models import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
 from hybridrl.rollout.sample_generator import SampleGenerator
 from hybridrl.rollout.single_turn import SingleTurnGenerator
@@ -28,7 +28,7 @@ ENGINES = {
 """Module and class of each `rollout.engine`; none is imported before it is wanted."""
 
 
-def trained_weights(
+def find_trained_shapes(
     source: ModelSource, train: TrainEngine
 ) -> Mapping[str, tuple[int, ...]] | None:
     """Return the shapes of the trained weights by checkpoint name, if the model's folder has
@@ -36,19 +36,19 @@ def trained_weights(
     Collective."""
     if train.has_adapters or not Path(source.path).is_dir():
         return None
-    stored, shapes = TensorFiles(Path(source.path)).shapes, train.layout().shapes
+    stored, shapes = TensorReader(Path(source.path)).shapes, train.layout().shapes
     form = train.stored_form()
     trained = shapes.keys() if form is None else {part.name for part in form.parts}
     return shapes if stored and stored.keys() <= trained | shapes.keys() else None
 
 
-def build_rollout(
+def build_rollout_engine(
     source: ModelSource,
     config: RolloutConfig,
     setup: EngineSetup,
     *,
     environment: EnvironmentConfig | None,
-    context: Context,
+    context: WorkerContext,
     peers: dist.ProcessGroup | None = None,
 ) -> SampleGenerator:
     """Build what generates: an engine, and episodes where the settings ask for them.
@@ -59,13 +59,15 @@ def build_rollout(
     """
     served = environment is not None and is_served(config, environment)
     if config.episode is None and not served:
-        return SingleTurnGenerator(build_generator(setup, config))
-    from hybridrl.rollout.episode_class import load_episode
+        return SingleTurnGenerator(build_inference_engine(setup, config))
+    from hybridrl.rollout.episode_class import load_episode_class
     from hybridrl.rollout.episode_generator import EpisodeGenerator
     from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 
-    episode = None if served else load_episode(config.episode)  # first: it is what may be wrong
-    engine = build_generator(setup, config)
+    episode = (
+        None if served else load_episode_class(config.episode)
+    )  # first: it is what may be wrong
+    engine = build_inference_engine(setup, config)
     if peers is not None and dist.get_rank(peers) > 0:
         return LockstepFollower(engine, peers)
     requests = None if peers is None else LockstepRequests(engine, peers)
@@ -82,7 +84,7 @@ def build_rollout(
         )
     from hybridrl.serving.agent_rollout import ServedModel, agent_generator
 
-    vocabulary = load_config(source.path).get_text_config().vocab_size
+    vocabulary = load_model_config(source.path).get_text_config().vocab_size
     return agent_generator(
         engine,
         tokenizer,
@@ -104,7 +106,7 @@ def setup_of(
     return EngineSetup(**given, device=device, seed=seed, job=job, **options)
 
 
-def build_generator(setup: EngineSetup, config: RolloutConfig) -> RolloutEngine:
+def build_inference_engine(setup: EngineSetup, config: RolloutConfig) -> RolloutEngine:
     """Build the engine `rollout.engine`: vLLM, transformers or a pipeline."""
     module, name = ENGINES[config.engine]
     engine: RolloutEngine = getattr(import_module(module), name)(setup, config)

@@ -6,28 +6,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hybridrl.checkpoint.tensors.file_plan import FILE_BYTES
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.config.schema import ActorConfig, LoraSettings
-from hybridrl.controller import Context
+from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig
+from hybridrl.controller import WorkerContext
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.engine.parallel_trial import prove_cuts
+from hybridrl.engine.parallel_trial import check_parallel_equivalence
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import (
     CausalPolicy,
     PackedModel,
     ScalarModel,
-    admit,
-    unread_model,
-    unread_scalar_model,
+    open_model,
+    open_scalar_model,
+    resolve_sample_layout,
 )
-from hybridrl.models.lora import ADAPTER, add_adapters, load_adapters
+from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join
+from hybridrl.parallel.process_group import join_group_world
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
-from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
 
 if TYPE_CHECKING:
@@ -58,15 +58,15 @@ class ModelSource:
     context_length: int
     eos_token_ids: tuple[int, ...]
     save_dtype: str | None = None
-    file_bytes: int = FILE_BYTES
+    file_bytes: int = MAX_FILE_BYTES
     seed: int = 0
-    adapters: LoraSettings | None = None
+    adapters: LoraAdapterConfig | None = None
     precision: PrecisionPlan | None = None
     template: TemplateContext = field(default_factory=TemplateContext)
 
 
-def policy_engine(
-    context: Context,
+def build_policy_engine(
+    context: WorkerContext,
     source: ModelSource,
     config: ActorConfig,
     *,
@@ -76,17 +76,17 @@ def policy_engine(
     """Join the process group, partition the language model, and read this rank's part. Collective.
 
     Args:
-        rollout_tp: Ranks that share a copy while generating; see `training_mesh`.
+        rollout_tp: Ranks that share a copy while generating; see `build_training_mesh`.
     """
-    model, files = unread_model(source.path)
+    model, files = open_model(source.path)
     if trains:
         _adapt(model, source, config)
-    policy = CausalPolicy(model, admit(model.config, source.path))
-    return _engine(context, source, config, policy, files, trains, rollout_tp)
+    policy = CausalPolicy(model, resolve_sample_layout(model.config, source.path))
+    return _build_engine(context, source, config, policy, files, trains, rollout_tp)
 
 
-def scalar_engine(
-    context: Context,
+def build_scalar_engine(
+    context: WorkerContext,
     source: ModelSource,
     config: ActorConfig,
     reads: Literal["before", "after"],
@@ -95,11 +95,13 @@ def scalar_engine(
 ) -> TrainEngine:
     """Build an engine as `build_policy_engine` does, for a model with a scalar head; see
     `ScalarModel`. Collective."""
-    model, files = unread_scalar_model(source.path, needs_head=not trains)
+    model, files = open_scalar_model(source.path, needs_head=not trains)
     if trains:
         _adapt(model, source, config)
-    scalar = ScalarModel(model, reads, admit(model.config, source.path, scalar=True))
-    return _engine(context, source, config, scalar, files, trains, rollout_tp=1)
+    scalar = ScalarModel(
+        model, reads, resolve_sample_layout(model.config, source.path, scalar=True)
+    )
+    return _build_engine(context, source, config, scalar, files, trains, rollout_tp=1)
 
 
 def _adapt(model: PreTrainedModel, source: ModelSource, config: ActorConfig) -> None:
@@ -108,31 +110,31 @@ def _adapt(model: PreTrainedModel, source: ModelSource, config: ActorConfig) -> 
         return
     add_adapters(model, config.lora, source.seed)
     base = Path(source.path)  # other programs have other working folders
-    model.peft_config[ADAPTER].base_model_name_or_path = (
+    model.peft_config[ADAPTER_NAME].base_model_name_or_path = (
         str(base.absolute()) if base.is_dir() else source.path
     )
     if config.lora.path is not None:
         load_adapters(model, config.lora.path)
 
 
-def _engine(
-    context: Context,
+def _build_engine(
+    context: WorkerContext,
     source: ModelSource,
     config: ActorConfig,
     model: PackedModel,
-    files: TensorFiles | None,
+    files: TensorReader | None,
     trains: bool,
     rollout_tp: int,
 ) -> TrainEngine:
-    device = join(context)
+    device = join_group_world(context)
     if not trains:
         model.requires_grad_(False)
-    cut = training_mesh(context.world_size, config.parallel, rollout_tp)
+    cut = build_training_mesh(context.world_size, config.parallel, rollout_tp)
     if not trains:  # there are no gradients to sum, and weights never change
         still = replace(config.parallel, gradients="full", weights="full")
         config = replace(config, parallel=still)
     mesh = ParallelMesh(cut, device, config.parallel.shards, config.parallel.gradients)
-    prove_cuts(model, source.path, mesh, config, trains=trains)
+    check_parallel_equivalence(model, source.path, mesh, config, trains=trains)
     scoring = None
     if (plan := source.precision) is not None:
         if plan.dtype != source.dtype:  # what model.dtype=auto comes to is known only now
@@ -142,7 +144,7 @@ def _engine(
             )
         bits = plan.of_rank(context.rank)
         if trains:
-            learn_in(model.inner, bits)
+            enable_low_bit_training(model.inner, bits)
         else:
             scoring = LowBitScoring(model.inner, bits)
         if bits:  # kernels for 8 bits are no part of torch's compiler

@@ -30,7 +30,7 @@ from hybridrl.checks.check_list import Need, check
 from hybridrl.errors import HybridRLError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.job.preflight import preflight
+from hybridrl.job.preflight import run_preflight
 from hybridrl.trainers import load_roles
 
 NAMES = ("settings", "data", "models", "rewards")
@@ -86,7 +86,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         with _limit(case.timeout_s):
             config = load_config(case.make(folder))
             check(config)
-            preflight(config, Need.FOLDER)
+            run_preflight(config, Need.FOLDER)
             load_job_inputs(config, load_roles(config), folder, is_whole=True)
             if case.runs:
                 started = True

@@ -18,7 +18,7 @@ from campaigns.campaign import WORKS, Case
 from published_models import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.models import make_tiny_model
 
 JOB = ["executor=inline", "rollout=transformers", "trainer.steps=1", "eval.prompts=4"]
@@ -49,7 +49,7 @@ def base() -> Path:
     """A sound folder, made once: a tiny Qwen2 and its tokenizer."""
     folder = temporary()
     make_tiny_model(
-        folder, build_tokenizer(), seed=0, hidden_size=32, layers=2, heads=2, context=64
+        folder, build_character_tokenizer(), seed=0, hidden_size=32, layers=2, heads=2, context=64
     )
     return folder
 
@@ -256,19 +256,21 @@ def tokenizer(**values: Any) -> Change:
 
 def larger_tokenizer(folder: Path) -> None:
     """One with more characters than the model was made for."""
-    build_tokenizer(build_tokenizer.__defaults__[0] + "ABCDEFGHIJ").save_pretrained(folder)
+    build_character_tokenizer(
+        build_character_tokenizer.__defaults__[0] + "ABCDEFGHIJ"
+    ).save_pretrained(folder)
 
 
 def padded_tokenizer(folder: Path) -> None:
     """A token for padding beyond the model's rows, as many fine-tuned folders have."""
-    made = build_tokenizer()
+    made = build_character_tokenizer()
     made.add_special_tokens({"pad_token": "[PAD]"})
     made.save_pretrained(folder)
 
 
 def no_end(folder: Path) -> None:
     """Neither tokenizer nor generation_config.json name a token that ends a response."""
-    made = build_tokenizer()
+    made = build_character_tokenizer()
     made.eos_token = None
     made.save_pretrained(folder)
     without("generation_config.json")(folder)

@@ -9,9 +9,16 @@ from typing import Any, get_origin
 
 from campaigns.campaign import Case
 
-from hybridrl.config.constraints import ListOf, NotEmpty, OneOf, Range, Regex, TextOrTexts
-from hybridrl.config.setting_names import OPEN, leaves
-from hybridrl.config.setting_types import bounds, is_optional, plain
+from hybridrl.config.constraints import (
+    NameOrNames,
+    NotEmpty,
+    NumberRange,
+    OneOf,
+    OneOrMoreOf,
+    RegexWithGroup,
+)
+from hybridrl.config.setting_names import OPEN_SETTINGS, list_settings
+from hybridrl.config.setting_types import is_optional, list_constraints, strip_annotations
 
 HERE = ["executor=inline", "rollout=transformers"]
 PRESETS = {"preference": ["algorithm=dpo"], "cost": ["algorithm=safe_rlhf"]}
@@ -25,19 +32,19 @@ def case(overrides: str, expect: str, before: list[str] = HERE) -> Case:
 
 def of_types() -> Iterator[Case]:
     """Values of another type, or outside of the range, of every setting."""
-    for name, hint in leaves().items():
-        if name in OPEN:
+    for name, hint in list_settings().items():
+        if name in OPEN_SETTINGS:
             continue
         before = [*HERE, *PRESETS.get(name.split(".")[0], [])]
         said = rf"(^|\* ){re.escape(name)}=.*(must|names no folder)"
         for value in sorted({*_of_type(hint), *_of_range(hint)}):
             yield case(f"{name}={value}", said, before)
-        if not is_optional(hint) and plain(hint) is not Any:
+        if not is_optional(hint) and strip_annotations(hint) is not Any:
             yield case(f"{name}=null", rf"{re.escape(name)}=null: must have a value", before)
 
 
 def _of_type(hint: Any) -> Iterator[str]:
-    kind = plain(hint)
+    kind = strip_annotations(hint)
     if kind is int:
         yield from ("soon", "1.5", "[1]", "99999999999999999999999")
     elif kind is float:
@@ -49,8 +56,8 @@ def _of_type(hint: Any) -> Iterator[str]:
 
 
 def _of_range(hint: Any) -> Iterator[str]:
-    for bound in bounds(hint):
-        if isinstance(bound, Range):
+    for bound in list_constraints(hint):
+        if isinstance(bound, NumberRange):
             if bound.least is not None:
                 yield f"{bound.least - 1}"
             if bound.above is not None:
@@ -61,13 +68,13 @@ def _of_range(hint: Any) -> Iterator[str]:
                 yield f"{bound.below}"
             else:
                 yield "10000000000"
-        elif isinstance(bound, OneOf | ListOf):
+        elif isinstance(bound, OneOf | OneOrMoreOf):
             yield from ("nonsense", "5")
         elif isinstance(bound, NotEmpty):
             yield " "
-        elif isinstance(bound, Regex):
+        elif isinstance(bound, RegexWithGroup):
             yield from ("(", "score")
-        elif isinstance(bound, TextOrTexts):
+        elif isinstance(bound, NameOrNames):
             yield from ("5", "[exact, 5]", "{a: 1}")
 
 

@@ -256,9 +256,9 @@ def _make_smallest_model(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from hybridrl.data.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
 
-    tokenizer = build_tokenizer("0123456789+=")
+    tokenizer = build_character_tokenizer("0123456789+=")
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=8,

@@ -21,12 +21,12 @@ from victims import in_shared_memory_of
 @pytest.fixture(scope="session")
 def ray():
     """One Ray for all tests: executors join it and leave it running. Hosts can import the tests."""
-    from hybridrl.ray_backend.connection import start
+    from hybridrl.ray_backend.connection import start_local_cluster
     from hybridrl.ray_backend.ray_import import ray
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        start(12)
+        start_local_cluster(12)
     yield ray
     ray.shutdown()
 
@@ -69,7 +69,7 @@ def refusal(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as caught:
             main.main()
-        assert caught.value.code == main.WRONG_SETTING
+        assert caught.value.code == main.EXIT_CONFIG_ERROR
         said = "".join(capsys.readouterr())
         assert "Traceback" not in said
         return said

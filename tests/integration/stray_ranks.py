@@ -21,10 +21,10 @@ class Peers(Worker):
     """Ranks that meet."""
 
     def __init__(self, context: Any, **keywords: Any) -> None:
-        from hybridrl.parallel.process_group import join
+        from hybridrl.parallel.process_group import join_group_world
 
         super().__init__(context)
-        join(context)
+        join_group_world(context)
 
     @transfer(ONE_TO_ALL)
     def process(self) -> int:

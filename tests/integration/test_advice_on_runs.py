@@ -7,9 +7,9 @@ from hybridrl.engine.hybrid_engine import HybridEngine
 from hybridrl.job.config_resolution import load_config
 from hybridrl.main import run as run_job
 from hybridrl.report.advice import WARNING
-from hybridrl.report.device_spans import device_spans
-from hybridrl.report.run_evidence import Evidence
-from hybridrl.report.run_summary import advise_of
+from hybridrl.report.device_spans import read_device_spans
+from hybridrl.report.run_evidence import RunEvidence
+from hybridrl.report.run_summary import find_advice
 from hybridrl.run_files.run_reader import RunReader
 
 pytestmark = pytest.mark.more
@@ -48,7 +48,7 @@ APART = [*TWO_DEVICES, "placement=separation"]
 
 
 def advise(folder):
-    return advise_of(Evidence(RunReader(folder)))
+    return find_advice(RunEvidence(RunReader(folder)))
 
 
 @pytest.mark.long
@@ -115,7 +115,7 @@ def test_the_built_in_job_gets_no_alarm(tmp_path, seed):
 def test_the_spans_of_a_run_cover_its_devices_and_say_what_was_beside_steps(tmp_path):
     words = ["warmup.steps=3", "trainer.steps=4", "eval.every=2", "checkpoint.every=2"]
     run_job(load_config([*JOB, *words, f"run.directory={tmp_path / 'run'}"]))
-    spans = device_spans(tmp_path / "run")
+    spans = read_device_spans(tmp_path / "run")
     whole = max(span.end for span in spans)
     assert sum(span.seconds for span in spans) >= 0.97 * whole
     assert {span.step for span in spans} == {1, 2, 3, 4}

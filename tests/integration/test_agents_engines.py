@@ -17,10 +17,10 @@ SAMPLING = {"max_tokens": 24, "temperature": 0.8}
 
 
 def write_model(folder):
-    from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+    from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
     from hybridrl.models import make_tiny_model
 
-    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=1024)
     return tokenizer
 
@@ -31,10 +31,10 @@ def play(engine, tokenizer, episodes):
 
     from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import EnvironmentConfig
-    from hybridrl.rollout import Sampling
+    from hybridrl.rollout import SamplingSettings
     from hybridrl.serving.agent_rollout import AgentGenerator
-    from hybridrl.serving.endpoint import Endpoint
-    from hybridrl.serving.renderer_chat import chat_of
+    from hybridrl.serving.endpoint import ReplicaEndpoint
+    from hybridrl.serving.renderer_chat import choose_renderer
 
     sampled, poll = [], engine.poll
 
@@ -44,9 +44,9 @@ def play(engine, tokenizer, episodes):
         return found
 
     engine.poll = recording
-    endpoint = Endpoint(
+    endpoint = ReplicaEndpoint(
         tokenizer,
-        chat_of(tokenizer, "tiny"),
+        choose_renderer(tokenizer, "tiny"),
         model="tiny",
         vocabulary=len(tokenizer),
         context_length=1024,
@@ -59,7 +59,7 @@ def play(engine, tokenizer, episodes):
         numbers = list(range(episodes))
         rows = Batch.from_columns({"prompt_ids": [torch.tensor([5])] * episodes, "number": numbers})
         try:
-            batch = rollout.generate(rows, Sampling(**SAMPLING), seed=1)
+            batch = rollout.generate(rows, SamplingSettings(**SAMPLING), seed=1)
             assert not engine.progress()
         finally:
             endpoint.close()
@@ -86,10 +86,10 @@ def check(folder, turns, sampled):
 
 
 def test_with_transformers(tmp_path):
-    from hybridrl.rollout.transformers_engine import TransformersRollout
+    from hybridrl.rollout.transformers_engine import TransformersEngine
 
     tokenizer = write_model(tmp_path)
-    engine = TransformersRollout(
+    engine = TransformersEngine(
         EngineSetup(
             str(tmp_path),
             str(tmp_path),
@@ -111,12 +111,12 @@ def test_with_vllm(tmp_path):
 
 
 def play_with_vllm(rank, tmp_path):
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMEngine
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"
     tokenizer = write_model(folder)
-    engine = VLLMRollout(
+    engine = VLLMEngine(
         EngineSetup(
             str(folder),
             str(folder),

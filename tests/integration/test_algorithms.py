@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 from settings import SHORT
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.models import make_tiny_model
 
@@ -16,7 +16,9 @@ from hybridrl.models import make_tiny_model
 @pytest.fixture
 def model(tmp_path) -> Path:
     shape = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
-    return make_tiny_model(tmp_path / "tiny", build_tokenizer(CHARACTERS), seed=0, **shape)
+    return make_tiny_model(
+        tmp_path / "tiny", build_character_tokenizer(CHARACTERS), seed=0, **shape
+    )
 
 
 @pytest.mark.more
@@ -112,7 +114,7 @@ MINE = """
 from functools import partial
 from hybridrl.algorithms import TokenLoss
 from hybridrl.batch.batch import Batch
-from hybridrl.trainers.trainer import LEARNED_FROM, Trainer
+from hybridrl.trainers.trainer import UPDATE_COLUMNS, Trainer
 from hybridrl.trainers.update_columns import loss_weights
 
 HALF = 0.5
@@ -136,7 +138,7 @@ class Mine(Trainer):
         batch |= self.groups["reward"].compute_reward(batch)
         learned = batch | batch.apply(half, ["response_mask"])
         learned |= learned.apply(partial(loss_weights, mode="token-mean"), ["response_mask"])
-        columns = learned.select(*LEARNED_FROM, "rollout_log_probs", "advantages")
+        columns = learned.select(*UPDATE_COLUMNS, "rollout_log_probs", "advantages")
         return batch, [self.groups["actor"].update_actor(columns)]
 """
 

@@ -8,7 +8,7 @@ import pytest
 from settings import TINY
 
 from hybridrl import load_config
-from hybridrl.placement import GENERATOR
+from hybridrl.placement import GENERATOR_ROLE
 from hybridrl.planner import job_start as at_start
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
@@ -21,7 +21,7 @@ def test_the_best_plan_starts(seed, hosts, tmp_path, monkeypatch):
     devices = draw.choice([1, 2, 2, 3, 4])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     rates = _probed(draw)
-    monkeypatch.setattr(at_start, "probe_job", lambda *job: rates)
+    monkeypatch.setattr(at_start, "probe_job_devices", lambda *job: rates)
     algorithm = draw.choice(["grpo", "ppo", "remax", "rloo", "online_dpo"])
     may_be_stale = algorithm in ("grpo", "ppo")
     settings = [
@@ -47,7 +47,7 @@ def test_the_best_plan_starts(seed, hosts, tmp_path, monkeypatch):
             _, handles = trainer.step()
             updates = [handle.get() for handle in handles]
         figures = {name: value for update in updates for name, value in update.items()}
-        separated = GENERATOR in job.placement.roles
+        separated = GENERATOR_ROLE in job.placement.roles
         cuts = {name: str(place.parallel) for name, place in job.placement.roles.items()}
     assert math.isfinite(figures["loss"]), (separated, cuts)
 

@@ -79,7 +79,7 @@ def inline(tmp_path, settings):
         with make_console(1, "test") as view:
             view.message = said.append
             with Job(config) as job:
-                loop.Loop(job, view).run()
+                loop.RunLoop(job, view).run()
         return job.directory.path, said
 
     return finish

@@ -121,7 +121,7 @@ def numbers(count):
 def test_calls_over_hosts(start, tmp_path, monkeypatch, way):
     """One executor for all that leaves it in order: starting one takes seconds."""
     if way == "relayed":
-        monkeypatch.setattr("hybridrl.ray_backend.ray_executor.DIRECT_HOSTS", 0)
+        monkeypatch.setattr("hybridrl.ray_backend.ray_executor.MAX_DIRECT_HOSTS", 0)
     executor = start()
     both, first, second = (
         group(executor),
@@ -344,8 +344,10 @@ def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
     from hybridrl.ray_backend import connection as cluster
     from hybridrl.ray_backend.ray_executor import RayExecutor
 
-    reserve = cluster.reserve
-    monkeypatch.setattr(cluster, "reserve", lambda *arguments: reserve(*arguments[:3], 60.0))
+    reserve = cluster.reserve_devices
+    monkeypatch.setattr(
+        cluster, "reserve_devices", lambda *arguments: reserve(*arguments[:3], 60.0)
+    )
     with pytest.raises(WorkerError, match=r"2 host processes did not start within 0.05 s \(ray"):
         RayExecutor("cpu", 2, cpus_per_host=0.5, start_timeout_s=0.05)
 
@@ -353,12 +355,12 @@ def test_hosts_that_do_not_start_in_time_are_a_sentence(ray, monkeypatch):
 @pytest.mark.more
 def test_a_rank_of_many_fetches_little(monkeypatch):
     """What an update of a GRPO step fetches on one rank of 256: not the replies of all ranks."""
-    from hybridrl.batch.call_record import Record
-    from hybridrl.controller.group_call import Columns, Reply, ShardInfo
-    from hybridrl.controller.row_selection import Part
-    from hybridrl.controller.table_expression import Table
+    from hybridrl.batch.call_record import CallRecord
+    from hybridrl.controller.group_call import ExpectedColumns, RankReply, ShardInfo
+    from hybridrl.controller.row_selection import PartitionSelection
+    from hybridrl.controller.table_expression import ResultTable
     from hybridrl.ray_backend import remote_result
-    from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
+    from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
 
     ranks, per_rank, fetched = 256, 8, []
     rows = ranks * per_rank
@@ -375,12 +377,12 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
         batch = Batch.from_columns(columns)
         shards = [batch.take(block) for block in blocks]
         replies = [
-            Reply(Record("actor", 0, "call"), info=ShardInfo.of(shard, block))
+            RankReply(CallRecord("actor", 0, "call"), info=ShardInfo.of(shard, block))
             for shard, block in zip(shards, blocks, strict=True)
         ]
-        known = Columns(frozenset(columns))
+        known = ExpectedColumns(frozenset(columns))
         return BatchRef(
-            Table((RemoteResult(Refs([replies], shards), known, rows, Neighbourhood()),))
+            ResultTable((RemoteResult(ResultRefs([replies], shards), known, rows, HostLocality()),))
         )
 
     def ragged(dtype):
@@ -390,7 +392,7 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
     batch = result([np.arange(rows)], prompt_ids=ragged(torch.long))
     batch |= result(in_order, response_ids=ragged(torch.long), response_mask=ragged(torch.uint8))
     batch |= result(in_order, scores=torch.zeros(rows), response=["x"] * rows)
-    balanced = [Part(rank, ranks, "tokens").rows(batch.node) for rank in range(ranks)]
+    balanced = [PartitionSelection(rank, ranks, "tokens").rows(batch.node) for rank in range(ranks)]
     for name in ("ref_log_probs", "log_probs"):
         batch |= result(balanced, **{name: ragged(torch.float32)})
     for name in ("advantages", "loss_weights"):
@@ -400,7 +402,7 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
     counts = []
     for rank in range(0, ranks, 15):
         fetched.clear()
-        read.read(Part(rank, ranks, "tokens"))
+        read.read(PartitionSelection(rank, ranks, "tokens"))
         counts.append(len(fetched))
     assert max(counts) <= 16, counts
 
@@ -408,13 +410,13 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
 @pytest.mark.more
 def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
     """Unless the hosts of this node would together fetch more than the shard."""
-    from hybridrl.batch.call_record import Record
-    from hybridrl.controller.group_call import UNKNOWN, Reply, ShardInfo
+    from hybridrl.batch.call_record import CallRecord
+    from hybridrl.controller.group_call import UNKNOWN, RankReply, ShardInfo
     from hybridrl.ray_backend import remote_result
-    from hybridrl.ray_backend.remote_result import Neighbourhood, Refs, RemoteResult
+    from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
 
     batch = Batch.from_columns({"x": torch.arange(100), "image": [b"0" * 1000] * 100})
-    reply = Reply(Record("actor", 0, "call"), info=ShardInfo.of(batch, np.arange(100)))
+    reply = RankReply(CallRecord("actor", 0, "call"), info=ShardInfo.of(batch, np.arange(100)))
     asked = []
 
     class Actor:
@@ -428,8 +430,8 @@ def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
 
     def read(nodes, rows, names):
         asked.clear()
-        around = Neighbourhood([Actor] * len(nodes), nodes, here="a")
-        result = RemoteResult(Refs([reply], [batch], [len(nodes[1:])]), UNKNOWN, 100, around)
+        around = HostLocality([Actor] * len(nodes), nodes, here="a")
+        result = RemoteResult(ResultRefs([reply], [batch], [len(nodes[1:])]), UNKNOWN, 100, around)
         found = result.read(0, np.asarray(rows), names)
         assert found.columns == names and found["x"].tolist() == rows
         return list(asked)

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError, DataError, StorageError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
-from hybridrl.system.locations import location_of, sizes_below
+from hybridrl.system.locations import list_file_sizes, parse_location
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -39,7 +39,7 @@ def train(*overrides):
         view.message = said.append
         with Job(load_config([*overrides])) as job:
             said += job.resumed.notices
-            loop.Loop(job, view).run()
+            loop.RunLoop(job, view).run()
     return job.directory.path, said
 
 
@@ -66,7 +66,7 @@ def whole(tmp_path_factory, process_group):
 
 
 def test_a_fork_goes_on_as_the_run_would_have_and_leaves_it_as_it_is(whole, tmp_path):
-    before = sizes_below(whole)
+    before = list_file_sizes(whole)
     new = f"run.directory={tmp_path / 'new'}"
     command = [f"fork={whole}/checkpoints/step-000003", new, "resume=auto", "trainer.steps=6"]
     folder, said = train(*command)
@@ -79,7 +79,7 @@ def test_a_fork_goes_on_as_the_run_would_have_and_leaves_it_as_it_is(whole, tmp_
     _, said = train(f"fork={folder}", other, f"run.directory={tmp_path / 'other'}")
     marked = [line for line in said if "algorithm.clip_high: " in line]
     assert marked and marked[0].endswith("(what is learned from here on differs)")
-    assert sizes_below(whole) == before
+    assert list_file_sizes(whole) == before
 
 
 def test_steps_at_a_url_outlive_the_machine_of_the_run(whole, tmp_path):
@@ -91,7 +91,7 @@ def test_steps_at_a_url_outlive_the_machine_of_the_run(whole, tmp_path):
     second, said = train(*command, f"run.directory={tmp_path / 'second'}", "trainer.steps=6")
     assert f"resuming {second} after step 3" in said
     assert_goes_on_as(second, whole, after=3)
-    folders = StepFolders(location_of(url))
+    folders = CheckpointStore(parse_location(url))
     assert folders.steps() == [3, 6] and not folders.fault(3) and not folders.fault(6)
     third = f"run.directory={tmp_path / 'third'}"
     forked, _ = train(f"fork={url}/step-000003", third, "trainer.steps=6")
@@ -102,10 +102,10 @@ def test_steps_at_a_url_outlive_the_machine_of_the_run(whole, tmp_path):
 def test_a_folder_of_checkpoints_is_of_one_run(tmp_path):
     shared = f"checkpoint.folder={tmp_path / 'shared'}"
     train(*SMALL, shared, f"run.directory={tmp_path / 'one'}", "trainer.steps=3")
-    before = sizes_below(tmp_path / "shared")
+    before = list_file_sizes(tmp_path / "shared")
     with pytest.raises(ConfigError, match=r"checkpoint.folder=.* holds step 3 of an earlier run"):
         train(*SMALL, shared, f"run.directory={tmp_path / 'two'}", "trainer.steps=3")
-    assert sizes_below(tmp_path / "shared") == before
+    assert list_file_sizes(tmp_path / "shared") == before
 
 
 @pytest.mark.more
@@ -116,11 +116,11 @@ def test_a_url_is_of_one_run_and_who_goes_on_with_it_ends_the_other(tmp_path, pr
         with pytest.raises(ConfigError, match=rf"{url} is that of the run in {tmp_path}/one \("):
             train(*command, f"run.directory={tmp_path / 'two'}")
         train(*command, "resume=auto", f"run.directory={tmp_path / 'elsewhere'}")
-        written = sizes_below(location_of(url))
+        written = list_file_sizes(parse_location(url))
         words = rf"has been taken over by the run in {tmp_path}/elsewhere \(.*This job ends"
         with make_console(1, "test") as view, pytest.raises(StorageError, match=words):
-            loop.Loop(job, view).run()
-    assert sizes_below(location_of(url)) == written
+            loop.RunLoop(job, view).run()
+    assert list_file_sizes(parse_location(url)) == written
     refused = r"is that of the run in .*/elsewhere"
     with pytest.raises(ConfigError, match=refused):
         train(*command, "resume=auto", f"run.directory={tmp_path / 'one'}", "trainer.steps=6")
@@ -131,7 +131,7 @@ def test_which_steps_are_saved_and_stay(tmp_path):
     rules = ["checkpoint.every=0", "checkpoint.every_minutes=1e-9", "checkpoint.best=accuracy"]
     rules += ["checkpoint.keep_last=1", "checkpoint.keep_every=2", "eval.every=1"]
     folder, _ = train(*SMALL, *rules, f"run.directory={tmp_path / 'run'}", "trainer.steps=3")
-    folders = StepFolders(folder / "checkpoints")
+    folders = CheckpointStore(folder / "checkpoints")
     best = json.loads((folders.path / "best.json").read_text())
     assert set(folders.steps()) == {2, 3, best["step"]}
     evaluated = {row["step"]: row["accuracy"] for row in rows_of(folder) if "accuracy" in row}
@@ -147,12 +147,12 @@ def test_which_steps_are_saved_and_stay(tmp_path):
 
 def test_what_does_not_fit_is_a_sentence_before_anything_of_the_run_is_changed(whole, tmp_path):
     settings = (whole / "config.yaml").read_text()
-    before, held = sizes_below(whole), Job(load_config([f"resume={whole}"]))
+    before, held = list_file_sizes(whole), Job(load_config([f"resume={whole}"]))
     with pytest.raises(ConfigError, match=rf"{whole} is in use: process {os.getpid()} on"):
         train(f"resume={whole}")
     held.close()
     tokenizer = tmp_path / "tokenizer"
-    build_tokenizer("9876543210+=").save_pretrained(tokenizer)
+    build_character_tokenizer("9876543210+=").save_pretrained(tokenizer)
     refused = {
         "model.tiny.hidden_size=64": r"another model \(.*hidden_size: 32 -> 64",
         f"model.tokenizer={tokenizer}": "made with another tokenizer",
@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_a_sentence_before_anything_of_the_run_is_changed(w
             with pytest.raises((ConfigError, DataError), match=words):
                 train(how, override, *new)
             shutil.rmtree(tmp_path / "new", ignore_errors=True)
-    assert sizes_below(whole) == before and (whole / "config.yaml").read_text() == settings
+    assert list_file_sizes(whole) == before and (whole / "config.yaml").read_text() == settings
 
 
 def test_a_store_that_goes_away_is_a_sentence_and_the_step_before_still_loads(
@@ -190,4 +190,4 @@ def test_a_store_that_goes_away_is_a_sentence_and_the_step_before_still_loads(
     monkeypatch.undo()
     _, said = train(*command)
     assert any(line.endswith("after step 3") for line in said)
-    assert StepFolders(location_of(url)).steps() == [3, 6]
+    assert CheckpointStore(parse_location(url)).steps() == [3, 6]

@@ -10,13 +10,13 @@ from ranks import run_ranks
 from settings import SHORT
 
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel import gradient_reduction as gradients
 from hybridrl.parallel import measured_reduction as measured_sums
 from hybridrl.parallel import reduction_timing as sum_times
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.reduction_choice import FULL, NOTHING, Curve, Part
+from hybridrl.parallel.reduction_choice import FULL_REDUCTION, ZERO_COST, CostCurve, HopCost
 
 pytestmark = pytest.mark.more
 
@@ -36,8 +36,8 @@ CASES = {
 
 
 def engine_of(ranks, nodes, kind="auto"):
-    gradients._nodes = lambda: list(nodes)
-    mesh = ParallelMesh(Mesh({"dp": ranks}), CPU, gradients=kind)
+    gradients._find_node_addresses = lambda: list(nodes)
+    mesh = ParallelMesh(RankMesh({"dp": ranks}), CPU, gradients=kind)
     if torch.distributed.get_rank() >= ranks:
         return None
     return make_engine(mesh, parallel=ParallelConfig(gradients=kind))
@@ -46,8 +46,8 @@ def engine_of(ranks, nodes, kind="auto"):
 def price(engine, cheapest, factor=1e-3):
     """Has all sums cost a second, but for one way; and chooses."""
     sums = engine.mesh.reduce_scatter
-    second = Part(1.0, NOTHING, Curve(((0.0, 1.0), (1.0, 1.0))))
-    cheap = Part(1.0, NOTHING, Curve(((0.0, factor), (1.0, factor))))
+    second = HopCost(1.0, ZERO_COST, CostCurve(((0.0, 1.0), (1.0, 1.0))))
+    cheap = HopCost(1.0, ZERO_COST, CostCurve(((0.0, factor), (1.0, factor))))
     sums._costs = [
         replace(way, parts=(cheap if way.name == cheapest else second,)) for way in sums._costs
     ]
@@ -61,12 +61,12 @@ def one_update(engine, rank, ranks):
 
 def drifting(rank):
     """An engine whose sums seem to take a thousand times what was measured, then what they do."""
-    engine, measured_sums.WORTH = engine_of(2, "aaaa"), 0.0
+    engine, measured_sums.MIN_TIME_SHARE = engine_of(2, "aaaa"), 0.0
     if engine is None:
         return None
     said = engine.take_said()
     sums, told = price(engine, "int8", 1e-9), []
-    for _ in range(measured_sums.IN_A_ROW):
+    for _ in range(measured_sums.DRIFTED_UPDATES):
         told.append(sums.measurements)
         one_update(engine, rank, 2)
     return said, told, sums.measurements, engine.take_said(), engine.take_said()
@@ -74,27 +74,29 @@ def drifting(rank):
 
 def rank_program(rank):
     fsdp.SMALL_MODEL_BYTES = 0
-    sum_times.LEAST, sum_times.TURNS, sum_times.MOST_TURNS = 1 << 8, 1, 1
+    sum_times.MIN_VALUES, sum_times.MIN_REPEATS, sum_times.MOST_TURNS = 1 << 8, 1, 1
     found = {}
     for name, (ranks, nodes, _) in CASES.items():
         exact, engine = engine_of(ranks, nodes, "full"), engine_of(ranks, nodes)
         if rank >= ranks:
             continue
-        found[name, FULL] = one_update(exact, rank, ranks)
+        found[name, FULL_REDUCTION] = one_update(exact, rank, ranks)
         sums = engine.mesh.reduce_scatter
         costs = sums._costs
         found[name] = {
             "values": sums._values,
             "costs": costs,
             "choice": sums.choice,
-            "parameters": [sum(p.numel() for p in u) for u in fsdp.unit_parameters(engine.model)],
+            "parameters": [
+                sum(p.numel() for p in u) for u in fsdp.list_unit_parameters(engine.model)
+            ],
         }
         for way in costs:
             price(engine, way.name)
             found[name, way.name, "chosen"] = sums.choice.ways
             found[name, way.name] = one_update(engine, rank, ranks)
     found["drift"] = drifting(rank)
-    mesh = ParallelMesh(Mesh({"dp": WORLD}), CPU, shards=2, gradients="auto")
+    mesh = ParallelMesh(RankMesh({"dp": WORLD}), CPU, shards=2, gradients="auto")
     engine = make_engine(mesh, parallel=ParallelConfig(shards=2, gradients="auto"))
     price(engine, "int8")
     found["copies"] = one_update(engine, rank, WORLD)
@@ -110,9 +112,9 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_gives_the_gradient_but_for_what_its_codes_lose(found, case):
     ranks, _, errors = CASES[case]
-    exact = found[0][case, FULL]
-    assert {way.name for way in found[0][case]["costs"]} == {FULL, *errors}
-    for name, most in {FULL: 1e-6, **errors}.items():
+    exact = found[0][case, FULL_REDUCTION]
+    assert {way.name for way in found[0][case]["costs"]} == {FULL_REDUCTION, *errors}
+    for name, most in {FULL_REDUCTION: 1e-6, **errors}.items():
         assert set(found[0][case, name, "chosen"]) == {name}
         for rank in range(ranks):
             ours = found[rank][case, name]
@@ -133,7 +135,7 @@ def test_all_ranks_measured_the_same_and_choose_alike(found, case):
 
 
 def test_ranks_that_hold_copies_get_the_same(found):
-    exact = found[0]["two nodes", FULL]
+    exact = found[0]["two nodes", FULL_REDUCTION]
     for rank in range(WORLD):
         ours = found[rank]["copies"]
         assert 1e-5 < float((ours - exact).norm() / exact.norm()) <= 0.02
@@ -144,7 +146,7 @@ def test_a_link_that_drifts_is_measured_again(found):
     for rank in range(2):
         said, told, measured, again, later = found[rank]["drift"]
         assert "parallel.gradients=auto" in said[0]
-        assert told == [1] * measured_sums.IN_A_ROW
+        assert told == [1] * measured_sums.DRIFTED_UPDATES
         assert measured == 2
         assert "measured again" in again[0]
         assert later == []

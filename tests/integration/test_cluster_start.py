@@ -19,8 +19,8 @@ from netlab import RAY_ENVIRONMENT, ray_nodes
 from settings import SHORT
 
 from hybridrl.errors import ConfigError
-from hybridrl.ray_backend.connection import connect
-from hybridrl.system.cpu_cores import usable_cores
+from hybridrl.ray_backend.connection import _join_or_start_cluster
+from hybridrl.system.cpu_cores import count_usable_cores
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 QUIET = {"capture_output": True, "text": True, "timeout": 240, "check": False}
@@ -100,11 +100,11 @@ def test_a_bucket_that_workers_have_no_credentials_for(nodes, s3_server, tmp_pat
 
 
 OWN = """
-from hybridrl.ray_backend.connection import connect, end
+from hybridrl.ray_backend.connection import _join_or_start_cluster, stop_local_cluster
 from hybridrl.ray_backend.ray_import import ray
-node = connect(None)
+node = _join_or_start_cluster(None)
 print("cpus", ray.cluster_resources()["CPU"], "at", node.logs)
-end(node)
+stop_local_cluster(node)
 """
 
 
@@ -120,7 +120,7 @@ def test_a_ray_of_somebody_else_is_left_alone(nodes):
     finally:
         shutil.rmtree(folder)
     assert code == 0 and f"at {folder}/ray/session_" in output, output
-    assert float(output.split("cpus ")[1].split()[0]) == usable_cores() and not left
+    assert float(output.split("cpus ")[1].split()[0]) == count_usable_cores() and not left
 
 
 @pytest.mark.more
@@ -144,9 +144,9 @@ def test_an_address_of_the_environment_is_called_by_its_name(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     for address in (None, "auto"):
         with pytest.raises(ConfigError, match=r"RAY_ADDRESS=127.0.0.1:1 \(an envi"):
-            connect(address)
+            _join_or_start_cluster(address)
     with pytest.raises(ConfigError, match=r"ray.address=127.0.0.1:2: nothing answers there"):
-        connect("127.0.0.1:2")
+        _join_or_start_cluster("127.0.0.1:2")
 
 
 @pytest.mark.long

@@ -9,10 +9,10 @@ from engine_cases import CPU, DEALS, LEARNING, deal, make_batch, make_engine, pa
 from ranks import run_ranks
 
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel import gradient_reduction as gradients
-from hybridrl.parallel.compressed_collectives import INT4, INT8
+from hybridrl.parallel.compressed_collectives import INT4_CODEC, INT8_CODEC
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 WORLD = 4
@@ -50,11 +50,11 @@ def sums(mesh, rank, ranks):
 
 
 def rank_program(rank):
-    found = {"nodes": gradients._nodes()}
+    found = {"nodes": gradients._find_node_addresses()}
     for ranks in (2, WORLD):
         for name, (kind, nodes, _) in ARMS.items():
-            gradients._nodes = lambda nodes=nodes: list(nodes)
-            mesh = ParallelMesh(Mesh({"dp": ranks}), CPU, gradients=kind)
+            gradients._find_node_addresses = lambda nodes=nodes: list(nodes)
+            mesh = ParallelMesh(RankMesh({"dp": ranks}), CPU, gradients=kind)
             if rank >= ranks:
                 continue
             fsdp.SMALL_MODEL_BYTES = 0 if name == "int8" else 1 << 20
@@ -64,8 +64,8 @@ def rank_program(rank):
             found[ranks, name] = {"gradient": gradient, "norm": metrics["grad_norm"]}
             if kind != "full":
                 found[ranks, name]["sums"] = sums(mesh, rank, ranks)
-    gradients._nodes = lambda: list("aabb")
-    mesh = ParallelMesh(Mesh({"dp": WORLD}), CPU, shards=2, gradients="two_level_int4")
+    gradients._find_node_addresses = lambda: list("aabb")
+    mesh = ParallelMesh(RankMesh({"dp": WORLD}), CPU, shards=2, gradients="two_level_int4")
     unclipped = replace(LEARNING, max_grad_norm=0.0)
     engine = make_engine(
         mesh, optimizer=unclipped, parallel=ParallelConfig(shards=2, gradients="two_level_int4")
@@ -129,5 +129,5 @@ def test_copies_of_the_shards_stay_equal(found):
 
 def test_bytes_between_ranks_are_as_few_as_promised():
     numel = 1_000_000
-    assert 4 * numel / INT8.size(numel) >= 3.9
-    assert 4 * numel / INT4.size(numel) >= 7.4
+    assert 4 * numel / INT8_CODEC.size(numel) >= 3.9
+    assert 4 * numel / INT4_CODEC.size(numel) >= 7.4

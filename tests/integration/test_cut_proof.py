@@ -9,9 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from hybridrl.config.schema import ActorConfig, ParallelConfig
 from hybridrl.engine import parallel_trial as cut_proof
 from hybridrl.errors import ConfigError
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel import tensor_parallel as tensor
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
@@ -41,7 +41,7 @@ def made(family, settings, scalar=False):
     kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     config = AutoConfig.for_model(family, **settings, num_labels=1)
     with torch.device("meta"):
-        model = kind.from_config(config, attn_implementation=NAME)
+        model = kind.from_config(config, attn_implementation=PACKED_ATTENTION)
     return ScalarModel(model, "before") if scalar else CausalPolicy(model)
 
 
@@ -49,7 +49,7 @@ def program(rank):
     found = {}
     for cut, (ranks, parallel) in CUTS.items():
         config = ActorConfig(parallel=ParallelConfig(**parallel))
-        mesh = ParallelMesh(training_mesh(ranks, config.parallel, 1), CPU)
+        mesh = ParallelMesh(build_training_mesh(ranks, config.parallel, 1), CPU)
         if rank not in mesh.mesh.grid:
             continue
         models = {name: made(*model) for name, model in MODELS.items()}
@@ -57,12 +57,12 @@ def program(rank):
         for name, model in models.items():
             cut_proof._proven.clear()
             try:
-                cut_proof.prove_cuts(model, name, mesh, config, trains=True)
+                cut_proof.check_parallel_equivalence(model, name, mesh, config, trains=True)
                 found[cut, name] = "the same" if cut_proof._proven else "not tried"
             except ConfigError as error:
                 found[cut, name] = str(error)
     config = ActorConfig(parallel=ParallelConfig(tp=2))
-    mesh = ParallelMesh(training_mesh(2, config.parallel, 1), CPU)
+    mesh = ParallelMesh(build_training_mesh(2, config.parallel, 1), CPU)
     if rank in mesh.mesh.grid:
         for forgotten, trains in WRONG:
             found[forgotten, trains] = broken(mesh, config, forgotten, trains)
@@ -73,10 +73,10 @@ def broken(mesh, config, forgotten, trains):
     cut_proof._proven.clear()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
         if forgotten == "nan":
-            patch.setattr(tensor, "sum_over", lambda x, *_: x * float("nan"))
+            patch.setattr(tensor, "reduce_from_region", lambda x, *_: x * float("nan"))
         else:
             patch.setattr(tensor, forgotten, lambda x, *_: x)
-        cut_proof.prove_cuts(made("qwen2", {}), "mine", mesh, config, trains=trains)
+        cut_proof.check_parallel_equivalence(made("qwen2", {}), "mine", mesh, config, trains=trains)
     return str(caught.value)
 
 

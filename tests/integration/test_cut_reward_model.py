@@ -14,9 +14,9 @@ from hybridrl.config.schema import (
     RewardConfig,
     RolloutConfig,
 )
-from hybridrl.controller.worker import Context
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.controller.worker import WorkerContext
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import make_tiny_model
 from hybridrl.workers.llm_judge import JudgeSetup
 from hybridrl.workers.reward_worker import RewardWorker
@@ -59,7 +59,7 @@ def make_models(folder):
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "reward")
     shape = {"hidden_size": 16, "layers": 1, "heads": 2, "context": 256}
-    make_tiny_model(folder / "judge", build_tokenizer(), seed=0, **shape)
+    make_tiny_model(folder / "judge", build_character_tokenizer(), seed=0, **shape)
     (folder / "grade.py").write_text(FUNCTION)
     (folder / "template.txt").write_text("{prompt}{response}")
     return folder
@@ -94,7 +94,7 @@ def make_worker(rank, world, folder, parallel):
         error_value=0.25,
     )
     return RewardWorker(
-        Context("actor", rank, world),
+        WorkerContext("actor", rank, world),
         config=config,
         tokenizer=str(folder / "judge"),
         model=source,
@@ -108,7 +108,7 @@ def score(rank, world, folder, parallel):
     """The part of each table that the protocol gives this rank, and whether it answers."""
     worker = make_worker(rank, world, folder, parallel)
     protocol = RewardWorker.compute_reward.__transfer__.protocol
-    mesh = training_mesh(world, parallel)
+    mesh = build_training_mesh(world, parallel)
     assert dict(worker.coordinates()) == mesh.coordinates(rank)
     speaks = protocol.speaks(rank, [mesh.coordinates(other) for other in range(world)])
     part, parts = protocol.part(worker.coordinates())

@@ -28,7 +28,7 @@ from engine_cases import (
 )
 from ranks import run_ranks
 
-from hybridrl.algorithms.loss_weights import MODES
+from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
@@ -37,10 +37,12 @@ from hybridrl.parallel.parallel_mesh import ParallelMesh
 def cases():
     """(ranks, deal, budget, mode, objective, small) of every update of the distributed run."""
     for ranks, deals in DEALS.items():
-        for (i, counts), (j, mode) in itertools.product(enumerate(deals), enumerate(MODES)):
+        for (i, counts), (j, mode) in itertools.product(
+            enumerate(deals), enumerate(AGGREGATION_MODES)
+        ):
             yield ranks, counts, BUDGETS[(i + j) % len(BUDGETS)], mode, CLIPPED, True
-        yield ranks, deals[-1], LONGEST, MODES[1], WHOLE_SAMPLES, True
-        yield ranks, deals[-1], LONGEST, MODES[0], CLIPPED, False
+        yield ranks, deals[-1], LONGEST, AGGREGATION_MODES[1], WHOLE_SAMPLES, True
+        yield ranks, deals[-1], LONGEST, AGGREGATION_MODES[0], CLIPPED, False
 
 
 def rank_program(rank):
@@ -61,7 +63,7 @@ def rank_program(rank):
         batch = make_batch(mode)
         mine = batch.take(deal(batch, counts)[rank])
         found["updates"][str(case)] = update(engine, mine, objective)
-        if mode == MODES[0]:
+        if mode == AGGREGATION_MODES[0]:
             scored = engine.forward(mine, temperature=TEMPERATURE)
             found["forwards"][str(case)] = scored.to_pylist()
     if rank < 2:
@@ -96,7 +98,7 @@ def plain():
 @pytest.mark.parametrize("ranks", DEALS)
 def test_any_split_over_ranks_and_micro_batches_gives_one_gradient(ranks, four_ranks, plain):
     mine = [case for case in cases() if case[0] == ranks]
-    assert {case[3] for case in mine} == set(MODES)
+    assert {case[3] for case in mine} == set(AGGREGATION_MODES)
     for case in mine:
         _, _, _, mode, objective, _ = case
         gradient, metrics = plain(mode, objective)
@@ -111,7 +113,7 @@ def test_forward_gives_each_rank_its_rows_in_order(ranks, four_ranks):
     batch = make_batch()
     exact = CausalPolicy(make_model())(PackedSamples.of(batch, CPU), TEMPERATURE)
     bounds = batch["response_ids"].cu_seqlens.tolist()
-    for case in (case for case in cases() if case[0] == ranks and case[3] == MODES[0]):
+    for case in (case for case in cases() if case[0] == ranks and case[3] == AGGREGATION_MODES[0]):
         for rank, rows in enumerate(deal(batch, case[1])):
             scored = four_ranks[rank]["forwards"][str(case)]
             assert len(scored) == len(rows)

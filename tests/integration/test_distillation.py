@@ -10,10 +10,10 @@ from parallel_cases import assemble, assert_close, make_engine, make_model
 from ranks import run_ranks
 from settings import LEARNS, SHORT
 
-from hybridrl.algorithms import Distillation
+from hybridrl.algorithms import DistillationObjective
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 pytestmark = pytest.mark.more
@@ -43,7 +43,7 @@ def program(rank):
     """Gradients of the student, and what the teacher says, on each mesh that a rank is in."""
     meshes = {"one rank": ParallelMesh.data_parallel(CPU, 1)}
     for name, (ranks, parallel) in CUTS.items():
-        meshes[name] = ParallelMesh(training_mesh(ranks, parallel, 1), CPU, None)
+        meshes[name] = ParallelMesh(build_training_mesh(ranks, parallel, 1), CPU, None)
     batch = make_batch()
     said = [None]
     if rank == 0:
@@ -69,7 +69,7 @@ def program(rank):
         }
         for kind in KINDS:
             engine = make_engine(mesh, tokens_per_microbatch=60)
-            loss = Distillation(kind)
+            loss = DistillationObjective(kind)
             metrics = engine.update(mine, loss, temperature=TEMPERATURE, **loss.options)
             found[cut][kind] = engine.first_gradient, metrics["loss"]
     return found

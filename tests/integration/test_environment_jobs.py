@@ -11,13 +11,13 @@ import torch
 from pyarrow import parquet
 from watching import finished, watched
 
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.errors import ConfigError, RewardError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
-from hybridrl.run.step_metrics import step_metrics
-from hybridrl.run.watchers.unscored_samples import Unscored
+from hybridrl.run.step_metrics import compute_step_metrics
+from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
 
 pytestmark = pytest.mark.usefixtures("process_group")
 PROMPTS, SAMPLES = 3, 4
@@ -42,7 +42,7 @@ async def play(row, model, fails=()):
 def place(tmp_path_factory):
     """A folder with a model that chats, rows and the environment."""
     folder = tmp_path_factory.mktemp("environment")
-    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
     make_tiny_model(folder / "model", tokenizer, seed=3, hidden_size=64, layers=1, heads=2,
                     context=256)  # fmt: skip
     rows = [{"question": f"{n} + {n} = ?", "kind": "ab"[n % 2]} for n in range(12)]
@@ -87,7 +87,7 @@ def step(job, trainer):
     updates = [handle.get() for handle in handles]
     assert all(math.isfinite(value) for update in updates for value in update.values())
     records = job.executor.take_records()
-    return batch.collect(), updates, step_metrics(records, updates, 1.0), records
+    return batch.collect(), updates, compute_step_metrics(records, updates, 1.0), records
 
 
 def test_each_branch_is_a_row_and_all_share_the_credit_of_their_episode(start):
@@ -177,7 +177,7 @@ def test_where_all_fail_there_are_no_rows_and_the_reason_is_said(start, algorith
     with pytest.raises(
         RewardError, match=r"(?s)none of the 12 episodes could be played.*no such move"
     ):
-        watched(Unscored(), finished(1, records))
+        watched(UnscoredSamplesWatcher(), finished(1, records))
 
 
 def test_a_single_sample_is_an_episode_of_its_own(start):
@@ -273,7 +273,7 @@ async def play(row, model):
 @pytest.mark.more
 def test_options_of_the_chat_template_reach_the_endpoint_of_a_job(start, place, tmp_path):
     (tmp_path / "play.py").write_text(OPTIONS)
-    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
     tokenizer.chat_template = "{{ 'x' * (effort | default(1)) }}" + tokenizer.chat_template
     make_tiny_model(tmp_path / "model", tokenizer, seed=3, hidden_size=64, layers=1, heads=2,
                     context=256)  # fmt: skip

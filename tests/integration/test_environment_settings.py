@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from hybridrl import load_config
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.data.environment_tasks import ENVIRONMENT
-from hybridrl.job.job_inputs import load_rows
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
+from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
+from hybridrl.job.job_inputs import load_job_rows
 from hybridrl.models import make_tiny_model
 
 pytestmark = pytest.mark.more
@@ -49,7 +49,9 @@ def test_an_environment_is_loaded_once_before_anything_starts(refusal, tmp_path)
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{n}*2"}) + "\n" for n in range(20)))
     shape = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 512}
-    model = make_tiny_model(tmp_path / "model", build_tokenizer(TEXT), seed=0, **shape)
+    model = make_tiny_model(
+        tmp_path / "model", build_character_tokenizer(PRINTABLE_CHARACTERS), seed=0, **shape
+    )
     said = refusal(
         *(*INLINE, f"model.path={model}", "data=jsonl", f"data.path={file}", "run.dry=true"),
         *("data.answer_column=null", "reward.function=[]", "environment.name=openenv"),
@@ -60,8 +62,10 @@ def test_an_environment_is_loaded_once_before_anything_starts(refusal, tmp_path)
 
 def test_tasks_of_an_environment_are_rows():
     config = load_config([*INLINE, *TASKS, f"environment.name={FILE}:play"])
-    assert config.data.task == ENVIRONMENT and config.reward.function == []
-    rows, _ = load_rows(config, "prompts", build_tokenizer(TEXT, chat=True))
+    assert config.data.task == ENVIRONMENT_TASK and config.reward.function == []
+    rows, _ = load_job_rows(
+        config, "prompts", build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
+    )
     assert (len(rows.training), len(rows.held_out)) == (20, 4) and rows.examples is None
     row = rows.training.slice(0, 1).rows_for_users()[0]
     assert row["what"] == "good" and row["prompt"] == f"row {row['number']}"

@@ -14,18 +14,18 @@ from transformers import PreTrainedTokenizerFast
 from hybridrl import Turn
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.check_list import check
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_prompts
 from hybridrl.data.tasks import calculator
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.rollout.engine_requests import Finished, Sampling, responses
-from hybridrl.rollout.episode_class import load_episode
+from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
+from hybridrl.rollout.episode_class import load_episode_class
 from hybridrl.rollout.episode_generator import EpisodeGenerator
 from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.transcript import Transcript
+from hybridrl.rollout.transcript import TokenTranscript
 
-TOKENIZER = build_tokenizer()
+TOKENIZER = build_character_tokenizer()
 EOS = TOKENIZER.eos_token_id
 PATIENCE_S, TIMEOUT_S = 60.0, 2.0
 """For tools that answer, and for those that hang."""
@@ -65,7 +65,7 @@ class ScriptedEngine(BatchedEngine):
         reason = "length" if len(tokens) > limit else "stop"
         tokens = tokens[:limit]
         log_probs = [-0.5] * len(tokens)
-        return [Finished(request.key, request.prompt_ids, tokens, log_probs, reason)]
+        return [EngineOutput(request.key, request.prompt_ids, tokens, log_probs, reason)]
 
     def generate(self, batch, sampling, seed):
         raise NotImplementedError
@@ -107,7 +107,7 @@ def play():
         built.append(rollout)
         prompts = [f"{row + 1}=" for row in range(rows)]
         batch = Batch.from_columns({"prompt_ids": [ids(p) for p in prompts], "prompt": prompts})
-        sampling = Sampling(**{"max_tokens": 40, **kind})
+        sampling = SamplingSettings(**{"max_tokens": 40, **kind})
         return rollout.generate(batch, sampling, seed), engine
 
     yield run
@@ -193,7 +193,7 @@ def test_an_engine_that_tokenizes_again_is_refused(play):
 
 
 def test_a_transcript_accepts_only_its_own_tokens():
-    transcript = Transcript([5, 6])
+    transcript = TokenTranscript([5, 6])
     transcript.add_sampled([5, 6], [7, 8], [-1.0, -2.0])
     transcript.add_given([9])
     for wrong in ([5, 6, 7, 8], [5, 6, 78, 9], [5, 6, 7, 8, 9, 9]):
@@ -300,7 +300,9 @@ class Batches(ScriptedEngine):
         rows = [row.tolist() for row in batch["prompt_ids"].rows()]
         turns = [1 + row.count(EOS) for row in rows]
         texts = [[*ids("end" if turn == 3 else "ab"), EOS][: sampling.max_tokens] for turn in turns]
-        return responses(texts, [[-0.5] * len(text) for text in texts], ["stop" for _ in texts])
+        return build_response_batch(
+            texts, [[-0.5] * len(text) for text in texts], ["stop" for _ in texts]
+        )
 
 
 def test_an_engine_of_batches_takes_the_turns_together(play):
@@ -379,9 +381,9 @@ def test_a_blocked_loop_is_replaced(play):
         engine, Blocks, TOKENIZER, max_turns=4, max_turn_tokens=None, tool_timeout_s=TIMEOUT_S
     )
     batch = Batch.from_columns({"prompt_ids": [ids("1=")]})
-    first = rollout.generate(batch, Sampling(20), 0)
+    first = rollout.generate(batch, SamplingSettings(20), 0)
     engine.write = lambda row, turn: "end"
-    second = rollout.generate(batch, Sampling(20), 0)
+    second = rollout.generate(batch, SamplingSettings(20), 0)
     rollout.close()
     assert first["finish_reason"] == ["tool_timeout"] and second["finish_reason"] == ["stop"]
 
@@ -498,11 +500,11 @@ def test_a_class_is_found_by_its_name(tmp_path):
         "number = 1\n"
     )
     check(load_config(["data=calculator", *SETTINGS, f"rollout.episode={path}:Tool"]))
-    assert load_episode(f"{path}:Tool").__name__ == "Tool"
+    assert load_episode_class(f"{path}:Tool").__name__ == "Tool"
     with pytest.raises(ConfigError, match="no `async def step`"):
-        load_episode(f"{path}:Half")
+        load_episode_class(f"{path}:Half")
     with pytest.raises(ConfigError, match="is a int; it must be a class"):
-        load_episode(f"{path}:number")
+        load_episode_class(f"{path}:number")
     with pytest.raises(ConfigError, match=r"defines no `Tol`.*Did you mean `Tool`"):
         check(load_config(["data=calculator", *SETTINGS, f"rollout.episode={path}:Tol"]))
 
@@ -513,7 +515,7 @@ def test_the_calculator_task():
     numbers = range(32, 100)
     assert everything == {f"{a}*{b}=": str(a * b) for a in numbers for b in numbers}
     config = load_config(["data=calculator"]).data
-    tokenizer = build_tokenizer(calculator.CHARACTERS)
+    tokenizer = build_character_tokenizer(calculator.CHARACTERS)
     loaded = load_prompts(config, tokenizer, held_out=256, seed=3)
     examples = loaded.examples
     assert len(examples) == len(training)
@@ -534,7 +536,7 @@ def test_the_calculator_task():
 
 def test_the_calculator_answers_calls_and_judges_answers():
     async def steps(*texts):
-        episode = calculator.Calculator()
+        episode = calculator.CalculatorEpisode()
         await episode.reset({"answer": "4042"})
         return [await episode.step(text, []) for text in texts]
 

@@ -32,10 +32,10 @@ COPIES = 40
 
 
 def write_model(folder):
-    from hybridrl.data.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.models import make_tiny_model
 
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=96)
     return tokenizer
 
@@ -68,11 +68,11 @@ def test_vllm_plays_episodes(tmp_path):
 def play_with_vllm(rank, tmp_path):
     from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.rollout import Sampling
-    from hybridrl.rollout.episode_class import load_episode
+    from hybridrl.rollout import SamplingSettings
+    from hybridrl.rollout.episode_class import load_episode_class
     from hybridrl.rollout.episode_generator import EpisodeGenerator
     from hybridrl.rollout.rollout_engine import EngineSetup
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMEngine
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job = f"hybridrl-{os.getpid()}-1"
@@ -81,7 +81,7 @@ def play_with_vllm(rank, tmp_path):
     (tmp_path / "tool.py").write_text(TOOL)
     spec = f"{tmp_path / 'tool.py'}:Tool"
     config = RolloutConfig(kv_cache_gib=0.05, stop=["9"], episode=spec)
-    engine = VLLMRollout(
+    engine = VLLMEngine(
         EngineSetup(
             str(folder),
             str(folder),
@@ -96,7 +96,7 @@ def play_with_vllm(rank, tmp_path):
     )
     rollout = EpisodeGenerator(
         engine,
-        load_episode(spec),
+        load_episode_class(spec),
         tokenizer,
         max_turns=5,
         max_turn_tokens=None,
@@ -105,10 +105,10 @@ def play_with_vllm(rank, tmp_path):
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
     batch = Batch.from_columns({"prompt_ids": prompts * COPIES, "prompt": PROMPTS * COPIES})
     try:
-        drawn = rollout.generate(batch, Sampling(24, stop=("9",)), seed=1)
-        again = rollout.generate(batch, Sampling(24, stop=("9",)), seed=1)
-        other = rollout.generate(batch, Sampling(24, stop=("9",)), seed=2)
-        greedy = rollout.generate(batch, Sampling(24, 0.0, stop=("9",)), seed=1)
+        drawn = rollout.generate(batch, SamplingSettings(24, stop=("9",)), seed=1)
+        again = rollout.generate(batch, SamplingSettings(24, stop=("9",)), seed=1)
+        other = rollout.generate(batch, SamplingSettings(24, stop=("9",)), seed=2)
+        greedy = rollout.generate(batch, SamplingSettings(24, 0.0, stop=("9",)), seed=1)
     finally:
         rollout.close()
         remove_shared_memory(job)

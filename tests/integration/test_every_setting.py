@@ -17,8 +17,8 @@ from flips import another_value
 
 from hybridrl import main
 from hybridrl.cli import main as command_line
-from hybridrl.config.effective_settings import idle
-from hybridrl.config.setting_names import leaves
+from hybridrl.config.effective_settings import find_ineffective_settings
+from hybridrl.config.setting_names import list_settings
 from hybridrl.errors import HybridRLError
 from hybridrl.job.config_resolution import load_config
 
@@ -376,12 +376,12 @@ def flipped(name: str, before: list[str], value: object) -> str:
         now = config
         for part in name.split("."):
             now = getattr(now, part)
-        value = another_value(name, leaves()[name], now)
+        value = another_value(name, list_settings()[name], now)
     return f"{name}={str(value).lower() if isinstance(value, bool) else value}"
 
 
 def names() -> list[str]:
-    found = [name for name in leaves() if name.partition(".")[0] in BY_GROUP]
+    found = [name for name in list_settings() if name.partition(".")[0] in BY_GROUP]
     return [name for name in found if not any(fnmatch(name, one) for one in EXCEPTIONS)]
 
 
@@ -393,7 +393,10 @@ def test_a_setting_changes_something_or_is_told(name, jobs, capsys):
     before = [*(PLAN if name in PLANNED else JOB), *of_group, *beside]
     change = flipped(name, before, value)
     try:
-        if any(said.startswith(f"{name}=") for said in idle(load_config([*before, change]))):
+        if any(
+            said.startswith(f"{name}=")
+            for said in find_ineffective_settings(load_config([*before, change]))
+        ):
             return
         if name in PLANNED:
             assert _plan(before, capsys) != _plan([*before, change], capsys)

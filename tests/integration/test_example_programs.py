@@ -10,7 +10,7 @@ import pytest
 
 from hybridrl import Job, load_config
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.models import make_tiny_model
 from hybridrl.run import loop
@@ -43,7 +43,7 @@ def start(tmp_path):
 def run(job):
     """The whole loop; what it wrote of each step."""
     with make_console(1, "test") as view:
-        loop.Loop(job, view).run()
+        loop.RunLoop(job, view).run()
     lines = (job.directory.path / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
@@ -60,7 +60,7 @@ def digits(response):
 @pytest.mark.more
 def test_distillation_brings_the_student_to_the_teacher(start, tmp_path):
     teacher = make_tiny_model(
-        tmp_path / "teacher", build_tokenizer(CHARACTERS), seed=7, context=128, **SHAPE
+        tmp_path / "teacher", build_character_tokenizer(CHARACTERS), seed=7, context=128, **SHAPE
     )
     steps = run(
         start(

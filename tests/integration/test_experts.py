@@ -11,14 +11,14 @@ from ranks import run_ranks
 from settings import LEARNS, SHORT
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from hybridrl.batch.batch import ROUTES, Batch
+from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.models.expert_routing import Routing, find_routers
-from hybridrl.models.packed_attention import NAME
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.models.expert_routing import ExpertRouters, find_routers
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.models.packing import PackedSamples
-from hybridrl.rollout.engine_requests import Request, Sampling
+from hybridrl.rollout.engine_requests import Request, SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare
 from hybridrl.rollout.single_turn import SingleTurnStream
@@ -26,7 +26,7 @@ from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.more, pytest.mark.vllm]
 CPU = torch.device("cpu")
-SAMPLING = Sampling(max_tokens=24, temperature=1.0)
+SAMPLING = SamplingSettings(max_tokens=24, temperature=1.0)
 
 
 def make_model(layers=3, dense=(1,)):
@@ -51,17 +51,17 @@ def make_model(layers=3, dense=(1,)):
         pad_token_id=0,
     )
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
 
 
 def rank_program(rank, folder, job):
     """Samples of engines of both precisions, made in both ways."""
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMEngine
 
     found = {}
     prompts = [[5, 6, 14, 7, 8, 17], [9, 10], [9, 10], [11, 12, 13, 20]] * 8
     for dtype in ("float32", "bfloat16"):
-        rollout = VLLMRollout(
+        rollout = VLLMEngine(
             EngineSetup(
                 str(folder / "model"),
                 str(folder / "model"),
@@ -77,12 +77,14 @@ def rank_program(rank, folder, job):
         batch = Batch.from_columns({"prompt_ids": prompts})
         samples = rollout.generate(batch, SAMPLING, seed=0)
         found[dtype] = batch.with_columns(
-            {name: samples[name] for name in ("response_ids", "rollout_log_probs", ROUTES)}
+            {name: samples[name] for name in ("response_ids", "rollout_log_probs", ROUTED_EXPERTS)}
         )
         if dtype == "float32":
-            greedy = rollout.generate(batch, Sampling(max_tokens=5, temperature=0.0), seed=0)
+            greedy = rollout.generate(
+                batch, SamplingSettings(max_tokens=5, temperature=0.0), seed=0
+            )
             found["greedy"] = batch.with_columns(
-                {name: greedy[name] for name in ("response_ids", ROUTES)}
+                {name: greedy[name] for name in ("response_ids", ROUTED_EXPERTS)}
             )
             rollout.start(Request(0, prompts[0], SAMPLING, 0, 2))
             rollout.poll()
@@ -93,7 +95,7 @@ def rank_program(rank, folder, job):
             streamed, rows = stream.next_samples(4)
             of_rows = batch.take(rows)
             found["streamed"] = of_rows.with_columns(
-                {name: streamed[name] for name in ("response_ids", ROUTES)}
+                {name: streamed[name] for name in ("response_ids", ROUTED_EXPERTS)}
             )
             none, _ = stream.next_samples(1)
             found["none"] = none
@@ -115,7 +117,7 @@ def scored(batch, replay):
     """Log-probabilities of the responses, and what the routers chose for each token."""
     model = make_model()
     policy, chosen = CausalPolicy(model), []
-    Routing.of(model)
+    ExpertRouters.of(model)
     for router in find_routers(model).values():
         router.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     batch = batch if replay else batch.select(["prompt_ids", "response_ids"])
@@ -130,14 +132,14 @@ def test_recorded_are_the_experts_that_the_model_chooses(samples, way):
     _, own = scored(batch, replay=False)
     lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
     of_samples = own.sort(-1).values.split(lengths.tolist())
-    for wanted, row in zip(of_samples, batch[ROUTES].rows(), strict=True):
+    for wanted, row in zip(of_samples, batch[ROUTED_EXPERTS].rows(), strict=True):
         assert row.dtype == torch.uint8
         assert torch.equal(row.view(-1, 2, 4).long().sort(-1).values, wanted[:-1])
 
 
 def test_a_table_without_rows_has_the_column_too(samples):
     assert not len(samples["none"])
-    assert samples["none"][ROUTES].values.dtype == torch.uint8
+    assert samples["none"][ROUTED_EXPERTS].values.dtype == torch.uint8
 
 
 def test_replay_brings_a_rounded_generator_closer(samples):
@@ -154,7 +156,7 @@ def test_replay_brings_a_rounded_generator_closer(samples):
 def test_a_job_scores_its_samples_by_the_experts_that_generated_them(run, tmp_path):
     """In bfloat16: the same first samples, scored by other experts here and there without it."""
     make_model(layers=4, dense=()).save_pretrained(tmp_path / "model")
-    build_tokenizer("0123456789+=").save_pretrained(tmp_path / "model")
+    build_character_tokenizer("0123456789+=").save_pretrained(tmp_path / "model")
     steps = {}
     for replay in ("true", "false"):
         folder = run(

@@ -82,7 +82,7 @@ def finish(tmp_path, own):
         given = [*SMALL, f"run.directory={tmp_path / 'run'}", f"reward.function={own}:odd"]
         config = load_config([*given, *overrides])
         with make_console(1, "test") as view, Job(config) as job:
-            loop.Loop(job, view).run()
+            loop.RunLoop(job, view).run()
         return job.directory.path
 
     return run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import StorageError
 from hybridrl.job.config_resolution import load_config
@@ -49,7 +49,7 @@ def train(folder, *overrides):
     with make_console(1, "test") as view:
         config = load_config([*SMALL, f"run.directory={folder}", *overrides])
         with Job(config) as job:
-            loop.Loop(job, view).run()
+            loop.RunLoop(job, view).run()
 
 
 def test_a_model_that_does_not_fit_is_a_sentence_before_anything_starts(disk):
@@ -68,21 +68,21 @@ def test_a_step_that_does_not_fit_is_a_sentence_and_the_one_before_it_loads(
     disk, tmp_path, monkeypatch, free
 ):
     train(tmp_path / "whole")
-    complete = StepFolders.complete
+    complete = CheckpointStore.complete
 
     def fills_up(self, *arguments):
         found = complete(self, *arguments)
         leave(disk, free)
         return found
 
-    monkeypatch.setattr(StepFolders, "complete", fills_up)
+    monkeypatch.setattr(CheckpointStore, "complete", fills_up)
     with pytest.raises(
         StorageError, match=r"Cannot write .*(No space left|the disk is full).*Free"
     ):
         train(disk / "run")
     monkeypatch.undo()
     (disk / "ballast").unlink()
-    folders = StepFolders(disk / "run" / "checkpoints")
+    folders = CheckpointStore(disk / "run" / "checkpoints")
     assert folders.steps() == [2] and not folders.fault(2)
     train(disk / "run", "resume=auto")
     found, whole = (

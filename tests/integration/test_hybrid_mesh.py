@@ -7,7 +7,7 @@ import pytest
 from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanilla
 
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import intersection, subtract_all, volume
+from hybridrl.layout.boxes import box_numel, intersect_boxes, subtract_boxes
 from hybridrl.layout.hybrid_mesh import HybridMesh
 
 RANKS = 64
@@ -66,8 +66,8 @@ def test_every_combination_nests_in_groups_of_size_and_receives_by_the_formula()
             assert at["dp"] == rank // (p * t)
             shard = (box(at["pp"], p, p), box(at["tp"], t, t))
             wanted = (box(at["rollout_pp"], p, p_g), box(at["rollout_tp"], t, t_g))
-            assert intersection(shard, wanted) == shard, combination
-            assert volume(wanted) - volume(shard) == volume_of_formula, combination
+            assert intersect_boxes(shard, wanted) == shard, combination
+            assert box_numel(wanted) - box_numel(shard) == volume_of_formula, combination
             assert at["rollout_dp"] == at["dp"] * mesh.micro_dp + at["micro_dp"]
             # Generation replicas are consecutive ranks, as vLLM wants them.
             assert (at["rollout_dp"] * p_g + at["rollout_pp"]) * t_g + at["rollout_tp"] == rank
@@ -127,7 +127,7 @@ def test_example_of_figure_8b():
     outside = [
         rank + 1
         for rank, pieces in transition.training.pieces.items()
-        if subtract_all(pieces["0"][0].box, [transition.generation.pieces[rank]["0"][0].box])
+        if subtract_boxes(pieces["0"][0].box, [transition.generation.pieces[rank]["0"][0].box])
     ]
     assert outside == [2, 3, 6, 7]
     assert [r + 1 for r, elements in transition.redundant().items() if elements] == outside

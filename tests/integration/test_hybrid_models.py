@@ -10,7 +10,7 @@ import torch
 from settings import LEARNS, SHORT
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import TrainingError
 
@@ -39,7 +39,7 @@ FAMILIES = {
 
 
 def made(family, folder):
-    tokenizer = build_tokenizer(load_task("arithmetic").CHARACTERS)
+    tokenizer = build_character_tokenizer(load_task("arithmetic").CHARACTERS)
     ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ENDS}
     config = AutoConfig.for_model(
         family, vocab_size=len(tokenizer), **SHAPE, **FAMILIES[family], **ends

@@ -12,7 +12,7 @@ import torch
 from settings import SHORT
 from transformers import AutoModelForCausalLM
 
-from hybridrl.data.character_tokenizer import CHARACTERS, build_tokenizer
+from hybridrl.data.character_tokenizer import CHARACTERS, build_character_tokenizer
 from hybridrl.models import make_tiny_model
 
 pytestmark = pytest.mark.more
@@ -25,7 +25,7 @@ CONTEXT = 17
 def make_judge(folder: Path) -> Path:
     """A model that writes the commonest character of what it reads, of equals the one with the
     larger id: attention is the mean over all tokens, which are unit vectors."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     hidden, size = 128, len(tokenizer)
     make_tiny_model(
         folder, tokenizer, seed=0, hidden_size=hidden, layers=1, heads=4, context=CONTEXT

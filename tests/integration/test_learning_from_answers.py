@@ -10,12 +10,12 @@ import torch
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import TrainingError
 from hybridrl.models import make_tiny_model
 from hybridrl.run import loop
-from hybridrl.trainers.expert_iteration import KEPT
+from hybridrl.trainers.expert_iteration import KEPT_COLUMNS
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -44,7 +44,7 @@ def start(tmp_path):
 def run(job):
     """The whole loop; what it wrote of each step."""
     with make_console(1, "test") as view:
-        loop.Loop(job, view).run()
+        loop.RunLoop(job, view).run()
     lines = (job.directory.path / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "time/step" in row]
 
@@ -123,7 +123,7 @@ def test_answers_that_were_kept_survive_a_checkpoint(start):
     job = start("algorithm=expert_iteration", "trainer.steps=2", reward=is_one)
     run(job)
     trainer, ids = job.make_trainer(), torch.ones(2, 3, dtype=torch.int64)
-    kept = Batch.from_columns(dict.fromkeys(KEPT, ids))
+    kept = Batch.from_columns(dict.fromkeys(KEPT_COLUMNS, ids))
     trainer.pool.extend([job.put(kept), job.put(kept.take([]))])
     state = json.loads(json.dumps(trainer.state()))
     again = job.make_trainer()
@@ -211,7 +211,7 @@ def test_an_evaluation_without_a_score_does_not_end_the_training(start, tmp_path
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     base, size = tmp_path / "base", {"hidden_size": 32, "layers": 1, "heads": 1}
-    make_tiny_model(base, build_tokenizer(CHARACTERS), seed=7, context=64, **size)
+    make_tiny_model(base, build_character_tokenizer(CHARACTERS), seed=7, context=64, **size)
 
     def known(response, answer):
         return None if answer == "unknown" else float(response.startswith(answer))

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from hybridrl.batch.batch import Batch
-from hybridrl.rollout.engine_requests import Finished, Request, Sampling
-from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
+from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSettings
+from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SampleStream
-from hybridrl.rollout.transcript import Transcript
+from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SingleTurnStream
+from hybridrl.rollout.transcript import TokenTranscript
 
 pytestmark = pytest.mark.more
 
@@ -38,7 +38,7 @@ class Noted(BatchedEngine):
     def poll(self):
         self.asked.append("poll")
         ended, self._began, self._waiting = self._began, self._waiting, []
-        return [Finished(r.key, r.prompt_ids, [r.key], [-1.0], "stop") for r in ended]
+        return [EngineOutput(r.key, r.prompt_ids, [r.key], [-1.0], "stop") for r in ended]
 
     def cancel(self):
         self.asked.append("cancel")
@@ -58,7 +58,7 @@ class Plays(SampleGenerator):
         return OneTurn(self.requests, task)
 
 
-class OneTurn(SampleStream):
+class OneTurn(SingleTurnStream):
     def __init__(self, requests, task):
         super().__init__(requests, task.version)
         self.sampling, self.left = task.sampling, list(range(len(task.batch)))
@@ -76,11 +76,11 @@ class OneTurn(SampleStream):
             done += self._requests.poll()
         samples = []
         for finished in done:
-            transcript = Transcript([1])
+            transcript = TokenTranscript([1])
             transcript.add_sampled([1], finished.token_ids, finished.log_probs)
             samples.append(EpisodeSample([transcript], [], 1.0, "stop"))
         keys = np.array([finished.key for finished in done], dtype=np.int64)
-        return episode_batch(samples, [], branching=False), keys
+        return build_episode_batch(samples, [], branching=False), keys
 
 
 def play(rank):
@@ -97,13 +97,13 @@ def play(rank):
     def rows(count):
         return Batch.from_columns({"prompt_ids": [[1]] * count})
 
-    whole = rollout.generate(rows(3), Sampling(4), 0)
-    playing = rollout.begin(GenerationTask(rows(4), Sampling(4), list(range(4))))
+    whole = rollout.generate(rows(3), SamplingSettings(4), 0)
+    playing = rollout.begin(GenerationTask(rows(4), SamplingSettings(4), list(range(4))))
     parts = [playing.next_samples(least, refresh)[1].tolist() for least in (1, 3)]
     playing.close()
     broken = ""
     try:
-        rollout.generate(rows(7), Sampling(4), 0)
+        rollout.generate(rows(7), SamplingSettings(4), 0)
     except RuntimeError as error:
         broken = str(error)
     return engine.asked, refreshed, len(whole), whole["response_ids"].values.tolist(), parts, broken

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.controller.batch_ref import BatchRef
-from hybridrl.controller.group_call import Failure, Reply, ShardInfo
-from hybridrl.controller.table_expression import Table
-from hybridrl.ray_backend.call_messages import seal, unseal
+from hybridrl.controller.group_call import RankReply, ShardInfo, WorkerFailure
+from hybridrl.controller.table_expression import ResultTable
+from hybridrl.ray_backend.call_messages import deserialize_reply, serialize_reply
 
 PLAIN = [
     None,
@@ -45,43 +45,45 @@ OTHER = [
     Name("x"),
     Kind.ONE,
     object(),
-    BatchRef(Table(())),
+    BatchRef(ResultTable(())),
     Batch.from_columns({"x": [1]}),
 ]
 
 
 def reply(value):
-    return Reply(Record("actor", 3, "update"), value)
+    return RankReply(CallRecord("actor", 3, "update"), value)
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_replies_become_bytes_and_come_back(value):
     for message in (reply(value), reply([value])):
-        sealed = seal(message, [message.value])
+        sealed = serialize_reply(message, [message.value])
         assert type(sealed) is bytes
-        assert unseal(sealed) == message
-    together = seal([reply(value), reply(1)], [value, 1])
+        assert deserialize_reply(sealed) == message
+    together = serialize_reply([reply(value), reply(1)], [value, 1])
     assert type(together) is bytes
-    assert unseal(together) == [reply(value), reply(1)]
+    assert deserialize_reply(together) == [reply(value), reply(1)]
 
 
 @pytest.mark.parametrize("value", OTHER, ids=lambda value: type(value).__name__)
 def test_what_is_not_plain_stays_as_it_is(value):
     for message in (reply(value), reply({"deep": [(value,)]})):
-        assert seal(message, [message.value]) is message
-        assert unseal(message) is message
-        first, second = seal([message, reply(1)], [message.value, 1])
+        assert serialize_reply(message, [message.value]) is message
+        assert deserialize_reply(message) is message
+        first, second = serialize_reply([message, reply(1)], [message.value, 1])
         assert first is message and second == reply(1)
-    assert seal(1, [{Kind.ONE: 1}]) == 1, "keys count too"
+    assert serialize_reply(1, [{Kind.ONE: 1}]) == 1, "keys count too"
 
 
 def test_a_reply_carries_what_the_driver_knows_of_a_shard():
     info = ShardInfo.of(Batch.from_columns({"prompt_ids": [[1, 2], [3]]}), np.array([4, 2]))
-    failure = Failure("actor", 0, "update", "ValueError: no", "Traceback", 1.0)
-    record = Record("actor", 0, "update")
+    failure = WorkerFailure("actor", 0, "update", "ValueError: no", "Traceback", 1.0)
+    record = CallRecord("actor", 0, "update")
     record.metrics["rows"] = 2.0
     record.phases = {"train": 0.5}
-    found = unseal(seal(Reply(record, info=info, failure=failure), [None]))
+    found = deserialize_reply(
+        serialize_reply(RankReply(record, info=info, failure=failure), [None])
+    )
     assert found.record == record and found.failure == failure and found.value is None
     assert found.info.rows.tolist() == [4, 2] and found.info.schema.names == ["prompt_ids"]
     assert found.info.tokens["prompt_ids"].tolist() == [2, 1]
@@ -89,4 +91,4 @@ def test_a_reply_carries_what_the_driver_knows_of_a_shard():
 
 def test_bytes_only_are_opened():
     for message in ("text", None, 3, bytearray(b"x")):
-        assert unseal(message) is message
+        assert deserialize_reply(message) is message

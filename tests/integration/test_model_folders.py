@@ -16,13 +16,13 @@ from transformers import (
 )
 
 from hybridrl.checkpoint.tensors import tensor_writer as writing
-from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, ParallelConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import HybridRLError
-from hybridrl.layout.training_mesh import training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel, stored_dtype
+from hybridrl.layout.training_mesh import build_training_mesh
+from hybridrl.models import CausalPolicy, ScalarModel, read_stored_dtype
 from hybridrl.models.lora import add_adapters
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
 pytestmark = pytest.mark.more
@@ -81,14 +81,14 @@ def adapted():
     model = make_model()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        add_adapters(model, LoraSettings(rank=4))
+        add_adapters(model, LoraAdapterConfig(rank=4))
     return model
 
 
 def seeded(kind, config):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return kind.from_config(config, attn_implementation=NAME)
+        return kind.from_config(config, attn_implementation=PACKED_ATTENTION)
 
 
 MODELS = {
@@ -114,7 +114,7 @@ def pairs():
 def program(rank, folder):
     """Saves every model under every cut, then loads under each what another one saved."""
     meshes = {
-        name: ParallelMesh(training_mesh(ranks, parallel), CPU, parallel.shards)
+        name: ParallelMesh(build_training_mesh(ranks, parallel), CPU, parallel.shards)
         for name, (ranks, parallel) in CUTS.items()
     }
     engines, found = {}, {}
@@ -227,7 +227,10 @@ def test_a_model_is_saved_in_another_precision(ranks, folder, cut):
     wanted, found = tensors(folder / ONE / "qwen2, tied"), tensors(folder / cut / HALF)
     assert all(torch.equal(found[name], wanted[name].bfloat16()) for name in wanted)
     loaded = AutoModelForCausalLM.from_pretrained(folder / cut / HALF)
-    assert loaded.config.dtype == torch.bfloat16 and stored_dtype(folder / cut / HALF) == "bfloat16"
+    assert (
+        loaded.config.dtype == torch.bfloat16
+        and read_stored_dtype(folder / cut / HALF) == "bfloat16"
+    )
 
 
 def test_every_cut_loads_what_another_has_saved(ranks):

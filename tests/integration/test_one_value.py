@@ -16,15 +16,15 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hybridrl.config.presets import names
+from hybridrl.config.presets import list_presets
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
-from hybridrl.report.prometheus_metrics import exposition
-from hybridrl.report.report_content import Content
+from hybridrl.report.prometheus_metrics import render_prometheus_metrics
+from hybridrl.report.report_content import ReportContent
 from hybridrl.run import loop
 from hybridrl.run_files.metric_reader import read_metrics
 from hybridrl.run_files.run_reader import open_run
@@ -131,7 +131,7 @@ SPOKEN = {
 def programs():
     """A preset of every program that has one, and the kinds of `grpo`."""
     presets = {}
-    for name in sorted(names("algorithm"), key=lambda name: (name != "grpo", name)):
+    for name in sorted(list_presets("algorithm"), key=lambda name: (name != "grpo", name)):
         presets.setdefault(load_config([f"algorithm={name}"]).trainer.name, name)
     return [*presets.values(), *(kind for kind in KINDS if kind not in presets.values())]
 
@@ -141,8 +141,10 @@ def place(tmp_path_factory):
     """A folder with models, rows and functions."""
     folder = tmp_path_factory.mktemp("place")
     shape = {"hidden_size": 32, "layers": 1, "heads": 1}
-    make_tiny_model(folder / "model", build_tokenizer(CHARACTERS), seed=7, context=128, **shape)
-    texts = build_tokenizer("".join(map(chr, range(32, 127))) + "\n", chat=True)
+    make_tiny_model(
+        folder / "model", build_character_tokenizer(CHARACTERS), seed=7, context=128, **shape
+    )
+    texts = build_character_tokenizer("".join(map(chr, range(32, 127))) + "\n", chat=True)
     make_tiny_model(folder / "chat", texts, seed=3, context=256, **shape)
     for source in "ab":
         rows = [json.dumps({"prompt": f"{source}: {n} + {n} = ?"}) for n in range(12)]
@@ -180,7 +182,7 @@ def run(request, place, tmp_path_factory):
     name = request.param
     settings = [one.format(place=place) for one in KINDS.get(name, ())]
     chosen = [one for one in settings if one.startswith("data=")]
-    chosen += [f"algorithm={name}"] if name in names("algorithm") else []
+    chosen += [f"algorithm={name}"] if name in list_presets("algorithm") else []
     program = load_config(chosen).trainer.name
     if importlib.import_module(f"hybridrl.trainers.{program}").Trainer.DATA == "prompts":
         settings = [*SAMPLED, *settings]
@@ -193,7 +195,7 @@ def run(request, place, tmp_path_factory):
     with make_console(2, "test", console) as view, Job(config) as job:
         show = view.samples
         view.samples = lambda prompt, found: [shown.append(found), show(prompt, found)]
-        loop.Loop(job, view).run()
+        loop.RunLoop(job, view).run()
     return Run(folder, job, said.getvalue(), shown)
 
 
@@ -228,11 +230,11 @@ def test_trackers_and_pages_have_the_figures_of_the_file(run):
     for key, value in in_file.items():
         assert in_tracker[key] == same(math.nan if value is None else value), key
     newest = run.newest()
-    page = exposition({run.folder: list(run.rows.values())})
+    page = render_prometheus_metrics({run.folder: list(run.rows.values())})
     gauges = re.findall(r"# HELP (\S+) (.+)\n# TYPE .*\n\S+ (.+)\n", page)
     of_page = {name: float(value) for _, name, value in gauges}
     assert {name: of_page.get(name) for name in newest} == newest
-    series = Content(open_run(run.folder)).curves()["runs"][0]["series"]
+    series = ReportContent(open_run(run.folder)).curves()["runs"][0]["series"]
     for name, value in newest.items():
         assert series[name]["y"][-1] == pytest.approx(value, rel=1e-4), name
 
@@ -259,7 +261,7 @@ def test_evaluations_are_those_of_the_file_and_of_their_samples(run):
         if name.startswith(("accuracy", "eval/"))
     }
     assert in_file == in_evaluations and in_file
-    newest = Content(open_run(run.folder)).state()["evaluations"]
+    newest = ReportContent(open_run(run.folder)).state()["evaluations"]
     assert {name: one["metrics"] for name, one in newest.items()} == {
         name: one["metrics"] for name, one in run.evaluations[-1]["sets"].items()
     }
@@ -352,7 +354,7 @@ def test_the_summary_has_the_first_and_the_last_figures(run):
     assert run.summary["steps"] == len(trained)
     generated = [v for row in trained for n, v in row.items() if n.endswith("response/tokens")]
     assert run.summary["tokens_generated"] == sum(generated)
-    assert Content(open_run(run.folder)).head()["tokens"] == run.summary["tokens_generated"]
+    assert ReportContent(open_run(run.folder)).head()["tokens"] == run.summary["tokens_generated"]
     ends = [name.removesuffix("_last") for name in run.summary if name.endswith("_last")]
     assert ends
     for name in ends:
@@ -379,7 +381,7 @@ def test_the_console_has_the_figures_of_the_file(run):
 def test_samples_that_are_shown_are_those_that_are_kept(run):
     if not run.samples_prompts:
         return
-    sources = Content(open_run(run.folder)).parts["samples"]()
+    sources = ReportContent(open_run(run.folder)).parts["samples"]()
     labels = [source["label"] for source in sources["sources"]]
     for (step, _), found in zip(run.steps.items(), run.shown, strict=True):
         table = run.table(step)

@@ -9,16 +9,16 @@ import pytest
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 DRIVER = """
 import threading
-from hybridrl.ray_backend.own_node import RAYLET, OwnNode
+from hybridrl.ray_backend.own_node import RAYLET_PROCESS, LocalRayNode
 
-node = OwnNode()
+node = LocalRayNode()
 import numpy as np
 import psutil
 import ray
 
 ray.init(num_cpus=1, include_dashboard=False, logging_level="error")
 node.started(ray._private.worker.global_worker.node.get_session_dir_path())
-(raylet,) = (child for child in psutil.Process().children() if child.name() == RAYLET)
+(raylet,) = (child for child in psutil.Process().children() if child.name() == RAYLET_PROCESS)
 print(raylet.pid, flush=True)
 threading.Timer(0.5, raylet.kill).start()
 while True:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybridrl import main
-from hybridrl.algorithms import DirectPreference
+from hybridrl.algorithms import PreferenceObjective
 from hybridrl.batch.batch import Batch
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
@@ -21,7 +21,7 @@ from hybridrl.models import make_tiny_model
 from hybridrl.run import loop
 from hybridrl.run.warmup import warm_up
 from hybridrl.trainers import grpo
-from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -41,9 +41,9 @@ import numpy as np
 
 from hybridrl.batch.batch import Batch
 from hybridrl.trainers import grpo
-from hybridrl.trainers.trainer import LEARNED_FROM, SAMPLE, Trainer
-from hybridrl.trainers.objectives import preference_objective
-from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.trainer import UPDATE_COLUMNS, SAMPLE_COLUMNS, Trainer
+from hybridrl.trainers.objectives import build_preference_objective
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.update_columns import loss_weights
 
 def towards(batch):
@@ -55,12 +55,13 @@ class Distill(Trainer):
 
     @staticmethod
     def roles(config):
-        return {**standard("actor", "reward"), "teacher": RoleSpec("reference")}
+        return {**standard_roles("actor", "reward"), "teacher": RoleSpec("reference")}
 
     def step(self):
         samples = self.next_batch()
         samples |= self.groups["actor"].generate_sequences(samples, self.sampling)
-        batch = samples | self.groups["teacher"].compute_ref_log_prob(samples.select(*SAMPLE))
+        scored = samples.select(*SAMPLE_COLUMNS)
+        batch = samples | self.groups["teacher"].compute_ref_log_prob(scored)
         batch |= batch.apply(towards, ["ref_log_probs"])
         return batch, [self.groups["actor"].update_actor(p) for p in self.mini_batches(batch)]
 
@@ -73,11 +74,11 @@ class OnlineDPO(Trainer):
 
     @staticmethod
     def roles(config):
-        return standard("actor", "reference", "reward")
+        return standard_roles("actor", "reference", "reward")
 
     @staticmethod
     def objective(config):
-        return preference_objective(config)
+        return build_preference_objective(config)
 
     def step(self):
         samples = self.next_batch().repeat(2)
@@ -85,18 +86,18 @@ class OnlineDPO(Trainer):
         scored = samples | self.groups["reward"].compute_reward(samples)
         pair = scored.apply(best_and_worst, ["scores"]).collect(["order"])["order"].numpy()
         batch = scored.take(pair + 2 * (np.arange(len(pair)) // 2))
-        batch |= self.groups["reference"].compute_ref_log_prob(batch.select(*SAMPLE))
+        batch |= self.groups["reference"].compute_ref_log_prob(batch.select(*SAMPLE_COLUMNS))
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch |= batch.apply(weigh, ["response_mask"])
         update = self.groups["actor"].update_preference
-        return batch, [update(batch.select(*LEARNED_FROM, "ref_log_probs"))]
+        return batch, [update(batch.select(*UPDATE_COLUMNS, "ref_log_probs"))]
 
 class Pair(grpo.Trainer):
     """Two policies learn, each from samples of its own."""
 
     @staticmethod
     def roles(config):
-        return {**standard("actor", "reward"), "solver": RoleSpec("actor", saves_as="solver")}
+        return {**standard_roles("actor", "reward"), "solver": RoleSpec("actor", saves_as="solver")}
 
     def step(self):
         batch, handles = super().step()
@@ -153,7 +154,7 @@ def own(tmp_path):
 @pytest.fixture
 def model(tmp_path):
     """A model of another seed than that of the jobs."""
-    tokenizer = build_tokenizer(CHARACTERS)
+    tokenizer = build_character_tokenizer(CHARACTERS)
     return str(make_tiny_model(tmp_path / "other", tokenizer, seed=7, context=128, **SHAPE))
 
 
@@ -171,7 +172,7 @@ def start(tmp_path):
 def run(job):
     """The whole loop, without a console."""
     with make_console(1, "test") as view:
-        loop.Loop(job, view).run()
+        loop.RunLoop(job, view).run()
 
 
 def log_probs(group, batch, method="compute_log_prob"):
@@ -205,7 +206,9 @@ def test_a_teacher_without_one_begins_as_the_actor_after_warm_up(start, own):
 
 
 def test_a_model_of_another_vocabulary_is_refused(start, own, tmp_path):
-    other = make_tiny_model(tmp_path / "abc", build_tokenizer("abc"), seed=0, context=128, **SHAPE)
+    other = make_tiny_model(
+        tmp_path / "abc", build_character_tokenizer("abc"), seed=0, context=128, **SHAPE
+    )
     with pytest.raises(ConfigError, match=r"models\.teacher\.path=.* has another vocabulary"):
         start(f"trainer.name={own('Distill')}", f"models.teacher.path={other}")
 
@@ -213,7 +216,7 @@ def test_a_model_of_another_vocabulary_is_refused(start, own, tmp_path):
 def test_online_dpo_learns_from_its_own_loss(start, own):
     job = start("algorithm=dpo", f"trainer.name={own('OnlineDPO')}", "warmup.steps=0")
     trainer = job.make_trainer()
-    assert isinstance(trainer.objective(job.config), DirectPreference)
+    assert isinstance(trainer.objective(job.config), PreferenceObjective)
     _, (update,) = trainer.step()
     metrics = update.get()
     assert metrics["loss"] == pytest.approx(np.log(2), rel=1e-5), "the policy is the reference"
@@ -282,7 +285,7 @@ class InProgram(grpo.Trainer):
 
     @staticmethod
     def roles(config):
-        return {**standard("actor"), "reward": RoleSpec("reward")}
+        return {**standard_roles("actor"), "reward": RoleSpec("reward")}
 
 
 ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n} for n in range(1, 9)] * 4
@@ -401,7 +404,7 @@ def test_a_trainer_that_is_none_is_a_sentence(start):
 
 
 def test_roles_of_a_program_without_a_trainer(start, model):
-    roles = {**standard("actor"), "teacher": RoleSpec("reference")}
+    roles = {**standard_roles("actor"), "teacher": RoleSpec("reference")}
     job = start(f"models.teacher.path={model}", roles=roles)
     assert set(job.groups) == {"actor", "teacher"}
 
@@ -416,7 +419,7 @@ def test_a_job_closes_what_it_opened(tmp_path, monkeypatch):
         def close(self, state):
             closed.append(state)
 
-    monkeypatch.setattr("hybridrl.job.job.open_writers", lambda *_: [Writer(), Writer()])
+    monkeypatch.setattr("hybridrl.job.job.open_metric_writers", lambda *_: [Writer(), Writer()])
 
     def fails(self):
         raise RuntimeError("no executor")

@@ -19,7 +19,7 @@ import pytest
 from pages import PAGES, PROGRAMS, ROOT, blocks
 
 from hybridrl import cli, main
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.job.config_resolution import load_config
 from hybridrl.models import make_tiny_model
@@ -71,7 +71,7 @@ FILES = {
 def made(tmp_path_factory):
     """A folder with a model, rows and a run, as a user has them who comes to a page."""
     folder = tmp_path_factory.mktemp("pages")
-    tokenizer = build_tokenizer(CHARACTERS)
+    tokenizer = build_character_tokenizer(CHARACTERS)
     tokenizer.chat_template = TEMPLATE
     shape = {"hidden_size": 64, "layers": 2, "heads": 4, "context": 512}
     make_tiny_model(folder / "model", tokenizer, seed=0, **shape)

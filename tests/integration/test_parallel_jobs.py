@@ -8,10 +8,10 @@ import torch
 from settings import SHORT
 
 from hybridrl import load_config
-from hybridrl.batch.batch import Ragged
+from hybridrl.batch.batch import RaggedColumn
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.controller import WorkerGroup
-from hybridrl.job.worker_groups import worker_of
+from hybridrl.job.worker_groups import resolve_worker
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.vllm]
 CUTS = ("dp", "tp", "pp", "ring", "ulysses")
@@ -46,7 +46,7 @@ def generate(job):
         {
             "log_probs": batch["rollout_log_probs"],
             "advantages": advantages.astype(np.float32),
-            "loss_weights": Ragged(weights, tokens.cu_seqlens),
+            "loss_weights": RaggedColumn(weights, tokens.cu_seqlens),
         }
     )
 
@@ -54,7 +54,7 @@ def generate(job):
 def losses(job, cut, samples):
     """What a policy cut in two says of the samples, and losses and gradient norms of three updates
     on them."""
-    worker_class, keywords = worker_of("actor", job)
+    worker_class, keywords = resolve_worker("actor", job)
     actor = replace(job.config.actor, parallel=ParallelConfig(**{cut: 2}))
     group = WorkerGroup(
         job.executor, cut, worker_class, [0, 1], **{**keywords, "config": actor, "generates": False}

@@ -6,9 +6,13 @@ import pytest
 from settings import LEARNS, SHORT
 from tiers import few_of
 
-from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, to_json
+from hybridrl.systems.unequal_generation.generation_plan import (
+    GenerationPlan,
+    GenerationStage,
+    format_generation_plan,
+)
 
-PLAN = GenerationPlan((Stage(1, (8,)), Stage(0, (16,))), 3, 2, kl=0.005)
+PLAN = GenerationPlan((GenerationStage(1, (8,)), GenerationStage(0, (16,))), 3, 2, kl=0.005)
 USES = ["rollout=pipeline", "rollout.parallel.pp=2", "rollout.verify_weights=true"]
 PLACES = {
     "on the trainer's devices": ["num_devices=2"],
@@ -21,7 +25,7 @@ def plan(tmp_path):
     """A file."""
 
     def write(plan=PLAN):
-        (tmp_path / "plan.json").write_text(to_json(plan))
+        (tmp_path / "plan.json").write_text(format_generation_plan(plan))
         return f"rollout.plan={tmp_path / 'plan.json'}"
 
     return write
@@ -83,7 +87,7 @@ def test_what_stages_cannot_do_is_refused(refusal, settings, sentence):
     [
         (PLAN, [], "has 2 stages"),
         (PLAN, ["rollout.parallel.pp=2", "rollout.max_kl=0.001"], "more than rollout.max_kl"),
-        (GenerationPlan((Stage(0, (8, 8, 8)),), 1), [], "is for a model of 3 layers"),
+        (GenerationPlan((GenerationStage(0, (8, 8, 8)),), 1), [], "is for a model of 3 layers"),
     ],
 )
 def test_plans_of_something_else_are_refused(refusal, plan, changed, settings, sentence):

@@ -32,9 +32,9 @@ from hybridrl.algorithms import TokenLoss, value_loss
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
@@ -99,7 +99,7 @@ def make_model(name):
     make = AutoModelForSequenceClassification if critic else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        inner = make.from_config(config, attn_implementation=NAME)
+        inner = make.from_config(config, attn_implementation=PACKED_ATTENTION)
     inner.config.use_cache = False
     return ScalarModel(inner, "before") if critic else CausalPolicy(inner)
 
@@ -195,7 +195,7 @@ def rank_program(rank, folder):
     """What each of four processes does and finds; tests compare."""
     found = {}
     for layout in (ONE, *LAYOUTS):
-        mesh = ParallelMesh(training_mesh(layout.ranks, layout.config), CPU)
+        mesh = ParallelMesh(build_training_mesh(layout.ranks, layout.config), CPU)
         if rank >= layout.ranks:
             continue
         rows = deal(make_batch(), (6, 5) if layout.dp == 2 else (11,))[rank // layout.pp]

@@ -8,38 +8,46 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.rollout.engine_requests import Sampling
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.rollout.engine_requests import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.transformers_engine import TransformersRollout
-from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage, equal_plan
-from hybridrl.systems.unequal_generation.pipeline_engine import PipelineRollout
+from hybridrl.rollout.transformers_engine import TransformersEngine
+from hybridrl.systems.unequal_generation.generation_plan import (
+    GenerationPlan,
+    GenerationStage,
+    make_equal_plan,
+)
+from hybridrl.systems.unequal_generation.pipeline_engine import PipelineEngine
 
 pytestmark = pytest.mark.more
 
 WORLD, LAYERS, EOS = 4, 5, 1
 LOW = (16, 8, 4, 8, 16)
 PLANS = {
-    "one": equal_plan(LAYERS, 1),
-    "two": GenerationPlan((Stage(1, (16,) * 3), Stage(0, (16,) * 2)), 3, 2),
-    "two, in turns": GenerationPlan((Stage(0, (16,) * 2), Stage(1, (16,) * 3)), 1, 1),
-    "four": GenerationPlan(tuple(Stage(n, (16,) * (1 + (n == 2))) for n in (2, 0, 3, 1)), 5, 1),
-    "one, low": GenerationPlan((Stage(0, LOW),), 2),
-    "two, low": GenerationPlan((Stage(1, LOW[:2]), Stage(0, LOW[2:])), 2),
+    "one": make_equal_plan(LAYERS, 1),
+    "two": GenerationPlan((GenerationStage(1, (16,) * 3), GenerationStage(0, (16,) * 2)), 3, 2),
+    "two, in turns": GenerationPlan(
+        (GenerationStage(0, (16,) * 2), GenerationStage(1, (16,) * 3)), 1, 1
+    ),
+    "four": GenerationPlan(
+        tuple(GenerationStage(n, (16,) * (1 + (n == 2))) for n in (2, 0, 3, 1)), 5, 1
+    ),
+    "one, low": GenerationPlan((GenerationStage(0, LOW),), 2),
+    "two, low": GenerationPlan((GenerationStage(1, LOW[:2]), GenerationStage(0, LOW[2:])), 2),
 }
 SAMPLINGS = {
-    "drawn": Sampling(12),
-    "greedy": Sampling(9).greedy(),
-    "narrow": Sampling(7, temperature=0.7, top_p=0.8, top_k=9),
-    "bounded": Sampling(16, min_tokens=6, stop=("4",)),
-    "stopped": Sampling(14, stop=("1", "4+")),
-    "one token": Sampling(1),
+    "drawn": SamplingSettings(12),
+    "greedy": SamplingSettings(9).greedy(),
+    "narrow": SamplingSettings(7, temperature=0.7, top_p=0.8, top_k=9),
+    "bounded": SamplingSettings(16, min_tokens=6, stop=("4",)),
+    "stopped": SamplingSettings(14, stop=("1", "4+")),
+    "one token": SamplingSettings(1),
 }
 ROWS = {"drawn": (0, 1, 2, 11), "one token": (2,)}
 
 
 def make_folder(folder, tied):
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -101,7 +109,7 @@ def rank_program(rank, folder, tokenizer):
     for tied in (True, False):
         path = str(folder / str(tied))
         for name, plan in PLANS.items():
-            engine = PipelineRollout(
+            engine = PipelineEngine(
                 EngineSetup(path, path, "float32", **options()),
                 RolloutConfig(max_sequences=8),
                 plan,
@@ -137,7 +145,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder, tmp_path_factory):
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     return run_ranks(rank_program, tmp_path_factory.mktemp("ranks"), WORLD, folder, tokenizer)
 
 
@@ -146,7 +154,7 @@ def expected(folder):
     whole = {}
     for tied in (True, False):
         path = str(folder / str(tied))
-        engine = TransformersRollout(
+        engine = TransformersEngine(
             EngineSetup(path, path, "float32", **options()), RolloutConfig(max_sequences=8)
         )
         whole[tied, "before"] = samples(engine, whole=tied)

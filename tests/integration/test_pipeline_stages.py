@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import LoraSettings
+from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
 from hybridrl.models.lora import add_adapters
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel.pipeline_schedule import check_stages, split_layers
 from hybridrl.parallel.staged_model import StagedModel
 
@@ -45,7 +45,9 @@ def make_policy(kind=Qwen2Config, tied=True):
     config = kind(**SHAPE, tie_word_embeddings=tied)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return CausalPolicy(AutoModelForCausalLM.from_config(config, attn_implementation=NAME))
+        return CausalPolicy(
+            AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
+        )
 
 
 def make_samples():
@@ -145,7 +147,9 @@ def test_a_scalar_head_lies_in_the_last_stage():
 
     def make():
         torch.manual_seed(0)
-        inner = AutoModelForSequenceClassification.from_config(config, attn_implementation=NAME)
+        inner = AutoModelForSequenceClassification.from_config(
+            config, attn_implementation=PACKED_ATTENTION
+        )
         return ScalarModel(inner, "before")
 
     samples = make_samples()
@@ -164,6 +168,6 @@ def test_a_model_of_other_parts_is_refused_in_a_sentence():
 
 def test_adapters_are_refused_in_a_sentence():
     policy = make_policy()
-    add_adapters(policy.inner, LoraSettings(rank=2))
+    add_adapters(policy.inner, LoraAdapterConfig(rank=2))
     with pytest.raises(ConfigError, match=r"actor.lora.rank does not go with pipelines"):
         StagedModel(policy, torch.float32, 0, 2)

@@ -10,10 +10,10 @@ from settings import TINY
 from tiers import few_of
 
 from hybridrl import load_config
-from hybridrl.planner.step.graph_replay import replay
-from hybridrl.planner.what_if.recorded_graph import graph_of
+from hybridrl.planner.step.graph_replay import replay_graph
+from hybridrl.planner.what_if.recorded_graph import build_recorded_graph
 from hybridrl.trainers import ppo
-from hybridrl.trainers.objectives import policy_objective
+from hybridrl.trainers.objectives import build_policy_objective
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 STEPS = 5
@@ -72,7 +72,7 @@ class OffPolicy(ppo.Trainer):
 
     @staticmethod
     def objective(config):
-        return replace(policy_objective(config), off_policy=True)
+        return replace(build_policy_objective(config), off_policy=True)
 
 
 def run(hosts, folder, *overrides, ahead=None):
@@ -128,7 +128,7 @@ def all_was_chosen_and_kept(job):
 def is_replayed(records, begin, end):
     """What each call read and where it ran is known, so steps can be replayed of which some
     overlap."""
-    assert replay(graph_of(records, begin, end)).makespan > 0
+    assert replay_graph(build_recorded_graph(records, begin, end)).makespan > 0
     calls = {record.call: record for record in records}
     trained = [record for record in records if record.method == "update_actor"]
     assert trained and all(

@@ -9,7 +9,7 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
-from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.run_status import read_run_status
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 LIMIT = 8
@@ -86,7 +86,7 @@ def test_a_fault_is_named_and_leaves_nothing(tmp_path, fault, said, settings):
     assert job.finish() == 1, job.output
     found = re.findall(f"^error: .*{said}.*$", job.output, re.MULTILINE)
     assert len(found) == 1, job.output
-    state, why = state_of(job.run)
+    state, why = read_run_status(job.run)
     assert state == "failed" and found[0].startswith(f"error: {why}")
     assert '"failed"' in (job.run / "report.html").read_text()
     assert not (job.run / "model").exists() and not list(job.run.glob(".model*"))
@@ -103,4 +103,4 @@ def test_a_slow_reward_is_not_a_hang(tmp_path):
     own += ["controller.timeout_s=8", "reward.timeout_s=4"]  # a rank scores for twenty seconds
     job = Victim(tmp_path / "job", *JOB, *own)
     assert job.finish() == 0, job.output
-    assert state_of(job.run) == ("finished", "")
+    assert read_run_status(job.run) == ("finished", "")

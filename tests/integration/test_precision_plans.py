@@ -12,13 +12,13 @@ from hybridrl.console.run_console import make_console
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
-from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.run import loop
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
-from hybridrl.systems.low_bits.low_bit_training import learn_in
+from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
-from hybridrl.systems.low_bits.role_plans import precision_notices
+from hybridrl.systems.low_bits.role_plans import list_precision_notices
 
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "model.dtype=float32"),
@@ -45,8 +45,8 @@ def run(folder, name, *overrides):
     with make_console(1, "test") as view:
         view.message = said.append
         with Job(config) as job:
-            said += precision_notices(config, job.groups)  # as `main.run` tells them
-            loop.Loop(job, view).run()
+            said += list_precision_notices(config, job.groups)  # as `main.run` tells them
+            loop.RunLoop(job, view).run()
     rows = (folder / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(row) for row in rows], "\n".join(map(str, said))
 
@@ -117,15 +117,15 @@ def rank_program(rank):
     batch, found = make_batch(), {}
     mine = batch.take(deal(batch, DEALS[2][0])[rank])
     for name, bits in {"whole": {}, "low": BITS[rank]}.items():
-        mesh = ParallelMesh(Mesh({"dp": 2}), CPU)
+        mesh = ParallelMesh(RankMesh({"dp": 2}), CPU)
         engine = make_engine(mesh, optimizer=LEARNING)
-        learn_in(engine.model.inner, bits)
+        enable_low_bit_training(engine.model.inner, bits)
         torch.manual_seed(rank)
         gradient, metrics = update(engine, mine)
         for _ in range(3):
             engine.update(mine, lambda out, columns, segments: loss_of(out), temperature=1.0)
         found[name] = gradient, metrics["grad_norm"], parameters(engine)
-    scored = make_engine(ParallelMesh(Mesh({"dp": 2}), CPU))
+    scored = make_engine(ParallelMesh(RankMesh({"dp": 2}), CPU))
     before = scored.forward(mine, temperature=1.0)["log_probs"].values
     scored.scoring = LowBitScoring(scored.model.inner, {1: 8} if rank else {})
     after = scored.forward(mine, temperature=1.0)["log_probs"].values

@@ -7,7 +7,7 @@ from parallel_cases import assemble, assert_close, learn, make_engine, make_mode
 from ranks import run_ranks
 
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 
@@ -46,7 +46,7 @@ def program(rank):
     """What one of four processes makes of every model, however it is cut."""
     meshes = {"one rank": ParallelMesh.data_parallel(CPU, 1)}
     for name, (ranks, parallel, rollout_tp) in CUTS.items():
-        mesh = training_mesh(ranks, parallel, rollout_tp)
+        mesh = build_training_mesh(ranks, parallel, rollout_tp)
         meshes[name] = ParallelMesh(mesh, CPU, parallel.shards)
     batch = make_batch()
     found = {}

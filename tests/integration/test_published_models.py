@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from hybridrl import cli, load_config, main
 from hybridrl.checks.models.model_folder_checks import check_model
-from hybridrl.config.schema import ActorConfig, LoraSettings, ParallelConfig
-from hybridrl.controller.worker import Context
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, ParallelConfig
+from hybridrl.controller.worker import WorkerContext
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.workers.training_engines import ModelSource, policy_engine
+from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 pytestmark = pytest.mark.more
 
@@ -28,7 +28,7 @@ CUTS = {
     "dp2": ActorConfig(),
     "tp2": ActorConfig(parallel=ParallelConfig(tp=2)),
     "pp2": ActorConfig(parallel=ParallelConfig(pp=2)),
-    "adapters": ActorConfig(lora=LoraSettings(rank=4)),
+    "adapters": ActorConfig(lora=LoraAdapterConfig(rank=4)),
 }
 REFUSED = {("tp2", "gemma3"), ("tp2", "qwen3_5")}
 """What these cuts would change."""
@@ -74,7 +74,7 @@ def program(rank, folders, saved):
         for name in PUBLISHED if cut == "dp2" else EVERYWHERE:
             source = ModelSource(str(folders / name), "", "float32", 64, ())
             try:
-                engine = policy_engine(Context("actor", rank, WORLD), source, config)
+                engine = build_policy_engine(WorkerContext("actor", rank, WORLD), source, config)
                 engine.save(saved / cut / name, torch.bfloat16, file_bytes=40_000)
             except HybridRLError as error:
                 found[cut, name] = str(error)

@@ -8,7 +8,7 @@ import torch
 from settings import SHORT
 from torch import nn
 
-from hybridrl.quantization.rounded_matrix import quantise
+from hybridrl.quantization.rounded_matrix import quantize_rows
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.vllm]
 PLACES = [
@@ -23,7 +23,7 @@ def test_a_layer_multiplies_with_the_newest_weights_rounded(kind, monkeypatch):
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor import parameter
 
-    from hybridrl.rollout.vllm_quantization import QuantisedLinearMethod
+    from hybridrl.rollout.vllm_quantization import QuantizedLinearMethod
 
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -32,7 +32,7 @@ def test_a_layer_multiplies_with_the_newest_weights_rounded(kind, monkeypatch):
     layer = nn.Module()
     layer.bias = nn.Parameter(torch.randn(outputs, generator=generator), requires_grad=False)
     with set_current_vllm_config(VllmConfig()):
-        method = QuantisedLinearMethod(kind)
+        method = QuantizedLinearMethod(kind)
         sizes = (inputs, [outputs], inputs, outputs, torch.float32)
         method.create_weights(layer, *sizes, weight_loader=lambda *_: None)
         assert layer.weight.is_meta
@@ -43,7 +43,7 @@ def test_a_layer_multiplies_with_the_newest_weights_rounded(kind, monkeypatch):
             for _ in range(2):  # vLLM asks again
                 method.process_weights_after_loading(layer)
             assert not layer.weight.numel()
-            kept, wanted = method.rows(outputs, inputs), quantise(weight, kind)
+            kept, wanted = method.rows(outputs, inputs), quantize_rows(weight, kind)
             assert torch.equal(kept.scales, wanted.scales)
             assert torch.equal(kept.values.float(), wanted.values.float())
             exact = nn.functional.linear(states, weight, layer.bias)

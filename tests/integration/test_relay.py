@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller import DP, FIRST, ONE_TO_ALL, Worker, WorkerGroup, transfer
+from hybridrl.controller import DP, FIRST_RANK, ONE_TO_ALL, Worker, WorkerGroup, transfer
 from hybridrl.errors import CallTimeoutError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -53,7 +53,7 @@ class Tiny(Worker):
     def processes(self) -> int:
         return os.getpid()
 
-    @transfer(FIRST)
+    @transfer(FIRST_RANK)
     def peer(self) -> list[int]:
         return [self.context.rank, self.context.world_size]
 
@@ -100,7 +100,7 @@ def few(ray, monkeypatch):
     """Starts executors of few hosts that use the relay nevertheless, with one group each."""
     from hybridrl.ray_backend.ray_executor import RayExecutor
 
-    monkeypatch.setattr("hybridrl.ray_backend.ray_executor.DIRECT_HOSTS", 0)
+    monkeypatch.setattr("hybridrl.ray_backend.ray_executor.MAX_DIRECT_HOSTS", 0)
     started = []
 
     def start(timeout_s: float = 100.0) -> WorkerGroup:

@@ -9,9 +9,9 @@ import pytest
 from browser import browser, open_page
 from run_folders import HOSTILE, metrics_row, run_folder
 
-from hybridrl.report.html_page import page as page_of
-from hybridrl.report.report_content import Content
-from hybridrl.report.report_server import Server, Site
+from hybridrl.report.html_page import render_report_page as page_of
+from hybridrl.report.report_content import ReportContent
+from hybridrl.report.report_server import ReportServer, ReportSite
 from hybridrl.run_files.run_reader import open_run
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium is installed here")
@@ -21,7 +21,7 @@ DRAWN = "document.querySelector('#state h3') && document.querySelector('.chart s
 
 def written(folder, out):
     run = open_run(folder)
-    out.write_text(page_of(run.name, Content(run).data()))
+    out.write_text(page_of(run.name, ReportContent(run).data()))
     return out.as_uri()
 
 
@@ -80,7 +80,7 @@ def test_no_two_lines_of_a_chart_have_one_number(tmp_path):
 @pytest.mark.more
 def test_a_row_of_the_table_of_runs_is_a_line_on_a_narrow_screen(tmp_path):
     run_folder(tmp_path / "runs" / "one")
-    server = Server(Site(tmp_path / "runs"))
+    server = ReportServer(ReportSite(tmp_path / "runs"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     row = "document.querySelector('tbody tr')"
 
@@ -154,7 +154,7 @@ def test_a_search_finds_and_a_sort_sorts(tmp_path):
 
 def test_the_live_page_shows_what_is_new(tmp_path):
     run = run_folder(tmp_path / "runs" / "one", state="running")
-    server = Server(Site(tmp_path / "runs"))
+    server = ReportServer(ReportSite(tmp_path / "runs"))
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
 
     async def look():

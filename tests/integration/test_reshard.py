@@ -11,9 +11,9 @@ from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanil
 
 from hybridrl.layout.boxes import Piece
 from hybridrl.layout.hybrid_mesh import HybridMesh
-from hybridrl.weights.collective_reshard import Reshard, reshard
+from hybridrl.weights.collective_reshard import CollectiveReshard, reshard_tensors
 from hybridrl.weights.parcel_transfer import count
-from hybridrl.weights.weight_transport import Traffic, into
+from hybridrl.weights.weight_transport import TransferTraffic, make_tensor_sink
 
 WORLD = 8
 ARMS = {
@@ -81,15 +81,15 @@ def run_arm(arm, sizes, rank, group):
             training[piece.tensor].copy_(cut(values[name], piece.box))
     plan = transition.gather()
     device = torch.device("cpu")
-    bring = Reshard(plan, torch.float32, device, group, BUCKET)
-    traffic = bring(training.__getitem__, into(tensors))
+    bring = CollectiveReshard(plan, torch.float32, device, group, BUCKET)
+    traffic = bring(training.__getitem__, make_tensor_sink(tensors))
     complete = holds(transition.gathered, rank, tensors, values)
     kept = views(transition.generation, rank, transition.gathered, tensors)
     complete &= holds(transition.generation, rank, kept, values)
     # Once more, with other weights: a plan is made once and executed after every update.
     for tensor in training.values():
         tensor.neg_()
-    again = bring(training.__getitem__, into(tensors))
+    again = bring(training.__getitem__, make_tensor_sink(tensors))
     negative = {name: -value for name, value in values.items()}
     complete &= holds(transition.gathered, rank, tensors, negative)
     return {
@@ -114,8 +114,8 @@ def run_cast(sizes, rank, group):
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     plan = transition.gather()
     settings = {"group": group, "bucket_bytes": BUCKET}
-    read, write, dtype = training.__getitem__, into(tensors), torch.bfloat16
-    traffic = reshard(plan, read, write, dtype, torch.device("cpu"), **settings)
+    read, write, dtype = training.__getitem__, make_tensor_sink(tensors), torch.bfloat16
+    traffic = reshard_tensors(plan, read, write, dtype, torch.device("cpu"), **settings)
     return {
         "complete": holds(transition.generation, rank, tensors, values),
         "traffic": asdict(traffic),
@@ -164,7 +164,7 @@ def test_counted_bytes_equal_the_formulas(change, arm, ranks):
     for found in of_ranks:
         assert found["complete"]
         assert found["traffic"] == found["counted"]
-        traffic = Traffic(**found["traffic"])
+        traffic = TransferTraffic(**found["traffic"])
         assert traffic.received == pytest.approx(received, rel=0.01)
         assert traffic.sent == pytest.approx(received, rel=0.01)
         assert traffic.rounds > 1

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.checkpoint.store import StepFolders
-from hybridrl.config.load import read_settings
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.load import load_run_config
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError, DataError, StorageError
 from hybridrl.job.config_resolution import load_config, with_date
@@ -93,7 +93,10 @@ def own(tmp_path):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    tokenizer, shape = build_tokenizer(CHARACTERS), {"hidden_size": 32, "layers": 1, "heads": 1}
+    tokenizer, shape = (
+        build_character_tokenizer(CHARACTERS),
+        {"hidden_size": 32, "layers": 1, "heads": 1},
+    )
     folder = tmp_path_factory.mktemp("model") / "tiny"
     return str(make_tiny_model(folder, tokenizer, seed=7, context=128, **shape))
 
@@ -121,7 +124,7 @@ def run(tmp_path, own, model, monkeypatch):
             view.message = view.phase = said.append
             with Job(config, **objects) as job:
                 said += job.resumed.notices
-                loop.Loop(job, view).run()
+                loop.RunLoop(job, view).run()
         return job.directory.path, said
 
     finish.resume = resume
@@ -293,13 +296,13 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_step_before(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    prune = StepFolders.prune
+    prune = CheckpointStore.prune
 
     def fills_up(self, keep):
         prune(self, keep)
         monkeypatch.setattr(os, "pwrite", full)
 
-    monkeypatch.setattr(StepFolders, "prune", fills_up)
+    monkeypatch.setattr(CheckpointStore, "prune", fills_up)
     with pytest.raises(StorageError, match=r"model\.safetensors: No space left on device"):
         run("run", "trainer.steps=6")
     monkeypatch.undo()
@@ -320,7 +323,7 @@ def test_a_run_keeps_the_date_of_its_first_start(run, tmp_path, monkeypatch):
         monkeypatch.setattr("hybridrl.job.config_resolution.datetime", clock)
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
 
-    tokenizer = build_tokenizer(TEXT, chat=True)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
     tokenizer.chat_template = "{{ strftime_now('%d %b') }}" + tokenizer.chat_template
     shape = {"hidden_size": 32, "layers": 1, "heads": 1}
     model = make_tiny_model(tmp_path / "tiny", tokenizer, seed=7, context=128, **shape)
@@ -332,7 +335,7 @@ def test_a_run_keeps_the_date_of_its_first_start(run, tmp_path, monkeypatch):
     folder, _ = run("run", *settings, "trainer.steps=3", "eval.every=0")
     move_clock(2)
     run.resume(f"resume={folder}", "trainer.steps=6")
-    assert read_settings(folder / "config.yaml").data.date == "2024-03-01"
+    assert load_run_config(folder / "config.yaml").data.date == "2024-03-01"
     of_model = load_config(["algorithm=evaluate", f"model.path={folder}", *settings[1:3]])
     assert with_date(of_model).data.date == "2024-03-01"
     assert with_date(load_config(settings)).data.date == "2024-03-02"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from settings import LEARNS, SHORT
 from test_resume import rows_of
 
-from hybridrl.run.loop import Loop
+from hybridrl.run.loop import RunLoop
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 SLOW_REWARD = """
@@ -55,7 +55,7 @@ def test_generation_apart_goes_on_with_the_weights_and_the_count_of_before(run, 
     settings = [*SHORT, *LEARNS, "placement=separation", "placement.staleness=1", "eval.every=0"]
     settings += ["checkpoint.every=2", "rollout.verify_weights=true", "trainer.steps=4"]
     whole = run(*settings, f"run.directory={tmp_path / 'whole'}")
-    saves = Loop._checkpoint
+    saves = RunLoop._checkpoint
 
     def dies(self, step, figures):
         saves(self, step, figures)
@@ -63,7 +63,7 @@ def test_generation_apart_goes_on_with_the_weights_and_the_count_of_before(run, 
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Loop, "_checkpoint", dies)
+        patch.setattr(RunLoop, "_checkpoint", dies)
         run(*settings)
     signal.signal(signal.SIGTERM, before)
     half = run(f"resume={tmp_path / 'run'}")

@@ -7,7 +7,7 @@ from hybridrl.errors import RewardError
 from hybridrl.rewards.code import extract_program, passes_tests
 from hybridrl.sandbox import python_runner as sandbox_module
 from hybridrl.sandbox.confined import landlock, seccomp
-from hybridrl.sandbox.python_runner import confinement
+from hybridrl.sandbox.python_runner import find_confinement
 
 SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert 0 <= square(0) < 1, 'zero'"]
 
@@ -15,9 +15,9 @@ SQUARES = ["assert square(2) == 4", "assert square(3) == 9", "assert 0 <= square
 @pytest.fixture(scope="module")
 def sandbox():
     """For tests that run programs. Where the kernel has what it takes, a refusal is a failure."""
-    if not landlock.version():
+    if not landlock.find_landlock_version():
         pytest.skip("the kernel has no Landlock")
-    return confinement()
+    return find_confinement()
 
 
 def score(program, tests, **options):
@@ -198,10 +198,14 @@ def test_outputs_are_compared_without_spaces_at_ends(sandbox):
 
 def test_a_machine_that_confines_nothing_runs_nothing(monkeypatch):
     def refuse(level, *rest):
-        raise sandbox_module._RefusedError(f"no {level}")
+        raise sandbox_module._ConfinementRefusedError(f"no {level}")
 
-    monkeypatch.setattr(sandbox_module, "_execute", refuse)
-    monkeypatch.setattr(sandbox_module, "_probe", sandbox_module._probe.__wrapped__)
+    monkeypatch.setattr(sandbox_module, "_run_confined", refuse)
+    monkeypatch.setattr(
+        sandbox_module,
+        "_try_confinement_levels",
+        sandbox_module._try_confinement_levels.__wrapped__,
+    )
     with pytest.raises(RewardError, match="no namespaces: no none"):
         score("def square(x): return x * x", SQUARES)
 
@@ -209,11 +213,16 @@ def test_a_machine_that_confines_nothing_runs_nothing(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="system calls of Linux")
 def test_the_system_calls_of_both_machines_are_known():
     for machine in (0, 1):
-        filtered = seccomp._assemble(1000, machine)
+        filtered = seccomp._assemble_filter(1000, machine)
         assert len(filtered) % 8 == 0
         assert len(filtered) // 8 < 4096  # the most that the kernel takes
-    tables = (seccomp._ALLOWED, seccomp._PRETENDED, seccomp._SPECIAL)
+    tables = (seccomp._ALLOWED_CALLS, seccomp._PRETENDED_CALLS, seccomp._CONDITIONAL_CALLS)
     for machine in (0, 1):
-        numbers = [n for table in tables for n in seccomp._numbers(table, machine).values()]
+        numbers = [
+            n for table in tables for n in seccomp._parse_syscall_table(table, machine).values()
+        ]
         assert len(numbers) == len(set(numbers))
-    assert seccomp._conditions(1).keys() == seccomp._numbers(seccomp._SPECIAL, 0).keys()
+    assert (
+        seccomp._argument_conditions(1).keys()
+        == seccomp._parse_syscall_table(seccomp._CONDITIONAL_CALLS, 0).keys()
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.errors import ConfigError, MachineError, RewardError
+from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError
 from hybridrl.rewards import RewardPool
 
 TIMEOUT_S, PATIENCE_S = 4.0, 60.0
@@ -416,20 +416,20 @@ def test_wrong_settings_are_named(settings, message):
 # What a module of reward functions says before they start.
 
 CHECKED = """
-from hybridrl.errors import ConfigError, MachineError
+from hybridrl.errors import ConfigError, UnsupportedMachineError
 
 def check_reward(options, timeout_s):
     if options.get("width", 1) < 0:
         raise ConfigError("width is negative")
     if options.get("width") == 7:
-        raise MachineError("this machine is too narrow")
+        raise UnsupportedMachineError("this machine is too narrow")
     if options.get("width") == 8:
         raise KeyError("eight")
     return f"width {options.get('width', 1)} within {timeout_s:g} s"
 
 def score(response, width=1, **row):
     if response == "narrow":
-        raise MachineError("this machine is too narrow")
+        raise UnsupportedMachineError("this machine is too narrow")
     return 1.0
 
 async def score_async(response, **row):
@@ -454,7 +454,7 @@ def test_functions_are_checked_before_they_start(checked):
 def test_what_does_not_work_here_is_refused_whatever_on_error_is(checked, on_error):
     for width, error, words in (
         (-1, ConfigError, "width is negative"),
-        (7, MachineError, "too narrow"),
+        (7, UnsupportedMachineError, "too narrow"),
         (8, RewardError, "(?s)`check_reward` of .*KeyError: 'eight'"),
     ):
         options = {"score": {"width": width}}
@@ -464,7 +464,7 @@ def test_what_does_not_work_here_is_refused_whatever_on_error_is(checked, on_err
     for name in ("score", "score_async"):
         with RewardPool([checked + name], on_error=on_error) as pool:
             assert pool.score([{"response": "wide"}]).scores == [1.0]
-            with pytest.raises(MachineError, match="too narrow"):
+            with pytest.raises(UnsupportedMachineError, match="too narrow"):
                 pool.score([{"response": "wide"}, {"response": "narrow"}])
 
 

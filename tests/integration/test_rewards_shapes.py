@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hybridrl.errors import ConfigError, RewardError
-from hybridrl.rewards import RewardPool, function_list
+from hybridrl.rewards import RewardPool, parse_function_list
 
 FUNCTIONS = """
 import time
@@ -186,7 +186,7 @@ def test_functions_may_be_python_objects(make_pool):
     found = make_pool(*functions, lambda response, **row: 1.0).score(ROWS)
     assert found.scores == [12 + 2 + 4 + 1.5, 14 + 4 + 8 + 1.5, 11 + 1 + 2 + 1.5]
     assert next(iter(found.columns)) == "reward/closure" and "reward/Scorer" in found.columns
-    assert function_list(scaled) == [scaled] and function_list(["exact", scaled]) == [
+    assert parse_function_list(scaled) == [scaled] and parse_function_list(["exact", scaled]) == [
         "exact",
         scaled,
     ]

@@ -8,14 +8,14 @@ import socket
 import pytest
 from test_resume_ray import SLOW_REWARD
 
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.cli import main
 from hybridrl.console.run_console import make_console
 from hybridrl.errors import StorageError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.run import loop
-from hybridrl.system.locations import location_of, sizes_below
+from hybridrl.system.locations import list_file_sizes, parse_location
 
 pytestmark = [
     pytest.mark.more,
@@ -64,7 +64,7 @@ def train(*overrides):
         view.message = said.append
         with Job(load_config([*SMALL, *overrides])) as job:
             said += job.resumed.notices
-            loop.Loop(job, view).run()
+            loop.RunLoop(job, view).run()
     return said
 
 
@@ -74,24 +74,24 @@ def test_a_run_keeps_its_steps_in_a_bucket_and_survives_when_that_goes_away(
     url = f"{server.bucket}/runs/mine"
     command = [f"checkpoint.folder={url}", "resume=auto", f"run.directory={tmp_path / 'run'}"]
     train(*command, "trainer.steps=2")
-    folders = StepFolders(location_of(url))
+    folders = CheckpointStore(parse_location(url))
     assert folders.steps() == [1, 2] and not folders.fault(1) and not folders.fault(2)
-    files = sizes_below(folders.at(2))
+    files = list_file_sizes(folders.at(2))
     assert {"actor/rank-00000.json", "actor/rank-00000.safetensors", "driver.json"} <= files.keys()
     main_json(capsys, "checkpoint", "verify", url, "--json")
 
-    complete = StepFolders.complete
+    complete = CheckpointStore.complete
 
     def goes_away(self, step, *rest):
         if step == 3:
             server.stop()
         return complete(self, step, *rest)
 
-    monkeypatch.setattr(StepFolders, "complete", goes_away)
+    monkeypatch.setattr(CheckpointStore, "complete", goes_away)
     words = r"Cannot write s3://.*/runs/mine/step-000003: .*See whether it can be reached"
     with pytest.raises(StorageError, match=words):
         train(*command, "trainer.steps=3")
-    monkeypatch.setattr(StepFolders, "complete", complete)
+    monkeypatch.setattr(CheckpointStore, "complete", complete)
     server.start()
     assert folders.steps() == [1, 2] and folders.unfinished() == [3]
     said = train(*command, "trainer.steps=3")
@@ -108,7 +108,7 @@ def test_a_job_of_two_ranks_is_killed_and_loses_its_bucket(server, command, tmp_
     (tmp_path / "own.py").write_text(SLOW_REWARD)
     own = ["executor=ray", "num_devices=2", f"reward.function={tmp_path}/own.py:odd"]
     job = [*SMALL, *own, f"checkpoint.folder={url}", "resume=auto", "trainer.steps=12"]
-    folders = StepFolders(location_of(url))
+    folders = CheckpointStore(parse_location(url))
 
     killed = command(*job)
     killed.wait_for("step 2: checkpoint saved")
@@ -137,14 +137,14 @@ def test_a_job_of_two_ranks_is_killed_and_loses_its_bucket(server, command, tmp_
 
 
 def test_large_files_are_sent_in_parts_and_only_whole_ones_are_there(server):
-    file = location_of(f"{server.bucket}/large")
+    file = parse_location(f"{server.bucket}/large")
     block = bytes(range(256)) * (1 << 16)
     with file.writing() as sent:
         for _ in range(3):
             sent.write(block)
-    assert sizes_below(file.parent) == {"large": 3 * len(block)}
+    assert list_file_sizes(file.parent) == {"large": 3 * len(block)}
     assert file.read_range(len(block) - 3, 6) == block[-3:] + block[:3]
-    other = location_of(f"{server.bucket}/other")
+    other = parse_location(f"{server.bucket}/other")
     with pytest.raises(ZeroDivisionError), other.writing() as sent:
         sent.write(block + block)
         raise ZeroDivisionError

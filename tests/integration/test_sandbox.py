@@ -33,7 +33,7 @@ from confined_callers import (
 
 from hybridrl.errors import ConfigError
 from hybridrl.rewards import RewardPool
-from hybridrl.sandbox.python_runner import Limits
+from hybridrl.sandbox.python_runner import SandboxLimits
 
 # What it may be installed in and started from.
 
@@ -121,9 +121,11 @@ def test_a_traceback_names_only_the_program(caller):
 
 
 def test_each_limit_has_its_name(caller):
-    quick = Limits(wall_s=0.5, cpu_s=3)
+    quick = SandboxLimits(wall_s=0.5, cpu_s=3)
     assert caller.run("time.sleep(60)", limits=quick).ended == "wall_time"
-    assert caller.run("while True: pass", limits=Limits(wall_s=60, cpu_s=1)).ended == "cpu_time"
+    assert (
+        caller.run("while True: pass", limits=SandboxLimits(wall_s=60, cpu_s=1)).ended == "cpu_time"
+    )
     assert caller.run("x = [0] * 10**9").ended == "memory"
     assert caller.run("while True: print('x' * 1000)").ended == "output"
     outcome = caller.run("os.kill(os.getpid(), signal.SIGSEGV)")
@@ -413,7 +415,7 @@ def test_threads_are_limited(caller):
 
 
 def test_memory_is_limited(caller):
-    limits = Limits(memory_mib=128, wall_s=60, cpu_s=3)
+    limits = SandboxLimits(memory_mib=128, wall_s=60, cpu_s=3)
     bombs = (
         "x = bytearray(1 << 30)",
         "x = []\nwhile True: x.append(bytearray(1 << 20))",
@@ -426,7 +428,7 @@ def test_memory_is_limited(caller):
 
 
 def test_output_is_limited(caller):
-    limits = Limits(output_kib=64, wall_s=60, cpu_s=3)
+    limits = SandboxLimits(output_kib=64, wall_s=60, cpu_s=3)
     for descriptor in (1, 2):
         outcome = caller.run(f"while True: os.write({descriptor}, b'x' * 4096)", limits=limits)
         assert outcome.ended == "output"
@@ -439,14 +441,16 @@ def test_ignored_signals_end_it_as_well(caller):
         signal.signal(number, signal.SIG_IGN)
     while True: %s
     """
-    assert caller.run(deaf % "time.sleep(60)", limits=Limits(wall_s=0.5)).ended == "wall_time"
-    outcome = caller.run(deaf % "pass", limits=Limits(wall_s=60, cpu_s=1))
+    assert (
+        caller.run(deaf % "time.sleep(60)", limits=SandboxLimits(wall_s=0.5)).ended == "wall_time"
+    )
+    outcome = caller.run(deaf % "pass", limits=SandboxLimits(wall_s=60, cpu_s=1))
     assert (outcome.ended, outcome.code) == ("cpu_time", signal.SIGKILL)
 
 
 def test_closing_its_outputs_gives_it_no_more_time(caller):
     outcome = caller.run(
-        "for i in range(3): os.close(i)\ntime.sleep(60)", limits=Limits(wall_s=0.5)
+        "for i in range(3): os.close(i)\ntime.sleep(60)", limits=SandboxLimits(wall_s=0.5)
     )
     assert outcome.ended == "wall_time"
 
@@ -602,6 +606,6 @@ def test_the_reward_pool_may_kill_its_processes(folder, monkeypatch):
 
 def test_a_limit_that_is_not_positive_is_refused():
     with pytest.raises(ConfigError, match=r"`Limits.cpu_s` is 0, expected a whole number"):
-        Limits(cpu_s=0)
+        SandboxLimits(cpu_s=0)
     with pytest.raises(ConfigError, match=r"`Limits.wall_s` is nan, expected a number"):
-        Limits(wall_s=float("nan"))
+        SandboxLimits(wall_s=float("nan"))

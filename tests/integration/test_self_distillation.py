@@ -8,7 +8,7 @@ import torch
 
 from hybridrl import Batch, Job, load_config
 from hybridrl.console.run_console import make_console
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError
 from hybridrl.models import make_tiny_model
@@ -43,7 +43,7 @@ def start(tmp_path):
 
 def run(job):
     with make_console(1, "test") as view:
-        loop.Loop(job, view).run()
+        loop.RunLoop(job, view).run()
     lines = (job.directory.path / "metrics.jsonl").read_text().splitlines()
     return [row["policy/loss"] for row in map(json.loads, lines) if "policy/loss" in row]
 
@@ -126,7 +126,7 @@ def test_a_student_learns_from_given_responses_what_a_teacher_would_have_said(tm
     student, teacher = (
         make_tiny_model(
             tmp_path / f"model-{seed}",
-            build_tokenizer(CHARACTERS),
+            build_character_tokenizer(CHARACTERS),
             **{"seed": seed, "hidden_size": 32, "layers": 1, "heads": 1, "context": 2048},
         )
         for seed in (1, 2)

@@ -10,7 +10,7 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
-from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.run_status import read_run_status
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2", "recover.grace_s=120"]
@@ -44,7 +44,7 @@ def test_a_signal_ends_the_job(tmp_path, moment, signals, saved):
     assert job.finish() == 130, job.output
     assert "Traceback" not in job.output
     name = "Ctrl-C" if signals[0] == signal.SIGINT else signals[0].name
-    assert state_of(job.run) == ("interrupted", name)
+    assert read_run_status(job.run) == ("interrupted", name)
     has_model = (job.run / "model" / "model.safetensors").exists()
     assert (job.run / "model").exists() == has_model and saved in (None, has_model), job.output
     if saved:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from settings import SHORT
 
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.store import CheckpointStore
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -108,7 +108,7 @@ def test_a_warning_is_a_checkpoint_and_a_requeue_and_the_same_command_goes_on(sb
     said = (tmp_path / "job.log").read_text
     assert job.wait(60) == 75, said()
     assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
-    saved = StepFolders(sbatch.home / "run" / "checkpoints").steps()[-1]
+    saved = CheckpointStore(sbatch.home / "run" / "checkpoints").steps()[-1]
     assert saved >= 2
 
     again = sbatch(*own, f"trainer.steps={saved + 1}")

@@ -10,7 +10,7 @@ import pytest
 from settings import SHORT
 from victims import Victim
 
-from hybridrl.run_files.run_status import state_of
+from hybridrl.run_files.run_status import read_run_status
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 JOB = [*SHORT, "rollout=transformers", "devices=cpu", "num_devices=2"]
@@ -40,7 +40,7 @@ def test_it_works_there(tmp_path, under, environment):
         pytest.skip("a /dev/shm of its own needs the right to mount one")
     job = Victim(tmp_path / "job", *JOB, under=under, environment=environment)
     assert job.finish() == 0, job.output
-    assert "Traceback" not in job.output and state_of(job.run) == ("finished", "")
+    assert "Traceback" not in job.output and read_run_status(job.run) == ("finished", "")
     if "umask 077" in " ".join(under):
         modes = [path.stat().st_mode for path in job.run.rglob("*") if not path.is_symlink()]
         assert not any(mode & (stat.S_IRWXG | stat.S_IRWXO) for mode in modes)

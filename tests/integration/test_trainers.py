@@ -22,14 +22,14 @@ from hybridrl.controller import (
     WorkerGroup,
     transfer,
 )
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.evaluation.held_out_metrics import evaluate_answers
+from hybridrl.evaluation.held_out_metrics import evaluate_responses
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.models import make_tiny_model
-from hybridrl.rollout import Sampling
-from hybridrl.run.step_metrics import step_metrics
+from hybridrl.rollout import SamplingSettings
+from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.step_runner import PendingStep
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -139,7 +139,7 @@ def step(job, trainer):
     assert all(math.isfinite(value) for update in updates for value in update.values())
     records = job.executor.take_records()
     drawn = PendingStep(1, 0.0, result, 0, range(0)).drawn()
-    metrics = step_metrics(records, updates, 1.0, drawn)
+    metrics = compute_step_metrics(records, updates, 1.0, drawn)
     return result.batch, updates, metrics, [r.method for r in records]
 
 
@@ -346,7 +346,7 @@ def test_reward_model(start):
 def test_evaluate(start, tmp_path):
     model = make_tiny_model(
         tmp_path / "model",
-        build_tokenizer(CHARACTERS),
+        build_character_tokenizer(CHARACTERS),
         **{"seed": 0, "hidden_size": 32, "layers": 1, "heads": 1, "context": 32},
     )
     rows = [{"prompt": f"{n}+1=", "answer": str(n), "source": "easy"} for n in range(1, 10)]
@@ -376,7 +376,7 @@ class Answerer(Worker):
     """Answers greedily with the row's `greedy`, and otherwise with its three `answers` in turn."""
 
     @transfer(THREE_D_ALL_MICRO_DP)
-    def generate_sequences(self, batch: Batch, sampling: Sampling) -> Batch:
+    def generate_sequences(self, batch: Batch, sampling: SamplingSettings) -> Batch:
         if sampling.temperature == 0:
             return Batch.from_columns({"found": batch["greedy"]})
         turns = enumerate(batch["answers"].rows())
@@ -401,8 +401,8 @@ def test_mean_and_pass_at_k():
             WorkerGroup(executor, name, kind, [0]).ready()
             for name, kind in (("actor", Answerer), ("reward", Scorer))
         )
-        sampling = Sampling(max_tokens=1, temperature=1.0)
-        found = evaluate_answers(actor, reward, executor.put(batch), sampling, config)
+        sampling = SamplingSettings(max_tokens=1, temperature=1.0)
+        found = evaluate_responses(actor, reward, executor.put(batch), sampling, config)
     assert found == pytest.approx(
         {
             **{"accuracy": 1 / 3, "accuracy/a": 1 / 2, "accuracy/b": 0.0},

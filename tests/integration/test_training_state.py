@@ -14,13 +14,13 @@ from test_model_folders import critic
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
-from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state, save_training_state
-from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig, ParallelConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import volume
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.boxes import box_numel
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.lora import add_adapters
 from hybridrl.parallel.parallel_mesh import ParallelMesh
@@ -54,7 +54,7 @@ def make_engine(mesh, kind=""):
     if "adapters" in kind:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            add_adapters(inner, LoraSettings(rank=4))
+            add_adapters(inner, LoraAdapterConfig(rank=4))
     config = ActorConfig(tokens_per_microbatch=60)
     model = ScalarModel(inner, "before") if "critic" in kind else CausalPolicy(inner)
     engine = TrainEngine(model, mesh, CPU, "float32", config)
@@ -92,13 +92,13 @@ def state(engine):
 
 def is_whole(part):
     _, pieces, local = part
-    return local.numel() == sum(volume(piece.box) for piece in pieces)
+    return local.numel() == sum(box_numel(piece.box) for piece in pieces)
 
 
 def program(rank, folder):
     """What each cut writes after two updates, and what every other one makes of it."""
     meshes = {
-        name: ParallelMesh(training_mesh(ranks, parallel, 1), CPU, parallel.shards)
+        name: ParallelMesh(build_training_mesh(ranks, parallel, 1), CPU, parallel.shards)
         for name, (ranks, parallel) in CUTS.items()
     }
     found = {}
@@ -108,7 +108,7 @@ def program(rank, folder):
         engine = make_engine(mesh)
         save_training_state(engine, folder / f"{cut}, before")
         learn(engine, 2)
-        saver = StateSaver(engine)
+        saver = EngineStateSaver(engine)
         saver.start(folder / cut, COUNTERS, {})
         found[cut, "written"] = state(engine)
         found[cut, "next"] = learn(engine, 1), state(engine)  # while it is written

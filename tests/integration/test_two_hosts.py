@@ -16,9 +16,9 @@ import pytest
 from netlab import RAY_ENVIRONMENT, network, ray_nodes
 from settings import LEARNS, SHORT
 
-from hybridrl.planner.step.graph_replay import replay
+from hybridrl.planner.step.graph_replay import replay_graph
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.run_files.recorded_steps import read_steps
+from hybridrl.run_files.recorded_steps import read_recorded_steps
 
 pytestmark = [pytest.mark.more, pytest.mark.ray, pytest.mark.slow]
 LEARNING = [*SHORT, *LEARNS, "warmup.steps=0", "trainer.steps=8", "num_devices=2"]
@@ -145,8 +145,8 @@ def test_a_clock_that_is_ahead_is_found(hosts, tmp_path):
     settings = [*SHORT, "trainer.steps=4", "rollout=transformers", "num_devices=2"]
     with ray_nodes(hosts, cpus=1, environments=environments) as nodes:
         Driver(nodes, tmp_path, *settings).rewards()
-    steps = read_steps(tmp_path / "run")
+    steps = read_recorded_steps(tmp_path / "run")
     assert statistics.median(step.ahead[0] for step in steps) == pytest.approx(0.0, abs=5e-3)
     assert statistics.median(step.ahead[1] for step in steps) == pytest.approx(0.5, abs=5e-3)
     run = RecordedRun.at(tmp_path / "run")
-    assert replay(run.graph).makespan / len(run.steps) == pytest.approx(run.seconds, rel=0.03)
+    assert replay_graph(run.graph).makespan / len(run.steps) == pytest.approx(run.seconds, rel=0.03)

@@ -9,15 +9,15 @@ from safetensors.torch import save_file
 from test_model_folders import critic, experts
 
 from hybridrl.checkpoint.tensors import tensor_reader as reading
-from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig, ParallelConfig
-from hybridrl.controller.worker import Context
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig, ParallelConfig
+from hybridrl.controller.worker import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.training_mesh import training_mesh
+from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.lora import add_adapters
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.workers.training_engines import ModelSource, policy_engine, scalar_engine
+from hybridrl.workers.training_engines import ModelSource, build_policy_engine, build_scalar_engine
 
 pytestmark = pytest.mark.more
 
@@ -29,18 +29,18 @@ CUTS = {
     "dp2 x pp2": ParallelConfig(pp=2),
     "tp2 x pp2": ParallelConfig(tp=2, pp=2),
 }
-LORA = LoraSettings(rank=4)
+LORA = LoraAdapterConfig(rank=4)
 # Folder, whether it is to have a scalar head, adapters.
 MODELS = {
-    "tied": ("tied", False, LoraSettings()),
-    "untied, 1 key-value head": ("untied", False, LoraSettings()),
-    "a critic from a language model": ("tied", True, LoraSettings()),
-    "a critic from a critic": ("critic", True, LoraSettings()),
+    "tied": ("tied", False, LoraAdapterConfig()),
+    "untied, 1 key-value head": ("untied", False, LoraAdapterConfig()),
+    "a critic from a language model": ("tied", True, LoraAdapterConfig()),
+    "a critic from a critic": ("critic", True, LoraAdapterConfig()),
     "adapters": ("tied", False, LORA),
     "a critic's adapters": ("tied", True, LORA),
     "a trained critic's adapters": ("critic", True, LORA),
-    "experts": ("experts", False, LoraSettings()),
-    "experts, those of a layer in one tensor": ("fused", False, LoraSettings()),
+    "experts": ("experts", False, LoraAdapterConfig()),
+    "experts, those of a layer in one tensor": ("fused", False, LoraAdapterConfig()),
 }
 
 
@@ -106,7 +106,7 @@ def program(rank, folder):
 
     reading.os.preadv = counted
     meshes = {
-        cut: ParallelMesh(training_mesh(WORLD, parallel), CPU, parallel.shards)
+        cut: ParallelMesh(build_training_mesh(WORLD, parallel), CPU, parallel.shards)
         for cut, parallel in CUTS.items()
     }
     for cut, model, small in cases():
@@ -119,11 +119,11 @@ def program(rank, folder):
         wanted = contents(reference)
         torch.manual_seed(3)
         count[0] = 0
-        context = Context("actor", rank, WORLD)
+        context = WorkerContext("actor", rank, WORLD)
         if scalar:
-            engine = scalar_engine(context, source, config, "before")
+            engine = build_scalar_engine(context, source, config, "before")
         else:
-            engine = policy_engine(context, source, config)
+            engine = build_policy_engine(context, source, config)
         read = count[0]
         mine = contents(engine)
         held = sum(local.nbytes for _, local, _ in mine["parameters"].values())

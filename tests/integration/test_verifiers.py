@@ -10,8 +10,8 @@ import pytest
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
-from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
+from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".environments-venv" / "bin" / "python"
@@ -51,7 +51,7 @@ def played():
         plays = []
         for number, row in enumerate(rows):
             url = endpoint.url(session := f"s{number}")
-            plays.append(Play(number, row, url, endpoint.token, session, False))
+            plays.append(EpisodeRequest(number, row, url, endpoint.token, session, False))
         pool.start(plays)
         found = {}
         while len(found) < count:
@@ -131,7 +131,7 @@ def test_agents_of_an_episode_have_sessions_of_their_own(played):
 
 
 def test_tokens_go_to_the_endpoint_as_verifiers_trains(played, tmp_path):
-    build_tokenizer(TEXT, chat=True).save_pretrained(tmp_path)
+    build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True).save_pretrained(tmp_path)
 
     def script(text):
         return "8" if "up" in text else "5"

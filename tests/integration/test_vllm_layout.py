@@ -15,15 +15,15 @@ from ranks import run_ranks
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig, RolloutParallelConfig
-from hybridrl.layout.boxes import volume
-from hybridrl.rollout import Sampling
+from hybridrl.layout.boxes import box_numel
+from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.weight_writer import by_tensor, inside
+from hybridrl.rollout.weight_writer import box_slices, group_by_tensor
 from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.more, pytest.mark.vllm]
 PROMPTS = [[5, 6, 14, 7, 8, 17], [9, 10], [11, 12, 13, 20]]
-GREEDY = Sampling(max_tokens=12, temperature=0.0)
+GREEDY = SamplingSettings(max_tokens=12, temperature=0.0)
 HEAD_DIM, KV_HEADS, HIDDEN, VOCABULARY = 32, 2, 128, 49
 
 
@@ -123,10 +123,10 @@ def rank_program(
 
 
 def make_rollout(folder: Path, case: Case, ranks: int, job: str, **options: Any) -> Any:
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.vllm_engine import VLLMEngine
 
     parallel = RolloutParallelConfig(ranks)
-    return VLLMRollout(
+    return VLLMEngine(
         EngineSetup(
             str(folder),
             str(folder),
@@ -208,7 +208,7 @@ def write_boxes(rollout: Any, pieces: Any, weights: Any) -> int:
     most = 0
     for name in reversed(weights):
         for box, tensor, start in pieces[name]:
-            values = weights[name].detach()[inside(box)].clone()
+            values = weights[name].detach()[box_slices(box)].clone()
             half = (len(values) + 1) // 2
             writer.write(tensor, (start[0] + half, *start[1:]), values[half:])
             writer.write(tensor, start, values[:half])
@@ -319,9 +319,9 @@ def test_pieces_fill_each_parameter_and_hold_each_tensor(name, ranks, found):
         assert pieces.keys() == shapes.keys()
         for tensor, held in pieces.items():
             for piece in held:
-                covered[tensor][inside(piece.box)] += 1
-        for tensor, held in by_tensor(pieces).items():
-            filled = sum(volume(piece.box) for piece in held)
+                covered[tensor][box_slices(piece.box)] += 1
+        for tensor, held in group_by_tensor(pieces).items():
+            filled = sum(box_numel(piece.box) for piece in held)
             room = math.prod(of_rank[name]["parameters"][tensor])
             assert filled == room or "embed_tokens" in tensor or "lm_head" in tensor
     key_heads = CASES[name].options.get("num_key_value_heads", KV_HEADS)

@@ -19,16 +19,16 @@ def test_requests_are_dropped_seen_and_ended(tmp_path):
 
 def make_requests(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
-    from hybridrl.data.character_tokenizer import build_tokenizer
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.models import make_tiny_model
-    from hybridrl.rollout.engine_requests import Request, Sampling
-    from hybridrl.rollout.vllm_engine import VLLMRollout
+    from hybridrl.rollout.engine_requests import Request, SamplingSettings
+    from hybridrl.rollout.vllm_engine import VLLMEngine
     from hybridrl.system.shared_memory import remove_shared_memory
 
     job, folder = f"hybridrl-{os.getpid()}-1", tmp_path / "model"
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=96)
-    engine = VLLMRollout(
+    engine = VLLMEngine(
         EngineSetup(
             str(folder),
             str(folder),
@@ -43,7 +43,7 @@ def make_requests(rank, tmp_path):
         RolloutConfig(kv_cache_gib=0.05),
     )
     prompt = tokenizer("12*")["input_ids"]
-    long = Sampling(24, min_tokens=24)  # all end at the same time
+    long = SamplingSettings(24, min_tokens=24)  # all end at the same time
 
     def outcomes(dropped=()):
         engine.start(Request(0, prompt, long, seed=5, samples=3))
@@ -75,8 +75,8 @@ def make_requests(rank, tmp_path):
         stops = whole[5].token_ids[6]
         at = whole[5].token_ids.index(stops)
         text = tokenizer.decode([stops])
-        engine.start(Request(0, prompt, Sampling(24, stop_token_ids=(stops,)), seed=10))
-        engine.start(Request(1, prompt, Sampling(24, stop=(text,)), seed=10))
+        engine.start(Request(0, prompt, SamplingSettings(24, stop_token_ids=(stops,)), seed=10))
+        engine.start(Request(1, prompt, SamplingSettings(24, stop=(text,)), seed=10))
         found = []
         while len(found) < 2:
             found += engine.poll()

@@ -11,11 +11,11 @@ from test_weights_as_parcels import Part
 from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RolloutError
-from hybridrl.layout.boxes import extent, volume
+from hybridrl.layout.boxes import box_numel, box_shape
 from hybridrl.models import CausalPolicy
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.weights.weight_channel import WeightChannel
-from hybridrl.weights.weight_message import checksum
+from hybridrl.weights.weight_message import compute_checksum
 
 TRAINERS, GENERATORS = 2, 3
 SYNCS = 4
@@ -96,7 +96,7 @@ def run(rank, train, method, damages):
 
 def records(channel):
     """The checksums of what is held of each message."""
-    return sorted(checksum(values) for _, values in channel._sync.coded.records())
+    return sorted(compute_checksum(values) for _, values in channel._sync.coded.records())
 
 
 def same_record(channel, rollout):
@@ -104,8 +104,8 @@ def same_record(channel, rollout):
     total = 0
     for moves, values in channel._sync.coded.records():
         for move in moves:
-            size = volume(move.box)
-            part, values = values[:size].view(extent(move.box)), values[size:]
+            size = box_numel(move.box)
+            part, values = values[:size].view(box_shape(move.box)), values[size:]
             start = move.target.start
             place = tuple(slice(s, s + n) for s, n in zip(start, part.shape, strict=True))
             if not torch.equal(rollout.tensors[move.target.tensor][place], part):

@@ -20,10 +20,14 @@ from ranks import run_ranks
 
 from hybridrl.checkpoint.engine_state.training_state import load_training_state, save_training_state
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.layout.rank_mesh import Mesh
+from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.weight_gathers import DIFFERENCES, DifferenceAllGather, add_difference
+from hybridrl.parallel.weight_gathers import (
+    DIFFERENCE_CODEC,
+    DifferenceAllGather,
+    apply_encoded_difference,
+)
 
 pytestmark = pytest.mark.more
 
@@ -56,7 +60,7 @@ def exact(engine):
 
 def program_of(arm, rank, folder, sent):
     ranks, shards, _, is_small = ARMS[arm]
-    mesh = ParallelMesh(Mesh({"dp": ranks}), CPU, shards)
+    mesh = ParallelMesh(RankMesh({"dp": ranks}), CPU, shards)
     if rank >= ranks:
         return None
     fsdp.SMALL_MODEL_BYTES = 1 << 20 if is_small else 0
@@ -160,10 +164,10 @@ def test_a_difference_is_added_in_float32_and_rounded_once():
     torch.manual_seed(0)
     held = torch.randn(1000, dtype=torch.bfloat16)
     wanted = (held.float() + 0.01 * torch.randn(1000)).bfloat16()
-    encoded = DIFFERENCES.encode(wanted.float() - held)
-    expected = (held.float() + DIFFERENCES.decode(encoded, 1000, torch.float32)).bfloat16()
+    encoded = DIFFERENCE_CODEC.encode(wanted.float() - held)
+    expected = (held.float() + DIFFERENCE_CODEC.decode(encoded, 1000, torch.float32)).bfloat16()
     for _ in range(8):
-        add_difference(held, DIFFERENCES.encode(wanted.float() - held))
+        apply_encoded_difference(held, DIFFERENCE_CODEC.encode(wanted.float() - held))
         if expected is not None:
             assert torch.equal(held, expected)
             expected = None
@@ -171,4 +175,4 @@ def test_a_difference_is_added_in_float32_and_rounded_once():
 
 
 def test_bytes_between_ranks_are_as_few_as_promised():
-    assert 2 * 1_000_000 / DIFFERENCES.size(1_000_000) >= 3.9
+    assert 2 * 1_000_000 / DIFFERENCE_CODEC.size(1_000_000) >= 3.9

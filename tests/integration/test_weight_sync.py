@@ -12,16 +12,16 @@ from hybridrl.algorithms import PolicyObjective, token_weights
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import (
     ActorConfig,
-    LoraSettings,
+    LoraAdapterConfig,
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
     RolloutParallelConfig,
 )
 from hybridrl.controller import WorkerGroup
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.placement.disaggregated_actor import SeparatedActor
-from hybridrl.rollout import Sampling
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.placement.disaggregated_actor import DisaggregatedActor
+from hybridrl.rollout import SamplingSettings
 from hybridrl.system.shared_memory import remove_shared_memory
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -62,7 +62,7 @@ def make_model(folder: Path, architecture: str, tied: bool) -> None:
     )
     torch.manual_seed(1)
     getattr(transformers, f"{architecture}ForCausalLM")(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    build_character_tokenizer().save_pretrained(folder)
 
 
 def supervised_batch() -> Batch:
@@ -101,7 +101,7 @@ def train_and_sync(executor, folder, architecture, tied, parallel, rollout_tp):
         job=JOB,
     )
     prompts = Batch.from_columns({"prompt_ids": PROMPTS * 2})
-    greedy = Sampling(max_tokens=12, temperature=0.0)
+    greedy = SamplingSettings(max_tokens=12, temperature=0.0)
     before = actor.generate_sequences(prompts, greedy).collect(["response_ids"])
     for _ in range(3):
         actor.update_supervised(supervised_batch()).get()
@@ -164,7 +164,7 @@ def actors_with_adapters(executor, path):
     from hybridrl.workers.generator_worker import GeneratorWorker
     from hybridrl.workers.training_engines import ModelSource
 
-    lora = LoraSettings(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    lora = LoraAdapterConfig(rank=4, targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
     merged = ModelSource(path, path, "float32", 64, (1,))
     beside = replace(merged, adapters=lora)
     rollout = RolloutConfig(kv_cache_gib=0.05)
@@ -192,7 +192,7 @@ def actors_with_adapters(executor, path):
     return [
         actor("merged", 1, merged),
         actor("beside", 0, beside),
-        SeparatedActor(
+        DisaggregatedActor(
             trainer, generator, staleness=0, in_flight=False, store=False, weight_sync="auto"
         ),
     ]
@@ -209,7 +209,7 @@ def test_adapters_beside_the_weights_are_those_multiplied_in(hosts, tmp_path):
         for _ in range(3):
             found = []
             for actor in actors:
-                samples = batch | actor.generate_sequences(batch, Sampling(max_tokens=12))
+                samples = batch | actor.generate_sequences(batch, SamplingSettings(max_tokens=12))
                 samples |= actor.compute_log_prob(samples)
                 found.append(samples.collect(["response_ids", "rollout_log_probs", "log_probs"]))
                 actor.update_supervised(supervised_batch()).get()

@@ -10,10 +10,10 @@ from ranks import run_ranks
 from weight_transitions import even_range
 
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller.group_call import UNKNOWN, ShardInfo, Shards
-from hybridrl.controller.table_expression import Table
+from hybridrl.controller.group_call import UNKNOWN, ShardedResult, ShardInfo
+from hybridrl.controller.table_expression import ResultTable
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.layout.boxes import Piece, extent, whole
+from hybridrl.layout.boxes import Piece, box_shape, full_box
 from hybridrl.models import CausalPolicy
 from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.rollout.rollout_engine import BatchedEngine
@@ -34,9 +34,9 @@ class Part(BatchedEngine):
     def pieces(self, shapes):
         found = {}
         for name, shape in shapes.items():
-            box = (even_range(shape[0], self._index, self._parts), *whole(shape[1:]))
+            box = (even_range(shape[0], self._index, self._parts), *full_box(shape[1:]))
             found[name] = (Piece(box, name, (0,) * len(shape)),)
-            self.tensors[name] = torch.zeros(extent(box), dtype=torch.bfloat16)
+            self.tensors[name] = torch.zeros(box_shape(box), dtype=torch.bfloat16)
         self.held = found
         return found
 
@@ -50,7 +50,7 @@ class Part(BatchedEngine):
         raise NotImplementedError
 
 
-class OnDisk(Shards):
+class OnDisk(ShardedResult):
     """What a call returned, in a file for each rank; counts what is read."""
 
     def __init__(self, folder):
@@ -102,7 +102,7 @@ def run(rank, folder, train, parts):
         dist.broadcast_object_list(whole_model)
         if rollout is not None:
             shards = OnDisk(folder)
-            channel.unpack(Table((shards,)).read(np.asarray(channel.wanted), None))
+            channel.unpack(ResultTable((shards,)).read(np.asarray(channel.wanted), None))
             found["read"] = shards.read_bytes
             found["held"] = sum(tensor.nbytes for tensor in rollout.tensors.values())
             for name, tensor in rollout.tensors.items():

@@ -17,9 +17,14 @@ from transformers import (
     T5Config,
 )
 
-from hybridrl.algorithms import BradleyTerry, Segments, negative_log_likelihood, token_weights
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.config.schema import ActorConfig, LoraSettings, OptimizerConfig
+from hybridrl.algorithms import (
+    BradleyTerryObjective,
+    TokenSegments,
+    negative_log_likelihood,
+    token_weights,
+)
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
@@ -29,20 +34,26 @@ from hybridrl.models import (
     ScalarModel,
     load_model,
     load_scalar_model,
-    unread_model,
-    unread_scalar_model,
+    open_model,
+    open_scalar_model,
 )
-from hybridrl.models.lora import ALL, add_adapters, check_targets, has_adapters, load_adapters
-from hybridrl.models.packed_attention import NAME
-from hybridrl.models.shrunk_config import shrunk
-from hybridrl.workers.reward_model_worker import sample_scores
+from hybridrl.models.lora import (
+    _ALL_LINEAR,
+    add_adapters,
+    check_lora_targets,
+    has_adapters,
+    load_adapters,
+)
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.shrunk_config import shrink_config
+from hybridrl.workers.reward_model_worker import compute_sample_scores
 
 peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
 
 CPU = torch.device("cpu")
 VOCABULARY = 19
 LENGTHS = [(3, 4), (2, 9), (1, 1), (5, 3)]
-LORA = LoraSettings(rank=4, alpha=8.0)
+LORA = LoraAdapterConfig(rank=4, alpha=8.0)
 KINDS = {"qwen2": Qwen2Config, "llama": LlamaConfig}
 
 
@@ -82,11 +93,11 @@ def make_batch():
     )
     cu_seqlens = batch["response_ids"].cu_seqlens
     mask = torch.ones(int(cu_seqlens[-1]), dtype=torch.uint8)
-    segments = Segments.from_cu_seqlens(cu_seqlens)
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens)
     weights = token_weights(mask, "seq-mean-token-mean", segments=segments)
     columns = {
-        "response_mask": Ragged(mask, cu_seqlens),
-        "loss_weights": Ragged(weights, cu_seqlens),
+        "response_mask": RaggedColumn(mask, cu_seqlens),
+        "loss_weights": RaggedColumn(weights, cu_seqlens),
     }
     return batch.with_columns(columns)
 
@@ -101,7 +112,7 @@ def make_engine(mesh, model, files=None):
 
 
 def policy_engine(mesh, folder):
-    model, files = unread_model(str(folder))
+    model, files = open_model(str(folder))
     return make_engine(mesh, CausalPolicy(model), files)
 
 
@@ -197,30 +208,30 @@ def test_a_saved_folder_holds_the_adapters_and_loads_as_the_policy(kind, base, m
         path.name for path in tmp_path.iterdir()
     }
     assert not list(tmp_path.glob("model*.safetensors"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=PACKED_ATTENTION)
     torch.testing.assert_close(log_probs(loaded), engine_log_probs(engine))
 
 
 def test_a_scalar_model_learns_its_head_too(base, mesh, tmp_path):
     batch = make_batch()
-    model, files = unread_scalar_model(str(base["qwen2"]))
+    model, files = open_scalar_model(str(base["qwen2"]))
     engine = make_engine(mesh, ScalarModel(model, "after"), files)
     before = whole(engine)
     for _ in range(3):
-        engine.update(batch, BradleyTerry(), rows_together=2)
+        engine.update(batch, BradleyTerryObjective(), rows_together=2)
     after = whole(engine)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     heads = {name for name in changed if name.startswith("score.")}
     assert len(heads) == 1, "the copy that is trained, not the original"
     assert changed - heads == {name for name in before if ".lora_" in name}
-    scores = sample_scores(engine, batch)
+    scores = compute_sample_scores(engine, batch)
     assert float(scores.abs().max()) > 0.01
     engine.save(tmp_path)
     plain = load_scalar_model(str(base["qwen2"]), "float32")
     loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).merge_and_unload()
     with torch.no_grad():
         values = ScalarModel(loaded, "after")(PackedSamples.of(batch, CPU))["values"]
-    segments = Segments.from_cu_seqlens(batch["response_ids"].cu_seqlens)
+    segments = TokenSegments.from_cu_seqlens(batch["response_ids"].cu_seqlens)
     torch.testing.assert_close(segments.last(values), scores)
     classifier = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, num_labels=1, attn_implementation="eager"
@@ -233,7 +244,7 @@ def test_a_scalar_model_learns_its_head_too(base, mesh, tmp_path):
 
 def test_targets_can_be_named(base):
     model = load_model(str(base["qwen2"]), "float32")
-    add_adapters(model, LoraSettings(rank=2, targets=["q_proj", "v_proj"]))
+    add_adapters(model, LoraAdapterConfig(rank=2, targets=["q_proj", "v_proj"]))
     assert has_adapters(model)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert len(trained) == 2 * 2 * 2
@@ -243,21 +254,21 @@ def test_targets_can_be_named(base):
 def test_targets_that_name_nothing_are_a_sentence(base):
     model = load_model(str(base["qwen2"]), "float32")
     with pytest.raises(ConfigError, match=r"^actor\.lora\.targets=query: .*query"):
-        add_adapters(model, LoraSettings(rank=2, targets="query"))
+        add_adapters(model, LoraAdapterConfig(rank=2, targets="query"))
     config, wrong = model.config, r"=\['v_proj', 'qproj'\]: .* no module `qproj`.* `q_proj`\?"
     with pytest.raises(ConfigError, match=wrong):
-        check_targets(config, LoraSettings(rank=2, targets=["v_proj", "qproj"]))
+        check_lora_targets(config, LoraAdapterConfig(rank=2, targets=["v_proj", "qproj"]))
     for right in (["v_proj", "self_attn.q_proj"], r".*\.q_proj", "all-linear"):
-        check_targets(config, LoraSettings(rank=2, targets=right))
-    check_targets(config, LoraSettings(rank=None, targets=["nope"]))
-    check_targets(T5Config(), LoraSettings(rank=2, targets=["nope"]))
+        check_lora_targets(config, LoraAdapterConfig(rank=2, targets=right))
+    check_lora_targets(config, LoraAdapterConfig(rank=None, targets=["nope"]))
+    check_lora_targets(T5Config(), LoraAdapterConfig(rank=2, targets=["nope"]))
 
 
 def test_adapters_begin_by_their_seed_and_names_alone(base):
     def drawn(seed, before, **settings):
         torch.manual_seed(before)
         model = load_model(str(base["qwen2"]), "float32")
-        add_adapters(model, LoraSettings(rank=2, **settings), seed)
+        add_adapters(model, LoraAdapterConfig(rank=2, **settings), seed)
         after = torch.rand(1)
         named = model.named_parameters()
         return {name: p.detach() for name, p in named if ".lora_" in name}, after
@@ -276,9 +287,9 @@ def test_adapters_begin_by_their_seed_and_names_alone(base):
 
 
 def test_the_matrices_of_experts_stay_as_they_are():
-    config = shrunk(AutoConfig.for_model("qwen3_moe"))
+    config = shrink_config(AutoConfig.for_model("qwen3_moe"))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_ATTENTION)
     add_adapters(model, LORA)
     beside = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in adapters_of(model)}
     assert beside == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -303,7 +314,7 @@ def stage(base, mesh, tmp_path_factory):
 def test_a_second_stage_begins_where_the_first_ended_and_knows_where_that_was(stage, base, mesh):
     folder, ended = stage
     lora = replace(LORA, path=str(folder))
-    model, files = unread_model(str(base["llama"]))
+    model, files = open_model(str(base["llama"]))
     add_adapters(model, lora)
     load_adapters(model, str(folder))
     config = ActorConfig(tokens_per_microbatch=20, lora=lora)
@@ -320,7 +331,7 @@ def test_a_second_stage_begins_where_the_first_ended_and_knows_where_that_was(st
 
 def test_a_critic_begins_with_the_adapters_that_the_policy_goes_on_with(stage, base):
     folder, _ = stage
-    model, _ = unread_scalar_model(str(base["llama"]))
+    model, _ = open_scalar_model(str(base["llama"]))
     add_adapters(model, replace(LORA, path=str(folder)))
     load_adapters(model, str(folder))
     stored = load_file(folder / "adapter_model.safetensors")
@@ -339,7 +350,7 @@ def test_adapters_as_a_setting_stand_for_their_model_and_their_shape(stage, base
     lora = config.actor.lora
     assert (lora.rank, lora.alpha, lora.path) == (4, 8.0, str(folder))
     assert load_config([f"model.path={base['llama']}", f"actor.lora.path={folder}"]) == config
-    check_targets(AutoConfig.from_pretrained(base["llama"]), lora)
+    check_lora_targets(AutoConfig.from_pretrained(base["llama"]), lora)
 
 
 def test_adapters_that_do_not_fit_are_a_sentence(stage, base, tmp_path):
@@ -357,13 +368,13 @@ def test_adapters_that_do_not_fit_are_a_sentence(stage, base, tmp_path):
     with pytest.raises(
         ConfigError, match=r"actor.lora.path=.* adapts `.*layers\.1.*, which the mod"
     ):
-        check_targets(other, lora)
+        check_lora_targets(other, lora)
     other.num_hidden_layers = 3
     with pytest.raises(ConfigError, match=r"has no `.*layers\.2.*belongs to another model"):
-        check_targets(other, replace(lora, targets=ALL))
+        check_lora_targets(other, replace(lora, targets=_ALL_LINEAR))
     other.num_hidden_layers, other.intermediate_size = 2, 32
     with pytest.raises(ConfigError, match=r"has the shape .* and the model needs"):
-        check_targets(other, lora)
+        check_lora_targets(other, lora)
 
     def changed(**settings):
         shutil.copytree(folder, tmp_path / "other", dirs_exist_ok=True)

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import (
-    Segments,
+    TokenSegments,
+    broadcast_to_tokens,
+    find_informative_rows,
     gae,
     group_relative,
-    keep_informative,
     kl,
     leave_one_out,
     optimal_reward_baseline,
@@ -21,7 +22,6 @@ from hybridrl.algorithms import (
     reinforce_plus_plus_baseline,
     remax,
     shape_rewards,
-    spread,
     whiten,
 )
 from hybridrl.errors import ConfigError
@@ -150,7 +150,7 @@ def test_reinforce_plus_plus_and_remax(case, gamma):
 def test_spread_puts_a_row_value_on_its_tokens(case):
     generator, mask, poison = case
     values = torch.randn(len(mask), generator=generator, dtype=torch.float64)
-    result = spread(torch.where(mask.any(-1), values, poison), mask)
+    result = broadcast_to_tokens(torch.where(mask.any(-1), values, poison), mask)
     assert torch.equal(result, torch.where(mask, values[:, None], 0.0))
 
 
@@ -209,7 +209,7 @@ def test_reinforce_plus_plus_baseline(case, seed):
     scores, groups, _ = case
     mask = torch.rand(len(scores), 4, generator=torch.Generator().manual_seed(seed)) < 0.6
     centred = by_group(lambda s: s - s.mean(), scores, groups)
-    expected = whiten(spread(centred, mask), mask)
+    expected = whiten(broadcast_to_tokens(centred, mask), mask)
     for row in range(len(scores)):
         if (groups == groups[row]).sum() == 1:
             expected[row] = 0.0
@@ -222,8 +222,8 @@ def test_reinforce_plus_plus_baseline(case, seed):
 def test_keep_informative(case):
     scores, groups, _ = case
     expected = [len(set(scores[groups == group].tolist())) > 1 for group in groups]
-    assert keep_informative(scores, groups).tolist() == expected
-    assert keep_informative(scores > 0, groups).dtype == torch.bool
+    assert find_informative_rows(scores, groups).tolist() == expected
+    assert find_informative_rows(scores > 0, groups).dtype == torch.bool
 
 
 @given(st.sampled_from([0.1, 5.3, -1e4, 1 / 3]), st.integers(1, 17))
@@ -250,7 +250,7 @@ def test_group_estimators_take_integers_and_give_float32():
 def test_no_rows_give_no_advantages():
     nothing, groups = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     assert group_relative(nothing, groups).shape == (0,)
-    assert keep_informative(nothing, groups).shape == (0,)
+    assert find_informative_rows(nothing, groups).shape == (0,)
     assert gae(torch.zeros(0, 3), torch.zeros(0, 3), torch.zeros(0, 3))[0].shape == (0, 3)
     assert gae(torch.zeros(2, 0), torch.zeros(2, 0), torch.zeros(2, 0))[0].shape == (2, 0)
 
@@ -271,7 +271,7 @@ def test_no_gradient_flows_and_no_argument_changes():
         pass_at_k(scores, groups),
         optimal_reward_baseline(scores, scores, groups),
         reinforce_plus_plus_baseline(scores, groups, mask),
-        spread(scores, mask),
+        broadcast_to_tokens(scores, mask),
         shape_rewards(scores, mask, x, x, 0.1, "k3"),
     ]
     assert not any(result.requires_grad for result in results)
@@ -326,7 +326,7 @@ def in_both_layouts(function, per_row, per_token, mask, lengths):
     ones."""
     real = torch.arange(mask.shape[1]) < lengths.unsqueeze(1)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    segments = Segments.from_cu_seqlens(cu_seqlens)
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens)
     padded = function(per_row, per_token, mask & real, None)
     packed = function(per_row, [x[real] for x in per_token], mask[real], segments)
     return [x[real] for x in padded], packed
@@ -377,4 +377,4 @@ def test_no_rows_and_one_row(name):
     assert none.shape == (0,) and none.dtype == torch.float32
     one = OF_ROWS[name](torch.tensor([3.0]), torch.tensor([7]), torch.tensor([0]))
     assert one.tolist() == [0.0]
-    assert keep_informative(torch.zeros(0), torch.zeros(0)).shape == (0,)
+    assert find_informative_rows(torch.zeros(0), torch.zeros(0)).shape == (0,)

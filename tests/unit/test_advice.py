@@ -9,15 +9,15 @@ from pyarrow import parquet
 from settings import configured
 
 from hybridrl import cli
-from hybridrl.batch.call_record import Record, Span
-from hybridrl.config.load import to_yaml
-from hybridrl.planner.machine.device_catalog import present
+from hybridrl.batch.call_record import CallRecord, PhaseSpan
+from hybridrl.config.load import format_config_yaml
+from hybridrl.planner.machine.device_catalog import add_device_memory
 from hybridrl.report.advice import TIP, WARNING
-from hybridrl.report.run_evidence import Evidence
-from hybridrl.report.run_summary import advise_of, learned, words
-from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
+from hybridrl.report.run_evidence import RunEvidence
+from hybridrl.report.run_summary import find_advice, summarize_learning, words
+from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter
 from hybridrl.run_files.run_reader import RunReader, open_run
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
 BEGIN = 1_700_000_000.0
 STEPS = 12
@@ -43,11 +43,11 @@ LENGTHS = [3, 2, 2, 3]
 
 
 def advise(folder):
-    return advise_of(Evidence(RunReader(folder)))
+    return find_advice(RunEvidence(RunReader(folder)))
 
 
 def what_was_learned(folder):
-    return learned(Evidence(RunReader(folder)))
+    return summarize_learning(RunEvidence(RunReader(folder)))
 
 
 def steps_of(seconds, devices=((0,), (0,)), tokens=8600):
@@ -63,8 +63,8 @@ def steps_of(seconds, devices=((0,), (0,)), tokens=8600):
         ):
             number += 1
             for rank, host in enumerate(places):
-                record = Record(role, rank, "m", BEGIN + at, BEGIN + at + seconds[phase])
-                record.spans = [Span(phase, record.start, record.end)]
+                record = CallRecord(role, rank, "m", BEGIN + at, BEGIN + at + seconds[phase])
+                record.spans = [PhaseSpan(phase, record.start, record.end)]
                 record.call, record.host, record.tokens = number, host, tokens
                 record.reads, record.waited = ((number - 1,) if phase != "generate" else ()), 0.0
                 record.phases[phase] = seconds[phase]
@@ -81,8 +81,8 @@ def run_of(tmp_path):
         folder = tmp_path / "run"
         (folder / "samples").mkdir(parents=True)
         config = configured([f"num_devices={number}", *overrides])
-        (folder / "config.yaml").write_text(to_yaml(config))
-        cluster = present(Cluster.of_one_node("cpu", number))
+        (folder / "config.yaml").write_text(format_config_yaml(config))
+        cluster = add_device_memory(ClusterSpec.of_one_node("cpu", number))
         (folder / "cluster.json").write_text(cluster.to_json())
         everywhere = {"devices": list(range(number))}
         roles = {"actor": everywhere, "reward": everywhere}
@@ -104,7 +104,7 @@ def run_of(tmp_path):
         }
         parquet.write_table(pa.table(table), folder / "samples" / "step-000010.parquet")
         for step in steps_of(**{"seconds": SECONDS} | steps):
-            RecordedSteps(folder).write(step)
+            StepRecordWriter(folder).write(step)
         return folder
 
     return make

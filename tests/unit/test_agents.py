@@ -25,7 +25,7 @@ from agent_programs import Conversation, turns_of
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
-from hybridrl.environments.episode_runner import Played
+from hybridrl.environments.episode_runner import EpisodeResult
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.sample_generator import GenerationTask
 from hybridrl.run_files.run_reader import open_run
@@ -145,8 +145,8 @@ def fails(http):
         if play.row["number"] == 1:
             raise RuntimeError("the tool is broken")
         if play.row["number"] == 2:
-            return Played(play.key, math.nan, None, {}, "It hung.", "timeout")
-        return Played(play.key, 1.0, [1.0], {"steps": 4.0}, None, "ok")
+            return EpisodeResult(play.key, math.nan, None, {}, "It hung.", "timeout")
+        return EpisodeResult(play.key, 1.0, [1.0], {"steps": 4.0}, None, "ok")
 
     return play
 
@@ -187,7 +187,7 @@ def test_failed_episodes_are_kept_with_row_traceback_and_transcript(
     assert "hi" in conversation[0]["text"]
     assert names[0] in "\n".join(rollout.notices())
     again = FailedEpisodes(tmp_path / "failed", 1, "games.py:play", tokenizer)
-    assert again.keep(None, Played(0, 0.0, None, {}, "x", "error"), [], 0) is None, (
+    assert again.keep(None, EpisodeResult(0, 0.0, None, {}, "x", "error"), [], 0) is None, (
         "of a resumed run"
     )
     (tmp_path / "config.yaml").write_text("")
@@ -199,7 +199,7 @@ def test_failed_episodes_are_kept_with_row_traceback_and_transcript(
 def test_a_program_that_ends_well_and_reports_nothing_scores_0_with_a_warning(http, closing):
     def play(play):
         ask(http, play)
-        return Played(play.key, math.nan, None, {}, None, "ok")
+        return EpisodeResult(play.key, math.nan, None, {}, None, "ok")
 
     rollout = rollout_of(ScriptedEngine(merging_tokenizer("plain")), play, name="command")
     closing(rollout)
@@ -244,7 +244,7 @@ def test_conversations_that_were_given_up_do_not_count(http, closing):
         again = play._replace(url=play.url.replace(play.session, f"{play.session}.again1"))
         ask(http, again, "second")
         sessions = {f"{play.session}.again1": 1.0}
-        return Played(play.key, 1.0, None, {}, None, "ok", sessions)
+        return EpisodeResult(play.key, 1.0, None, {}, None, "ok", sessions)
 
     engine = ScriptedEngine(merging_tokenizer("plain"), lambda prompt, seed: "in<|end|>")
     rollout = rollout_of(engine, play)

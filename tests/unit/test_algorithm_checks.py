@@ -7,15 +7,15 @@ from settings import configured
 
 from hybridrl.checks.check_list import check
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
-from hybridrl.config.presets import FOLDER
-from hybridrl.config.setting_names import leaves
+from hybridrl.config.presets import PRESETS_FOLDER
+from hybridrl.config.setting_names import list_settings
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.trainers import load_trainer
-from hybridrl.trainers.objectives import correction_notice
-from hybridrl.trainers.objectives import policy_objective as objective
+from hybridrl.trainers.objectives import build_policy_objective as objective
+from hybridrl.trainers.objectives import format_correction_notice
 
-PRESETS = sorted(path.stem for path in (FOLDER / "algorithm").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (PRESETS_FOLDER / "algorithm").glob("*.yaml"))
 HERE = ["executor=inline", "rollout=transformers"]
 LORA = ["actor.lora.rank=8", "model.path=some/model"]
 PPO_KL = ["algorithm=ppo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
@@ -40,7 +40,7 @@ WRONG = [
     ),
     (
         ["algorithm=safe_rlhf", "data=jsonl", "data.path=rows.jsonl"],
-        "cost.function=hybridrl.data.tasks.arithmetic:odd is the cost of a built-in",
+        "cost.function=hybridrl.data.tasks.arithmetic:odd_answer is the cost of a built-in",
         "cost.model",
     ),
     (
@@ -312,7 +312,7 @@ def test_no_correction_is_told_of_where_the_loss_weighs_nothing():
 
 
 def notice_of(config):
-    return correction_notice(config, load_trainer(config.trainer.name))
+    return format_correction_notice(config, load_trainer(config.trainer.name))
 
 
 def test_a_model_that_goes_on_to_reinforcement_is_not_annealed():
@@ -327,7 +327,7 @@ def test_every_preset_passes(name):
     teacher = ["models.teacher.path=teacher"] if "distillation" in name else []
     config = configured([*HERE, f"algorithm={name}", *teacher])
     check(config)
-    text = (FOLDER / "algorithm" / f"{name}.yaml").read_text()
+    text = (PRESETS_FOLDER / "algorithm" / f"{name}.yaml").read_text()
     assert f"name: {config.trainer.name}\n" in text
 
 
@@ -394,7 +394,7 @@ def test_options_of_a_loss_can_be_set_whatever_the_preset():
 
 
 def test_the_names_of_all_settings():
-    names = list(leaves())
+    names = list(list_settings())
     assert {"trainer.steps", "cost.limit", "cost.function", "preference.beta"} <= set(names)
     assert len(names) == len(set(names)) and not {"cost", "preference", "actor"} & set(names)
     assert all(re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", name) for name in names)

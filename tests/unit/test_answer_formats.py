@@ -5,7 +5,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from hybridrl.data.answer_formats import with_answers
+from hybridrl.data.answer_formats import extract_reference_answers
 from hybridrl.errors import DataError
 
 
@@ -20,13 +20,13 @@ from hybridrl.errors import DataError
     ],
 )
 def test_the_final_answer_is_found(form, text, answer):
-    found = with_answers(pa.table({"solution": [text]}), form, "solution")
+    found = extract_reference_answers(pa.table({"solution": [text]}), form, "solution")
     assert found["solution"].to_pylist() == [answer]
 
 
 def programs_tests(form, **columns):
     table = pa.table({name: [value] for name, value in columns.items()})
-    return json.loads(with_answers(table, form, None)["tests"][0].as_py())
+    return json.loads(extract_reference_answers(table, form, None)["tests"][0].as_py())
 
 
 def test_tests_of_programs_are_found():
@@ -56,4 +56,4 @@ def test_tests_of_programs_are_found():
 def test_a_row_of_another_format_is_named(form, columns, words):
     table = pa.table({name: [value] for name, value in columns.items()})
     with pytest.raises(DataError, match=words):
-        with_answers(table, form, "answer")
+        extract_reference_answers(table, form, "answer")

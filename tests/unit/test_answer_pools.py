@@ -5,8 +5,8 @@ import random
 
 import torch
 
-from hybridrl.trainers.expert_iteration import best_of_each, distinct_right
-from hybridrl.trainers.online_dpo import best_and_worst
+from hybridrl.trainers.expert_iteration import select_best_per_prompt, select_distinct_correct
+from hybridrl.trainers.online_dpo import select_best_and_worst
 
 NAN = math.nan
 
@@ -16,7 +16,7 @@ def test_pairs_are_the_best_and_the_worst_of_prompts_whose_samples_differ():
     for _ in range(50):
         prompts, n = draw.randrange(4), draw.randrange(1, 5)
         scores = [[draw.choice([0.0, 1.0, 2.0, NAN]) for _ in range(n)] for _ in range(prompts)]
-        found = best_and_worst(torch.tensor(scores).reshape(-1), n).tolist()
+        found = select_best_and_worst(torch.tensor(scores).reshape(-1), n).tolist()
         expected = []
         for number, row in enumerate(scores):
             known = [(score, place) for place, score in enumerate(row) if not math.isnan(score)]
@@ -39,11 +39,11 @@ SAMPLES = [
 
 def test_each_different_right_answer_counts_once():
     right = [one["scores"] >= 1.0 for one in SAMPLES]
-    assert distinct_right(SAMPLES, right) == [0, 3, 4, 6, 7]
-    assert distinct_right(SAMPLES, right, most=1) == [0, 4]
-    assert distinct_right([], []) == []
+    assert select_distinct_correct(SAMPLES, right) == [0, 3, 4, 6, 7]
+    assert select_distinct_correct(SAMPLES, right, most=1) == [0, 4]
+    assert select_distinct_correct([], []) == []
 
 
 def test_the_best_of_each_prompt_is_the_first_of_the_best():
-    assert best_of_each(SAMPLES) == [0, 6, 9]
-    assert best_of_each([]) == []
+    assert select_best_per_prompt(SAMPLES) == [0, 6, 9]
+    assert select_best_per_prompt([]) == []

@@ -8,29 +8,37 @@ from hypothesis import given, settings
 from layout_cases import full_tensors, layout_pairs, numbered
 from safetensors.torch import load
 
-from hybridrl.checkpoint.tensors.file_plan import plan_files, share
-from hybridrl.checkpoint.tensors.rank_manifest import Written, damage, lacking, list_of, read_lists
-from hybridrl.checkpoint.tensors.remote_files import open_tensors, write_apart
-from hybridrl.checkpoint.tensors.tensor_writer import headers_of, values_of
+from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.rank_manifest import (
+    RankManifest,
+    find_damage,
+    find_missing_data,
+    manifest_path,
+    read_manifests,
+)
+from hybridrl.checkpoint.tensors.remote_files import open_tensor_reader, write_remote_file
+from hybridrl.checkpoint.tensors.tensor_writer import make_header_entries, slice_part
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import extent, local_pieces, whole
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.system.locations import location_of, sizes_below, write_whole
+from hybridrl.layout.boxes import box_shape, full_box, make_local_pieces
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically
 
 
 def new_folder():
-    return location_of(f"memory://{uuid.uuid4()}/step-000001/actor")
+    return parse_location(f"memory://{uuid.uuid4()}/step-000001/actor")
 
 
 def write(folder, layout, values, rank):
     """One rank's file, and its list."""
-    mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
     plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
     local = full_tensors(layout, rank, values)
-    parts = [values_of(part, local[part.source.tensor]) for part in plan.parts]
-    own, boxes = write_apart(folder, rank, plan.parts, parts)
-    headers = headers_of(plan) if rank == 0 else {}
-    write_whole(list_of(folder, rank), Written(boxes, headers, {}, own).to_json().encode())
+    parts = [slice_part(part, local[part.source.tensor]) for part in plan.parts]
+    own, boxes = write_remote_file(folder, rank, plan.parts, parts)
+    headers = make_header_entries(plan) if rank == 0 else {}
+    write_atomically(
+        manifest_path(folder, rank), RankManifest(boxes, headers, {}, own).to_json().encode()
+    )
 
 
 @settings(max_examples=40)
@@ -38,33 +46,33 @@ def write(folder, layout, values, rank):
 def test_any_layout_reads_what_any_wrote_and_no_more_than_the_boxes_it_needs(pair):
     layout, other = pair
     folder, values = new_folder(), numbered(layout)
-    assert lacking(folder, read_lists(folder))
+    assert find_missing_data(folder, read_manifests(folder))
     for rank in sorted(layout.pieces):
         write(folder, layout, values, rank)
-    lists = read_lists(folder)
+    lists = read_manifests(folder)
     if any(value.numel() for value in values.values()):
-        assert lacking(folder, lists) == "" and damage(folder, lists) == ""
-    tensors = open_tensors(folder, "model", lists)
+        assert find_missing_data(folder, lists) == "" and find_damage(folder, lists) == ""
+    tensors = open_tensor_reader(folder, "model", lists)
     for held in other.pieces.values():
         for name, pieces in held.items():
             for piece in pieces:
-                into = torch.empty(extent(piece.box))
+                into = torch.empty(box_shape(piece.box))
                 tensors.read(name, piece.box, into)
                 box = tuple(slice(*sides) for sides in piece.box)
                 assert torch.equal(into, values[name][box])
     total = sum(value.numel() for value in values.values())
     read = tensors.bytes_read
     for name, value in values.items():
-        tensors.read(name, whole(value.shape), torch.empty(value.shape))
+        tensors.read(name, full_box(value.shape), torch.empty(value.shape))
     assert tensors.bytes_read - read == 4 * total, "each byte once"
 
 
 @pytest.fixture
 def folder():
     """Each of two ranks has half of the columns."""
-    layout = Layout(
+    layout = TensorLayout(
         {"cut": (4, 6)},
-        {r: {"cut": local_pieces("cut", ((0, 4), (3 * r, 3 * r + 3)))} for r in (0, 1)},
+        {r: {"cut": make_local_pieces("cut", ((0, 4), (3 * r, 3 * r + 3)))} for r in (0, 1)},
     )
     found = new_folder()
     for rank in (0, 1):
@@ -82,13 +90,13 @@ def test_a_byte_that_is_another_is_found_also_by_who_reads_it(folder):
     file = folder / "rank-00001.safetensors"
     content = bytearray(file.read_range(0, 10_000))
     content[-1] ^= 1
-    write_whole(file, bytes(content))
-    assert "the crc32 of `cut` differs" in damage(folder, read_lists(folder))
+    write_atomically(file, bytes(content))
+    assert "the crc32 of `cut` differs" in find_damage(folder, read_manifests(folder))
     with pytest.raises(ConfigError, match=r"rank-00001\.safetensors is damaged: `cut`"):
-        tensors = open_tensors(folder, "model", read_lists(folder))
-        tensors.read("cut", whole((4, 6)), torch.empty(4, 6))
-    write_whole(file, bytes(content[:-1]))
-    assert "rank-00001.safetensors has" in lacking(folder, read_lists(folder))
+        tensors = open_tensor_reader(folder, "model", read_manifests(folder))
+        tensors.read("cut", full_box((4, 6)), torch.empty(4, 6))
+    write_atomically(file, bytes(content[:-1]))
+    assert "rank-00001.safetensors has" in find_missing_data(folder, read_manifests(folder))
 
 
 def test_a_file_that_could_not_be_sent_to_its_end_is_not_there(folder):
@@ -96,11 +104,13 @@ def test_a_file_that_could_not_be_sent_to_its_end_is_not_there(folder):
         yield torch.zeros(4, 3)
         raise OSError("no more")
 
-    layout = Layout({"a": (4, 3), "b": (4, 3)}, {0: {}})
-    layout = Layout(layout.shapes, {0: {n: local_pieces(n, ((0, 4), (0, 3))) for n in "ab"}})
-    mine = [(move.name, move) for move in share(layout, layout.shapes, 0)]
+    layout = TensorLayout({"a": (4, 3), "b": (4, 3)}, {0: {}})
+    layout = TensorLayout(
+        layout.shapes, {0: {n: make_local_pieces(n, ((0, 4), (0, 3))) for n in "ab"}}
+    )
+    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, 0)]
     plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
     other = folder.parent / "critic"
     with pytest.raises(Exception, match=r"Cannot write memory://.*no more\. See whether"):
-        write_apart(other, 0, plan.parts, fails())
-    assert sizes_below(other) == {}
+        write_remote_file(other, 0, plan.parts, fails())
+    assert list_file_sizes(other) == {}

@@ -6,15 +6,20 @@ import pytest
 from settings import configured
 from transformers import LlamaConfig
 
-from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.cli import main
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.placement import Placement
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.search.proposals import fewest_devices, per_dollar, prices_of, propose
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.search.proposals import (
+    cost_objective,
+    fewest_devices_objective,
+    parse_prices,
+    propose_placements,
+)
 
 PPO = [
     *("algorithm=ppo", "algorithm.kl_coefficient=0.1", "model.dtype=bfloat16", "placement=auto"),
@@ -40,10 +45,10 @@ def written(folder, layers):
 
 
 def proposals(model, devices, *overrides, **options):
-    cluster = named(devices)
+    cluster = parse_cluster(devices)
     config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
-    rates = Rates.known(cluster, "bfloat16")
-    return propose(config, cluster, rates, **{"deadline_s": 600, **options})
+    rates = DeviceRates.known(cluster, "bfloat16")
+    return propose_placements(config, cluster, rates, **{"deadline_s": 600, **options})
 
 
 @pytest.mark.more
@@ -53,17 +58,17 @@ def test_what_is_proposed_is_what_a_start_would_plan(model):
     steps = [one.found.step for one in found.best]
     assert steps == sorted(steps)
     assert len({one.found.shape for one in found.best}) == 5
-    cluster = named("4xL4")
+    cluster = parse_cluster("4xL4")
     for one in found.best:
         assert one.plan.times.step == pytest.approx(one.found.step)
         placement = Placement.from_json(one.to_json())
-        assert check_placement(one.config, cluster, chosen=placement) == placement
-        assert make_plan(one.config, cluster, placement).fits()
+        assert resolve_placement(one.config, cluster, chosen=placement) == placement
+        assert build_job_plan(one.config, cluster, placement).fits()
 
 
 def test_nothing_by_hand_is_quicker(model):
     best = proposals(model, "4xL4").best[0].found.step
-    cluster = named("4xL4")
+    cluster = parse_cluster("4xL4")
     for overrides in (
         ["placement.strategy=flattening"],
         ["placement.strategy=flattening", "rollout.parallel.tp=2"],
@@ -73,7 +78,7 @@ def test_nothing_by_hand_is_quicker(model):
         ["placement.strategy=flattening", "actor.parallel.pp=2"],
     ):
         config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
-        plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+        plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
         assert best <= plan.times.step * (1 + 1e-9), overrides
 
 
@@ -105,18 +110,20 @@ def test_a_search_that_found_nothing_in_time_says_so(model):
 
 def test_cheap_and_few(model):
     quickest = proposals(model, "4xL4").best[0]
-    dear = proposals(model, "4xL4", objective=per_dollar(prices_of("L4=0.7"), named("4xL4")))
+    dear = proposals(
+        model, "4xL4", objective=cost_objective(parse_prices("L4=0.7"), parse_cluster("4xL4"))
+    )
     used = len(dear.best[0].plan.cluster.devices)
     assert dear.best[0].found.step * used <= quickest.found.step * 4 * (1 + 1e-9)
-    slow = fewest_devices(within_s=quickest.found.step * 2.5)
+    slow = fewest_devices_objective(within_s=quickest.found.step * 2.5)
     few = proposals(model, "4xL4", objective=slow).best[0]
     assert few.found.step <= quickest.found.step * 2.5
     assert len(few.plan.cluster.devices) < 4
     assert dict(few.settings)["num_devices"] == len(few.plan.cluster.devices)
     with pytest.raises(ConfigError, match="L4 has no price"):
-        per_dollar(prices_of("H100=2"), named("4xL4"))
+        cost_objective(parse_prices("H100=2"), parse_cluster("4xL4"))
     with pytest.raises(ConfigError, match="dollars an hour"):
-        prices_of("H100")
+        parse_prices("H100")
 
 
 def test_the_command(model, capsys, tmp_path):
@@ -131,7 +138,7 @@ def test_the_command(model, capsys, tmp_path):
     assert recipe.placement.strategy == "file"
     assert recipe.actor.tokens_per_microbatch  # that it was planned with, not what a start chooses
     written = json.loads((tmp_path / "mine.json").read_text())
-    check_placement(recipe, named(f"{recipe.num_devices or 2}xH100"))
+    resolve_placement(recipe, parse_cluster(f"{recipe.num_devices or 2}xH100"))
     assert written["roles"]["actor"]["devices"]
 
 

@@ -7,24 +7,24 @@ import re
 import pytest
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import (
+    load_eval_prompts,
     load_examples,
-    load_pairs,
+    load_preference_pairs,
     load_prompts,
-    load_prompts_to_evaluate,
 )
 from hybridrl.data.refused_rows import collected
 from hybridrl.errors import DataError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.job.job_inputs import load_rows
+from hybridrl.job.job_inputs import load_job_rows
 
 GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1), "kind": n} for n in range(20)]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
         "{% if add_generation_prompt %}a-{% endif %}"
@@ -100,7 +100,7 @@ def test_answers_of_another_format_are_bad_rows(tokenizer, tmp_path):
     config = config_of(tmp_path, rows, answer_format="gsm8k")
     found = load_prompts(config, tokenizer, held_out=0, seed=0).training
     assert list(found["answer"]) == [str(n) for n in range(10)]
-    found = load_prompts_to_evaluate(config, tokenizer, number=4, seed=0)
+    found = load_eval_prompts(config, tokenizer, number=4, seed=0)
     assert len(found) == 4
 
 
@@ -120,7 +120,7 @@ def test_pairs_examples_and_conversations_drop_bad_rows(tokenizer, tmp_path):
     unended = {"chosen": turns("1+1=", "2", "3+"), "rejected": turns("1+1=", "3")}
     config = config_of(tmp_path, [parted, good, unended, good], prompt_column=None)
     with collected() as refused:
-        pairs = load_pairs(config, tokenizer, held_out=0, seed=0).training
+        pairs = load_preference_pairs(config, tokenizer, held_out=0, seed=0).training
     assert len(pairs) == 2
     assert set(refused[0].figures()["reasons"]) == {
         "whose responses follow different messages",
@@ -154,14 +154,14 @@ def test_mixtures_and_sets_report_what_they_leave_out(tokenizer, tmp_path):
         ]
     )
     with collected() as refused:
-        load_rows(config, "prompts", tokenizer)
+        load_job_rows(config, "prompts", tokenizer)
     assert [(one.place, one.figures()["left_out"]) for one in refused] == [(bad, 3)] * 2
     empty = write(tmp_path / "empty.jsonl", [*GOOD, *[{"prompt": "1+1=", "answer": ""}] * 3])
     source = ["data=mixture", f"data.sources.a.path={empty}"]
     with pytest.raises(DataError, match=r"Source `a`: .*\(3 rows are refused of 23: [^.]*\.\)$"):
-        load_rows(load_config(source), "prompts", tokenizer)
+        load_job_rows(load_config(source), "prompts", tokenizer)
     with pytest.raises(DataError, match=r"data\.sources\.a\.bad_rows=drop leaves them out"):
-        load_rows(load_config([*source, "data.bad_rows_limit=0.5"]), "prompts", tokenizer)
+        load_job_rows(load_config([*source, "data.bad_rows_limit=0.5"]), "prompts", tokenizer)
 
 
 def test_a_system_prompt_does_not_mind_rows_that_are_left_out(tokenizer, tmp_path):
@@ -194,4 +194,4 @@ def test_errors_name_files_as_they_are_called(tokenizer, tmp_path, settings):
     places = {"bad": bad, "good": write(tmp_path / "good.jsonl", GOOD)}
     config = load_config(["model.path=none", *(one.format(**places) for one in settings)])
     with pytest.raises(DataError, match=re.escape(f"{bad}, line 21, is no valid JSON")):
-        load_rows(config, "prompts", tokenizer)
+        load_job_rows(config, "prompts", tokenizer)

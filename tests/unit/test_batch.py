@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.batch.batch import Batch, Ragged, row_numbers
+from hybridrl.batch.batch import Batch, RaggedColumn, resolve_row_numbers
 from hybridrl.errors import DataError
 
 TOKENS = st.lists(st.integers(-5, 5), max_size=4)
@@ -27,7 +27,7 @@ def make(rows):
     """A batch of dictionaries as `ROWS` draws them; typed also where there are none."""
     return Batch.from_columns(
         {
-            "ids": Ragged(
+            "ids": RaggedColumn(
                 torch.tensor(
                     list(itertools.chain(*(row["ids"] for row in rows))), dtype=torch.int64
                 ),
@@ -63,8 +63,8 @@ def test_every_kind_of_ragged_input_gives_the_same_column():
         rows,
         [torch.tensor(row, dtype=torch.int64) for row in rows],
         [np.asarray(row, dtype=np.int64) for row in rows],
-        Ragged(values, cu_seqlens),
-        Ragged(values, cu_seqlens.int()),
+        RaggedColumn(values, cu_seqlens),
+        RaggedColumn(values, cu_seqlens.int()),
     ):
         ragged = Batch.from_columns({"ids": column})["ids"]
         assert ragged.values.tolist() == [1, 2, 3, 4] and ragged.values.dtype == torch.int64
@@ -75,7 +75,7 @@ def test_every_kind_of_ragged_input_gives_the_same_column():
 
 def test_offsets_that_do_not_begin_at_zero():
     values = torch.arange(10)
-    batch = Batch.from_columns({"ids": Ragged(values, torch.tensor([2, 5, 5, 8]))})
+    batch = Batch.from_columns({"ids": RaggedColumn(values, torch.tensor([2, 5, 5, 8]))})
     assert batch["ids"].values.tolist() == [2, 3, 4, 5, 6, 7]
     assert batch["ids"].cu_seqlens.tolist() == [0, 3, 3, 6]
     assert batch.slice(1, 3)["ids"].cu_seqlens.tolist() == [0, 0, 3]
@@ -132,7 +132,7 @@ def test_text_structs_and_lists_of_text_come_back_as_python():
 
 def test_numeric_columns_are_views():
     scores, ids = torch.arange(6.0), torch.arange(12)
-    batch = Batch.from_columns({"scores": scores, "ids": Ragged(ids, torch.arange(0, 13, 2))})
+    batch = Batch.from_columns({"scores": scores, "ids": RaggedColumn(ids, torch.arange(0, 13, 2))})
     assert batch["scores"].data_ptr() == scores.data_ptr()
     assert batch["ids"].values.data_ptr() == ids.data_ptr()
     part = batch.slice(2, 5)
@@ -221,7 +221,7 @@ def test_pickling_a_slice_sends_only_its_rows():
 
 def test_pickling_a_whole_batch_copies_nothing():
     ids = torch.arange(100_000)
-    batch = Batch.from_columns({"ids": Ragged(ids, torch.arange(0, 100_001, 10))})
+    batch = Batch.from_columns({"ids": RaggedColumn(ids, torch.arange(0, 100_001, 10))})
     data, buffers = out_of_band(batch)
     assert len(data) < 4_000
     addresses = {memoryview(buffer).obj.address for buffer in buffers}
@@ -294,11 +294,11 @@ def test_row_numbers_are_whole(rows):
 
 
 def test_row_numbers_of_a_table_whose_size_is_not_known():
-    assert row_numbers([3, 1], None).tolist() == [3, 1]
-    assert row_numbers([True, False, True], None).tolist() == [0, 2]
-    assert row_numbers([], None).tolist() == []
+    assert resolve_row_numbers([3, 1], None).tolist() == [3, 1]
+    assert resolve_row_numbers([True, False, True], None).tolist() == [0, 2]
+    assert resolve_row_numbers([], None).tolist() == []
     with pytest.raises(DataError, match="no row -1: rows are counted from 0"):
-        row_numbers([-1], None)
+        resolve_row_numbers([-1], None)
 
 
 def test_users_get_their_own_columns_whatever_these_are_called():
@@ -450,7 +450,7 @@ def test_what_is_made_of_a_column_is_a_tensor_like_any_other():
 def test_reading_a_large_column_copies_nothing():
     tokens = 8 << 20
     values = torch.arange(tokens)
-    batch = Batch.from_columns({"ids": Ragged(values, torch.arange(0, tokens + 1, 1024))})
+    batch = Batch.from_columns({"ids": RaggedColumn(values, torch.arange(0, tokens + 1, 1024))})
     column = batch["ids"].values
     assert column.data_ptr() == values.data_ptr()
     assert int(column.sum()) == tokens * (tokens - 1) // 2

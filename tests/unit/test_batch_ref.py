@@ -9,25 +9,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.controller import BatchRef, InlineExecutor
-from hybridrl.controller.group_call import UNKNOWN, Columns, ShardInfo, Shards, Wanted
-from hybridrl.controller.row_selection import Part
-from hybridrl.controller.table_expression import Table
+from hybridrl.controller.group_call import (
+    UNKNOWN,
+    ExpectedColumns,
+    RequestedColumns,
+    ShardedResult,
+    ShardInfo,
+)
+from hybridrl.controller.row_selection import PartitionSelection
+from hybridrl.controller.table_expression import ResultTable
 from hybridrl.errors import DataError
 
-WHOLE = Part(0, 1)
+WHOLE = PartitionSelection(0, 1)
 
 
 class NotYetError(Exception):
     """A result was asked for that has not come."""
 
 
-class Stored(Shards):
+class Stored(ShardedResult):
     """A result whose shards are here; remembers which of them were fetched."""
 
     def __init__(self, batch, blocks, *, known=False, total=None, has_come=True):
-        columns = Columns(frozenset(batch.columns)) if known else UNKNOWN
+        columns = ExpectedColumns(frozenset(batch.columns)) if known else UNKNOWN
         super().__init__(columns, len(batch) if known else None)
         self.parts = [batch.take(block) for block in blocks]
         self.rows_of = [np.asarray(block, dtype=np.int64) for block in blocks]
@@ -48,7 +54,7 @@ class Stored(Shards):
 
 def shard_table(batch, blocks, **options):
     """`batch` in shards; each block is the row numbers that one shard holds, in its order."""
-    return BatchRef(Table((Stored(batch, blocks, **options),)))
+    return BatchRef(ResultTable((Stored(batch, blocks, **options),)))
 
 
 def fetched(ref):
@@ -63,7 +69,7 @@ def columns(lengths, prefix):
     """One column of token ids of these lengths, one of numbers, one of text."""
     return Batch.from_columns(
         {
-            f"{prefix}_ids": Ragged(
+            f"{prefix}_ids": RaggedColumn(
                 torch.arange(sum(lengths)), torch.tensor([0, *itertools.accumulate(lengths)])
             ),
             f"{prefix}_number": torch.arange(len(lengths)),
@@ -131,7 +137,7 @@ def test_the_parts_of_a_split_hold_every_row_once(data, parts, balance):
     ref, rows = ref.repeat(2), [row for row in rows for _ in range(2)]
     numbers, costs = [], []
     for index, piece in enumerate(ref.split(parts, balance)):
-        batch, of_part = ref.read(Part(index, parts, balance))
+        batch, of_part = ref.read(PartitionSelection(index, parts, balance))
         assert read(piece) == batch.to_pylist() == [rows[row] for row in of_part]
         assert of_part.tolist() == sorted(of_part)
         numbers.extend(of_part.tolist())
@@ -179,7 +185,7 @@ def test_rows_that_belong_together_are_never_parted(data, parts, together, balan
     ref, rows = data.draw(tables(together * data.draw(st.integers(1, 5)), "prompt"))
     numbers, costs = [], []
     for index in range(parts):
-        batch, of_part = ref.read(Part(index, parts, balance, together))
+        batch, of_part = ref.read(PartitionSelection(index, parts, balance, together))
         assert batch.to_pylist() == [rows[row] for row in of_part]
         units = of_part.reshape(-1, together)
         assert (units == units[:, :1] + np.arange(together)).all()
@@ -194,14 +200,14 @@ def test_rows_that_belong_together_are_never_parted(data, parts, together, balan
 
 def test_tokens_are_balanced_by_all_rows_that_belong_together():
     ref = shard_table(columns([5, 0, 5, 5, 0, 5], "prompt"), [range(6)])
-    parts = [ref.read(Part(index, 2, "tokens", 2))[1].tolist() for index in range(2)]
+    parts = [ref.read(PartitionSelection(index, 2, "tokens", 2))[1].tolist() for index in range(2)]
     assert sorted(parts) == [[0, 1, 4, 5], [2, 3]]
 
 
 def test_rows_left_over_cannot_be_dealt_out_together():
     ref = shard_table(columns([1, 2, 3], "prompt"), [[0, 1, 2]])
     with pytest.raises(DataError, match="3 rows cannot be dealt out 2 at a time"):
-        ref.read(Part(0, 2, "tokens", 2))
+        ref.read(PartitionSelection(0, 2, "tokens", 2))
 
 
 def test_shards_of_two_calls_hold_different_rows_in_different_order():
@@ -241,7 +247,7 @@ def test_only_the_shards_with_wanted_rows_are_fetched():
         batch, _ = ref.take(rows).read(WHOLE)
         assert batch["prompt_number"].tolist() == rows
         assert fetched(ref) == [wanted]
-    ref.read(Part(0, 2))
+    ref.read(PartitionSelection(0, 2))
     assert fetched(ref) == [[1]]
 
 
@@ -296,7 +302,7 @@ def test_rows_that_do_not_match_are_a_sentence_also_where_tokens_are_counted_fir
     ref = shard_table(columns([1, 2], "prompt"), [[0, 1]])
     longer = shard_table(columns([1, 2, 3], "response"), [[0, 1, 2]])
     with pytest.raises(DataError, match=r"Tables of 2 and of 3 rows"):
-        (ref | longer).read(Part(0, 2, "tokens"))
+        (ref | longer).read(PartitionSelection(0, 2, "tokens"))
     with pytest.raises(DataError, match=r"Tables of 2 and of 3 rows"):
         (ref | longer).node.num_rows()
 
@@ -307,10 +313,12 @@ def test_a_figure_that_a_call_gives_at_times_may_be_missing_in_a_table_below():
     class Scored(Stored):
         def __init__(self, **found):
             super().__init__(Batch.from_columns(found), [range(2)])
-            self.columns = Columns(frozenset({"scores"}), ("reward/*",))
+            self.columns = ExpectedColumns(frozenset({"scores"}), ("reward/*",))
 
     with_steps = Scored(scores=torch.ones(2), **{"reward/f/steps": torch.full((2,), 3.0)})
-    tables = [BatchRef(Table((found,))) for found in (with_steps, Scored(scores=torch.zeros(2)))]
+    tables = [
+        BatchRef(ResultTable((found,))) for found in (with_steps, Scored(scores=torch.zeros(2)))
+    ]
     for order in (tables, tables[::-1]):
         rows = read(BatchRef.concat(order))
         found = {(row["scores"], row["reward/f/steps"]) for row in rows}
@@ -328,7 +336,10 @@ def test_tables_of_which_one_has_no_tokens_are_balanced_and_told_apart():
     none = shard_table(Batch.from_columns({"prompt_number": torch.arange(3)}), [[0, 1, 2]])
     for order in ([some, none], [none, some]):
         whole = BatchRef.concat(order)
-        numbers = [whole.select("prompt_number").read(Part(i, 2, "tokens"))[1] for i in (0, 1)]
+        numbers = [
+            whole.select("prompt_number").read(PartitionSelection(i, 2, "tokens"))[1]
+            for i in (0, 1)
+        ]
         assert sorted(np.concatenate(numbers)) == list(range(5))
         with pytest.raises(DataError, match="`prompt_ids`"):
             whole.read(WHOLE)
@@ -339,7 +350,7 @@ def shards_of_stream(batch, blocks, come):
     parts = []
     for number, block in enumerate(blocks):
         result = Stored(batch, [block], total=len(batch), has_come=number < come)
-        parts.append(BatchRef(Table((result,))))
+        parts.append(BatchRef(ResultTable((result,))))
     return BatchRef.of_stream(parts)
 
 
@@ -359,7 +370,7 @@ def test_parts_of_a_stream_are_read_before_the_rest_has_come():
     ]
     empty, rows = parts[1].read(WHOLE)
     assert len(empty) == len(rows) == 0 and set(empty.columns) == {"prompt_number", "response_ids"}
-    halves = [parts[0].read(Part(i, 2, "tokens"))[1].tolist() for i in (0, 1)]
+    halves = [parts[0].read(PartitionSelection(i, 2, "tokens"))[1].tolist() for i in (0, 1)]
     assert sorted(halves[0] + halves[1]) == [0, 3] and all(halves)
 
 
@@ -374,8 +385,8 @@ def test_a_stream_that_has_come_is_a_table_like_any_other():
 def late(names, rows=None):
     """The result of a call that says what it makes and is not done."""
     result = Stored(Batch.from_columns({name: [0] for name in names}), [[0]], has_come=False)
-    result.columns, result.rows = Columns(frozenset(names)), rows
-    return BatchRef(Table((result,)))
+    result.columns, result.rows = ExpectedColumns(frozenset(names)), rows
+    return BatchRef(ResultTable((result,)))
 
 
 def test_a_reader_waits_for_no_table_without_its_columns():
@@ -383,13 +394,15 @@ def test_a_reader_waits_for_no_table_without_its_columns():
     batch = samples | late(["scores", "prompt_text"]) | late(["values"])
     for ref in (
         batch.select("prompt_ids").for_reading(None, "a test"),
-        batch.for_reading(Wanted(frozenset(["prompt_ids"])), "a test"),
-        batch.for_reading(Wanted(frozenset(), lambda name: name == "prompt_number"), "a test"),
+        batch.for_reading(RequestedColumns(frozenset(["prompt_ids"])), "a test"),
+        batch.for_reading(
+            RequestedColumns(frozenset(), lambda name: name == "prompt_number"), "a test"
+        ),
     ):
         assert len(ref.read(WHOLE)[0]) == 3
         assert len(ref.node.shards()) == 1
     # The right one wins, so it is waited for, and the left one is not.
-    text = batch.for_reading(Wanted(frozenset(["prompt_text"])), "a test")
+    text = batch.for_reading(RequestedColumns(frozenset(["prompt_text"])), "a test")
     assert [sorted(found.columns.certain) for found in text.node.shards()] == [
         ["prompt_text", "scores"]
     ]
@@ -401,14 +414,16 @@ def test_whoever_may_have_a_column_is_waited_for():
     unknown = late(["x"])
     unknown.node.results[0].columns = UNKNOWN
     further = late(["scores"])
-    further.node.results[0].columns = Columns(frozenset(["scores"]), ("reward/*",))
+    further.node.results[0].columns = ExpectedColumns(frozenset(["scores"]), ("reward/*",))
     samples = shard_table(columns([1, 2, 3], "prompt"), [[2, 0], [1]], known=True)
-    steps = Wanted(frozenset(["reward/steps"]))
+    steps = RequestedColumns(frozenset(["reward/steps"]))
     assert len((samples | further).for_reading(steps, "a test").node.shards()) == 1
     assert len((samples | unknown).select("prompt_ids").node.shards()) == 2
-    kept = (unknown | samples).for_reading(Wanted(frozenset(["prompt_ids"])), "a test")
+    kept = (unknown | samples).for_reading(RequestedColumns(frozenset(["prompt_ids"])), "a test")
     assert len(kept.node.shards()) == 1, "what is certain on the right need not be looked for"
-    every = (samples | further).for_reading(Wanted(frozenset(), lambda name: True), "a test")
+    every = (samples | further).for_reading(
+        RequestedColumns(frozenset(), lambda name: True), "a test"
+    )
     assert len(every.node.shards()) == 2
 
 
@@ -416,19 +431,23 @@ def test_rows_balanced_by_tokens_are_the_same_whatever_is_read():
     samples = shard_table(columns([9, 1, 1, 1], "prompt"), [[0, 1, 2, 3]], known=True)
     numbers = shard_table(Batch.from_columns({"x": [0, 1, 2, 3]}), [[0, 1, 2, 3]], known=True)
     half = (samples | numbers).split(2, "tokens")[0]
-    assert half.for_reading(Wanted(frozenset(["x"])), "a test").read(WHOLE)[0]["x"].tolist() == [0]
+    assert half.for_reading(RequestedColumns(frozenset(["x"])), "a test").read(WHOLE)[0][
+        "x"
+    ].tolist() == [0]
 
 
 def test_a_column_that_no_call_makes_is_refused_at_once():
     batch = late(["prompt_ids", "scores"])
     with pytest.raises(DataError, match=r"^`actor.update` reads the column `score`, which"):
-        batch.for_reading(Wanted(frozenset(["score"])), "`actor.update`")
+        batch.for_reading(RequestedColumns(frozenset(["score"])), "`actor.update`")
     with pytest.raises(DataError, match=r"the batch has prompt_ids, scores. Did you mean `scores`"):
-        batch.for_reading(Wanted(frozenset(["score"])), "`actor.update`")
+        batch.for_reading(RequestedColumns(frozenset(["score"])), "`actor.update`")
     with pytest.raises(
         DataError, match="`scores`, which was not selected; those selected are prompt_ids"
     ):
-        batch.select("prompt_ids").for_reading(Wanted(frozenset(["scores"])), "`actor.update`")
+        batch.select("prompt_ids").for_reading(
+            RequestedColumns(frozenset(["scores"])), "`actor.update`"
+        )
     with pytest.raises(DataError, match="one of these has no scores: it has prompt_ids"):
         BatchRef.concat([batch, late(["prompt_ids"])])
 
@@ -487,11 +506,11 @@ def test_a_shard_may_lack_a_column_that_another_has():
         ((without, with_steps), [None, None, 3.0]),
         ((nothing, with_steps), [3.0]),
     ):
-        ref = BatchRef(Table((Ragged2(*parts),)))
+        ref = BatchRef(ResultTable((Ragged2(*parts),)))
         found = [row["reward/steps"] for row in read(ref)]
         assert [None if value != value else value for value in found] == steps
         for rank in range(2):  # a rank that reads only rows that lack it has the column, too
-            assert "reward/steps" in ref.read(Part(rank, 2))[0].columns
+            assert "reward/steps" in ref.read(PartitionSelection(rank, 2))[0].columns
 
 
 def test_columns_of_users_are_no_tokens_by_their_names():
@@ -570,4 +589,4 @@ def test_columns_of_one_name_have_one_type_on_all_ranks():
     result = Stored(Batch.from_columns({"x": [1, 2]}), [[0], [1]])
     result.parts[1] = Batch.from_columns({"x": [["text"]]})
     with pytest.raises(DataError, match="columns of one name and different types"):
-        read(BatchRef(Table((result,))))
+        read(BatchRef(ResultTable((result,))))

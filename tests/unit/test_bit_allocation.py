@@ -8,15 +8,15 @@ import pytest
 from settings import configured
 
 from hybridrl.errors import ConfigError
-from hybridrl.systems.low_bits.bit_allocation import LayerCost, Work, allocate
+from hybridrl.systems.low_bits.bit_allocation import DeviceWorkload, LayerCost, allocate_bits
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
-from hybridrl.systems.low_bits.role_plans import precision_notices
-from hybridrl.systems.unequal_devices import UnequalDevice, load_devices
+from hybridrl.systems.low_bits.role_plans import list_precision_notices
+from hybridrl.systems.unequal_devices import UnequalDevice, load_unequal_devices
 
 
 def even_work(layers=8, whole=1.0, low=0.2, ends=0.5, fixed=0.0):
     costs = {16: LayerCost(whole, 4), 8: LayerCost(low, 1)}
-    return Work([costs] * layers, ends, fixed)
+    return DeviceWorkload([costs] * layers, ends, fixed)
 
 
 FAST, WEAK = UnequalDevice("fast"), UnequalDevice("weak", 0.5)
@@ -24,7 +24,7 @@ RISING = {n: {8: float(n + 1), 4: 10.0 * (n + 1)} for n in range(8)}
 
 
 def test_the_least_harmful_layers_are_lowered_and_no_more_than_needed():
-    found = allocate(even_work(), [FAST, WEAK], RISING)
+    found = allocate_bits(even_work(), [FAST, WEAK], RISING)
     # 2 (0.5 + 8 - 0.8 n) <= 8.5 from n = 6 on
     assert found.bits == [[16] * 8, [8] * 6 + [16] * 2]
     assert found.target == 8.5 and max(found.seconds) <= found.target
@@ -32,37 +32,37 @@ def test_the_least_harmful_layers_are_lowered_and_no_more_than_needed():
 
 
 def test_equal_devices_and_equal_work_leave_all_whole():
-    assert allocate(even_work(), [FAST, FAST], RISING).bits == [[16] * 8] * 2
-    assert allocate(even_work(), [WEAK], RISING).bits == [[16] * 8]
+    assert allocate_bits(even_work(), [FAST, FAST], RISING).bits == [[16] * 8] * 2
+    assert allocate_bits(even_work(), [WEAK], RISING).bits == [[16] * 8]
     none_gains = even_work(low=1.5)
-    assert allocate(none_gains, [FAST, WEAK], RISING).bits == [[16] * 8] * 2
+    assert allocate_bits(none_gains, [FAST, WEAK], RISING).bits == [[16] * 8] * 2
 
 
 def test_a_device_that_cannot_keep_pace_sets_it():
     """Then all others may be whole, and a third one need not be as fast as the first."""
     tenth, half = UnequalDevice("tenth", 0.1), UnequalDevice("half", 0.5)
-    found = allocate(even_work(), [FAST, half, tenth], RISING)
+    found = allocate_bits(even_work(), [FAST, half, tenth], RISING)
     assert found.bits == [[16] * 8, [16] * 8, [8] * 8]
     assert max(found.seconds) == found.seconds[2] > found.target
 
 
 def test_messages_take_as_long_whatever_the_bits():
-    alone = allocate(even_work(), [FAST, WEAK], RISING)
-    beside = allocate(even_work(fixed=3.0), [FAST, WEAK], RISING)
+    alone = allocate_bits(even_work(), [FAST, WEAK], RISING)
+    beside = allocate_bits(even_work(fixed=3.0), [FAST, WEAK], RISING)
     assert beside.bits == alone.bits
     assert beside.seconds == pytest.approx([s + 3 for s in alone.seconds])
 
 
 def test_memory_lowers_layers_that_time_would_not():
     small = UnequalDevice("small", 1.0, memory=20)
-    found = allocate(even_work(), [FAST, small], RISING)
+    found = allocate_bits(even_work(), [FAST, small], RISING)
     assert found.bits == [[16] * 8, [8] * 4 + [16] * 4]
     costs = {16: LayerCost(1, 4), 8: LayerCost(0.2, 2), 4: LayerCost(1.5, 1)}
-    work = Work([costs] * 4)
-    found = allocate(work, [UnequalDevice("tiny", 1, 6)], RISING)
+    work = DeviceWorkload([costs] * 4)
+    found = allocate_bits(work, [UnequalDevice("tiny", 1, 6)], RISING)
     assert sorted(found.bits[0]) == [4, 4, 8, 8] and work.bytes(found.bits[0]) == 6
     with pytest.raises(ConfigError, match=r"`tiny` has .*memory_gib"):
-        allocate(work, [UnequalDevice("tiny", 1, 3)], RISING)
+        allocate_bits(work, [UnequalDevice("tiny", 1, 3)], RISING)
 
 
 def test_no_single_layer_could_be_raised_further():
@@ -73,9 +73,9 @@ def test_no_single_layer_could_be_raised_further():
             {16: LayerCost(w := dice.uniform(1, 2)), 8: LayerCost(w * dice.uniform(0.2, 1.1))}
             for _ in range(6)
         ]
-        work = Work(layers, dice.uniform(0, 1))
+        work = DeviceWorkload(layers, dice.uniform(0, 1))
         harms = {n: {8: dice.random()} for n in range(6)}
-        found = allocate(work, [FAST, UnequalDevice("weak", dice.uniform(0.3, 1))], harms)
+        found = allocate_bits(work, [FAST, UnequalDevice("weak", dice.uniform(0.3, 1))], harms)
         bits, share = found.bits[1], 1.0
         every = [list(b) for b in itertools.product((8, 16), repeat=6)]
         share = work.seconds(bits, 1.0) / found.seconds[1]
@@ -141,7 +141,7 @@ def test_what_people_wrote_beside_a_plan_is_no_trouble(tmp_path, monkeypatch):
     for found, said in (([0.5, 0.25], "0.5 nats"), ({"a": None}, "fewer bits"), (["x"], "fewer")):
         plan = PrecisionPlan("scoring", 2, "float32", [RankPrecision({0: 8})], {"token_kl": found})
         (tmp_path / "plan.json").write_text(plan.to_json())
-        (notice,) = precision_notices(configured(setting), ["reference"])
+        (notice,) = list_precision_notices(configured(setting), ["reference"])
         assert said in notice
 
 
@@ -150,4 +150,4 @@ def test_devices_without_a_speed_are_refused(tmp_path, share):
     file = tmp_path / "devices.json"
     file.write_text(f'[{{"name": "a", "share": {share}}}]')
     with pytest.raises(ConfigError, match="device 0 has share="):
-        load_devices(str(file), ("name", "share"))
+        load_unequal_devices(str(file), ("name", "share"))

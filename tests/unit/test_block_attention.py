@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from hybridrl.errors import ConfigError
 from hybridrl.parallel import block_attention
 from hybridrl.parallel import padded_attention as rectangles
-from hybridrl.parallel.block_attention import Block, block_backward, block_forward, correction
-from hybridrl.parallel.sequence_parallel import check_window
-from hybridrl.parallel.ulysses import check_heads
-from hybridrl.parallel.zigzag import ring_rows
+from hybridrl.parallel.block_attention import (
+    AttentionBlock,
+    block_attention_backward,
+    block_attention_forward,
+    merge_correction,
+)
+from hybridrl.parallel.sequence_parallel import check_ring_window
+from hybridrl.parallel.ulysses import check_ulysses_heads
+from hybridrl.parallel.zigzag import split_over_ring
 
 CPU = torch.device("cpu")
 SCALE = 0.4
@@ -44,11 +49,13 @@ def plain_attention(q, k, v, lengths):
 
 def by_blocks(q, k, v, grad, lengths, ring):
     """Output and gradients, each from the blocks of all pairs of ring ranks."""
-    rows = ring_rows(torch.tensor([0, *itertools.accumulate(lengths)]), ring)
+    rows = split_over_ring(torch.tensor([0, *itertools.accumulate(lengths)]), ring)
     found = [torch.zeros_like(x) for x in (q, q, k, v)]
     for rank, row in enumerate(rows):
         mine = row.places
-        blocks = [Block.between(row, source, rank - j, CPU) for j, source in enumerate(rows)]
+        blocks = [
+            AttentionBlock.between(row, source, rank - j, CPU) for j, source in enumerate(rows)
+        ]
         out = torch.zeros(len(mine), *q.shape[1:])
         lse = torch.full((len(mine), q.shape[1]), -torch.inf)
         picked = []
@@ -58,17 +65,19 @@ def by_blocks(q, k, v, grad, lengths, ring):
             queries = torch.arange(len(mine)) if block.queries is None else block.queries
             keys = rows[j].places if block.keys is None else rows[j].places[block.keys]
             picked.append((block, queries, keys))
-            part, part_lse = block_forward(q[mine[queries]], k[keys], v[keys], block, SCALE)
+            part, part_lse = block_attention_forward(
+                q[mine[queries]], k[keys], v[keys], block, SCALE
+            )
             if j == rank:
                 out[queries], lse[queries] = part, part_lse
             else:
-                changes = correction(out[queries], lse[queries], part, part_lse)
+                changes = merge_correction(out[queries], lse[queries], part, part_lse)
                 out[queries] += changes[0]
                 lse[queries] += changes[1]
         found[0][mine] = out
         for block, queries, keys in picked:
             places = mine[queries]
-            parts = block_backward(
+            parts = block_attention_backward(
                 *(grad[places], q[places], k[keys], v[keys]),
                 *(out[queries], lse[queries], block, SCALE),
             )
@@ -102,9 +111,9 @@ def test_slices_of_any_size_give_the_same(elements, monkeypatch):
 def test_many_short_samples_are_few_rectangles_of_little_padding():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(8, 64, (500,), generator=generator)
-    rows = ring_rows(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), 4)
+    rows = split_over_ring(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), 4)
     for j in range(4):
-        block = Block.between(rows[1], rows[j], 1 - j, CPU)
+        block = AttentionBlock.between(rows[1], rows[j], 1 - j, CPU)
         assert len(block.rectangles) <= 12
         padded = sum(r.rows * (r.longest_query + r.longest_key) for r in block.rectangles)
         assert padded <= 1.25 * int((block.query_lengths + block.key_lengths).sum())
@@ -114,15 +123,15 @@ def test_only_visible_blocks_are_computed():
     """At every step of a ring each rank has the same number of pairs to compute, and together they
     are those that causal attention has, but for the chunks on the diagonal."""
     chunk = 5
-    rows = ring_rows(torch.tensor([0, 8 * chunk]), 4)
+    rows = split_over_ring(torch.tensor([0, 8 * chunk]), 4)
     for rank, j in itertools.product(range(4), range(4)):
-        block = Block.between(rows[rank], rows[j], rank - j, CPU)
+        block = AttentionBlock.between(rows[rank], rows[j], rank - j, CPU)
         pairs = int(block.query_lengths * block.key_lengths)
         assert block.causal == (rank == j)
         assert pairs == (4 if rank == j else 2) * chunk**2
     # A sample of one token is all on the first rank of the ring.
-    rows = ring_rows(torch.tensor([0, 1]), 2)
-    found = [Block.between(rows[r], rows[j], r - j, CPU) for r in (0, 1) for j in (0, 1)]
+    rows = split_over_ring(torch.tensor([0, 1]), 2)
+    found = [AttentionBlock.between(rows[r], rows[j], r - j, CPU) for r in (0, 1) for j in (0, 1)]
     assert [block is None for block in found] == [False, True, True, True]
 
 
@@ -177,8 +186,8 @@ def test_the_flash_kernels_are_asked_for_the_same(monkeypatch):
 
 def test_the_installed_flash_kernels_take_what_they_are_given():
     """By torch's own shape functions; without a GPU nothing is computed."""
-    rows = ring_rows(torch.tensor([0, 9, 20]), 2)
-    block = Block.between(rows[0], rows[1], -1, torch.device("meta"))
+    rows = split_over_ring(torch.tensor([0, 9, 20]), 2)
+    block = AttentionBlock.between(rows[0], rows[1], -1, torch.device("meta"))
     queries, keys = int(block.query_lengths.sum()), int(block.key_lengths.sum())
     q = torch.empty(queries, 4, 16, dtype=torch.bfloat16, device="meta")
     k = torch.empty(keys, 2, 16, dtype=torch.bfloat16, device="meta")
@@ -191,7 +200,7 @@ def test_the_installed_flash_kernels_take_what_they_are_given():
 
 @pytest.mark.parametrize("heads", [(8, 8, 4), (8, 2, 2), (8, 2, 4), (8, 1, 8), (6, 3, 3)])
 def test_heads_that_can_be_divided(heads):
-    check_heads(*heads)
+    check_ulysses_heads(*heads)
 
 
 @pytest.mark.parametrize(
@@ -203,10 +212,10 @@ def test_heads_that_can_be_divided(heads):
 )
 def test_heads_that_cannot_be_divided_are_a_sentence(heads, message):
     with pytest.raises(ConfigError, match=message):
-        check_heads(*heads)
+        check_ulysses_heads(*heads)
 
 
 def test_windows_in_a_ring_are_a_sentence():
-    check_window(None)
+    check_ring_window(None)
     with pytest.raises(ConfigError, match=r"windows of 7 tokens.*`actor\.parallel\.ulysses`"):
-        check_window(7)
+        check_ring_window(7)

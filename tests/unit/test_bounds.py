@@ -7,19 +7,25 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.algorithms.group_advantages import SCALES
-from hybridrl.algorithms.kl import ESTIMATORS
-from hybridrl.algorithms.loss_weights import MODES
-from hybridrl.algorithms.policy_objective import CORRECTIONS
+from hybridrl.algorithms.group_advantages import ADVANTAGE_SCALES
+from hybridrl.algorithms.kl import KL_ESTIMATORS
+from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.policy_objective import CORRECTION_MODES
 from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from hybridrl.checks.check_list import check
-from hybridrl.config.constraints import OneOf, Range
+from hybridrl.config.constraints import NumberRange, OneOf
 from hybridrl.config.schema import Config, TrainerConfig
-from hybridrl.config.setting_types import bounds, hints, plain, with_defaults, wrong_values
+from hybridrl.config.setting_types import (
+    find_invalid_values,
+    list_constraints,
+    read_type_hints,
+    reset_to_defaults,
+    strip_annotations,
+)
 from hybridrl.engine.optimizer import SCHEDULES
-from hybridrl.engine.train_engine import MOST_SKIPPED
+from hybridrl.engine.train_engine import MAX_SKIPPED_UPDATES
 from hybridrl.errors import ConfigError
-from hybridrl.system.dtypes import AUTO, DTYPES
+from hybridrl.system.dtypes import AUTO_DTYPE, DTYPES
 
 ANY_NUMBER = {
     *("algorithm.entropy_coefficient", "reward.error_value", "reward.correct_at", "reward.weights"),
@@ -32,9 +38,9 @@ HERE = ["executor=inline", "rollout=transformers"]
 
 
 def all_hints(group=Config, prefix=""):
-    for name, hint in hints(group).items():
-        if is_dataclass(plain(hint)):
-            yield from all_hints(plain(hint), f"{prefix}{name}.")
+    for name, hint in read_type_hints(group).items():
+        if is_dataclass(strip_annotations(hint)):
+            yield from all_hints(strip_annotations(hint), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", hint
 
@@ -43,13 +49,25 @@ HINTS = dict(all_hints())
 
 
 def test_every_number_has_a_range():
-    numbers = {name for name, hint in HINTS.items() if plain(hint) in (int, float)}
-    lists = {name: get_args(plain(hint)) for name, hint in HINTS.items() if get_args(plain(hint))}
-    numbers |= {name for name, entry in lists.items() if plain(entry[0]) in (int, float)}
-    of_lists = {
-        name for name, entry in lists.items() if any(isinstance(b, Range) for b in bounds(entry[0]))
+    numbers = {name for name, hint in HINTS.items() if strip_annotations(hint) in (int, float)}
+    lists = {
+        name: get_args(strip_annotations(hint))
+        for name, hint in HINTS.items()
+        if get_args(strip_annotations(hint))
     }
-    ranged = {name for name in HINTS if any(isinstance(b, Range) for b in bounds(HINTS[name]))}
+    numbers |= {
+        name for name, entry in lists.items() if strip_annotations(entry[0]) in (int, float)
+    }
+    of_lists = {
+        name
+        for name, entry in lists.items()
+        if any(isinstance(b, NumberRange) for b in list_constraints(entry[0]))
+    }
+    ranged = {
+        name
+        for name in HINTS
+        if any(isinstance(b, NumberRange) for b in list_constraints(HINTS[name]))
+    }
     assert numbers - ranged - of_lists == ANY_NUMBER
 
 
@@ -57,31 +75,31 @@ def test_every_number_has_a_range():
     ("setting", "names"),
     [
         ("actor.optimizer.schedule", SCHEDULES),
-        ("algorithm.advantage_scale", SCALES),
-        ("algorithm.aggregation", MODES),
-        ("algorithm.correction", ("auto", *CORRECTIONS)),
-        ("algorithm.kl_estimator", ESTIMATORS),
-        ("model.dtype", (AUTO, *DTYPES)),
+        ("algorithm.advantage_scale", ADVANTAGE_SCALES),
+        ("algorithm.aggregation", AGGREGATION_MODES),
+        ("algorithm.correction", ("auto", *CORRECTION_MODES)),
+        ("algorithm.kl_estimator", KL_ESTIMATORS),
+        ("model.dtype", (AUTO_DTYPE, *DTYPES)),
         ("model.save_dtype", tuple(DTYPES)),
         ("preference.loss", PREFERENCE_LOSSES),
     ],
 )
 def test_names_are_those_that_the_library_knows(setting, names):
-    (choice,) = (bound for bound in bounds(HINTS[setting]) if isinstance(bound, OneOf))
+    (choice,) = (bound for bound in list_constraints(HINTS[setting]) if isinstance(bound, OneOf))
     assert choice.names == tuple(names)
 
 
 def test_the_guard_gives_up_no_later_than_the_engine():
-    (limit,) = bounds(HINTS["guard.most_skipped"])
-    assert limit.most == MOST_SKIPPED
+    (limit,) = list_constraints(HINTS["guard.most_skipped"])
+    assert limit.most == MAX_SKIPPED_UPDATES
 
 
 def test_defaults_are_right_and_take_the_place_of_what_is_not():
-    assert not dict(wrong_values(Config()))
+    assert not dict(find_invalid_values(Config()))
     config = configured(["run.seed=-1", "rollout.top_p=2", "actor.optimizer.betas=[1,1]"])
-    wrong = dict(wrong_values(config))
+    wrong = dict(find_invalid_values(config))
     assert wrong["actor.optimizer.betas"].startswith("actor.optimizer.betas=[1.0, 1.0]: each must")
-    assert with_defaults(config, wrong) == configured()
+    assert reset_to_defaults(config, wrong) == configured()
 
 
 @pytest.mark.parametrize(
@@ -134,4 +152,4 @@ def test_a_program_may_give_numbers_of_numpy_and_tuples():
     config.trainer.steps = np.int64(3)
     config.actor.optimizer.learning_rate = np.float32(0.5)
     config.actor.optimizer.betas = (0.9, 0.95)
-    assert not dict(wrong_values(config))
+    assert not dict(find_invalid_values(config))

@@ -7,11 +7,11 @@ from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
 
 from hybridrl.conversations.messages import read_messages
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.serving.agent_session import Known
-from hybridrl.serving.chat import ChatError
-from hybridrl.serving.messages import Said, prefix_keys
-from hybridrl.serving.renderer_chat import RendererChat, chat_of
-from hybridrl.serving.template_chat import TemplateChat
+from hybridrl.serving.agent_session import TurnTokens
+from hybridrl.serving.chat import ConversationError
+from hybridrl.serving.messages import AssistantTurn, compute_prefix_keys
+from hybridrl.serving.renderer_chat import LibraryRenderer, choose_renderer
+from hybridrl.serving.template_chat import TemplateRenderer
 
 CALL = '<tool_call>{"name": "weather",\n "arguments": {"place": "there"}}</tool_call>'
 QUESTION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the weather?"}]
@@ -21,7 +21,7 @@ GO_ON = {"role": "user", "content": "and then?"}
 
 @pytest.fixture(params=TEMPLATES)
 def chat(request):
-    return TemplateChat(merging_tokenizer(request.param))
+    return TemplateRenderer(merging_tokenizer(request.param))
 
 
 def text_of(chat, token_ids):
@@ -39,7 +39,7 @@ def test_the_tokens_that_were_sampled_stay(chat, end, new):
     sampled = letters(chat.tokenizer, f"then or in the other{end}")
     said = chat.said(sampled, prompt_ids, [])
     messages = [*QUESTION, said.message([]), *new]
-    found = chat.continuation(messages, [], 2, Known(prompt_ids, sampled))
+    found = chat.continuation(messages, [], 2, TurnTokens(prompt_ids, sampled))
     kept = len(prompt_ids) + len(sampled)
     assert found[:kept] == prompt_ids + sampled
     assert text_of(chat, found) == rendered(chat, messages)
@@ -53,7 +53,7 @@ def test_calls_stay_as_they_were_written(chat):
     said = chat.said(sampled, prompt_ids, [WEATHER])
     assert [json.loads(call.arguments) for call in said.calls] == [{"place": "there"}] * 2
     messages = [*QUESTION, said.message(["1", "2"]), SUNNY, SUNNY, GO_ON]
-    found = chat.continuation(messages, [WEATHER], 2, Known(prompt_ids, sampled))
+    found = chat.continuation(messages, [WEATHER], 2, TurnTokens(prompt_ids, sampled))
     text = text_of(chat, found)
     before = rendered(chat, QUESTION, [WEATHER])
     assert found[: len(prompt_ids) + len(sampled)] == prompt_ids + sampled
@@ -62,20 +62,23 @@ def test_calls_stay_as_they_were_written(chat):
 
 
 def test_a_template_that_leaves_out_what_was_thought_begins_anew():
-    chat = TemplateChat(merging_tokenizer("chatml"))
+    chat = TemplateRenderer(merging_tokenizer("chatml"))
     prompt_ids = chat.prompt(QUESTION, [])
     sampled = letters(chat.tokenizer, "<think>hm</think>in there<|end|>")
     message = chat.said(sampled, prompt_ids, []).message([])
     assert message["content"] == "<think>hm</think>in there"
-    assert chat.continuation([*QUESTION, message, GO_ON], [], 2, Known(prompt_ids, sampled)) is None
-    plain = TemplateChat(merging_tokenizer("plain"))
-    assert plain.continuation([*QUESTION, message, GO_ON], [], 2, Known(prompt_ids, sampled))
+    assert (
+        chat.continuation([*QUESTION, message, GO_ON], [], 2, TurnTokens(prompt_ids, sampled))
+        is None
+    )
+    plain = TemplateRenderer(merging_tokenizer("plain"))
+    assert plain.continuation([*QUESTION, message, GO_ON], [], 2, TurnTokens(prompt_ids, sampled))
 
 
 def test_what_is_no_call_stays_text(chat):
     for text in ("<tool_call>{", "<tool_call>[1]</tool_call>", "<tool_call>{}</tool_call>"):
         said = chat.said(letters(chat.tokenizer, f"a {text}<|end|>"), [], [WEATHER])
-        assert said == Said(f"a {text}")
+        assert said == AssistantTurn(f"a {text}")
     both = f"<tool_call>no</tool_call>{CALL}"
     said = chat.said(letters(chat.tokenizer, both), [], [WEATHER])
     assert said.content == "<tool_call>no</tool_call>" and len(said.calls) == 1
@@ -86,13 +89,13 @@ def test_what_is_no_call_stays_text(chat):
 def test_a_template_that_refuses_says_so():
     tokenizer = merging_tokenizer("plain")
     tokenizer.chat_template = "{{ raise_exception('No system here') }}"
-    with pytest.raises(ChatError, match="No system here"):
-        TemplateChat(tokenizer).prompt(QUESTION, [])
+    with pytest.raises(ConversationError, match="No system here"):
+        TemplateRenderer(tokenizer).prompt(QUESTION, [])
 
 
 def test_conversations_that_mean_the_same_have_one_name():
     def key(messages, tools=()):
-        return list(prefix_keys(messages, tools))[-1]
+        return list(compute_prefix_keys(messages, tools))[-1]
 
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     same = {"id": "y", "type": "function", "function": {"name": "f", "arguments": '{ "a":1}'}}
@@ -100,7 +103,9 @@ def test_conversations_that_mean_the_same_have_one_name():
     assert key([said]) == key([{"role": "assistant", "content": "", "tool_calls": [same]}])
     other = same | {"function": {"name": "f", "arguments": '{"a": 2}'}}
     assert key([said]) != key([said | {"tool_calls": [other]}])
-    assert [*prefix_keys([GO_ON], [], {"a": 1})] != [*prefix_keys([GO_ON], [], {"a": 2})]
+    assert [*compute_prefix_keys([GO_ON], [], {"a": 1})] != [
+        *compute_prefix_keys([GO_ON], [], {"a": 2})
+    ]
     assert key([GO_ON]) != key([GO_ON], [WEATHER]) and key([GO_ON]) != key([GO_ON, GO_ON])
     assert read_messages([said])[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
@@ -122,7 +127,7 @@ def qwen_tokenizer():
 
 def test_a_renderer_thinks_calls_and_keeps_tokens():
     tokenizer, renderer = qwen_tokenizer()
-    chat = RendererChat(renderer, TemplateChat(tokenizer), "qwen3")
+    chat = LibraryRenderer(renderer, TemplateRenderer(tokenizer), "qwen3")
     assert tokenizer.eos_token_id in chat.stop_token_ids
     prompt_ids = chat.prompt(QUESTION, [WEATHER])
     text = f"<think>hm</think>\n\nin there\n{CALL}<|im_end|>"
@@ -134,7 +139,7 @@ def test_a_renderer_thinks_calls_and_keeps_tokens():
     said = chat.said(sampled, prompt_ids, [WEATHER])
     assert said.reasoning == "hm" and said.calls[0].name == "weather"
     messages = [*QUESTION, said.message(["1"]), SUNNY]
-    found = chat.continuation(messages, [WEATHER], 2, Known(prompt_ids, sampled))
+    found = chat.continuation(messages, [WEATHER], 2, TurnTokens(prompt_ids, sampled))
     assert found[: len(prompt_ids) + len(sampled)] == prompt_ids + sampled
     assert "sunny" in tokenizer.decode(found[len(prompt_ids) + len(sampled) :])
 
@@ -157,12 +162,14 @@ def agreeing_template():
 
 def test_a_renderer_is_taken_by_name_if_it_agrees_with_the_template():
     tokenizer, _ = qwen_tokenizer()
-    assert isinstance(chat_of(tokenizer, "unknown/model"), TemplateChat)
-    assert isinstance(chat_of(tokenizer, "somewhere/Qwen3-0.6B"), TemplateChat), "another template"
+    assert isinstance(choose_renderer(tokenizer, "unknown/model"), TemplateRenderer)
+    assert isinstance(choose_renderer(tokenizer, "somewhere/Qwen3-0.6B"), TemplateRenderer), (
+        "another template"
+    )
     tokenizer.chat_template = agreeing_template()
-    assert isinstance(chat_of(tokenizer, "/models/Qwen/Qwen3-0.6B/"), RendererChat)
+    assert isinstance(choose_renderer(tokenizer, "/models/Qwen/Qwen3-0.6B/"), LibraryRenderer)
     tokenizer.chat_template = None
-    assert chat_of(tokenizer, "m") is None
+    assert choose_renderer(tokenizer, "m") is None
 
 
 OFF = {"enable_thinking": False}
@@ -174,20 +181,22 @@ def test_a_renderer_has_the_options_of_the_job_and_of_a_request():
     tokenizer, _ = qwen_tokenizer()
     template = agreeing_template()
     tokenizer.chat_template = template.removesuffix("{% endif %}") + SWITCHED_OFF
-    chat = chat_of(tokenizer, "Qwen3-0.6B")
-    assert isinstance(chat, RendererChat)
+    chat = choose_renderer(tokenizer, "Qwen3-0.6B")
+    assert isinstance(chat, LibraryRenderer)
     switched = chat.with_options(OFF)
-    of_job = chat_of(tokenizer, "Qwen3-0.6B", TemplateContext(options=OFF))
+    of_job = choose_renderer(tokenizer, "Qwen3-0.6B", TemplateContext(options=OFF))
     for one in (switched, of_job):
         prompt = tokenizer.decode(one.prompt(QUESTION, []))
         assert prompt.endswith("assistant\n<think>\n\n</think>\n\n")
         sampled = tokenizer("in there<|im_end|>", add_special_tokens=False)["input_ids"]
-        known = Known(one.prompt(QUESTION, []), sampled)
+        known = TurnTokens(one.prompt(QUESTION, []), sampled)
         messages = [*QUESTION, one.said(sampled, known.prompt_ids, []).message([]), GO_ON]
         found = tokenizer.decode(one.continuation(messages, [], 2, known))
         assert found.startswith(f"{prompt}in there<|im_end|>")
         assert found.endswith("assistant\n<think>\n\n</think>\n\n")
     again = of_job.with_options({"enable_thinking": True})
     assert again.prompt(QUESTION, []) == chat.prompt(QUESTION, [])
-    with pytest.raises(ChatError, match=r"chat_template_kwargs.thinks: .* reads enable_thinking"):
+    with pytest.raises(
+        ConversationError, match=r"chat_template_kwargs.thinks: .* reads enable_thinking"
+    ):
         chat.with_options({"thinks": 1})

@@ -8,21 +8,21 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.pruning import KeepRule
-from hybridrl.checkpoint.store import StepFolders, list_checkpoints, steps_folder
-from hybridrl.checkpoint.tensors.file_plan import plan_files, share
-from hybridrl.checkpoint.tensors.rank_manifest import Written, list_of
-from hybridrl.checkpoint.tensors.remote_files import write_apart
+from hybridrl.checkpoint.store import CheckpointStore, list_checkpoints, resolve_checkpoint_folder
+from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, manifest_path
+from hybridrl.checkpoint.tensors.remote_files import write_remote_file
 from hybridrl.checkpoint.tensors.tensor_writer import (
-    headers_of,
+    make_header_entries,
+    make_written_box,
     write_headers,
     write_parts,
-    written_box,
 )
 from hybridrl.cli import main
-from hybridrl.layout.boxes import local_pieces, whole
-from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.boxes import full_box, make_local_pieces
+from hybridrl.layout.tensor_layout import TensorLayout
 from hybridrl.run_files.run_reader import open_run
-from hybridrl.system.locations import location_of, write_whole
+from hybridrl.system.locations import parse_location, write_atomically
 
 SETTINGS = "checkpoint: {every: 10, keep_last: 1, best: accuracy}\nactor: {parallel: {tp: 1}}\n"
 
@@ -33,22 +33,22 @@ def save(folders, step, accuracy, settings=SETTINGS):
     values = {"embed": torch.zeros(100, 4), "scale": torch.ones(7)}
     values["embed"][:step] = step
     shapes = {name: tuple(value.shape) for name, value in values.items()}
-    held = {name: local_pieces(name, whole(shape)) for name, shape in shapes.items()}
-    moves = share(Layout(shapes, {0: held}), shapes, 0)
+    held = {name: make_local_pieces(name, full_box(shape)) for name, shape in shapes.items()}
+    moves = assign_boxes(TensorLayout(shapes, {0: held}), shapes, 0)
     plan = plan_files(shapes, [(m.name, m) for m in moves], torch.float32, 1 << 30, "model")
     parts, own = [values[part.name] for part in plan.parts], {}
     if folders.path.__class__.__name__ == "RemotePath":
-        own, boxes = write_apart(folder, 0, plan.parts, parts)
+        own, boxes = write_remote_file(folder, 0, plan.parts, parts)
     else:
         folder.mkdir()
         write_headers(folder, plan)
         sums = write_parts(folder.__truediv__, plan.parts, parts)
-        boxes = [written_box(*found) for found in zip(plan.parts, sums, strict=True)]
-    written = Written(boxes, headers_of(plan), {}, own).to_json()
-    write_whole(list_of(folder, 0), written.encode())
-    write_whole(folder / "config.json", b'{"dtype": "float32", "layers": 1}')
-    write_whole(folder / "training.json", b'{"schedule": 9, "counters": {"updates": 5}}')
-    write_whole(folder.parent / "config.yaml", settings.encode())
+        boxes = [make_written_box(*found) for found in zip(plan.parts, sums, strict=True)]
+    written = RankManifest(boxes, make_header_entries(plan), {}, own).to_json()
+    write_atomically(manifest_path(folder, 0), written.encode())
+    write_atomically(folder / "config.json", b'{"dtype": "float32", "layers": 1}')
+    write_atomically(folder / "training.json", b'{"schedule": 9, "counters": {"updates": 5}}')
+    write_atomically(folder.parent / "config.yaml", settings.encode())
     folders.complete(step, {"accuracy": accuracy})
 
 
@@ -61,11 +61,11 @@ def run(request, tmp_path):
         (place / "config.yaml").write_text(SETTINGS)
         (place / "metrics.jsonl").write_text('{"step": 10, "reward/mean": 0.25}\n')
     else:
-        place = steps = location_of(f"memory://{uuid.uuid4()}/steps")
-    folders = StepFolders(steps)
+        place = steps = parse_location(f"memory://{uuid.uuid4()}/steps")
+    folders = CheckpointStore(steps)
     for step, accuracy in ((10, 0.5), (20, 0.25), (30, 0.375)):
         save(folders, step, accuracy)
-    write_whole(folders.begin(40) / "part", b"some")
+    write_atomically(folders.begin(40) / "part", b"some")
     return place, folders
 
 
@@ -89,7 +89,7 @@ def test_list_shows_the_steps_and_what_is_known_of_them(capsys, run):
     assert found[1]["metrics"] == {"accuracy": 0.25} and found[1]["bytes"] > 1600
     folder = folders.at(20) / "actor"
     name = "model.safetensors" if "memory" not in str(folder) else "rank-00000.safetensors"
-    write_whole(folder / name, b"short")
+    write_atomically(folder / name, b"short")
     text = command(capsys, "list", place)
     assert "complete, the best" in text and "damaged: " in text and "not complete" in text
     assert ("reward/mean 0.25" in text) == ("memory" not in str(folder))
@@ -111,7 +111,7 @@ def test_verify_reads_everything_and_its_exit_code_says_so(capsys, run):
         f"step {step}: as it was written" for step in (10, 20, 30)
     ]
     damage = folders.at(20) / "actor" / "training.json"
-    write_whole(damage, b'{"schedule": 8, "counters": {"updates": 5}}')
+    write_atomically(damage, b'{"schedule": 8, "counters": {"updates": 5}}')
     found = json.loads(command(capsys, "verify", place, "--json", code=1))["steps"]
     assert [bool(row["fault"]) for row in found] == [False, True, False]
     assert "step 20: " in command(capsys, "verify", folders.at(20), code=1)
@@ -151,7 +151,7 @@ def test_export_writes_the_dtype_of_the_model_of_the_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(stored)
-    folders = StepFolders(tmp_path / "run" / "checkpoints")
+    folders = CheckpointStore(tmp_path / "run" / "checkpoints")
     folders.path.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(model)
     save(folders, 10, 0.5)
@@ -212,7 +212,7 @@ def test_a_damaged_list_of_a_step_or_settings_that_are_none_are_a_sentence(
     capsys, run, tmp_path, content
 ):
     place, folders = run
-    write_whole(folders.at(30) / "complete.json", content)
+    write_atomically(folders.at(30) / "complete.json", content)
     for words in (["inspect", place], ["export", place, tmp_path / "new"], ["diff", place, place]):
         said = command(capsys, *words, code=2)
         assert "complete.json could not be read" in said and "name another step" in said
@@ -228,7 +228,7 @@ def test_the_report_lists_checkpoints_wherever_they_are(tmp_path):
         run.mkdir()
         named = "null" if folder is None else str(folder)
         (run / "config.yaml").write_text(f"checkpoint: {{folder: {named}, best: accuracy}}\n")
-        folders = StepFolders(steps_folder(run, None if folder is None else named))
+        folders = CheckpointStore(resolve_checkpoint_folder(run, None if folder is None else named))
         for step in (1, 2):
             (folders.begin(step) / "weights").write_bytes(b"x")
             folders.complete(step, {"accuracy": 1 / step})

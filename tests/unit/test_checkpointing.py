@@ -5,7 +5,7 @@ from engine_cases import CPU, make_batch, make_model
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybridrl.config.schema import CHECKPOINTING, ActorConfig
+from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models import activation_checkpointing as checkpointing
 
@@ -26,7 +26,7 @@ class Counted(TorchDispatchMode):
 def operations(kept):
     """Of a backward: matrix products and attentions, and all."""
     model = make_model()
-    checkpointing.set_checkpointing(model, kept)
+    checkpointing.set_activation_checkpointing(model, kept)
     policy = CausalPolicy(model).train()
     states = policy.hidden(PackedSamples.of(make_batch(), CPU))
     with Counted() as counted:
@@ -35,7 +35,7 @@ def operations(kept):
 
 
 def test_selective_repeats_what_is_cheap_and_full_repeats_all():
-    none, selective, full, offload = (operations(kept) for kept in CHECKPOINTING)
+    none, selective, full, offload = (operations(kept) for kept in CHECKPOINTING_MODES)
     assert none[0] == selective[0] < full[0] == offload[0]
     assert none[1] < selective[1] < full[1]
 
@@ -53,7 +53,7 @@ def test_offload_puts_the_inputs_of_layers_elsewhere(monkeypatch):
 
     monkeypatch.setattr(checkpointing, "save_on_cpu", Host)
     model = make_model()
-    checkpointing.set_checkpointing(model, "offload")
+    checkpointing.set_activation_checkpointing(model, "offload")
     samples = PackedSamples.of(make_batch(), CPU)
     states = CausalPolicy(model).train().hidden(samples)
     state = (1, samples.input_ids.numel(), states.shape[-1])

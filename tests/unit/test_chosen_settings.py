@@ -6,16 +6,16 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from hybridrl.checkpoint import saver as when_to_save
-from hybridrl.checkpoint.saver import WhenToSave, best_interval
-from hybridrl.config.changed import changed
+from hybridrl.checkpoint.saver import SaveSchedule, optimal_interval
+from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.job.config_resolution import load_config
 from hybridrl.planner import fitting_settings as chosen_settings
-from hybridrl.planner.fitting_settings import choose_settings
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.planner.fitting_settings import choose_automatic_settings
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.planner.step.step_calls import SampleLengths
 
 
 @pytest.mark.parametrize("cost", [0.1, 5.0, 60.0, 600.0])
@@ -27,58 +27,62 @@ def test_the_interval_wastes_least(cost: float, between: float) -> None:
         return between * math.expm1((interval + cost) / between) / interval
 
     best = minimize_scalar(seconds, bounds=(cost / 100, between), method="bounded").x
-    assert seconds(best_interval(cost, between)) == pytest.approx(seconds(best), rel=1e-3)
+    assert seconds(optimal_interval(cost, between)) == pytest.approx(seconds(best), rel=1e-3)
 
 
 def test_a_checkpoint_that_takes_longer_than_the_job_lives() -> None:
-    assert best_interval(100.0, 40.0) == 40.0
-    assert best_interval(0.0, 3600.0) == 0.0
+    assert optimal_interval(100.0, 40.0) == 40.0
+    assert optimal_interval(0.0, 3600.0) == 0.0
 
 
 def test_steps_are_saved_by_what_the_last_one_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(when_to_save.time, "monotonic", lambda: now[0])
-    when = WhenToSave(CheckpointConfig(every_minutes=None), 8)
+    when = SaveSchedule(CheckpointConfig(every_minutes=None), 8)
     assert when.is_due(1, 100)  # what it costs is not known
     when.begins()
     assert not when.is_due(2, 100)  # while the first is being written
     when.ends(0.5)
-    interval = best_interval(0.5, 50_000 * 3600.0 / 8)
+    interval = optimal_interval(0.5, 50_000 * 3600.0 / 8)
     now[0] = interval - 1
     assert not when.is_due(3, 100)
     now[0] = interval + 1
     assert when.is_due(4, 100)
-    assert not WhenToSave(CheckpointConfig(), 8).is_due(100, 100)
+    assert not SaveSchedule(CheckpointConfig(), 8).is_due(100, 100)
 
 
 def test_micro_batches_have_room() -> None:
-    cluster = named("8xA100-40GB")
+    cluster = parse_cluster("8xA100-40GB")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]
     settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2"]
-    with with_described_models(load_config(settings), None) as config:
-        found = choose_settings(config, cluster)
+    with materialize_named_models(load_config(settings), None) as config:
+        found = choose_automatic_settings(config, cluster)
         ((name, tokens),) = found
         assert name == "actor.tokens_per_microbatch"
-        plan = make_plan(changed(config, found), cluster)
+        plan = build_job_plan(apply_changes(config, found), cluster)
         assert plan.filled(plan.fullest) <= 0.9
-        more = make_plan(changed(config, [(name, 2 * tokens)]), cluster)
+        more = build_job_plan(apply_changes(config, [(name, 2 * tokens)]), cluster)
         assert more.filled(more.fullest) > 0.9
 
 
 def test_a_micro_batch_takes_the_longest_sample() -> None:
-    cluster = named("1xH100")
+    cluster = parse_cluster("1xH100")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null"]
-    with with_described_models(load_config(settings), None) as config:
-        found = dict(choose_settings(config, cluster, Lengths.alike(30_000, 30_000)))
+    with materialize_named_models(load_config(settings), None) as config:
+        found = dict(
+            choose_automatic_settings(config, cluster, SampleLengths.alike(30_000, 30_000))
+        )
         assert found["actor.tokens_per_microbatch"] >= 60_000
 
 
 def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(["reward.processes=null"])
     for cores, processes in ((2, 1), (64, 7), (2048, 16)):
-        monkeypatch.setattr(chosen_settings, "usable_cores", lambda cores=cores: cores)
-        assert choose_settings(config, named("8xH100")) == [("reward.processes", processes)]
+        monkeypatch.setattr(chosen_settings, "count_usable_cores", lambda cores=cores: cores)
+        assert choose_automatic_settings(config, parse_cluster("8xH100")) == [
+            ("reward.processes", processes)
+        ]
 
 
 def test_what_is_set_stays() -> None:
-    assert choose_settings(load_config([]), named("8xH100")) == []
+    assert choose_automatic_settings(load_config([]), parse_cluster("8xH100")) == []

@@ -7,18 +7,18 @@ from settings import configured
 
 from hybridrl.cli import main
 from hybridrl.errors import ConfigError
-from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.machine import cluster_probe, cluster_rates, device_probe
 from hybridrl.planner.machine import device_catalog as devices
-from hybridrl.planner.machine.device_catalog import GIB, named
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel, choose_devices
+from hybridrl.planner.machine.device_catalog import GIB, parse_cluster
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, DeviceSpec, resolve_devices
 from hybridrl.system.timing import measure_seconds
 
 
 def test_several_kinds_and_their_network():
-    cluster = named("8xL4,2x4xH100@200Gbps,1xA100@500Mbps")
+    cluster = parse_cluster("8xL4,2x4xH100@200Gbps,1xA100@500Mbps")
     assert str(cluster) == "8 x L4, 8 x H100, 1 x A100-80GB"
     assert cluster.nodes == ["node0", "node1", "node2", "node3"]
     assert cluster.devices[12].index == 0  # of its node
@@ -33,14 +33,14 @@ def test_several_kinds_and_their_network():
 )
 def test_devices_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--devices .*16xH100@400Gbps"):
-        named(text)
+        parse_cluster(text)
 
 
 def test_json_and_back(tmp_path):
-    cluster = named("12xL4,16xH100@400Gbps")
-    assert Cluster.from_json(cluster.to_json()) == cluster
+    cluster = parse_cluster("12xL4,16xH100@400Gbps")
+    assert ClusterSpec.from_json(cluster.to_json()) == cluster
     (tmp_path / "mine.json").write_text(cluster.to_json())
-    assert named(f"{tmp_path}/mine.json") == cluster
+    assert parse_cluster(f"{tmp_path}/mine.json") == cluster
 
 
 @pytest.mark.parametrize(
@@ -71,20 +71,20 @@ def test_json_and_back(tmp_path):
     ],
 )
 def test_a_file_that_is_no_cluster(tmp_path, change):
-    read = json.loads(named("2xL4").to_json())
+    read = json.loads(parse_cluster("2xL4").to_json())
     change(read)
     (tmp_path / "mine.json").write_text(json.dumps(read))
     with pytest.raises(ConfigError, match="This is no cluster"):
-        named(f"{tmp_path}/mine.json")
+        parse_cluster(f"{tmp_path}/mine.json")
     with pytest.raises(ConfigError, match="there is no such file"):
-        named(f"{tmp_path}/other.json")
+        parse_cluster(f"{tmp_path}/other.json")
 
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"devices": "\xff"}'])
 def test_a_file_that_is_no_text_or_no_json(tmp_path, data):
     (tmp_path / "mine.json").write_bytes(data)
     with pytest.raises(ConfigError, match=r"--devices .*mine.json: "):
-        named(f"{tmp_path}/mine.json")
+        parse_cluster(f"{tmp_path}/mine.json")
 
 
 @pytest.mark.parametrize(
@@ -96,33 +96,33 @@ def test_a_file_that_is_no_text_or_no_json(tmp_path, data):
     ],
 )
 def test_a_file_says_how_fast_its_devices_are(tmp_path, change):
-    read = json.loads(named("2xL4").to_json())
+    read = json.loads(parse_cluster("2xL4").to_json())
     change(read)
     (tmp_path / "mine.json").write_text(json.dumps(read))
     with pytest.raises(ConfigError, match="does not say how fast"):
-        named(f"{tmp_path}/mine.json")
+        parse_cluster(f"{tmp_path}/mine.json")
 
 
 def test_a_precision_that_a_file_says_nothing_of(tmp_path):
-    read = json.loads(named("2xL4").to_json())
+    read = json.loads(parse_cluster("2xL4").to_json())
     del read["models"]["L4"]["flops"]["bfloat16"]
     (tmp_path / "mine.json").write_text(json.dumps(read))
-    cluster = named(f"{tmp_path}/mine.json")
-    assert len(Rates.known(cluster, "float32")) == 2
+    cluster = parse_cluster(f"{tmp_path}/mine.json")
+    assert len(DeviceRates.known(cluster, "float32")) == 2
     with pytest.raises(ConfigError, match=r"model.dtype=bfloat16: .* nothing of bfloat16"):
-        Rates.known(cluster, "bfloat16")
+        DeviceRates.known(cluster, "bfloat16")
 
 
 def test_more_devices_than_anybody_has():
     with pytest.raises(ConfigError, match="up to 10,000 devices"):
-        named("99999999xH100")
+        parse_cluster("99999999xH100")
 
 
 def test_devices_that_differ_are_planned_each_for_itself():
     overrides = ["model.path=llama-7b", "placement=separation", "rollout.parallel.tp=2"]
-    cluster = named("8xH100,8xL4")
-    with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+    cluster = parse_cluster("8xH100,8xL4")
+    with materialize_named_models(configured(overrides)) as config:
+        plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
     of_small = plan.memory[-1]
     assert of_small.devices == tuple(range(8, 16))
     generates = next(phase for phase in of_small.phases if phase.phase == "generate")
@@ -132,36 +132,38 @@ def test_devices_that_differ_are_planned_each_for_itself():
 
 def test_whoever_works_together_waits_for_the_slowest():
     def trains(cluster):
-        with with_described_models(configured(["model.path=llama-7b"])) as config:
-            plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+        with materialize_named_models(configured(["model.path=llama-7b"])) as config:
+            plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
         return plan.times.phases["actor", "train"]
 
-    of_weak, mixed, of_strong = (trains(named(t)) for t in ("16xL4", "8xH100,8xL4", "16xH100"))
+    of_weak, mixed, of_strong = (
+        trains(parse_cluster(t)) for t in ("16xL4", "8xH100,8xL4", "16xH100")
+    )
     assert of_weak == mixed > 2 * of_strong
 
 
 def test_what_a_probe_measures_is_a_cluster_to_plan_for(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(cluster_probe, "SIDE", {"cpu": 32})
-    monkeypatch.setattr(cluster_probe, "STORE_BYTES", 1 << 16)
+    monkeypatch.setattr(cluster_probe, "_MATRIX_SIDE", {"cpu": 32})
+    monkeypatch.setattr(cluster_probe, "_STORE_BYTES", 1 << 16)
     monkeypatch.setattr(device_probe, "SMALL_OPS", 10)
     monkeypatch.setattr(device_probe, "STREAM", 1 << 20)
     monkeypatch.setitem(measure_seconds.__kwdefaults__, "least", 0.0)
     with pytest.raises(SystemExit) as ended:
         main(["cluster", "probe", "--number=1", "--devices=cpu", "--json", f"--store={tmp_path}"])
     assert not ended.value.code
-    found = Cluster.from_json(capsys.readouterr().out)
+    found = ClusterSpec.from_json(capsys.readouterr().out)
     assert found.rates_known and found.models["CPU slot"].flops["float32"] > 1e6
     assert found.hosts["localhost"].store.bandwidth > 1e3
     monkeypatch.setattr(cluster_rates, "probe_cluster", None)  # it is not measured again
-    rates = cluster_rates.with_rates(Cluster.of_one_node("cpu", 1))
+    rates = cluster_rates.resolve_cluster_rates(ClusterSpec.of_one_node("cpu", 1))
     assert rates.models == found.models
-    assert "rates measured" in Rates.known(rates, "float32")[0].source
+    assert "rates measured" in DeviceRates.known(rates, "float32")[0].source
 
 
 def test_no_devices_are_not_all_devices():
     with pytest.raises(ConfigError, match="num_devices=0"):
-        choose_devices("cpu", 0, 0, 2)
+        resolve_devices("cpu", 0, 0, 2)
 
 
 def test_a_probe_needs_a_folder_to_write_to(capsys, tmp_path):
@@ -186,8 +188,8 @@ def test_a_probe_needs_a_folder_to_write_to(capsys, tmp_path):
     ],
 )
 def test_makers_figures_are_those_of_the_device(name, gib, known):
-    here = Cluster([Device("cuda", "n", 0, name)], {name: DeviceModel(gib * devices.GIB)})
-    found = cluster_rates.with_makers_rates(here)
+    here = ClusterSpec([DeviceSlot("cuda", "n", 0, name)], {name: DeviceSpec(gib * devices.GIB)})
+    found = cluster_rates.apply_vendor_rates(here)
     assert (found is None) == (known is None)
     if known:
         assert found.models[name].bandwidth == devices.ACCELERATORS[known][0].bandwidth
@@ -196,12 +198,12 @@ def test_makers_figures_are_those_of_the_device(name, gib, known):
 
 def test_devices_that_differ_have_each_their_own():
     names = {"NVIDIA H100 80GB HBM3": 79.1, "NVIDIA L4": 22.0}
-    here = Cluster(
-        [Device("cuda", name, 0, name) for name in names],
-        {name: DeviceModel(gib * devices.GIB) for name, gib in names.items()},
+    here = ClusterSpec(
+        [DeviceSlot("cuda", name, 0, name) for name in names],
+        {name: DeviceSpec(gib * devices.GIB) for name, gib in names.items()},
     )
-    found = cluster_rates.with_makers_rates(here)
+    found = cluster_rates.apply_vendor_rates(here)
     assert [found.models[name].flops["bfloat16"] for name in names] == [9.89e14, 1.21e14]
-    assert devices.present(here) is here
+    assert devices.add_device_memory(here) is here
     with pytest.raises(ConfigError, match="no GPU here"):
-        devices.present(Cluster([Device("cuda", "n", 0)]))
+        devices.add_device_memory(ClusterSpec([DeviceSlot("cuda", "n", 0)]))

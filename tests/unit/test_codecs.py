@@ -8,17 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.compress import Codec, GroupedIntegers
-from hybridrl.compress.grouped_integers import pack_halves, unpack_halves
-from hybridrl.compress.hadamard import mix, unmix
+from hybridrl.compress import Codec, GroupedIntegerCodec
+from hybridrl.compress.grouped_integers import pack_int4, unpack_int4
+from hybridrl.compress.hadamard import apply_hadamard, invert_hadamard
 from hybridrl.errors import CodecError, ConfigError
 from hybridrl.system import device_traits as device
 
 CODECS = [
-    GroupedIntegers(8, 2048),
-    GroupedIntegers(8, 64, hadamard=True),
-    GroupedIntegers(4, 128),
-    GroupedIntegers(4, 32, hadamard=True),
+    GroupedIntegerCodec(8, 2048),
+    GroupedIntegerCodec(8, 64, hadamard=True),
+    GroupedIntegerCodec(4, 128),
+    GroupedIntegerCodec(4, 32, hadamard=True),
 ]
 IDS = list(map(str, CODECS))
 SIZES = [0, 1, 31, 32, 33, 127, 128, 2047, 2049, 5001]
@@ -28,7 +28,9 @@ ROUNDED = 1 + 3 * 2**-24
 
 numbers = st.floats(-(2.0**122), 2.0**122, width=32) | st.floats(-1, 1, width=32) | st.just(0.0)
 tensors = st.lists(numbers, max_size=200).map(torch.tensor)
-grouped = st.builds(GroupedIntegers, bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 128]))
+grouped = st.builds(
+    GroupedIntegerCodec, bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 128])
+)
 
 
 def heavy_tailed(numel, seed=0):
@@ -67,16 +69,16 @@ def test_bytes_are_as_many_as_size_says(codec):
 
 
 def test_sizes_to_the_bit():
-    assert GroupedIntegers(4, 2048).size(2048) == 1024 + 4
-    assert GroupedIntegers(4, 2048).size(2049) == 1025 + 8
-    assert GroupedIntegers(8, 128).size(129) == 129 + 8
+    assert GroupedIntegerCodec(4, 2048).size(2048) == 1024 + 4
+    assert GroupedIntegerCodec(4, 2048).size(2049) == 1025 + 8
+    assert GroupedIntegerCodec(8, 128).size(129) == 129 + 8
 
 
 def test_bits_on_the_wire_are_what_they_were_chosen_for():
     numel = 10_000_000
-    assert 2 * numel / GroupedIntegers(4, 2048).size(numel) >= 3.9  # differences of bfloat16
-    assert 4 * numel / GroupedIntegers(4, 128).size(numel) >= 7.4  # float32 gradients
-    assert 4 * numel / GroupedIntegers(8, 512).size(numel) >= 3.9
+    assert 2 * numel / GroupedIntegerCodec(4, 2048).size(numel) >= 3.9  # differences of bfloat16
+    assert 4 * numel / GroupedIntegerCodec(4, 128).size(numel) >= 7.4  # float32 gradients
+    assert 4 * numel / GroupedIntegerCodec(8, 512).size(numel) >= 3.9
 
 
 @given(tensors, grouped)
@@ -92,9 +94,9 @@ def test_integers_lose_at_most_half_a_scale(values, codec):
 
 @given(tensors, st.sampled_from([4, 8]))
 def test_mixed_integers_lose_at_most_sixteen_scales_of_32_values(values, bits):
-    codec = GroupedIntegers(bits, 64, hadamard=True)
+    codec = GroupedIntegerCodec(bits, 64, hadamard=True)
     whole = len(values) // 32 * 32
-    scales = scales_of(mix(values), codec).double()[:whole]
+    scales = scales_of(apply_hadamard(values), codec).double()[:whole]
     error = (there_and_back(codec, values).double() - values.double())[:whole]
     largest = values[:whole].abs().double()
     for lost, scale, most in zip(*(t.split(32) for t in (error, scales, largest)), strict=True):
@@ -105,7 +107,7 @@ def test_mixed_integers_lose_at_most_sixteen_scales_of_32_values(values, bits):
 @given(tensors)
 def test_mixing_is_undone(values):
     most = of_each(values.abs(), 32, torch.max)
-    assert ((unmix(mix(values)) - values).abs() <= most * 2**-16 + 1e-36).all()
+    assert ((invert_hadamard(apply_hadamard(values)) - values).abs() <= most * 2**-16 + 1e-36).all()
 
 
 def test_mixing_is_sylvesters_hadamard_matrix():
@@ -114,15 +116,15 @@ def test_mixing_is_sylvesters_hadamard_matrix():
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
     integers = torch.randint(-127, 128, (4 * 32 + 5,)).float()
     whole, rest = (integers[:128].view(4, 32) @ matrix).view(-1), integers[128:]
-    assert unmix(integers).equal(torch.cat((whole, rest * 8)))
-    assert mix(integers).equal(torch.cat((whole / 32, rest / 8)))
+    assert invert_hadamard(integers).equal(torch.cat((whole, rest * 8)))
+    assert apply_hadamard(integers).equal(torch.cat((whole / 32, rest / 8)))
 
 
 @pytest.mark.parametrize("numel", [127, 128, 129])
 def test_what_is_left_over_of_mixing_spoils_no_scale(numel):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     plain, mixed = (
-        (there_and_back(GroupedIntegers(4, 128, hadamard), values) - values).norm()
+        (there_and_back(GroupedIntegerCodec(4, 128, hadamard), values) - values).norm()
         for hadamard in (False, True)
     )
     assert mixed < 1.3 * plain
@@ -132,7 +134,7 @@ def test_mixing_helps_where_an_outlier_is():
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     values[::256] *= 20
     plain, mixed = (
-        (there_and_back(GroupedIntegers(4, 128, hadamard), values) - values).norm()
+        (there_and_back(GroupedIntegerCodec(4, 128, hadamard), values) - values).norm()
         for hadamard in (False, True)
     )
     assert mixed < plain / 2
@@ -140,23 +142,23 @@ def test_mixing_helps_where_an_outlier_is():
 
 def test_bytes_of_four_bit_integers():
     values = torch.tensor([7.0, -7.0, 1.0, 0.0, 2.5, 3.5, -1.0])  # halves go to even numbers
-    encoded = GroupedIntegers(4, 32).encode(values)
+    encoded = GroupedIntegerCodec(4, 32).encode(values)
     assert bytes(encoded.tolist()) == struct.pack("=f", 1.0) + bytes([0x97, 0x01, 0x42, 0x0F])
-    assert GroupedIntegers(4, 32).decode(encoded, 7, torch.float32).tolist() == [
+    assert GroupedIntegerCodec(4, 32).decode(encoded, 7, torch.float32).tolist() == [
         *(7, -7, 1, 0, 2, 4, -1)
     ]
 
 
 def test_bytes_of_eight_bit_integers():
-    encoded = GroupedIntegers(8, 32).encode(torch.tensor([254.0, -254.0, 1.0, 3.0, -3.1]))
+    encoded = GroupedIntegerCodec(8, 32).encode(torch.tensor([254.0, -254.0, 1.0, 3.0, -3.1]))
     assert bytes(encoded.tolist()) == struct.pack("=f", 2.0) + bytes([127, 129, 0, 2, 254])
 
 
 def test_every_pair_of_halves_comes_back():
     halves = torch.arange(-8, 8, dtype=torch.int8)
     pairs = torch.cartesian_prod(halves, halves).view(-1)
-    packed = pack_halves(pairs)
-    assert len(packed.unique()) == 256 and unpack_halves(packed).equal(pairs)
+    packed = pack_int4(pairs)
+    assert len(packed.unique()) == 256 and unpack_int4(packed).equal(pairs)
     assert packed[1].item() == 0x98  # -8, -7: the first in the lower half
 
 
@@ -164,7 +166,7 @@ def test_every_pair_of_halves_comes_back():
 def test_how_much_is_encoded_at_a_time_changes_no_bit(codec, monkeypatch):
     values = heavy_tailed(5001)
     encoded, decoded = codec.encode(values), there_and_back(codec, values)
-    monkeypatch.setitem(device.VALUES_AT_A_TIME, "cpu", 1)
+    monkeypatch.setitem(device.VALUES_PER_CHUNK, "cpu", 1)
     assert codec.encode(values).equal(encoded)
     assert there_and_back(codec, values).equal(decoded)
 
@@ -214,10 +216,10 @@ def test_codecs_travel(codec):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: GroupedIntegers(5, 128), "integers of 5 bits"),
-        (lambda: GroupedIntegers(4, 100), "`group` must be a power of two"),
-        (lambda: GroupedIntegers(4, 0), "0 values cannot share a scale"),
-        (lambda: GroupedIntegers(4, 16384), "from 32 to 8192"),
+        (lambda: GroupedIntegerCodec(5, 128), "integers of 5 bits"),
+        (lambda: GroupedIntegerCodec(4, 100), "`group` must be a power of two"),
+        (lambda: GroupedIntegerCodec(4, 0), "0 values cannot share a scale"),
+        (lambda: GroupedIntegerCodec(4, 16384), "from 32 to 8192"),
     ],
 )
 def test_codecs_that_cannot_be(made, said):

@@ -21,7 +21,7 @@ def test_a_command_of_the_other_program_is_pointed_to(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main", "plan", "run.name=a b", "--json"])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    assert ended.value.code == main.WRONG_SETTING
+    assert ended.value.code == main.EXIT_CONFIG_ERROR
     assert "Write: hybridrl plan 'run.name=a b' --json" in capsys.readouterr().err
 
 
@@ -36,7 +36,7 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stderr) == (main.INTERRUPTED, "")
+    assert (ended.returncode, ended.stderr) == (main.EXIT_INTERRUPTED, "")
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_ctrl_c_while_libraries_are_imported_is_no_traceback(tmp_path):
 def test_plans_refuse_words_that_would_do_nothing(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", *words])
-    assert stopped.value.code == cli.REFUSED
+    assert stopped.value.code == cli.EXIT_CONFIG_ERROR
     assert said in " ".join(capsys.readouterr().err.split())
 
 
@@ -87,12 +87,12 @@ def test_help_and_wrong_folders_import_nothing_heavy(tmp_path):
 def test_a_word_that_is_no_command_is_answered_with_the_program_that_trains(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
-    assert stopped.value.code == cli.REFUSED
+    assert stopped.value.code == cli.EXIT_CONFIG_ERROR
     assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_words_that_are_no_options_are_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["plan", "trainer.steps=2", "--seacrh"])
-    assert stopped.value.code == cli.REFUSED
+    assert stopped.value.code == cli.EXIT_CONFIG_ERROR
     assert "unknown: --seacrh. See hybridrl plan --help." in capsys.readouterr().err

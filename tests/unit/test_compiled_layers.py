@@ -18,18 +18,18 @@ from engine_cases import (
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface
 
-from hybridrl.algorithms.loss_weights import MODES
+from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
 from hybridrl.engine import compiled_layers
 from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.models import CausalPolicy
-from hybridrl.models.packed_attention import NAME, packed_attention
+from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
 from hybridrl.parallel import fsdp
 
 
 @pytest.fixture(autouse=True)
 def attention():
     yield
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
 @pytest.mark.long
@@ -44,7 +44,7 @@ def test_compiled_layers_that_are_sharded_and_repeated_learn_the_same(mesh, monk
         found, _ = update(engine, make_batch())
     assert not caplog.records
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "something was compiled"
-    assert_same_gradient(found, expectations()(MODES[0], CLIPPED)[0])
+    assert_same_gradient(found, expectations()(AGGREGATION_MODES[0], CLIPPED)[0])
 
 
 @pytest.mark.parametrize(("wanted", "compiles"), [("auto", False), ("false", False)])
@@ -56,7 +56,7 @@ def test_cpus_compile_only_if_told_to(wanted, compiles):
 
 
 def test_accelerators_compile_by_themselves_what_is_not_small(monkeypatch):
-    monkeypatch.setattr(compiled_layers, "compiles", lambda kind: True)
+    monkeypatch.setattr(compiled_layers, "is_compile_worthwhile", lambda kind: True)
     for limit, compiles in ((0, True), (1 << 20, False)):
         monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", limit)
         policy = CausalPolicy(make_model())
@@ -77,7 +77,7 @@ def test_a_layer_that_does_not_compile_runs_as_it_is(mesh, monkeypatch, caplog):
         found, _ = update(engine, make_batch())
     assert len(caplog.records) == len(engine.model.inner.base_model.layers), "once for each layer"
     assert "Qwen2DecoderLayer does not compile" in caplog.text and "no such luck" in caplog.text
-    assert_same_gradient(found, expectations()(MODES[0], CLIPPED)[0])
+    assert_same_gradient(found, expectations()(AGGREGATION_MODES[0], CLIPPED)[0])
 
 
 def test_a_process_without_the_compiler_says_so(monkeypatch, caplog):

@@ -69,8 +69,10 @@ def test_fish_knows_what_belongs_to_which_command(capsys):
 def test_another_shell_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["completion", "ksh"])
-    assert ended.value.code == cli.REFUSED and "bash, zsh or fish" in capsys.readouterr().err
+    assert (
+        ended.value.code == cli.EXIT_CONFIG_ERROR and "bash, zsh or fish" in capsys.readouterr().err
+    )
 
 
 def test_settings_are_those_of_a_job():
-    assert {"trainer.steps=", "algorithm=", "recipe="} <= {*completion.settings()}
+    assert {"trainer.steps=", "algorithm=", "recipe="} <= {*completion.list_setting_completions()}

@@ -12,12 +12,12 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.messages import read_messages, read_tools
 from hybridrl.conversations.rendering import TemplateContext, render_chat
 from hybridrl.data.datasets import load_examples, load_prompts
-from hybridrl.data.preference_pairs import tokenize_pairs
+from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.serving.template_chat import TemplateChat
+from hybridrl.serving.template_chat import TemplateRenderer
 
 OTHER = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "the weather?"}
@@ -108,7 +108,7 @@ def test_json_lines_keep_types_and_order_of_keys(tokenizer, tmp_path):
 def test_data_and_endpoint_read_the_same_tokens(tokenizer, arguments):
     rows = pa.Table.from_pylist([{"messages": talk(arguments), "tools": json.dumps([WEATHER])}])
     batch = tokenize_conversations(RowReader(tokenizer), rows, "messages")
-    whole = TemplateChat(tokenizer)
+    whole = TemplateRenderer(tokenizer)
     asked = whole.prompt([USER], [WEATHER])
     assert batch["prompt_ids"].rows()[0].tolist() == asked
     after = whole.prompt([*talk(arguments), {"role": "tool", "content": "x"}], [WEATHER])
@@ -130,7 +130,7 @@ def test_tools_reach_the_template(tokenizer, tmp_path, listed):
     assert batch["prompt"] == [asked]
     assert batch["tools"] == [listed]
     rest = {"p": [USER], "chosen": "a", "rejected": "b", "fns": listed}
-    pairs = tokenize_pairs(
+    pairs = tokenize_preference_pairs(
         RowReader(tokenizer, tools_column="fns"),
         pa.Table.from_pylist([rest]),
         "p",

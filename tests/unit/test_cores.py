@@ -21,7 +21,7 @@ from hybridrl.system import cpu_cores as cores
 def test_a_quota_leaves_fewer_cores_than_there_are(tmp_path, monkeypatch, quota, usable):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(cores, "QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores, "CPU_QUOTA_FILE", tmp_path / "cpu.max")
     if quota is not None:
-        cores.QUOTA.write_text(f"{quota}\n")
-    assert cores.usable_cores() == usable
+        cores.CPU_QUOTA_FILE.write_text(f"{quota}\n")
+    assert cores.count_usable_cores() == usable

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import PolicyObjective, Segments, importance_weights
+from hybridrl.algorithms import PolicyObjective, TokenSegments, importance_weights
 from hybridrl.errors import ConfigError
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
@@ -59,7 +59,7 @@ def test_importance_weights_equal_a_loop(case, level, mode, low, high):
         rollout[mask],
         mask[mask],
         **options,
-        segments=Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()])),
+        segments=TokenSegments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()])),
     )
     torch.testing.assert_close(packed, result[mask])
 
@@ -67,7 +67,7 @@ def test_importance_weights_equal_a_loop(case, level, mode, low, high):
 @given(pairs())
 def test_mismatch_equals_a_loop(case):
     log_probs, rollout, mask = case
-    segments = Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
+    segments = TokenSegments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
     found = PolicyObjective._mismatch(log_probs[mask], rollout[mask], segments)
     gaps = (log_probs - rollout)[mask].tolist()
     clamped = [min(max(gap, -20.0), 20.0) for gap in gaps]
@@ -114,7 +114,10 @@ def test_wrong_settings_are_refused():
 
 
 def test_no_tokens_give_no_weights():
-    none, segments = torch.zeros(0), Segments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64))
+    none, segments = (
+        torch.zeros(0),
+        TokenSegments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64)),
+    )
     for level in ("token", "sequence"):
         for mode in ("truncate", "mask"):
             found = importance_weights(none, none, none, level, mode, segments=segments)

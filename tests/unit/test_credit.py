@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hybridrl.algorithms import (
-    Segments,
+    TokenSegments,
     group_relative,
-    least_of,
+    min_form_rewards,
     part_advantages,
     part_numbers,
-    rewards_at,
+    place_part_rewards,
 )
 
 
@@ -30,7 +30,15 @@ def draw(seed):
     ends = torch.tensor([end for found in steps for end in found], dtype=torch.long)
     rewards = torch.randn(len(ends), generator=random)
     groups = torch.randint(0, 2, (rows,), generator=random)
-    return lengths, mask, Segments.from_cu_seqlens(cu_seqlens, mask), ends, row, rewards, groups
+    return (
+        lengths,
+        mask,
+        TokenSegments.from_cu_seqlens(cu_seqlens, mask),
+        ends,
+        row,
+        rewards,
+        groups,
+    )
 
 
 def places(lengths, mask, ends, row):
@@ -53,7 +61,7 @@ def test_parts_end_where_their_rewards_lie(seed):
     for place, reward in zip(at, rewards.tolist(), strict=True):
         if place is not None:
             expected[place] += reward
-    torch.testing.assert_close(rewards_at(ends, rewards, row, segments), expected)
+    torch.testing.assert_close(place_part_rewards(ends, rewards, row, segments), expected)
     numbers = [
         len({p for p in at if p is not None and p < t and segments.row[p] == segments.row[t]})
         for t in range(len(mask))
@@ -65,7 +73,7 @@ def test_parts_end_where_their_rewards_lie(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_part_is_compared_with_those_in_its_place(seed, gamma):
     lengths, mask, segments, ends, row, rewards, groups = draw(seed)
-    tokens = rewards_at(ends, rewards, row, segments)
+    tokens = place_part_rewards(ends, rewards, row, segments)
     numbers = part_numbers(ends, row, segments)
     found = part_advantages(tokens, numbers, groups, segments, "none", gamma)
     returns, first = {}, {}
@@ -88,7 +96,7 @@ def test_a_part_is_compared_with_those_in_its_place(seed, gamma):
 
 def test_one_part_a_row_is_a_whole_sample():
     cu_seqlens, scores = torch.tensor([0, 2, 5, 6, 9]), torch.tensor([1.0, 0.0, 3.0, 0.5])
-    segments = Segments.from_cu_seqlens(cu_seqlens)
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens)
     rewards = torch.zeros(9)
     rewards[cu_seqlens[1:] - 1] = scores
     groups = torch.tensor([4, 4, 2, 2])
@@ -102,9 +110,9 @@ def test_one_part_a_row_is_a_whole_sample():
 
 def test_the_least_of_a_row_is_what_its_steps_add_up_to():
     rewards, row = torch.tensor([0.9, 0.1, 0.8, -3.0, 5.0, 0.5]), torch.tensor([0, 0, 0, 1, 1, 3])
-    credit = least_of(rewards, row)
+    credit = min_form_rewards(rewards, row)
     sums = torch.zeros(4).index_add(0, row, credit)
     torch.testing.assert_close(sums, torch.tensor([0.1, -3.0, 0.0, 0.5]), atol=2e-3, rtol=0)
     weights = [math.exp(-x / 0.1) for x in (0.9, 0.1, 0.8)]
     assert credit[0] == pytest.approx(0.9 * weights[0] / sum(weights), rel=1e-4)
-    assert len(least_of(torch.empty(0), torch.empty(0, dtype=torch.long))) == 0
+    assert len(min_form_rewards(torch.empty(0), torch.empty(0, dtype=torch.long))) == 0

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
-from hybridrl.models.packed_attention import _variable_length, causal_attention
-from hybridrl.models.packing import Packing
-from hybridrl.parallel.block_attention import Block, _flash_backward, _flash_forward
-from hybridrl.parallel.zigzag import ring_rows
-from hybridrl.system.device_traits import COLLECTIVES
+from hybridrl.models.packed_attention import _flash_attention, causal_attention
+from hybridrl.models.packing import PackingMetadata
+from hybridrl.parallel.block_attention import AttentionBlock, _flash_backward, _flash_forward
+from hybridrl.parallel.zigzag import split_over_ring
+from hybridrl.system.device_traits import COLLECTIVE_BACKENDS
 
 ROOT = Path(__file__).parents[2] / "hybridrl"
 META = torch.device("meta")
@@ -81,8 +81,8 @@ def test_attention_of_packed_samples_is_called_as_torch_has_it():
     q = torch.empty(10, 4, 8, dtype=torch.bfloat16, device=META, requires_grad=True)
     k = torch.empty(10, 2, 8, dtype=torch.bfloat16, device=META, requires_grad=True)
     v = torch.empty(10, 2, 6, dtype=torch.bfloat16, device=META, requires_grad=True)
-    packing = Packing(torch.empty(3, dtype=torch.int32, device=META), 6, ())
-    out = _variable_length(q, k, v, packing, None, 3)
+    packing = PackingMetadata(torch.empty(3, dtype=torch.int32, device=META), 6, ())
+    out = _flash_attention(q, k, v, packing, None, 3)
     assert out.shape == (10, 4, 6)
     out.sum().backward()
     assert [x.grad.shape for x in (q, k, v)] == [q.shape, k.shape, v.shape]
@@ -94,17 +94,17 @@ def test_torch_2_11_has_no_word_for_groups_of_heads(monkeypatch):
 
     monkeypatch.setattr(varlen, "varlen_attn", older)
     q, k = (torch.empty(5, heads, 8, dtype=torch.bfloat16, device=META) for heads in (4, 2))
-    packing = Packing(torch.empty(2, dtype=torch.int32, device=META), 5, ())
+    packing = PackingMetadata(torch.empty(2, dtype=torch.int32, device=META), 5, ())
     assert causal_attention(q, k, k, packing, None, None) is not None
 
 
 @pytest.mark.parametrize("width", [4, 12, 264])
 def test_heads_of_other_widths_than_the_flash_kernel_has_go_in_rectangles(width):
     lengths = torch.tensor([0, 3, 8])
-    packing = Packing(lengths.int(), 5, ())  # as an accelerator has it
+    packing = PackingMetadata(lengths.int(), 5, ())  # as an accelerator has it
     q, k, v = torch.randn(3, 8, 2, width, dtype=torch.bfloat16)
     found = causal_attention(q, k, v, packing, None, None)
-    wanted = causal_attention(q, k, v, Packing.of(lengths, torch.device("cpu")), None, None)
+    wanted = causal_attention(q, k, v, PackingMetadata.of(lengths, torch.device("cpu")), None, None)
     assert torch.equal(found, wanted)
 
 
@@ -124,8 +124,8 @@ def test_blocks_of_a_ring_call_the_flash_kernels_as_torch_has_them():
 
 
 def test_blocks_of_a_ring_have_the_shapes_that_they_are_merged_in():
-    rows = ring_rows(torch.tensor([0, 7, 12]), 2)
-    block = Block.between(rows[0], rows[0], 0, META)
+    rows = split_over_ring(torch.tensor([0, 7, 12]), 2)
+    block = AttentionBlock.between(rows[0], rows[0], 0, META)
     tokens = int(block.query_lengths.sum())
     shapes = [(tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8)]
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device=META) for shape in shapes)
@@ -157,7 +157,7 @@ def test_what_is_asked_of_process_groups_is_there():
 def test_every_group_of_an_accelerator_takes_tensors_of_the_host_too():
     """Small figures travel as the host's tensors, everything else as the device's: each group has
     to have both, so none may be made with a back end of its own."""
-    for kind, backend in COLLECTIVES.items():
+    for kind, backend in COLLECTIVE_BACKENDS.items():
         if kind != "cpu":
             pairs = dict(part.split(":") for part in backend.split(","))
             assert pairs.keys() == {"cpu", kind}

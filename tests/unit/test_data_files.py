@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl.data.data_files import read_rows, splits_of
+from hybridrl.data.data_files import list_splits, read_rows
 from hybridrl.errors import DataError, MissingPackageError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 3}]
@@ -49,7 +49,7 @@ def test_split_chooses_files_of_a_folder(tmp_path):
     assert read_rows(str(tmp_path), "train")["prompt"].to_pylist() == ["a"]
     assert sorted(read_rows(str(tmp_path), "test")["prompt"].to_pylist()) == ["b", "c"]
     assert read_rows(str(tmp_path))["prompt"].to_pylist() == ["a"]
-    assert splits_of(str(tmp_path)) == ["train", "test"]
+    assert list_splits(str(tmp_path)) == ["train", "test"]
     with pytest.raises(DataError, match=r"`data.split` is `dev`.*train.jsonl"):
         read_rows(str(tmp_path), "dev")
     with pytest.raises(DataError, match=r"data.split=null"):
@@ -174,7 +174,7 @@ def test_files_without_rows_or_sense(tmp_path):
 
 def fake_datasets(monkeypatch, load_dataset):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    monkeypatch.setattr("hybridrl.data.data_files.why_not_on_hub", lambda *_: None)
+    monkeypatch.setattr("hybridrl.data.data_files.find_hub_problem", lambda *_: None)
 
 
 def test_a_name_that_is_no_file_is_a_hub_data_set(monkeypatch):

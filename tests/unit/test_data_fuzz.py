@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.data.datasets import load_examples, load_pairs, load_prompts
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
 from hybridrl.errors import HybridRLError
 
 MINUTES = float(os.environ.get("HYBRIDRL_FUZZ_MINUTES", 0))
 pytestmark = pytest.mark.timeout(0 if MINUTES else 600)
-LOADERS = (load_prompts, load_examples, load_pairs)
+LOADERS = (load_prompts, load_examples, load_preference_pairs)
 COLUMNS = ("prompt", "answer", "response", "chosen", "rejected", "messages")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
 
@@ -76,7 +76,7 @@ chosen = st.fixed_dictionaries(
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = build_tokenizer()
+    made = build_character_tokenizer()
     made.chat_template = TEMPLATE
     return made
 

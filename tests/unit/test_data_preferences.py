@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 import torch
 
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.data.preference_pairs import samples_of_pairs, tokenize_pairs
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.preference_pairs import split_pairs_into_samples, tokenize_preference_pairs
 from hybridrl.data.row_reader import RowReader
 from hybridrl.errors import ConfigError, DataError
 
@@ -21,19 +21,19 @@ PLAIN = [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return build_character_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
 
 def pairs(rows, tokenizer, prompt_column="prompt", margin_column=None, **settings):
     table = pa.Table.from_pylist(rows)
-    return tokenize_pairs(
+    return tokenize_preference_pairs(
         *(RowReader(tokenizer, **settings), table, prompt_column, "chosen", "rejected"),
         margin_column,
     )
@@ -141,7 +141,7 @@ def test_lengths_are_limited(tokenizer):
 
 def test_two_neighbouring_samples_for_each_pair(tokenizer):
     batch = pairs(PLAIN, tokenizer).with_columns({"margin": [1.0, 2.0], "group_id": [7, 8]})
-    samples = samples_of_pairs(batch)
+    samples = split_pairs_into_samples(batch)
     assert [tokenizer.decode(row) for row in samples["prompt_ids"].rows()] == [
         *("1+1=", "1+1="),
         *("2+2=", "2+2="),
@@ -159,7 +159,7 @@ def test_two_neighbouring_samples_for_each_pair(tokenizer):
         [1],
     ]
     assert samples["response_mask"].values.dtype == torch.uint8
-    part = samples_of_pairs(batch.slice(1, 2))
+    part = split_pairs_into_samples(batch.slice(1, 2))
     assert part.to_pylist() == samples.slice(2, 4).to_pylist()
 
 

@@ -3,7 +3,7 @@ import logging
 import pyarrow as pa
 import pytest
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.errors import ConfigError, DataError
@@ -16,12 +16,12 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return build_character_tokenizer()
 
 
 @pytest.fixture(scope="module")
 def chat_tokenizer():
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -153,7 +153,7 @@ def test_chats_that_are_text_are_told_of(tokenizer, caplog):
 
 
 def test_a_template_that_refuses_is_reported_with_its_row(tokenizer):
-    picky = build_tokenizer()
+    picky = build_character_tokenizer()
     picky.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="refuses row 1 of the data: roles must alternate"):
         tokenize([{"prompt": [user("a")]}], picky)

@@ -4,9 +4,14 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.data.datasets import check_apart, load_examples, load_pairs, load_prompts
-from hybridrl.data.duplicates import report_on
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.datasets import (
+    check_eval_data_separate,
+    load_examples,
+    load_preference_pairs,
+    load_prompts,
+)
+from hybridrl.data.duplicates import find_duplicates
 from hybridrl.errors import ConfigError, DataError
 
 TASK = DataConfig(task="arithmetic")
@@ -14,7 +19,7 @@ TASK = DataConfig(task="arithmetic")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
         "{% if add_generation_prompt %}a-{% endif %}"
@@ -40,7 +45,7 @@ def load(function, config, tokenizer, held_out=100):
 def test_the_task_gives_all_three_kinds(tokenizer):
     prompts = load(load_prompts, TASK, tokenizer)
     examples = load(load_examples, TASK, tokenizer)
-    pairs = load(load_pairs, TASK, tokenizer)
+    pairs = load(load_preference_pairs, TASK, tokenizer)
     assert [len(part) for part in prompts[:2]] == [len(part) for part in examples] == [1500, 100]
     assert len(pairs.training) > len(pairs.held_out) == 100
     for part in ("training", "held_out"):
@@ -58,7 +63,7 @@ def test_a_task_without_pairs_says_so(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "pairless.py").rename(tmp_path / "task_folder" / "pairless.py")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"`task_folder.pairless`.*no preference pairs.*arithm"):
-        load(load_pairs, DataConfig(task="task_folder.pairless"), tokenizer)
+        load(load_preference_pairs, DataConfig(task="task_folder.pairless"), tokenizer)
 
 
 def pairs_of(count):
@@ -77,7 +82,7 @@ COLUMNS = {
 def test_held_out_rows_are_drawn_from_the_whole_file(tokenizer, tmp_path):
     config = config_of(tmp_path, pairs_of(40), **COLUMNS)
     drawn = set()
-    for function in (load_prompts, load_examples, load_pairs):
+    for function in (load_prompts, load_examples, load_preference_pairs):
         loaded = load(function, config, tokenizer)
         training = texts(loaded.training, "prompt_ids", tokenizer)
         held_out = texts(loaded.held_out, "prompt_ids", tokenizer)
@@ -98,7 +103,7 @@ def test_a_prompt_is_on_one_side_only(tokenizer, tmp_path, caplog):
         sides = [set(part["prompt"]) for part in loaded[:2]]
         assert not sides[0] & sides[1] and len(sides[0] | sides[1]) == 7
         assert len(loaded.training) + len(loaded.held_out) == 70 and len(loaded.held_out) == 10
-    (said,) = report_on(loaded[0], {"held_out": loaded[1]}, tokenizer).remarks
+    (said,) = find_duplicates(loaded[0], {"held_out": loaded[1]}, tokenizer).remarks
     assert "54 of the 60 prompts repeat earlier ones, 54 of them with another answer" in said
 
 
@@ -109,10 +114,10 @@ def test_rows_to_evaluate_on_are_drawn_and_compared(tokenizer, tmp_path, caplog)
     other = replace(config, eval_path=str(tmp_path / "other.jsonl"))
     loaded = load(load_prompts, other, tokenizer, held_out=3)
     assert len(loaded.held_out) == 3 and len(loaded.training) == 10
-    (said,) = report_on(loaded[0], {"held_out": loaded[1]}, tokenizer).remarks
+    (said,) = find_duplicates(loaded[0], {"held_out": loaded[1]}, tokenizer).remarks
     assert "3 of the 3 held-out prompts are also learned from" in said
     with pytest.raises(ConfigError, match=r"data.eval_path=.* is data.path.*another file\."):
-        check_apart(replace(config, eval_path=config.path))
+        check_eval_data_separate(replace(config, eval_path=config.path))
 
 
 def test_errors_of_rows_to_evaluate_on_name_their_setting(tokenizer, tmp_path):
@@ -180,9 +185,9 @@ def test_conversations_are_read_from_their_column(tokenizer, tmp_path):
          "If no row has an answer, set data.answer_column=null"),
         (load_examples, {}, "rows.jsonl, line 1, has no column `response` .`data.response_column`"),
         (load_examples, {"messages_column": "talk"}, "no column `talk` .`data.messages_column`"),
-        (load_pairs, {}, "rows.jsonl, line 1, has no column `chosen` .`data.chosen_column`"),
-        (load_pairs, {"chosen_column": "prompt"}, "no column `rejected` .`data.rejected_column`"),
-        (load_pairs, {"chosen_column": "prompt", "rejected_column": "prompt",
+        (load_preference_pairs, {}, "line 1, has no column `chosen` .`data.chosen_column`"),
+        (load_preference_pairs, {"chosen_column": "prompt"}, "no column `rejected`"),
+        (load_preference_pairs, {"chosen_column": "prompt", "rejected_column": "prompt",
                       "margin_column": "by"}, "no column `by` .`data.margin_column`"),
     ],
 )  # fmt: skip
@@ -202,10 +207,10 @@ def test_only_pairs_do_without_a_prompt_column(tokenizer, tmp_path):
 def test_the_length_limits_are_those_of_the_settings(tokenizer, tmp_path):
     rows = [{"prompt": "abc", "response": "b", "chosen": "b", "rejected": "cde"}]
     config = config_of(tmp_path, rows, max_prompt_tokens=2)
-    for function in (load_examples, load_pairs):
+    for function in (load_examples, load_preference_pairs):
         with pytest.raises(DataError, match=r"more than `data.max_prompt_tokens` .2"):
             load(function, config, tokenizer)
     config = replace(config, max_prompt_tokens=9, max_response_tokens=3)
     assert len(load(load_examples, config, tokenizer).training) == 1
     with pytest.raises(DataError, match=r"more than `data.max_response_tokens` .3"):
-        load(load_pairs, config, tokenizer)
+        load(load_preference_pairs, config, tokenizer)

@@ -3,7 +3,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
 from hybridrl.errors import ConfigError, DataError
@@ -23,11 +23,11 @@ OTHER_OPENING = CLOSING.replace("a-{% endif", "a-=={% endif")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return build_character_tokenizer()
 
 
 def with_template(template):
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = template
     return tokenizer
 
@@ -81,7 +81,7 @@ def test_examples_end_with_the_end_token(tokenizer):
 
 
 def test_a_tokenizer_without_end_token_cannot_teach():
-    endless = build_tokenizer()
+    endless = build_character_tokenizer()
     endless.eos_token = None
     with pytest.raises(DataError, match="no end-of-sequence token"):
         tokenize_examples(RowReader(endless), pa.table({"p": ["a"], "r": ["b"]}), "p", "r")
@@ -119,7 +119,7 @@ def test_only_the_assistants_turns_of_a_conversation_are_learned(template, respo
     rows = [TALK, [*TALK, say("user", "ignored")], [say("system", "be", name="x"), *TALK[:2]]]
     batch = conversations(rows, template)
     close = template[template.index("}}<") + 2 :].split("{%")[0] if "<eos>" in template else "/"
-    found = shown(batch, build_tokenizer())
+    found = shown(batch, build_character_tokenizer())
     assert found[0] == found[1] == (f"u-hi{close}a-", response)
     assert found[2][0] == f"s-be{close}u-hi{close}a-"
 
@@ -127,7 +127,10 @@ def test_only_the_assistants_turns_of_a_conversation_are_learned(template, respo
 def test_turns_that_follow_each_other_and_other_roles():
     talk = [TALK[0], TALK[1], say("tool", "1+1"), say("assistant", "2"), say("assistant", "3")]
     batch = conversations([talk], CLOSING)
-    assert shown(batch, build_tokenizer())[0][1] == "yes<eos>[ t-1+1<eos> a-]2<eos>[ a-]3<eos>"
+    assert (
+        shown(batch, build_character_tokenizer())[0][1]
+        == "yes<eos>[ t-1+1<eos> a-]2<eos>[ a-]3<eos>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_turns_that_follow_each_other_and_other_roles():
 def test_answers_are_learned_as_they_are_generated(learn, expected, caplog):
     rows = [TALK, TALK[:2]]
     batch = conversations(rows, FORGETFUL, learn=learn)
-    assert shown(batch, build_tokenizer()) == [*expected, ("u-hi<eos> a-", "==yes<eos>")]
+    assert shown(batch, build_character_tokenizer()) == [*expected, ("u-hi<eos> a-", "==yes<eos>")]
     assert ("1 conversations became 2 rows" in caplog.text) == (learn == "all")
     if learn == "all":
         assert batch["conversation"].tolist() == [0, 0, 1]
@@ -151,7 +154,7 @@ def test_answers_are_learned_as_they_are_generated(learn, expected, caplog):
 
 def test_each_answer_in_a_row_of_its_own():
     batch = conversations([TALK], CLOSING, learn="each")
-    assert shown(batch, build_tokenizer()) == [
+    assert shown(batch, build_character_tokenizer()) == [
         ("u-hi<eos> a-", "yes<eos>"),
         ("u-hi<eos> a-yes<eos> u-so<eos> a-", "no<eos>"),
     ]
@@ -167,7 +170,7 @@ def test_only_the_answers_that_a_rendering_changes_need_another():
         "{% if m.role == 'assistant' and loop.index0 > ns.last %}=={% endif %}{{ m.content",
     )
     talk = [*TALK[:3], TALK[3], say("tool", "1"), say("assistant", "2")]
-    assert shown(conversations([talk], template), build_tokenizer()) == [
+    assert shown(conversations([talk], template), build_character_tokenizer()) == [
         ("u-hi<eos> a-", "==yes<eos>"),
         ("u-hi<eos> a-yes<eos> u-so<eos> a-", "==no<eos>[ t-1<eos> a-]==2<eos>"),
     ]
@@ -176,21 +179,21 @@ def test_only_the_answers_that_a_rendering_changes_need_another():
 def test_a_turn_ends_with_the_control_token_that_closes_it():
     """Not also with the end-of-sequence token, which nobody generates there."""
     closed = CLOSING.replace("<eos>", "<unk>")
-    assert shown(conversations([TALK], closed), build_tokenizer()) == [
+    assert shown(conversations([TALK], closed), build_character_tokenizer()) == [
         ("u-hi<unk> a-", "yes<unk>[ u-so<unk> a-]no<unk>")
     ]
     opened = "{% for m in messages %}<unk>{{ m.role[0] }}-{{ m.content }}{% endfor %}"
     opened += "{% if add_generation_prompt %}<unk>a-{% endif %}"
-    assert shown(conversations([TALK], opened), build_tokenizer()) == [
+    assert shown(conversations([TALK], opened), build_character_tokenizer()) == [
         ("<unk>u-hi<unk>a-", "yes<unk>[u-so<unk>a-]no<eos>")
     ]
     other_end = CLOSING.replace("<eos>", "{{ '<eos>' if loop.last else '<unk>' }}")
-    assert shown(conversations([TALK], other_end), build_tokenizer()) == [
+    assert shown(conversations([TALK], other_end), build_character_tokenizer()) == [
         ("u-hi<eos> a-", "yes<eos>"),
         ("u-hi<unk> a-yes<unk> u-so<eos> a-", "no<eos>"),
     ]
     other_end = other_end.replace("loop.last", "loop.last and m.role == 'assistant'")
-    assert shown(conversations([TALK], other_end), build_tokenizer()) == [
+    assert shown(conversations([TALK], other_end), build_character_tokenizer()) == [
         ("u-hi<unk> a-", "yes<eos>"),
         ("u-hi<unk> a-yes<unk> u-so<unk> a-", "no<eos>"),
     ]

@@ -1,8 +1,8 @@
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, Qwen2Config, Qwen3Config
 
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.data.tasks import load_task, task_names
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.tasks import list_tasks, load_task
 from hybridrl.errors import ConfigError, DataError
 
 
@@ -61,7 +61,7 @@ def test_arithmetic_pairs_reject_what_a_policy_finds():
 def test_unknown_task_names_the_nearest():
     with pytest.raises(ConfigError, match=r"`arithmetics`.*Did you mean `arithmetic`"):
         load_task("arithmetics")
-    assert task_names() == ["arithmetic", "calculator", "reasoning_gym"]
+    assert list_tasks() == ["arithmetic", "calculator", "reasoning_gym"]
 
 
 def test_a_task_may_be_any_importable_module(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_task_may_be_any_importable_module(tmp_path, monkeypatch):
 @pytest.mark.parametrize("config", [None, LlamaConfig, Qwen2Config, Qwen3Config])
 def test_character_tokenizer_survives_a_saved_folder(tmp_path, config):
     text = " 17 + 58 = 75 , (a  b). "
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     if config is not None:  # AutoTokenizer chooses its class by the model in the folder
         config().save_pretrained(tmp_path)
@@ -96,13 +96,13 @@ def test_character_tokenizer_survives_a_saved_folder(tmp_path, config):
 
 
 def test_character_tokenizer_of_a_task():
-    tokenizer = build_tokenizer(load_task("arithmetic").CHARACTERS)
+    tokenizer = build_character_tokenizer(load_task("arithmetic").CHARACTERS)
     assert tokenizer("1+1=")["input_ids"] == [4, 13, 4, 14]
     assert tokenizer("1x1")["input_ids"] == [4, tokenizer.unk_token_id, 4]
 
 
 def test_character_tokenizer_refuses_what_is_no_single_token():
     with pytest.raises(DataError, match="'é'"):
-        build_tokenizer("aé")
+        build_character_tokenizer("aé")
     with pytest.raises(DataError, match="repeated"):
-        build_tokenizer("aa")
+        build_character_tokenizer("aa")

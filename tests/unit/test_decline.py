@@ -7,7 +7,7 @@ import pytest
 from watching import evaluated
 
 from hybridrl.config.schema import Config
-from hybridrl.run.watchers.accuracy_decline import Decline
+from hybridrl.run.watchers.accuracy_decline import AccuracyDeclineWatcher
 
 
 def told(decline, *accuracies):
@@ -15,13 +15,13 @@ def told(decline, *accuracies):
 
 
 def test_chance_is_not_told():
-    decline = Decline(Config(), 100)
+    decline = AccuracyDeclineWatcher(Config(), 100)
     for now in (0.5, 0.9, 0.35):
         assert told(decline, 20, 0.5, now) == []
 
 
 def test_more_than_chance_is_told_once():
-    decline = Decline(Config(), 100)
+    decline = AccuracyDeclineWatcher(Config(), 100)
     (said,) = told(decline, 20, 0.5, 0.2)
     assert said.startswith("step 20: greedy accuracy has fallen from 0.50 to 0.20")
     assert "100 held-out prompts" in said
@@ -29,7 +29,7 @@ def test_more_than_chance_is_told_once():
 
 
 def test_certain_answers_that_get_lost_are_told_of_even_few_prompts():
-    assert told(Decline(Config(), 8), 1, 1.0, 0.0)
+    assert told(AccuracyDeclineWatcher(Config(), 8), 1, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -44,5 +44,5 @@ def test_the_likely_cause_depends_on_where_the_model_is_from(path, warmup_steps,
     config = Config()
     config.actor.optimizer.warmup_steps = warmup_steps
     config = replace(config, model=replace(config.model, path=path))
-    (said,) = told(Decline(config, 100), 5, 0.9, 0.1)
+    (said,) = told(AccuracyDeclineWatcher(config, 100), 5, 0.9, 0.1)
     assert re.search(cause, said)

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.systems.unequal_generation.decoder_stage import check_stages
-from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, positions_of
+from hybridrl.systems.unequal_generation.decoder_stage import check_decoder_stages
+from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, left_padded_positions
 
 SHAPE = {
     "hidden_size": 64,
@@ -44,7 +44,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 
     ids=lambda config: config.model_type,
 )
 def test_plain_decoders_are_divided(config):
-    check_stages(config, "rollout=pipeline", "x")
+    check_decoder_stages(config, "rollout=pipeline", "x")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_plain_decoders_are_divided(config):
 )
 def test_others_are_refused(config, sentence):
     with pytest.raises(ConfigError, match=sentence) as refused:
-        check_stages(config, "rollout=pipeline", "x")
+        check_decoder_stages(config, "rollout=pipeline", "x")
     assert str(refused.value).startswith("rollout=pipeline")
     assert "Set rollout=vllm." in str(refused.value)
 
@@ -92,7 +92,7 @@ def test_a_cache_grows_and_keeps_what_it_had():
 
 
 def test_prompts_are_filled_up_on_the_left():
-    mask, positions = positions_of([2, 4], torch.device("cpu"))
+    mask, positions = left_padded_positions([2, 4], torch.device("cpu"))
     assert mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
     assert positions.tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
-    assert positions_of([3, 3], torch.device("cpu"))[0] is None
+    assert left_padded_positions([3, 3], torch.device("cpu"))[0] is None

@@ -41,7 +41,7 @@ def test_a_model_that_makes_room_keeps_its_weights(process_group, monkeypatch, r
             part.detach().copy_(values)
 
     monkeypatch.setattr(torch.Tensor, "to", deferred)
-    monkeypatch.setattr(train_engine, "synchronize", synchronize)
+    monkeypatch.setattr(train_engine, "synchronize_device", synchronize)
     engine.offload()
     assert not under_way
     after = engine.local_parameters()

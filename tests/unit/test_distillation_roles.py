@@ -4,7 +4,7 @@ import pytest
 from settings import configured
 
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.distillation import Trainer, rows_by_teacher
+from hybridrl.trainers.distillation import Trainer, group_rows_by_teacher
 
 PATH = "models.teacher.path=teacher"
 
@@ -37,11 +37,11 @@ def test_what_is_missing_is_said(overrides, said):
 
 def test_each_row_has_its_teacher():
     groups = ["actor", "teacher", "teacher_math", "teacher_7"]
-    found = rows_by_teacher(["math", "code", 7, "math"], "source", groups)
+    found = group_rows_by_teacher(["math", "code", 7, "math"], "source", groups)
     assert {name: rows.tolist() for name, rows in found.items()} == {
         "teacher_math": [0, 3],
         "teacher": [1],
         "teacher_7": [2],
     }
     with pytest.raises(ConfigError, match=r"source=code.*models\.teacher_code\.path"):
-        rows_by_teacher(["code"], "source", ["teacher_math"])
+        group_rows_by_teacher(["code"], "source", ["teacher_math"])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.models import log_probs
-from hybridrl.models.teacher_kl import DIVERGENCES, Candidates, divergence, likeliest
+from hybridrl.models.teacher_kl import DIVERGENCES, TopTokens, find_top_tokens, teacher_kl_loss
 
 HIDDEN, VOCABULARY, TOKENS = 6, 11, 5
 
@@ -35,7 +35,7 @@ def expected(log_p, log_q, ids, kind):
 def test_value_and_gradients_are_those_of_the_whole_distributions(kind, seed, k):
     states, weight, log_q = drawn(seed)
     teacher, ids = log_q.topk(k, dim=1)
-    found = divergence(states, weight, Candidates(ids, teacher), kind, 0.7)
+    found = teacher_kl_loss(states, weight, TopTokens(ids, teacher), kind, 0.7)
     log_p = (states @ weight.T / 0.7).log_softmax(1)
     wanted = expected(log_p, log_q, ids, kind)
     torch.testing.assert_close(found, wanted, atol=2e-4, rtol=2e-4)
@@ -49,8 +49,8 @@ def test_value_and_gradients_are_those_of_the_whole_distributions(kind, seed, k)
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_a_model_that_is_its_own_teacher_is_at_no_distance(kind):
     states, weight, _ = drawn(0)
-    candidates = likeliest(states, weight, 4, 0.7)
-    found = divergence(states, weight, candidates, kind, 0.7)
+    candidates = find_top_tokens(states, weight, 4, 0.7)
+    found = teacher_kl_loss(states, weight, candidates, kind, 0.7)
     torch.testing.assert_close(found, torch.zeros(TOKENS), atol=1e-5, rtol=0)
     found.sum().backward()
     assert states.grad.abs().max() < 1e-4
@@ -60,8 +60,8 @@ def test_a_model_that_is_its_own_teacher_is_at_no_distance(kind):
 def test_what_is_impossible_for_the_model_gives_no_nan(kind):
     states = torch.tensor([[300.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]])
-    candidates = Candidates(torch.tensor([[2]]), torch.tensor([[-0.1]]))
-    found = divergence(states, weight, candidates, kind)
+    candidates = TopTokens(torch.tensor([[2]]), torch.tensor([[-0.1]]))
+    found = teacher_kl_loss(states, weight, candidates, kind)
     found.sum().backward()
     assert found.isfinite().all() and states.grad.isfinite().all()
 
@@ -71,10 +71,10 @@ def test_tokens_that_only_the_teacher_has_are_beyond_its_list(kind):
     states, weight, log_q = drawn(5)
     teacher, ids = log_q[:, :-2].topk(4, dim=1)
     unknown = torch.full((TOKENS, 1), VOCABULARY + 3)
-    more = Candidates(torch.cat([ids, unknown], 1), torch.cat([teacher, log_q[:, -1:]], 1))
+    more = TopTokens(torch.cat([ids, unknown], 1), torch.cat([teacher, log_q[:, -1:]], 1))
     gradients = []
-    for candidates in (Candidates(ids, teacher), more):
-        found = divergence(states, weight, candidates, kind)
+    for candidates in (TopTokens(ids, teacher), more):
+        found = teacher_kl_loss(states, weight, candidates, kind)
         assert found.isfinite().all()
         gradients.append((found, *torch.autograd.grad(found.sum(), (states, weight))))
     torch.testing.assert_close(gradients[0], gradients[1])
@@ -84,16 +84,16 @@ def test_likeliest_tokens_with_their_log_probabilities(monkeypatch):
     states, weight, _ = drawn(3)
     wanted = (states @ weight.T).log_softmax(1).topk(3, dim=1)
     for at_a_time in (VOCABULARY, 10_000):  # chunk by chunk, and all at once
-        monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _, size=at_a_time: size)
-        found = likeliest(states, weight, 3)
+        monkeypatch.setattr(log_probs, "logits_per_chunk", lambda _, size=at_a_time: size)
+        found = find_top_tokens(states, weight, 3)
         assert torch.equal(found.ids, wanted.indices)
         torch.testing.assert_close(found.log_probs, wanted.values)
-    assert likeliest(states, weight, 99).ids.shape == (TOKENS, VOCABULARY)
+    assert find_top_tokens(states, weight, 99).ids.shape == (TOKENS, VOCABULARY)
 
 
 def test_no_tokens():
     weight = torch.randn(VOCABULARY, HIDDEN)
     nothing = torch.empty(0, HIDDEN, requires_grad=True)
-    candidates = likeliest(nothing, weight, 3)
-    divergence(nothing, weight, candidates, "reverse").sum().backward()
+    candidates = find_top_tokens(nothing, weight, 3)
+    teacher_kl_loss(nothing, weight, candidates, "reverse").sum().backward()
     assert candidates.ids.shape == (0, 3) and nothing.grad.shape == (0, HIDDEN)

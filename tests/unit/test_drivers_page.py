@@ -34,9 +34,11 @@ def test_columns_follow_what_workers_were_built_with():
 
 
 def test_every_worker_that_a_role_may_have_is_on_the_page():
-    from hybridrl.job.worker_groups import KINDS
+    from hybridrl.job.worker_groups import WORKER_BUILDERS
 
-    assert {group.worker for group in tables.GROUPS} == {worker for worker, _ in KINDS.values()}
+    assert {group.worker for group in tables.GROUPS} == {
+        worker for worker, _ in WORKER_BUILDERS.values()
+    }
 
 
 def test_the_page_leads_to_every_program_of_a_page():

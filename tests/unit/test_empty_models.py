@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, unread_model, unread_scalar_model
-from hybridrl.models.shrunk_config import shrunk
-from hybridrl.models.stored_tensors import parts_in_files
+from hybridrl.models import load_model, open_model, open_scalar_model
+from hybridrl.models.shrunk_config import shrink_config
+from hybridrl.models.stored_tensors import find_stored_tensors
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def folder(tmp_path):
 
 def test_parameters_have_no_memory_and_buffers_are_those_of_the_loaded_model(folder):
     before = torch.get_rng_state()
-    model, files = unread_model(str(folder))
+    model, files = open_model(str(folder))
     assert torch.equal(torch.get_rng_state(), before), "adapters draw the numbers they always drew"
     loaded = load_model(str(folder), "float32")
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -43,12 +43,12 @@ def test_parameters_have_no_memory_and_buffers_are_those_of_the_loaded_model(fol
 
 
 def test_a_new_head_is_zeros_and_a_trained_one_is_read(folder, tmp_path_factory):
-    model, _ = unread_scalar_model(str(folder))
+    model, _ = open_scalar_model(str(folder))
     assert not model.score.weight.is_meta and not model.score.weight.any()
     trained = tmp_path_factory.mktemp("trained")
     critic = AutoModelForSequenceClassification.from_config(model.config)
     critic.save_pretrained(trained)
-    found, _ = unread_scalar_model(str(trained))
+    found, _ = open_scalar_model(str(trained))
     assert torch.equal(found.score.weight, critic.score.weight) and critic.score.weight.any()
 
 
@@ -80,7 +80,7 @@ LEFT = {
 def test_folders_that_only_transformers_can_read(folder, caplog, change):
     change(folder)
     with caplog.at_level(logging.INFO):
-        model, files = unread_model(str(folder))
+        model, files = open_model(str(folder))
     assert LEFT[change] in caplog.text
     assert (files is None) == (change is no_safetensors), "what they have is saved with the model"
     wanted = make_model().state_dict()
@@ -89,10 +89,10 @@ def test_folders_that_only_transformers_can_read(folder, caplog, change):
 
 def test_names_without_the_prefix_of_the_class_are_read_by_parts(folder):
     other_names(folder)
-    model, files = unread_model(str(folder))
+    model, files = open_model(str(folder))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     assert all(parameter.is_meta for parameter in model.parameters())
-    found = parts_in_files(model, shapes, files.shapes)
+    found = find_stored_tensors(model, shapes, files.shapes)
     assert {name: part.name for name, (part,) in found.items()} == {
         name: name.removeprefix("model.") for name in shapes
     }
@@ -103,7 +103,7 @@ def test_a_quantised_folder_is_left_to_transformers(folder, caplog):
     config["quantization_config"] = {"quant_method": "nobody's"}
     (folder / "config.json").write_text(json.dumps(config))
     with caplog.at_level(logging.INFO):
-        _, files = unread_model(str(folder))
+        _, files = open_model(str(folder))
     assert "it is quantised" in caplog.text and files is None
 
 
@@ -111,13 +111,15 @@ def test_a_damaged_folder_is_a_sentence(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: it should have"):
-        unread_model(str(folder))
+        open_model(str(folder))
 
 
 def test_a_buffer_that_the_module_around_it_computes(tmp_path):
-    config = shrunk(AutoConfig.for_model("falcon_h1", ssm_multipliers=[0.5, 0.25, 2.0, 1.0, 3.0]))
+    config = shrink_config(
+        AutoConfig.for_model("falcon_h1", ssm_multipliers=[0.5, 0.25, 2.0, 1.0, 3.0])
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    buffers = dict(unread_model(str(tmp_path))[0].named_buffers())
+    buffers = dict(open_model(str(tmp_path))[0].named_buffers())
     expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_buffers())
     assert any(name.endswith("mup_vector") for name in expected)
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in expected.items())
@@ -126,6 +128,6 @@ def test_a_buffer_that_the_module_around_it_computes(tmp_path):
 def test_a_buffer_that_nothing_computes_is_left_to_transformers(folder, caplog, monkeypatch):
     monkeypatch.setattr(Qwen2PreTrainedModel, "initialize_weights", lambda self: None)
     caplog.set_level(logging.INFO)
-    model, _ = unread_model(str(folder))
+    model, _ = open_model(str(folder))
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert "`model.rotary_emb.inv_freq` is not computed by its class" in caplog.text

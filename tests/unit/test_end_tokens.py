@@ -5,7 +5,7 @@ import json
 import pytest
 from published_models import CHATML, PUBLISHED, byte_tokenizer
 
-from hybridrl.checks.models.tokenizer_checks import end_tokens, remark_on_ends
+from hybridrl.checks.models.tokenizer_checks import find_end_tokens, remark_on_ends
 from hybridrl.conversations.turn_ends import closing_token
 
 PLAIN = (
@@ -37,7 +37,7 @@ def folder_with(tmp_path, config, generation=None):
 def test_what_all_three_files_name_ends_a_response(config, generation, more, tmp_path):
     tokenizer = byte_tokenizer(PUBLISHED["qwen3"].words)
     path = folder_with(tmp_path, config, generation)
-    assert set(end_tokens(path, tokenizer)) == more | {tokenizer.eos_token_id}
+    assert set(find_end_tokens(path, tokenizer)) == more | {tokenizer.eos_token_id}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_closing_token_that_no_file_names_ends_responses_and_is_reported(tmp_p
     tokenizer.eos_token = tokenizer.pad_token
     path = folder_with(tmp_path, {"eos_token_id": tokenizer.eos_token_id})
     closing = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    assert end_tokens(path, tokenizer) == tuple(sorted({tokenizer.eos_token_id, closing}))
+    assert find_end_tokens(path, tokenizer) == tuple(sorted({tokenizer.eos_token_id, closing}))
     assert f"`<|im_end|>` (token {closing})" in remark_on_ends(path, tokenizer)
     tokenizer.eos_token = "<|im_end|>"
     assert remark_on_ends(path, tokenizer) == ""

@@ -15,10 +15,14 @@ from aiohttp import WSMsgType, web
 from scripted_endpoint import ScriptedEndpoint
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.adapters.environment_adapter import EpisodeError, Score, scored
-from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.environments.adapters.environment_adapter import (
+    EpisodeError,
+    EpisodeScore,
+    parse_episode_score,
+)
+from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 from hybridrl.environments.environment_program import with_direct_access
-from hybridrl.environments.rows import load_rows
+from hybridrl.environments.rows import list_environment_tasks
 from hybridrl.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,7 +42,7 @@ def play():
             plays = []
             for number, row in enumerate(rows):
                 url = endpoint.url(session := f"s{number}")
-                plays.append(Play(number, row, url, endpoint.token, session, False))
+                plays.append(EpisodeRequest(number, row, url, endpoint.token, session, False))
             pool.start(plays)
             found = {}
             while len(found) < len(rows):
@@ -92,9 +96,9 @@ def test_gymnasium_ends_where_it_is_set_to(play):
 def test_actions_of_spaces(space, answer, action):
     from gymnasium import spaces
 
-    from hybridrl.environments.adapters.gymnasium import action_of
+    from hybridrl.environments.adapters.gymnasium import parse_action
 
-    found = action_of(answer, eval(f"spaces.{space}", {"spaces": spaces}))
+    found = parse_action(answer, eval(f"spaces.{space}", {"spaces": spaces}))
     if isinstance(action, list):
         assert found.tolist() == pytest.approx(action)
     else:
@@ -104,11 +108,12 @@ def test_actions_of_spaces(space, answer, action):
 def test_observations_in_words():
     import numpy as np
 
-    from hybridrl.environments.adapters.gymnasium import text_of
+    from hybridrl.environments.adapters.gymnasium import format_observation
 
-    assert text_of((np.int64(14), 10, np.array([0.25, 1e-7]))) == "14, 10, 0.25, 1e-07"
+    assert format_observation((np.int64(14), 10, np.array([0.25, 1e-7]))) == "14, 10, 0.25, 1e-07"
     assert (
-        text_of({"board": np.zeros((2, 2), np.int8), "turn": "x"}) == "board: 0, 0, 0, 0\nturn: x"
+        format_observation({"board": np.zeros((2, 2), np.int8), "turn": "x"})
+        == "board: 0, 0, 0, 0\nturn: x"
     )
 
 
@@ -207,29 +212,31 @@ def test_tools_of_mcp_servers_are_called(play):
 
 def test_rows_of_an_environment_are_held_out_once():
     file = Path(__file__).parents[1] / "environments_that_fail.py"
-    training, kept = load_rows(EnvironmentConfig(name=f"{file}:play", tasks=20), 5, seed=1)
+    training, kept = list_environment_tasks(
+        EnvironmentConfig(name=f"{file}:play", tasks=20), 5, seed=1
+    )
     assert (len(training), len(kept)) == (20, 5)
     assert sorted(row["number"] for row in [*training, *kept]) == list(range(25))
 
 
 def test_what_an_episode_may_return():
-    assert scored(1) == Score(1.0) and scored(None).reward is None
-    told = scored({"reward": 2, "turn_rewards": [1, 1], "metrics": {"a": True}})
-    assert told == Score(2.0, [1.0, 1.0], {"a": 1.0})
+    assert parse_episode_score(1) == EpisodeScore(1.0) and parse_episode_score(None).reward is None
+    told = parse_episode_score({"reward": 2, "turn_rewards": [1, 1], "metrics": {"a": True}})
+    assert told == EpisodeScore(2.0, [1.0, 1.0], {"a": 1.0})
     for wrong in ("1", {"score": 1}, {"reward": "much"}, [1.0]):
         with pytest.raises(EpisodeError, match="expected a number, or a dictionary"):
-            scored(wrong)
+            parse_episode_score(wrong)
     with pytest.raises(EpisodeError, match="the metric `x`"):
-        scored({"reward": 1, "metrics": {"x": math.inf}})
+        parse_episode_score({"reward": 1, "metrics": {"x": math.inf}})
     for wrong in (
         math.inf,
         10**400,
         -1.1e6,
-        Score(math.nan),
+        EpisodeScore(math.nan),
         {"reward": 1, "turn_rewards": [math.inf]},
     ):
         with pytest.raises(EpisodeError, match=r"expected -1e\+06 to 1e\+06"):
-            scored(wrong)
+            parse_episode_score(wrong)
 
 
 @pytest.mark.more

@@ -12,7 +12,7 @@ from scripted_endpoint import ScriptedEndpoint
 from victims import environment_of
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 from hybridrl.errors import ConfigError
 from hybridrl.processes import supervised_process
 from hybridrl.processes.supervised_process import MARK
@@ -62,7 +62,9 @@ def plays(endpoint, whats):
     for number, what in enumerate(whats):
         row = {"what": what, "number": number, "answer": "a secret"}
         session = f"s{number}"
-        yield Play(number, row, endpoint.url(session), endpoint.token, session, False, "reports")
+        yield EpisodeRequest(
+            number, row, endpoint.url(session), endpoint.token, session, False, "reports"
+        )
 
 
 def play(pool, endpoint, whats):
@@ -118,7 +120,7 @@ def test_a_lost_process_costs_who_lost_it(endpoint, pool_of, what, kind, said):
 
 
 def test_memory_is_bounded_without_control_groups(endpoint, pool_of, monkeypatch):
-    monkeypatch.setattr(supervised_process, "memory_group", lambda limit: None)
+    monkeypatch.setattr(supervised_process, "make_memory_cgroup", lambda limit: None)
     found = play(pool_of(memory_gib=0.4), endpoint, ["eat", "good"])
     assert [one.kind for one in found] == ["memory", "ok"]
 

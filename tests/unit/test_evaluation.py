@@ -14,22 +14,31 @@ from settings import configured
 
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.evaluation_checks import EVALUATION_CHECKS
-from hybridrl.config.eval_sets import Metric, eval_sets
+from hybridrl.config.eval_sets import EvalMetric, resolve_eval_sets
 from hybridrl.config.schema import EvalStopConfig
-from hybridrl.console.evaluation_table import evaluation_table, table_text
+from hybridrl.console.evaluation_table import build_evaluation_table, render_plain_table
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation import evaluation_function as own
-from hybridrl.evaluation.answer_extraction import extraction
-from hybridrl.evaluation.baseline import Baseline, doubts, estimates
-from hybridrl.evaluation.confidence import estimate, mcnemar, paired, unpaired
-from hybridrl.evaluation.eval_metrics import majority_at_k, measure, pass_at_k
-from hybridrl.evaluation.loaded_sets import sampling_of
-from hybridrl.evaluation.sample_table import Samples
-from hybridrl.evaluation.scored_samples import keys_of
-from hybridrl.rollout import Sampling
-from hybridrl.run.watchers.early_stop import EarlyStop
+from hybridrl.evaluation.answer_extraction import resolve_extractor
+from hybridrl.evaluation.baseline import EvalBaseline, doubts, estimate_metrics
+from hybridrl.evaluation.confidence import (
+    compare_paired,
+    compare_unpaired,
+    estimate_mean,
+    mcnemar_p_value,
+)
+from hybridrl.evaluation.eval_metrics import compute_metric, majority_at_k, pass_at_k
+from hybridrl.evaluation.loaded_sets import resolve_set_sampling
+from hybridrl.evaluation.sample_table import SampleTable
+from hybridrl.evaluation.scored_samples import compute_prompt_keys
+from hybridrl.rollout import SamplingSettings
+from hybridrl.run.watchers.early_stop import EarlyStopWatcher
 from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation
-from hybridrl.run_files.evaluation_log import EvaluationsFile, named_evaluations, newest_of_sets
+from hybridrl.run_files.evaluation_log import (
+    EvaluationLog,
+    find_latest_by_set,
+    load_named_evaluations,
+)
 
 SET = "eval.sets.math.data.path=math.jsonl"
 
@@ -38,7 +47,7 @@ def samples(scores, greedy=False, keys=None):
     """Of `[prompts][samples]` scores, of which 1 is right."""
     number = len(scores[0])
     flat = [score for row in scores for score in row]
-    return Samples(
+    return SampleTable(
         pa.table(
             {
                 "row": [i // number for i in range(len(flat))],
@@ -77,25 +86,25 @@ def test_a_majority_is_right_as_often_as_its_tied_answers_are():
 
 def test_what_is_measured_of_samples():
     found = samples([[1.0, 0.0, math.nan], [0.5, 0.5, 0.5]])
-    means = {str(m): measure(found, m) for m in (Metric("mean", 3), Metric("score"))}
+    means = {str(m): compute_metric(found, m) for m in (EvalMetric("mean", 3), EvalMetric("score"))}
     assert means["mean@3"].tolist() == pytest.approx([1 / 3, 0])
     assert means["score"].tolist() == [0.5, 0.5]  # what has no score counts in no mean score
-    assert measure(found, Metric("length")).tolist() == [3, 3]
-    assert measure(found, Metric("truncated")).tolist() == pytest.approx([1 / 3, 2 / 3])
-    assert measure(found, Metric("accuracy")) is None  # nobody asked for greedy answers
-    assert measure(found, Metric("pass", 4)) is None
-    nothing = estimate(measure(samples([[math.nan]]), Metric("score")))
+    assert compute_metric(found, EvalMetric("length")).tolist() == [3, 3]
+    assert compute_metric(found, EvalMetric("truncated")).tolist() == pytest.approx([1 / 3, 2 / 3])
+    assert compute_metric(found, EvalMetric("accuracy")) is None  # nobody asked for greedy answers
+    assert compute_metric(found, EvalMetric("pass", 4)) is None
+    nothing = estimate_mean(compute_metric(samples([[math.nan]]), EvalMetric("score")))
     assert nothing.prompts == 0 and math.isnan(nothing.value)
 
 
 def test_how_sure_a_metric_is():
-    one = estimate(np.array([1.0]))
+    one = estimate_mean(np.array([1.0]))
     assert (one.value, one.prompts) == (1.0, 1) and math.isnan(one.standard_error)
-    shares = estimate(np.array([1.0] * 8 + [0.0] * 2))
+    shares = estimate_mean(np.array([1.0] * 8 + [0.0] * 2))
     # Wilson's interval of 8 in 10.
     assert (shares.low, shares.high) == pytest.approx((0.490, 0.943), abs=1e-3)
     assert shares.standard_error == pytest.approx(math.sqrt(0.8 * 0.2 / 9))
-    scores = estimate(np.linspace(0, 1, 101) ** 2)
+    scores = estimate_mean(np.linspace(0, 1, 101) ** 2)
     assert scores.low < scores.value < scores.high
     assert scores.high - scores.low == pytest.approx(2 * 1.96 * scores.standard_error, rel=0.1)
 
@@ -104,25 +113,30 @@ def test_mcnemar_is_that_of_a_fair_coin():
     for gained, lost in itertools.product(range(7), repeat=2):
         total = gained + lost
         tail = sum(math.comb(total, i) for i in range(min(gained, lost) + 1)) / 2**total
-        assert mcnemar(gained, lost) == pytest.approx(min(1, 2 * tail))
+        assert mcnemar_p_value(gained, lost) == pytest.approx(min(1, 2 * tail))
 
 
 def test_the_same_prompts_tell_more_than_their_means():
     then = np.linspace(0, 1, 50)
     now = then + 0.02
-    assert paired(now, then).p < 0.01 < 0.5 < unpaired(estimate(now), estimate(then)).p
-    assert paired(now, now)._replace(low=0, high=0)[:4] == (0, 0, 0, 1)
+    assert (
+        compare_paired(now, then).p
+        < 0.01
+        < 0.5
+        < compare_unpaired(estimate_mean(now), estimate_mean(then)).p
+    )
+    assert compare_paired(now, now)._replace(low=0, high=0)[:4] == (0, 0, 0, 1)
     right = np.array([1.0] * 30)
-    assert paired(right, np.array([0.0] * 30)).test == "McNemar"
+    assert compare_paired(right, np.array([0.0] * 30)).test == "McNemar"
 
 
 def test_a_bootstrap_looks_on_both_sides():
     """All of 2000 draws, and the one that is assumed beside them, lie on one side; and of
     differences whose mean is as likely above zero as below."""
     now, then = np.arange(2.0, 12.0), np.arange(10.0)
-    assert paired(now, then).p == paired(then, now).p == pytest.approx(2 / 2001)
+    assert compare_paired(now, then).p == compare_paired(then, now).p == pytest.approx(2 / 2001)
     even = np.array([3.0, -3.0] * 8)
-    assert 0.9 < paired(even, np.zeros(16)).p <= 1
+    assert 0.9 < compare_paired(even, np.zeros(16)).p <= 1
 
 
 def test_a_baseline_pairs_prompts_by_their_keys_in_any_order(tmp_path):
@@ -131,24 +145,24 @@ def test_a_baseline_pairs_prompts_by_their_keys_in_any_order(tmp_path):
     known = {"value": 0.25, "standard_error": 0.2, "low": 0, "high": 1, "prompts": 4}
     sets = {"math": {"step": 7, "samples": "then.parquet", "metrics": {"accuracy": known}}}
     now = samples([[1.0], [1.0], [1.0], [1.0]], greedy=True, keys=["d", "c", "b", "a"])
-    mean = estimates(now, [Metric("accuracy")])["accuracy"]
-    found = Baseline(tmp_path, sets).difference("math", "accuracy", mean, now)
+    mean = estimate_metrics(now, [EvalMetric("accuracy")])["accuracy"]
+    found = EvalBaseline(tmp_path, sets).difference("math", "accuracy", mean, now)
     assert (found["value"], found["baseline"], found["test"]) == (0.75, 0.25, "McNemar")
     same = samples([[0.0], [0.0], [0.0], [1.0]], greedy=True, keys=["d", "c", "b", "a"])
-    found = Baseline(tmp_path, sets).difference("math", "accuracy", mean, same)
+    found = EvalBaseline(tmp_path, sets).difference("math", "accuracy", mean, same)
     assert (found["low"], found["high"]) == (0, 0)  # no prompt has changed
     others = samples([[1.0]], greedy=True, keys=["e"])
-    found = Baseline(tmp_path, sets).difference("math", "accuracy", mean, others)
+    found = EvalBaseline(tmp_path, sets).difference("math", "accuracy", mean, others)
     assert (found["value"], found["test"]) == (0.75, "unpaired")
     (tmp_path / "then.parquet").unlink()
-    found = Baseline(tmp_path, sets).difference("math", "accuracy", mean, now)
+    found = EvalBaseline(tmp_path, sets).difference("math", "accuracy", mean, now)
     assert found["test"] == "unpaired"
-    assert Baseline(tmp_path, sets).difference("math", "score", mean, now) is None
+    assert EvalBaseline(tmp_path, sets).difference("math", "score", mean, now) is None
 
 
 def test_prompts_without_a_text_are_known_by_all_that_the_data_says():
     rows = {"prompt": ["1+1=", "1+1=", "", ""], "answer": ["2", "2", "", ""], "task": [1, 2, 3, 4]}
-    keys = keys_of(Batch.from_columns(rows))
+    keys = compute_prompt_keys(Batch.from_columns(rows))
     assert len(set(keys)) == 4
     assert keys[0].partition(".")[0] == keys[1].partition(".")[0]
     assert keys[2].partition(".")[0] != keys[3].partition(".")[0]
@@ -156,12 +170,12 @@ def test_prompts_without_a_text_are_known_by_all_that_the_data_says():
 
 def test_answers_are_found_in_responses():
     text = "So 3+4=7, hence \\boxed{ 7 }. Answer: seven\nAnswer: eight "
-    assert extraction("", None, ["boxed"])(text) == "7"
-    assert extraction("", "number", [])("1,234.50 or 7.0") == "7"
-    assert extraction("", None, ["exact"])("  a ") == "a"
-    assert extraction("", r"Answer: (\w+)", [])(text) == "eight"
+    assert resolve_extractor("", None, ["boxed"])(text) == "7"
+    assert resolve_extractor("", "number", [])("1,234.50 or 7.0") == "7"
+    assert resolve_extractor("", None, ["exact"])("  a ") == "a"
+    assert resolve_extractor("", r"Answer: (\w+)", [])(text) == "eight"
     for name in ("boxed", "number", "text", "(x)"):
-        assert extraction("", name, [])("") is None
+        assert resolve_extractor("", name, [])("") is None
 
 
 def reason(stop, step, **figures):
@@ -175,10 +189,12 @@ def reason(stop, step, **figures):
 
 def test_a_run_ends_when_nothing_has_become_better_for_long():
     summary = {}
-    stop = EarlyStop(EvalStopConfig("accuracy", patience=2, least=0.05), summary)
+    stop = EarlyStopWatcher(EvalStopConfig("accuracy", patience=2, least=0.05), summary)
     for step, value in enumerate([0.2, 0.4, 0.44]):
         assert not reason(stop, step, accuracy=value)
-    resumed = EarlyStop(EvalStopConfig("accuracy", patience=2), json.loads(json.dumps(summary)))
+    resumed = EarlyStopWatcher(
+        EvalStopConfig("accuracy", patience=2), json.loads(json.dumps(summary))
+    )
     assert "accuracy was best at step 1 (0.4)" in reason(resumed, 3, accuracy=math.nan)
     with pytest.raises(EndRun, match="best at step 1"):  # of the checkpoint
         resumed.on_resume(3)
@@ -189,20 +205,20 @@ def test_a_run_ends_when_nothing_has_become_better_for_long():
 
 
 def test_a_run_ends_when_it_is_good_enough():
-    stop = EarlyStop(EvalStopConfig("-eval/loss", target=0.5), {})
+    stop = EarlyStopWatcher(EvalStopConfig("-eval/loss", target=0.5), {})
     assert not reason(stop, 0, **{"eval/loss": 0.6})
     said = reason(stop, 1, **{"eval/loss": 0.5})
     assert "eval/loss is 0.5, as good as eval.stop.target=0.5 asks, since step 1" in said
-    other = EarlyStop(EvalStopConfig("accuracy", target=0.5), stop._summary)
+    other = EarlyStopWatcher(EvalStopConfig("accuracy", target=0.5), stop._summary)
     assert other.on_resume(1) == ()  # what is known is of another figure
-    stop = EarlyStop(EvalStopConfig("accuracy", target=0.5, least=0.1), {})
+    stop = EarlyStopWatcher(EvalStopConfig("accuracy", target=0.5, least=0.1), {})
     assert not reason(stop, 0, accuracy=0.45)
     # not better by `least`, and yet good enough
     assert "accuracy is 0.5" in reason(stop, 1, accuracy=0.5)
 
 
 def test_the_file_holds_each_evaluation_once_and_forgets(tmp_path):
-    file = EvaluationsFile(tmp_path)
+    file = EvaluationLog(tmp_path)
     assert file.read() == []
     entry = {"metrics": {"accuracy": {"value": math.nan}}}
     for step, name in ((4, "math"), (2, "math"), (4, "code"), (4, "math")):
@@ -212,13 +228,15 @@ def test_the_file_holds_each_evaluation_once_and_forgets(tmp_path):
         (4, ["code", "math"]),
     ]
     assert file.read()[0]["sets"]["math"]["metrics"]["accuracy"]["value"] is None
-    assert newest_of_sets(named_evaluations("", str(tmp_path))[1])["math"]["step"] == 4
-    assert "accuracy" in table_text(evaluation_table(newest_of_sets(file.read()), "all"))
+    assert find_latest_by_set(load_named_evaluations("", str(tmp_path))[1])["math"]["step"] == 4
+    assert "accuracy" in render_plain_table(
+        build_evaluation_table(find_latest_by_set(file.read()), "all")
+    )
     file.forget_after(3)
     assert [e["step"] for e in file.read()] == [2]
     assert [path.name for path in tmp_path.iterdir()] == ["evaluations.json"]
     with pytest.raises(ConfigError, match=r"eval.baseline=.*there is no file"):
-        named_evaluations("eval.baseline", str(tmp_path / "absent"))
+        load_named_evaluations("eval.baseline", str(tmp_path / "absent"))
 
 
 def test_what_a_set_leaves_out_is_the_jobs():
@@ -229,15 +247,15 @@ def test_what_a_set_leaves_out_is_the_jobs():
             *("eval.sets.math.reward.function=boxed", "eval.sets.plain.temperature=0"),
         ]
     )
-    math_set, plain = eval_sets(config).values()
+    math_set, plain = resolve_eval_sets(config).values()
     assert math_set.data.path == "math.jsonl" and math_set.data.prompt_column == "question"
     assert math_set.reward.function == "boxed" and math_set.reward.timeout_s == 7
     assert list(map(str, math_set.metrics)) == ["mean@4", "pass@4", "score", "length"]
     assert plain.data is None and not plain.is_verified
     assert list(map(str, plain.metrics)) == ["accuracy", "score", "length"]
-    training = Sampling(8, temperature=0.7, top_p=0.9, min_tokens=2)
-    assert sampling_of(math_set, training) == training
-    assert sampling_of(plain, training) == training.greedy()
+    training = SamplingSettings(8, temperature=0.7, top_p=0.9, min_tokens=2)
+    assert resolve_set_sampling(math_set, training) == training
+    assert resolve_set_sampling(plain, training) == training.greedy()
     assert math_set.is_due(0, False) and math_set.is_due(20, False) and math_set.is_due(7, True)
     assert not math_set.is_due(7, False)
 
@@ -287,16 +305,16 @@ def test_a_function_of_the_users_is_given_what_it_names(tmp_path):
         "def wrong(step):\n    return {'a': 'b'}\n"
         "def fails(step):\n    return 1 / 0\n"
     )
-    given = dict.fromkeys(own.GIVEN, None) | {"step": 3}
-    own.check_own("eval.sets.x.function", f"{file}:good")
-    assert own.evaluate("eval.sets.x.function", f"{file}:good", given) == {"a": 4.0}
+    given = dict.fromkeys(own.FUNCTION_ARGUMENTS, None) | {"step": 3}
+    own.check_evaluation_function("eval.sets.x.function", f"{file}:good")
+    assert own.run_evaluation_function("eval.sets.x.function", f"{file}:good", given) == {"a": 4.0}
     for name, words in (("asks", "asks for `model`"), ("absent", "defines no `absent`")):
         with pytest.raises(ConfigError, match=words):
-            own.check_own("eval.sets.x.function", f"{file}:{name}")
+            own.check_evaluation_function("eval.sets.x.function", f"{file}:{name}")
     with pytest.raises(ConfigError, match="must return a dictionary of names and numbers"):
-        own.evaluate("eval.sets.x.function", f"{file}:wrong", given)
+        own.run_evaluation_function("eval.sets.x.function", f"{file}:wrong", given)
     with pytest.raises(ConfigError, match=r"(?s)raised ZeroDivisionError.*return 1 / 0"):
-        own.evaluate("eval.sets.x.function", f"{file}:fails", given)
+        own.run_evaluation_function("eval.sets.x.function", f"{file}:fails", given)
 
 
 def test_truncated_and_unscored_evaluations_are_doubted():
@@ -310,7 +328,7 @@ def test_truncated_and_unscored_evaluations_are_doubted():
     assert said(samples([[float("nan")] * 2])) == []
     found = samples([[1.0], [1.0], [0.0]], greedy=True)
     cut = found.table.set_column(7, "finish_reason", pa.array(["length", "length", "stop"]))
-    (truncated,) = said(Samples(cut))
+    (truncated,) = said(SampleTable(cut))
     assert "2 of 3 responses ended at rollout.max_tokens=8" in truncated
     named = samples([[0.0]]).table.append_column("answer", pa.array(["so it is #### 5"]))
-    assert "held against the answer 'so it is #### 5'" in said(Samples(named))[0]
+    assert "held against the answer 'so it is #### 5'" in said(SampleTable(named))[0]

@@ -5,36 +5,36 @@ import sys
 
 import pytest
 
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.controller import ONE_TO_ALL, transfer
-from hybridrl.controller.fault_injection import PlannedFaults
+from hybridrl.controller.fault_injection import FaultInjector
 from hybridrl.errors import ConfigError
 
 
 def meets(faults, role, method, rank=0):
     try:
-        faults.meet(Record(role, rank, method))
+        faults.meet(CallRecord(role, rank, method))
     except RuntimeError:
         return True
     return False
 
 
 def test_a_fault_is_of_one_call_of_one_rank():
-    faults = PlannedFaults("actor.update@1:2:raise; reward.score:1:raise")
+    faults = FaultInjector("actor.update@1:2:raise; reward.score:1:raise")
     calls = [("actor", "update", 1), ("actor", "other", 1), ("critic", "update", 1)]
     assert not any(meets(faults, *call) for call in calls)
     assert meets(faults, "actor", "update", 1)
     assert not meets(faults, "actor", "update", 1)
     assert meets(faults, "reward", "score", 3)
-    other = PlannedFaults("actor.update@1:1:raise")
+    other = FaultInjector("actor.update@1:1:raise")
     assert not meets(other, "actor", "update", 0)
-    assert not meets(PlannedFaults(""), "actor", "update")
+    assert not meets(FaultInjector(""), "actor", "update")
 
 
 @pytest.mark.parametrize("text", ["actor", "a.b:x:kill", "a.b:1:explode", "a.b@r:1:kill"])
 def test_what_cannot_be_read_is_a_sentence(text):
     with pytest.raises(ConfigError, match=r"HYBRIDRL_FAULT=.*kinds are kill, stop, raise, enospc"):
-        PlannedFaults(text)
+        FaultInjector(text)
 
 
 class Actor:
@@ -57,15 +57,15 @@ class Actor:
 )
 def test_what_no_call_would_meet_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
-        PlannedFaults(text).check({"actor": (Actor, 2)})
-    PlannedFaults("actor.update@1:1:kill; actor.__init__:1:raise").check({"actor": (Actor, 2)})
+        FaultInjector(text).check({"actor": (Actor, 2)})
+    FaultInjector("actor.update@1:1:kill; actor.__init__:1:raise").check({"actor": (Actor, 2)})
 
 
 @pytest.mark.more
 def test_a_full_disk_takes_no_new_file(tmp_path):
     script = (
-        "import sys; from hybridrl.controller.fault_injection import KINDS\n"
-        "KINDS['enospc']()\n"
+        "import sys; from hybridrl.controller.fault_injection import FAULT_ACTIONS\n"
+        "FAULT_ACTIONS['enospc']()\n"
         "open(sys.argv[1]).read()\n"
         "try: open(sys.argv[1], 'a')\n"
         "except OSError as error: print(error.strerror)\n"

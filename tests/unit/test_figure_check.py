@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.batch.call_record import FigureCheck, fault_of_name, number_of
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.returned_scores import read_answer
+from hybridrl.rewards.returned_scores import parse_row_score
 
 GARBAGE = {
     "text": ("abc", r"which is not a number \(str\)"),
@@ -72,7 +72,7 @@ def test_what_is_no_dictionary_is_refused():
 
 
 def test_numbers_that_rewards_give_have_names_that_can_be_written():
-    assert read_answer({"score": 1, "a" * 251: 2}, "").endswith("1 to 250 are allowed")
-    assert read_answer({"score": 1, "a\x1b": 2}, "").endswith("cannot be printed")
-    assert read_answer(10**400, "").startswith("inf, and a score must be a finite number")
+    assert parse_row_score({"score": 1, "a" * 251: 2}, "").endswith("1 to 250 are allowed")
+    assert parse_row_score({"score": 1, "a\x1b": 2}, "").endswith("cannot be printed")
+    assert parse_row_score(10**400, "").startswith("inf, and a score must be a finite number")
     assert fault_of_name("a" * 250) == ""

@@ -6,15 +6,15 @@ import uuid
 
 import pytest
 
-from hybridrl.checkpoint.ownership import OWNER, FolderOwner
+from hybridrl.checkpoint.ownership import OWNER_FILE, FolderOwnership
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.system.locations import location_of, sizes_below, write_whole
+from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically
 
 
 @pytest.fixture(params=["disk", "memory://"])
 def shared(request, tmp_path):
     where = tmp_path / "shared" if request.param == "disk" else f"memory://{uuid.uuid4()}/run"
-    return location_of(where)
+    return parse_location(where)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def owner_of(shared, tmp_path):
 
     def claim(name, resumes=False):
         (tmp_path / name).mkdir(exist_ok=True)
-        owner = FolderOwner(shared, tmp_path / name)
+        owner = FolderOwnership(shared, tmp_path / name)
         owner.claim(resumes=resumes)
         return owner
 
@@ -31,18 +31,22 @@ def owner_of(shared, tmp_path):
 
 
 def complete_step(shared):
-    write_whole(shared / "step-000003" / "complete.json", b"{}")
+    write_atomically(shared / "step-000003" / "complete.json", b"{}")
 
 
 def dead(shared):
     """Has its owner be a process that is gone, on this machine."""
-    noted = json.loads((shared / OWNER).read_text())
-    write_whole(shared / OWNER, json.dumps(noted | {"started": noted["started"] - 100}).encode())
+    noted = json.loads((shared / OWNER_FILE).read_text())
+    write_atomically(
+        shared / OWNER_FILE, json.dumps(noted | {"started": noted["started"] - 100}).encode()
+    )
 
 
 def elsewhere(shared):
-    noted = json.loads((shared / OWNER).read_text())
-    write_whole(shared / OWNER, json.dumps(noted | {"machine": "another", "host": "far"}).encode())
+    noted = json.loads((shared / OWNER_FILE).read_text())
+    write_atomically(
+        shared / OWNER_FILE, json.dumps(noted | {"machine": "another", "host": "far"}).encode()
+    )
 
 
 def test_the_second_run_is_refused_and_the_first_goes_on(shared, owner_of, tmp_path):
@@ -86,7 +90,7 @@ def test_a_run_that_lost_its_folder_takes_it_and_the_old_job_hears_of_it(shared,
 
 def test_a_folder_without_a_step_is_given_back(shared, owner_of, tmp_path):
     owner_of("one").release()
-    assert sizes_below(shared) == {} and list((tmp_path / "one").iterdir()) == []
+    assert list_file_sizes(shared) == {} and list((tmp_path / "one").iterdir()) == []
     one = owner_of("two")
     complete_step(shared)
     one.release()
@@ -96,7 +100,7 @@ def test_a_folder_without_a_step_is_given_back(shared, owner_of, tmp_path):
 
 
 def test_a_note_that_is_damaged_is_nobodys(shared, owner_of):
-    write_whole(shared / OWNER, b'{"run"')
+    write_atomically(shared / OWNER_FILE, b'{"run"')
     owner_of("one").check()
 
 

@@ -9,31 +9,31 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import Link
+from hybridrl.system.cluster_spec import LinkSpec
 from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,
-    Stage,
-    equal_plan,
-    read_plan,
-    to_json,
+    GenerationStage,
+    format_generation_plan,
+    load_generation_plan,
+    make_equal_plan,
 )
 from hybridrl.systems.unequal_generation.generation_problem import (
-    Costs,
     GenerationDevice,
     GenerationProblem,
-    at,
-    kl_of,
-    memory_of,
-    seconds_of,
+    PhaseCosts,
+    compute_stage_memory,
+    interpolate_seconds,
+    predict_generation_time,
+    sum_indicators,
 )
-from hybridrl.systems.unequal_generation.plan_search import plan_generation
+from hybridrl.systems.unequal_generation.plan_search import search_generation_plan
 
 MICRO_BATCHES, PIECES = (1, 2), (1, 2)
 
 
 def link(latency, seconds_a_byte):
     """A link as it is thought of here: what a message takes, and each byte of it."""
-    return Link(1 / max(seconds_a_byte, 1e-18), latency)
+    return LinkSpec(1 / max(seconds_a_byte, 1e-18), latency)
 
 
 def random_problem(seed):
@@ -47,7 +47,7 @@ def random_problem(seed):
 
     def costs(speed):
         layer = {one: curve(speed * one / 16 * draw.uniform(0.8, 1.3)) for one in bits}
-        return Costs(layer, curve(speed / 2), curve(speed / 10))
+        return PhaseCosts(layer, curve(speed / 2), curve(speed / 10))
 
     made = []
     for number in range(devices):
@@ -84,7 +84,7 @@ def every_plan(problem):
                 bounds = [0, *inner, problem.layers]
                 for chosen in itertools.product(bits, repeat=problem.layers):
                     stages = tuple(
-                        Stage(device, chosen[start:stop])
+                        GenerationStage(device, chosen[start:stop])
                         for device, start, stop in zip(order, bounds, bounds[1:], strict=False)
                     )
                     for count, pieces in itertools.product(MICRO_BATCHES, PIECES):
@@ -93,9 +93,9 @@ def every_plan(problem):
 
 
 def is_allowed(problem, plan):
-    memory = zip(memory_of(problem, plan), plan.stages, strict=True)
+    memory = zip(compute_stage_memory(problem, plan), plan.stages, strict=True)
     fits = all(size <= problem.devices[stage.device].memory for size, stage in memory)
-    return fits and kl_of(problem, plan) <= problem.max_kl
+    return fits and sum_indicators(problem, plan) <= problem.max_kl
 
 
 @pytest.mark.more
@@ -105,13 +105,15 @@ def test_programs_find_what_trying_every_plan_finds():
         problem = random_problem(seed)
         allowed = [plan for plan in every_plan(problem) if is_allowed(problem, plan)]
         try:
-            found = plan_generation(problem, micro_batches=MICRO_BATCHES, pieces=PIECES, gap=0)
+            found = search_generation_plan(
+                problem, micro_batches=MICRO_BATCHES, pieces=PIECES, gap=0
+            )
         except ConfigError:
             assert not allowed, seed
             continue
         possible += 1
-        best = min(seconds_of(problem, plan).total for plan in allowed)
-        assert seconds_of(problem, found).total == pytest.approx(best, rel=1e-6), seed
+        best = min(predict_generation_time(problem, plan).total for plan in allowed)
+        assert predict_generation_time(problem, found).total == pytest.approx(best, rel=1e-6), seed
         assert is_allowed(problem, found), seed
     assert 30 < possible < 100
 
@@ -130,27 +132,27 @@ def simulated(stage_seconds, micro_batches, tokens):
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
 def test_seconds_of_decode_are_those_of_a_pipeline_event_by_event(micro_batches):
-    from hybridrl.systems.unequal_generation.generation_problem import decode_seconds
+    from hybridrl.systems.unequal_generation.generation_problem import predict_decode_seconds
 
     for stages in ([3.0], [1.0, 4.0, 2.0], [5.0, 1.0], [2.0, 2.0, 2.0]):
         for tokens in (1, 2, 9):
             expected = simulated(stages, micro_batches, tokens)
-            assert decode_seconds(stages, micro_batches, tokens) == pytest.approx(expected)
+            assert predict_decode_seconds(stages, micro_batches, tokens) == pytest.approx(expected)
 
 
 def test_what_lacks_is_said():
     problem = random_problem(1)
     small = tuple(replace(device, memory=1.0) for device in problem.devices)
     with pytest.raises(ConfigError, match="does not fit"):
-        plan_generation(replace(problem, devices=small))
+        search_generation_plan(replace(problem, devices=small))
     roomy = tuple(replace(device, memory=1e6) for device in problem.devices)
     nothing = tuple(dict.fromkeys(one, 1.0) for one in problem.indicators)
     with pytest.raises(ConfigError, match=r"rollout.max_kl=0.* Set a higher one"):
-        plan_generation(replace(problem, devices=roomy, indicators=nothing, max_kl=0.0))
+        search_generation_plan(replace(problem, devices=roomy, indicators=nothing, max_kl=0.0))
     tight = replace(
         problem,
         devices=problem.devices[:1],
-        links=((Link(math.inf),),),
+        links=((LinkSpec(math.inf),),),
         max_kl=0.0,
         indicators=tuple({8: 1.0, 16: 0.0} for _ in range(problem.layers)),
         layer_bytes={8: 8.0, 16: 16.0},
@@ -162,7 +164,7 @@ def test_what_lacks_is_said():
         decode=_only(problem.devices[0].decode),
     )
     with pytest.raises(ConfigError, match=r"No plan keeps both rollout\.max_kl=0 and the memory"):
-        plan_generation(replace(tight, devices=(device,), cache_bytes=0.0))
+        search_generation_plan(replace(tight, devices=(device,), cache_bytes=0.0))
 
 
 def _only(costs):
@@ -183,26 +185,34 @@ def _only(costs):
 def test_numbers_that_mean_nothing_are_refused(change, sentence):
     problem = next(p for p in map(random_problem, range(50)) if set(p.layer_bytes) == {8, 16})
     with pytest.raises(ConfigError, match=sentence):
-        plan_generation(replace(problem, **change))
+        search_generation_plan(replace(problem, **change))
 
 
 def test_costs_between_and_beyond_what_was_measured():
     curve = ((2, 1.0), (4, 2.0), (8, 3.0))
-    assert [at(curve, rows) for rows in (1, 2, 3, 6, 16)] == [0.5, 1.0, 1.5, 2.5, 5.0]
-    assert at(((4, 2.0),), 100) == 2.0
-    assert at(((4, 1.0), (8, 9.0)), 1) == 0.0
+    assert [interpolate_seconds(curve, rows) for rows in (1, 2, 3, 6, 16)] == [
+        0.5,
+        1.0,
+        1.5,
+        2.5,
+        5.0,
+    ]
+    assert interpolate_seconds(((4, 2.0),), 100) == 2.0
+    assert interpolate_seconds(((4, 1.0), (8, 9.0)), 1) == 0.0
 
 
 def test_plans_are_files(tmp_path):
-    plan = GenerationPlan((Stage(1, (16, 8), "a"), Stage(0, (4,))), 3, 2, 0.004, {"x": 1.0})
-    (tmp_path / "plan.json").write_text(to_json(plan))
-    assert read_plan(tmp_path / "plan.json") == plan
+    plan = GenerationPlan(
+        (GenerationStage(1, (16, 8), "a"), GenerationStage(0, (4,))), 3, 2, 0.004, {"x": 1.0}
+    )
+    (tmp_path / "plan.json").write_text(format_generation_plan(plan))
+    assert load_generation_plan(tmp_path / "plan.json") == plan
     assert plan.bits == {0: 16, 1: 8, 2: 4}
-    assert [len(stage.bits) for stage in equal_plan(7, 3).stages] == [2, 2, 3]
-    some = GenerationPlan((Stage(5, (16,)), Stage(2, (4,))), 1).renumbered()
+    assert [len(stage.bits) for stage in make_equal_plan(7, 3).stages] == [2, 2, 3]
+    some = GenerationPlan((GenerationStage(5, (16,)), GenerationStage(2, (4,))), 1).renumbered()
     assert [stage.device for stage in some.stages] == [1, 0]
     with pytest.raises(ConfigError, match="at most 2"):
-        equal_plan(2, 3)
+        make_equal_plan(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -222,17 +232,17 @@ def test_plans_are_files(tmp_path):
     ],
 )
 def test_wrong_plans_are_refused(tmp_path, change, sentence):
-    good = json.loads(to_json(equal_plan(4, 2)))
+    good = json.loads(format_generation_plan(make_equal_plan(4, 2)))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(good | change))
     with pytest.raises(ConfigError, match=sentence):
-        read_plan(path)
+        load_generation_plan(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '{"stages": [2]}'])
 def test_damaged_files_are_refused(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     with pytest.raises(ConfigError, match="hybridrl plan generation"):
-        read_plan(tmp_path / "plan.json")
+        load_generation_plan(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="could not be read"):
-        read_plan(tmp_path / "none.json")
+        load_generation_plan(tmp_path / "none.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.compress import GroupedIntegers
+from hybridrl.compress import GroupedIntegerCodec
 
 triton = pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]
@@ -28,7 +28,7 @@ def test_kernels_compile_for_a_gpu_and_fuse_nothing(monkeypatch, tmp_path):
 
     from hybridrl.compress import group_kernels
 
-    codec = GroupedIntegers(4, 128, hadamard=True)
+    codec = GroupedIntegerCodec(4, 128, hadamard=True)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     pointers = {"values": "*bf16", "scales": "*fp32", "codes": "*u8", "numel": "i32"}
     constants = {"ROWS": 2, **codec.kind()}

@@ -9,11 +9,11 @@ import torch
 from watching import finished, watched
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import COLUMN, WEIGHT, Fault, Record
+from hybridrl.batch.call_record import IN_COLUMN, IN_WEIGHT, CallRecord, NonFiniteValue
 from hybridrl.config.schema import GuardConfig
 from hybridrl.errors import TrainingError
-from hybridrl.run.watchers.nan_guard import Guard, first_not_finite
-from hybridrl.run.watchers.watcher import Rewind
+from hybridrl.run.watchers.nan_guard import NanGuard, find_non_finite_column
+from hybridrl.run.watchers.watcher import RewindRequest
 from hybridrl.run_files.run_directory import RunDirectory
 
 GOOD, SKIPPED = {"loss": 0.5, "skipped_updates": 0.0}, {"loss": math.nan, "skipped_updates": 1.0}
@@ -40,7 +40,7 @@ SAMPLES = Ref(
 
 @pytest.fixture
 def guard(tmp_path):
-    return lambda **settings: Guard(GuardConfig(**settings), RunDirectory.at(tmp_path / "run"))
+    return lambda **settings: NanGuard(GuardConfig(**settings), RunDirectory.at(tmp_path / "run"))
 
 
 def bad_step(number, batch=SAMPLES):
@@ -48,7 +48,7 @@ def bad_step(number, batch=SAMPLES):
 
 
 def record(role, rank, *faults, start=0.0):
-    return Record(role, rank, "update", start=start, faults=list(faults))
+    return CallRecord(role, rank, "update", start=start, faults=list(faults))
 
 
 def test_a_good_step_is_good(guard):
@@ -63,7 +63,7 @@ def test_a_figure_that_is_not_finite_is_bad(guard, name, value):
 
 
 def test_what_was_first_wrong_is_named(guard):
-    gradient, loss = Fault(2, "the gradient of `a`"), Fault(1, "its loss")
+    gradient, loss = NonFiniteValue(2, "the gradient of `a`"), NonFiniteValue(1, "its loss")
     records = [record("actor", 0, gradient), record("actor", 1, loss), record("critic", 0)]
     found = guard().look(finished(3, records, [SKIPPED, {"critic_skipped_updates": 1.0}], BAD))
     assert (found.skipped, found.where) == (2, "actor rank 1, in its loss")
@@ -98,7 +98,7 @@ def test_counts_survive_a_resume_but_not_a_way_back(guard):
 
     before = guard(on_nan="rewind")
     skipped(before, 0.0, 1.0, 1.0)
-    before.on_rewind(Rewind(3, []), 2)
+    before.on_rewind(RewindRequest(3, []), 2)
     skipped(before, 1.0)
     state = json.loads(json.dumps(before.state()))
     after = guard(on_nan="rewind")
@@ -106,7 +106,7 @@ def test_counts_survive_a_resume_but_not_a_way_back(guard):
     assert after.state() == state == before.state()
     in_a_row = {"skipped_updates": 1}
     assert state == {"made": 1, "left_out": 3, "in_a_row": in_a_row, "rewinds": {"2": 1}}
-    after.on_rewind(Rewind(3, []), 2)
+    after.on_rewind(RewindRequest(3, []), 2)
     after.load_state(state)  # of the checkpoint that it went back to
     assert after.state()["rewinds"] == {"2": 2}
 
@@ -119,10 +119,10 @@ def test_stop_ends_the_run(guard):
 
 def test_rewind_leaves_out_the_prompts_that_are_known_to_be_bad(guard):
     found = guard(on_nan="rewind", most_skipped=2)
-    with pytest.raises(Rewind) as caught:
+    with pytest.raises(RewindRequest) as caught:
         watched(found, bad_step(7))
     assert caught.value.groups == [5]
-    with pytest.raises(Rewind) as caught:
+    with pytest.raises(RewindRequest) as caught:
         watched(found, bad_step(7, Ref(group_id=torch.tensor([4, 5]))))
     assert list(caught.value.groups) == [4, 5]
     for _ in range(2):
@@ -141,8 +141,8 @@ def test_what_is_not_learned_from_may_be_anything():
             "mine": torch.tensor([math.nan, 1.0]),
         }
     )
-    assert first_not_finite(batch) == ("", [])
-    assert first_not_finite(Batch.from_columns({"scores": torch.zeros(0)})) == ("", [])
+    assert find_non_finite_column(batch) == ("", [])
+    assert find_non_finite_column(Batch.from_columns({"scores": torch.zeros(0)})) == ("", [])
 
 
 def test_a_run_that_left_out_every_update_fails(guard):
@@ -157,12 +157,15 @@ def test_a_run_that_left_out_every_update_fails(guard):
 
 
 def test_a_weight_that_is_no_number_ends_the_run_at_once(guard):
-    seen = [record("actor", 1, Fault(COLUMN, "a column")), record("actor", 0, start=9.0)]
-    seen[1].faults.append(Fault(WEIGHT, "the weight `a.b` itself"))
+    seen = [
+        record("actor", 1, NonFiniteValue(IN_COLUMN, "a column")),
+        record("actor", 0, start=9.0),
+    ]
+    seen[1].faults.append(NonFiniteValue(IN_WEIGHT, "the weight `a.b` itself"))
     bad = bad_step(3)._replace(records=seen)
     found = guard().look(bad)
     assert found.in_weights and found.where == "actor rank 0, in the weight `a.b` itself"
     with pytest.raises(TrainingError, match=r"weight `a\.b`.*another model.*earlier checkpoint"):
         watched(guard(), bad)
-    with pytest.raises(Rewind):
+    with pytest.raises(RewindRequest):
         watched(guard(on_nan="rewind"), bad)

@@ -5,33 +5,37 @@ import time
 
 import pytest
 
-from hybridrl.controller.failures import Hosts, Identity
-from hybridrl.controller.group_call import Call
-from hybridrl.controller.hang_report import Hang
-from hybridrl.controller.host_health import Snapshot, Status, take_snapshot
+from hybridrl.controller.failures import HostIdentity, HostRegistry
+from hybridrl.controller.group_call import GroupCall
+from hybridrl.controller.hang_report import HangReport
+from hybridrl.controller.host_health import HostSnapshot, HostStatus, capture_snapshot
 from hybridrl.system import collective_waits as waits
-from hybridrl.system.collective_waits import Waiting
+from hybridrl.system.collective_waits import CollectiveWait
 
 RANKS = (0, 1, 2)
-HOSTS = Hosts(
-    [Identity("10.0.0.1", 100 + host) for host in RANKS],
+HOSTS = HostRegistry(
+    [HostIdentity("10.0.0.1", 100 + host) for host in RANKS],
     {host: {"actor": host} for host in RANKS},
     None,
 )
-CALL = Call(7, "actor", "update_actor", RANKS, [None] * 3, step=4)
-WORKS = Status("actor", 0, "update_actor", 60.0, phase="train")
-REDUCES = Waiting("all_reduce", 55.0, "g", 17, RANKS)
-IN_COLLECTIVE = Snapshot(WORKS, "torch:1 in wait", True, REDUCES, {"g": 17}, "stack of waiting")
+CALL = GroupCall(7, "actor", "update_actor", RANKS, [None] * 3, step=4)
+WORKS = HostStatus("actor", 0, "update_actor", 60.0, phase="train")
+REDUCES = CollectiveWait("all_reduce", 55.0, "g", 17, RANKS)
+IN_COLLECTIVE = HostSnapshot(WORKS, "torch:1 in wait", True, REDUCES, {"g": 17}, "stack of waiting")
 BEHIND = {"g": 16, "h": 5}
-IN_USERS_CODE = Snapshot(WORKS, "/home/me/reward.py:3 in score", False, None, BEHIND)
-GETS_INPUTS = Snapshot(Status("actor", 1, "update_actor", 5.0, True), "x", False, None, BEHIND)
-IDLE = Snapshot(Status(), "", False, None, BEHIND)
-RECEIVES = Snapshot(WORKS, "pipeline.py:7 in _wait", True, Waiting("a message", 55.0), {"g": 9})
+IN_USERS_CODE = HostSnapshot(WORKS, "/home/me/reward.py:3 in score", False, None, BEHIND)
+GETS_INPUTS = HostSnapshot(
+    HostStatus("actor", 1, "update_actor", 5.0, True), "x", False, None, BEHIND
+)
+IDLE = HostSnapshot(HostStatus(), "", False, None, BEHIND)
+RECEIVES = HostSnapshot(
+    WORKS, "pipeline.py:7 in _wait", True, CollectiveWait("a message", 55.0), {"g": 9}
+)
 
 
 def hang(snapshots, late=RANKS, done=(), hosts=HOSTS):
     pending = {host: (CALL, host) for host in RANKS if host not in done}
-    return Hang(pending, list(late), 50.0, snapshots, hosts)
+    return HangReport(pending, list(late), 50.0, snapshots, hosts)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,9 @@ def test_all_that_hang_by_themselves_are_named():
 
 def test_of_ranks_that_wait_for_their_gpus_it_is_the_one_that_has_queued_less():
     def on_gpu(number):
-        return Snapshot(WORKS, "train.py:9 in _step", False, None, {"nccl:g": number, "gloo:g": 1})
+        return HostSnapshot(
+            WORKS, "train.py:9 in _step", False, None, {"nccl:g": number, "gloo:g": 1}
+        )
 
     assert hang([on_gpu(40), on_gpu(39), on_gpu(40)]).missing() == [1]
     assert hang([on_gpu(40)] * 3).missing() == [0, 1, 2]
@@ -84,7 +90,9 @@ def test_when_all_are_in_one_operation_it_is_the_network():
 
 
 def test_ranks_in_different_operations_are_all_told():
-    other = Snapshot(WORKS, "x", True, Waiting("broadcast", 55.0, "h", 5, (1, 2)), BEHIND)
+    other = HostSnapshot(
+        WORKS, "x", True, CollectiveWait("broadcast", 55.0, "h", 5, (1, 2)), BEHIND
+    )
     found = hang([IN_COLLECTIVE, other, IN_COLLECTIVE])
     assert found.missing() == [1]
     assert "which waits for other ranks itself, in broadcast (number 5" in str(found.error())
@@ -101,14 +109,14 @@ def test_a_hang_is_the_same_again_if_the_same_ranks_are_missing_in_the_same_call
 
 
 def test_a_silent_host_without_a_call_is_named_when_the_others_wait_for_its_data():
-    waits = Snapshot(Status("actor", 0, "update_actor", 0.0, waiting=True))
+    waits = HostSnapshot(HostStatus("actor", 0, "update_actor", 0.0, waiting=True))
     found = hang([waits, None, waits], late=[0, 2], done=[1])
     assert found.missing() == [1]
     assert "actor rank 1 (process 101 on 10.0.0.1), which does not answer" in str(found.error())
 
 
 def test_the_stacks_are_in_a_file_of_the_run(tmp_path):
-    hosts = Hosts(HOSTS.identities, HOSTS.roles, tmp_path)
+    hosts = HostRegistry(HOSTS.identities, HOSTS.roles, tmp_path)
     text = str(hang([IN_COLLECTIVE, None, IN_COLLECTIVE], hosts=hosts).error())
     assert text.endswith(f"The stacks of every host are in {tmp_path / 'stacks-000005.txt'}.")
     written = (tmp_path / "stacks-000005.txt").read_text()
@@ -126,7 +134,7 @@ def test_a_snapshot_says_where_the_user_code_is():
     thread.start()
     entered.wait()
     try:
-        found = take_snapshot(Status("actor", 0, "call"), thread.ident)
+        found = capture_snapshot(HostStatus("actor", 0, "call"), thread.ident)
     finally:
         leave.set()
         thread.join()
@@ -141,18 +149,18 @@ def test_waits_are_timed(monkeypatch):
 
     monkeypatch.setattr(waits.distributed_c10d, "Work", Work)
     for _ in range(2):
-        waits.time_waits()
-    before, began = waits.seconds_waited(), time.perf_counter()
+        waits.start_timing_waits()
+    before, began = waits.read_wait_seconds(), time.perf_counter()
     Work().wait(0.02)
     # Counted once, though it was asked for twice: no more than has passed.
-    assert 0.02 <= waits.seconds_waited() - before <= time.perf_counter() - began
+    assert 0.02 <= waits.read_wait_seconds() - before <= time.perf_counter() - began
 
 
 def test_what_a_thread_waits_in_is_known(process_group):
     import torch
     import torch.distributed as dist
 
-    waits.time_waits()
+    waits.start_timing_waits()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     seen = []
 
@@ -167,12 +175,14 @@ def test_what_a_thread_waits_in_is_known(process_group):
     group = dist.group.WORLD.group_name
     for kind in (1, 13):
         waits._waiting[0] = Slow(kind), time.perf_counter()
-        seen.append(waits.waiting(threading.get_ident()))
+        seen.append(waits.find_current_wait(threading.get_ident()))
         waits._waiting[threading.get_ident()] = waits._waiting.pop(0)
-        seen.append(waits.waiting(threading.get_ident()))
+        seen.append(waits.find_current_wait(threading.get_ident()))
         del waits._waiting[threading.get_ident()]
     operation, message = seen[1], seen[3]
     assert seen[0] is None and seen[2] is None
     assert (operation.operation, operation.number, operation.ranks) == ("all_reduce", 1, (0,))
-    assert operation.group == f"gloo:{group}" and waits.begun() == {f"gloo:{group}": 1}
+    assert operation.group == f"gloo:{group}" and waits.count_started_operations() == {
+        f"gloo:{group}": 1
+    }
     assert (message.operation, message.group) == ("a message from another rank", "")

@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.rollout.engine_requests import Sampling, responses
+from hybridrl.rollout.engine_requests import SamplingSettings, build_response_batch
 from hybridrl.rollout.rollout_engine import BatchedEngine
 from hybridrl.rollout.single_turn import SingleTurnGenerator
 
@@ -26,7 +26,7 @@ class Rollout(BatchedEngine):
 
     def generate(self, batch, sampling, seed):
         token = self.weights["w"]
-        samples = responses([[token, 7]] * 2, [[-1.0, -1.0]] * 2, ["stop"] * 2)
+        samples = build_response_batch([[token, 7]] * 2, [[-1.0, -1.0]] * 2, ["stop"] * 2)
         return samples if self.mask is None else samples.with_columns({"response_mask": self.mask})
 
     def load(self, weights):
@@ -59,7 +59,7 @@ def engine(rollout):
 
 def test_an_engine_without_weights_gets_them_before_it_generates():
     rollout = Rollout(keeps=True, awaits=True)
-    samples = engine(rollout).generate(PROMPTS, Sampling(2), seeds=[0, 1])
+    samples = engine(rollout).generate(PROMPTS, SamplingSettings(2), seeds=[0, 1])
     assert samples["response_ids"].values.tolist() == [0, 7] * 2
 
 
@@ -74,7 +74,7 @@ def test_weights_are_the_newest_also_after_sleep(keeps):
     hybrid = engine(Rollout(keeps))
     for version in range(3):
         for _ in range(2):  # an evaluation between two updates, for instance
-            samples = hybrid.generate(PROMPTS, Sampling(2), seeds=[0, 1])
+            samples = hybrid.generate(PROMPTS, SamplingSettings(2), seeds=[0, 1])
             assert samples["response_ids"].values.tolist() == [version, 7] * 2
             assert samples["policy_version"].tolist() == [version] * 2
         hybrid.update(PROMPTS, None)
@@ -83,16 +83,16 @@ def test_weights_are_the_newest_also_after_sleep(keeps):
 def test_loaded_weights_are_a_new_version_that_generates():
     hybrid = engine(Rollout(keeps=True))
     hybrid.train.load = lambda folder: setattr(hybrid.train, "version", 41)
-    hybrid.generate(PROMPTS, Sampling(2), seeds=[0, 1])
+    hybrid.generate(PROMPTS, SamplingSettings(2), seeds=[0, 1])
     hybrid.load("folder")
-    samples = hybrid.generate(PROMPTS, Sampling(2), seeds=[0, 1])
+    samples = hybrid.generate(PROMPTS, SamplingSettings(2), seeds=[0, 1])
     assert samples["response_ids"].values.tolist() == [41, 7] * 2
     assert samples["policy_version"].tolist() == [1, 1]
 
 
 def test_all_tokens_were_sampled_unless_the_engine_says_otherwise():
-    samples = engine(Rollout(True)).generate(PROMPTS, Sampling(2), seeds=[0, 1])
+    samples = engine(Rollout(True)).generate(PROMPTS, SamplingSettings(2), seeds=[0, 1])
     assert samples["response_mask"].values.tolist() == [1] * 4
     mask = [[1, 0], [0, 1]]
-    samples = engine(Rollout(True, mask)).generate(PROMPTS, Sampling(2), seeds=[0, 1])
+    samples = engine(Rollout(True, mask)).generate(PROMPTS, SamplingSettings(2), seeds=[0, 1])
     assert samples["response_mask"].values.tolist() == [1, 0, 0, 1]

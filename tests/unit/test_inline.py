@@ -22,7 +22,7 @@ from hybridrl.controller import (
     transfer,
 )
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 
 
 class BrokenError(Exception):
@@ -102,8 +102,8 @@ class MeshWorker(Worker):
     """Stands on two meshes."""
 
     def coordinates(self):
-        mesh = Mesh({"dp": 1, "pp": 1})
-        return {**mesh.coordinates(self.context.rank), "rollout_dp": Coordinate(0, 1)}
+        mesh = RankMesh({"dp": 1, "pp": 1})
+        return {**mesh.coordinates(self.context.rank), "rollout_dp": MeshCoordinate(0, 1)}
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def echo(self, batch: Batch) -> Batch:

@@ -10,7 +10,7 @@ import torch
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig
 from hybridrl.workers import llm_judge as judging
-from hybridrl.workers.llm_judge import Judge, JudgeSetup
+from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
 from hybridrl.workers.training_engines import ModelSource
 
 
@@ -40,12 +40,12 @@ def make(monkeypatch):
                 written = [torch.tensor(list(map(ord, write(text)))) for text in texts]
                 return Batch.from_columns({"response_ids": written})
 
-        monkeypatch.setattr(judging, "build_generator", lambda *_: Engine())
+        monkeypatch.setattr(judging, "build_inference_engine", lambda *_: Engine())
         monkeypatch.setattr(judging, "load_tokenizer", lambda _: Characters())
-        monkeypatch.setattr(judging, "join", lambda _: None)
+        monkeypatch.setattr(judging, "join_group_world", lambda _: None)
         source = ModelSource("judge", "judge", "float32", 4096, (0,))
         config = JudgeConfig(path="judge", **settings)
-        return Judge(None, JudgeSetup(source, RolloutConfig(), "job"), config), asked
+        return LLMJudge(None, JudgeSetup(source, RolloutConfig(), "job"), config), asked
 
     return make
 

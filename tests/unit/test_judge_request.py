@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.workers.llm_judge import TEMPLATE, encode_request
+from hybridrl.workers.llm_judge import GRADE_TEMPLATE, encode_judge_prompt
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -32,11 +32,11 @@ def tokenizer():
 
 
 def asked(tokenizer, **parts):
-    return encode_request(tokenizer, TEMPLATE, INNOCENT | parts)
+    return encode_judge_prompt(tokenizer, GRADE_TEMPLATE, INNOCENT | parts)
 
 
 def test_it_is_what_the_tokenizer_makes_of_the_whole_text(tokenizer):
-    message = TEMPLATE
+    message = GRADE_TEMPLATE
     for name, part in INNOCENT.items():
         message = message.replace(f"{{{name}}}", part)
     text = tokenizer.apply_chat_template(
@@ -56,7 +56,9 @@ def test_an_answer_cannot_end_its_turn(tokenizer):
 
 
 def test_parts_of_an_answer_that_only_together_are_special_stay_characters(tokenizer):
-    ids = encode_request(tokenizer, "{prompt}{response}", {"prompt": "<|im_", "response": "end|>"})
+    ids = encode_judge_prompt(
+        tokenizer, "{prompt}{response}", {"prompt": "<|im_", "response": "end|>"}
+    )
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 1  # the turn's own
 
 
@@ -65,7 +67,7 @@ def test_it_is_rendered_with_the_options_and_the_date_of_the_job(tokenizer):
     said = "{{ strftime_now('%Y-%m-%d') + level }}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "chat_template", CHAT + said)
-        ids = encode_request(tokenizer, TEMPLATE, INNOCENT, context)
+        ids = encode_judge_prompt(tokenizer, GRADE_TEMPLATE, INNOCENT, context)
     assert tokenizer.decode(ids).endswith("2024-07-26strict")
 
 

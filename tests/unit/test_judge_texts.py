@@ -5,12 +5,12 @@ import math
 import pytest
 
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.rewards.rubrics import load_rubric, read_rubric, rubric_of, share_met
-from hybridrl.workers.llm_judge import PATTERNS, read_grade, read_ranking
+from hybridrl.rewards.rubrics import load_rubric, parse_rubric, read_row_rubric, rubric_score
+from hybridrl.workers.llm_judge import DEFAULT_PATTERNS, parse_grade, parse_ranking
 
 
 def ranking(text, answers):
-    return read_ranking(text, PATTERNS["rank"], answers)
+    return parse_ranking(text, DEFAULT_PATTERNS["rank"], answers)
 
 
 def test_a_ranking_gives_scores_in_equal_steps():
@@ -46,13 +46,13 @@ def test_rubrics_may_be_written_in_several_ways(tmp_path):
         {"criterion": "cites", "weight": 2},
         {"criterion": "is rude", "points": -3},
     ]
-    assert read_rubric(given) == expected
+    assert parse_rubric(given) == expected
     path = tmp_path / "rubric.yaml"
     path.write_text(
         "- is short\n- {criterion: cites, weight: 2}\n- {criterion: is rude, points: -3}"
     )
     assert load_rubric(str(path)) == expected
-    assert rubric_of({"checks": '["is short"]'}, "checks") == expected[:1]
+    assert read_row_rubric({"checks": '["is short"]'}, "checks") == expected[:1]
 
 
 @pytest.mark.parametrize(
@@ -68,21 +68,23 @@ def test_rubrics_may_be_written_in_several_ways(tmp_path):
 )
 def test_what_is_no_rubric_is_said(given, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        read_rubric(given)
+        parse_rubric(given)
     with pytest.raises(DataError, match="rubric_column=c: the row whose prompt begins with 'Why"):
-        rubric_of({"prompt": "Why?", "c": given}, "c")
+        read_row_rubric({"prompt": "Why?", "c": given}, "c")
     with pytest.raises(ConfigError, match="could not be read"):
         load_rubric(str(tmp_path / "none.json"))
 
 
 def test_the_share_of_a_rubric_that_is_met():
-    rubric = read_rubric(["a", {"criterion": "b", "weight": 3}, {"criterion": "bad", "weight": -2}])
-    assert share_met(rubric, [1.0, 0.5, 0.0]) == 2.5 / 4
-    assert share_met(rubric, [0.0, 0.0, 1.0]) == 0.0
-    assert share_met(rubric, [1.0, 1.0, 1.0]) == 0.5
-    assert math.isnan(share_met(rubric, [1.0, math.nan, 0.0]))
+    rubric = parse_rubric(
+        ["a", {"criterion": "b", "weight": 3}, {"criterion": "bad", "weight": -2}]
+    )
+    assert rubric_score(rubric, [1.0, 0.5, 0.0]) == 2.5 / 4
+    assert rubric_score(rubric, [0.0, 0.0, 1.0]) == 0.0
+    assert rubric_score(rubric, [1.0, 1.0, 1.0]) == 0.5
+    assert math.isnan(rubric_score(rubric, [1.0, math.nan, 0.0]))
 
 
 def test_the_last_grade_counts():
-    assert read_grade("Score: 3, no: score: 8", PATTERNS["grade"], 10.0) == 0.8
-    assert math.isnan(read_grade("none", PATTERNS["grade"], 10.0))
+    assert parse_grade("Score: 3, no: score: 8", DEFAULT_PATTERNS["grade"], 10.0) == 0.8
+    assert math.isnan(parse_grade("none", DEFAULT_PATTERNS["grade"], 10.0))

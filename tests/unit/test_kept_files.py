@@ -10,23 +10,29 @@ import torch
 from hypothesis import given, settings
 from layout_cases import full_tensors, layout_pairs, numbered
 
-from hybridrl.checkpoint.copies.memory_files import SCHEME, Keeper, KeptFiles
-from hybridrl.checkpoint.store import StepFolders
-from hybridrl.checkpoint.tensors.file_plan import plan_files, share
-from hybridrl.checkpoint.tensors.rank_manifest import Written, damage, lacking, list_of, read_lists
-from hybridrl.checkpoint.tensors.remote_files import open_tensors, write_apart
-from hybridrl.checkpoint.tensors.tensor_writer import headers_of, values_of
-from hybridrl.layout.boxes import extent
-from hybridrl.system.locations import location_of, sizes_below, write_whole
+from hybridrl.checkpoint.copies.memory_files import URL_SCHEME, KeeperFileSystem, MemoryKeeper
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
+from hybridrl.checkpoint.tensors.rank_manifest import (
+    RankManifest,
+    find_damage,
+    find_missing_data,
+    manifest_path,
+    read_manifests,
+)
+from hybridrl.checkpoint.tensors.remote_files import open_tensor_reader, write_remote_file
+from hybridrl.checkpoint.tensors.tensor_writer import make_header_entries, slice_part
+from hybridrl.layout.boxes import box_shape
+from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically
 
 NODES = 3
 
 
-class Node(Keeper):
+class Node(MemoryKeeper):
     lost = False
 
 
-class Cluster(KeptFiles):
+class Cluster(KeeperFileSystem):
     """Keepers of this process, by job."""
 
     nodes: ClassVar[dict[str, list[Node]]] = {}
@@ -43,19 +49,19 @@ class Cluster(KeptFiles):
 
 @pytest.fixture(autouse=True)
 def registered():
-    fsspec.register_implementation(SCHEME, Cluster, clobber=True)
+    fsspec.register_implementation(URL_SCHEME, Cluster, clobber=True)
     Cluster.here = 0
 
 
 def new_folder(holders=2):
     job = f"{holders}-{uuid.uuid4().hex}"
     Cluster.nodes[job] = [Node() for _ in range(NODES)]
-    return location_of(f"{SCHEME}://{job}"), Cluster.nodes[job]
+    return parse_location(f"{URL_SCHEME}://{job}"), Cluster.nodes[job]
 
 
 def write_from(node, file, content):
     Cluster.here = node
-    write_whole(file, content)
+    write_atomically(file, content)
     Cluster.here = 0
 
 
@@ -65,7 +71,7 @@ def test_a_file_is_on_the_node_of_its_writer_and_on_the_next(tmp_path):
         write_from(node, folder / "step-000001" / f"{node}", bytes([node]) * 10)
     held = [sorted(path[-1] for path in keeper._files) for keeper in keepers]
     assert held == [["0", "2"], ["0", "1"], ["1", "2"]]
-    assert sizes_below(folder / "step-000001") == {"0": 10, "1": 10, "2": 10}
+    assert list_file_sizes(folder / "step-000001") == {"0": 10, "1": 10, "2": 10}
     assert (folder / "step-000001" / "1").read_range(8, 10) == b"\1\1"
 
 
@@ -79,7 +85,7 @@ def test_one_lost_keeper_loses_nothing_and_two_are_noticed(lost):
     keepers[lost].lost = True
     assert [(folder / "step" / f"{n}").read_text() for n in range(NODES)] == texts
     keepers[(lost + 1) % NODES].lost = True
-    assert len(sizes_below(folder / "step")) == 2
+    assert len(list_file_sizes(folder / "step")) == 2
     with pytest.raises(FileNotFoundError):
         (folder / "step" / f"{lost}").read_text()
     with pytest.raises(OSError, match="lost"):
@@ -102,16 +108,16 @@ def test_what_is_not_sent_to_its_end_is_not_there_and_takes_no_memory():
 
 def test_steps_in_memory_are_steps():
     folder, keepers = new_folder()
-    folders = StepFolders(folder)
+    folders = CheckpointStore(folder)
     for step in (2, 10):
-        write_whole(folders.at(step) / "driver.json", b"{}")
+        write_atomically(folders.at(step) / "driver.json", b"{}")
         folders.complete(step)
-    write_whole(folders.at(12) / "driver.json", b"")
+    write_atomically(folders.at(12) / "driver.json", b"")
     assert (folders.steps(), folders.unfinished(), folders.newest()[0]) == ([2, 10], [12], 10)
     folders.discard(10)
     folders.forget_after(2)
-    assert sizes_below(folder) == {
-        f"step-000002/{name}": size for name, size in sizes_below(folders.at(2)).items()
+    assert list_file_sizes(folder) == {
+        f"step-000002/{name}": size for name, size in list_file_sizes(folders.at(2)).items()
     }
     folders.discard(2)
     assert not any(keeper._files for keeper in keepers) and folders.steps() == []
@@ -125,21 +131,23 @@ def test_any_layout_reads_what_any_wrote_when_a_node_is_lost(pair):
     folder = folder / "actor"
     for rank in sorted(layout.pieces):
         Cluster.here = rank % NODES
-        mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+        mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
         plan = plan_files(layout.shapes, mine, torch.float32, 1 << 20, "model")
         local = full_tensors(layout, rank, values)
-        parts = [values_of(part, local[part.source.tensor]) for part in plan.parts]
-        own, boxes = write_apart(folder, rank, plan.parts, parts)
-        headers = headers_of(plan) if rank == 0 else {}
-        write_whole(list_of(folder, rank), Written(boxes, headers, {}, own).to_json().encode())
+        parts = [slice_part(part, local[part.source.tensor]) for part in plan.parts]
+        own, boxes = write_remote_file(folder, rank, plan.parts, parts)
+        headers = make_header_entries(plan) if rank == 0 else {}
+        write_atomically(
+            manifest_path(folder, rank), RankManifest(boxes, headers, {}, own).to_json().encode()
+        )
     keepers[0].lost = True
-    lists = read_lists(folder)
+    lists = read_manifests(folder)
     if any(value.numel() for value in values.values()):
-        assert lacking(folder, lists) == "" and damage(folder, lists) == ""
-    tensors = open_tensors(folder, "model", lists)
+        assert find_missing_data(folder, lists) == "" and find_damage(folder, lists) == ""
+    tensors = open_tensor_reader(folder, "model", lists)
     for held in other.pieces.values():
         for name, pieces in held.items():
             for piece in pieces:
-                into = torch.empty(extent(piece.box))
+                into = torch.empty(box_shape(piece.box))
                 tensors.read(name, piece.box, into)
                 assert torch.equal(into, values[name][tuple(slice(*side) for side in piece.box)])

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from settings import configured
 
-from hybridrl.algorithms import AdaptiveKL, FixedKL, kl
-from hybridrl.algorithms.kl import IN_REWARD
-from hybridrl.config.setting_types import wrong_values
+from hybridrl.algorithms import AdaptiveKLController, FixedKLController, kl
+from hybridrl.algorithms.kl import REWARD_KL_ESTIMATOR
+from hybridrl.config.setting_types import find_invalid_values
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_trainer
-from hybridrl.trainers.policy_trainer import KLCoefficient, notices_of_kl
+from hybridrl.trainers.policy_trainer import KLCoefficient, list_kl_notices
 
 FORMULAS = {
     "k1": lambda x: x,
@@ -88,7 +88,7 @@ def sampled_gradient(estimator, spread):
 
 @pytest.mark.parametrize("spread", [0.03, 0.1, 0.3])
 def test_in_the_reward_only_k1_has_the_gradient_of_the_divergence(spread):
-    exact, found = sampled_gradient(IN_REWARD, spread)
+    exact, found = sampled_gradient(REWARD_KL_ESTIMATOR, spread)
     torch.testing.assert_close(found, exact)
     for estimator in ("k2", "k3"):
         exact, found = sampled_gradient(estimator, spread)
@@ -132,13 +132,13 @@ def test_another_estimator_in_the_reward_is_a_notice():
     kl_in_reward = ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
     for estimator in ("k2", "k3", "abs", "k3+"):
         config = configured([*kl_in_reward, f"algorithm.kl_estimator={estimator}"])
-        assert f"algorithm.kl_estimator={estimator} " in notices_of_kl(config)[0]
+        assert f"algorithm.kl_estimator={estimator} " in list_kl_notices(config)[0]
     for silent in (
         kl_in_reward,
         [*kl_in_reward, "algorithm.kl_estimator=k1"],
         ["algorithm.kl_estimator=k3"],
     ):
-        assert notices_of_kl(configured(silent)) == []
+        assert list_kl_notices(configured(silent)) == []
 
 
 def make_trainer(overrides):
@@ -147,11 +147,11 @@ def make_trainer(overrides):
 
 
 def test_controllers():
-    fixed = FixedKL(0.1)
+    fixed = FixedKLController(0.1)
     fixed.update(5.0, steps=100)
     assert fixed.coefficient == 0.1
 
-    adaptive = AdaptiveKL(initial=0.2, target=6.0, horizon=1000)
+    adaptive = AdaptiveKLController(initial=0.2, target=6.0, horizon=1000)
     adaptive.update(6.6, steps=100)
     assert adaptive.coefficient == pytest.approx(0.2 * (1 + 0.1 * 0.1))
     adaptive.coefficient = 1.0
@@ -166,14 +166,14 @@ def test_controllers():
 
 def test_controllers_refuse_what_cannot_work():
     with pytest.raises(ConfigError, match="target"):
-        AdaptiveKL(0.1, target=0.0, horizon=10)
+        AdaptiveKLController(0.1, target=0.0, horizon=10)
     with pytest.raises(ConfigError, match="horizon"):
-        AdaptiveKL(0.1, target=1.0, horizon=0)
+        AdaptiveKLController(0.1, target=1.0, horizon=0)
     with pytest.raises(ConfigError, match="Raise it"):
-        AdaptiveKL(0.1, target=1.0, horizon=10).update(0.5, steps=50)
+        AdaptiveKLController(0.1, target=1.0, horizon=10).update(0.5, steps=50)
 
 
 def test_a_target_for_whole_responses_is_refused():
-    wrong = dict(wrong_values(configured(["algorithm.kl_target=6"])))
+    wrong = dict(find_invalid_values(configured(["algorithm.kl_target=6"])))
     assert "It is in nats per token" in wrong["algorithm.kl_target"]
-    assert not dict(wrong_values(configured(["algorithm.kl_target=1"])))
+    assert not dict(find_invalid_values(configured(["algorithm.kl_target=1"])))

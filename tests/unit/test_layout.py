@@ -23,9 +23,15 @@ from weight_transitions import even_range, flat_pieces, shard_box
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout import boxes
-from hybridrl.layout.boxes import Part, Piece, PieceTable, Place, local_pieces
-from hybridrl.layout.tensor_layout import Layout, Plan, join, peak, redundant
-from hybridrl.layout.transfer_planner import plan
+from hybridrl.layout.boxes import Part, Piece, PieceTable, Place, make_local_pieces
+from hybridrl.layout.tensor_layout import (
+    TensorLayout,
+    TransferPlan,
+    compute_peak_elements,
+    compute_redundant_elements,
+    merge_layouts,
+)
+from hybridrl.layout.transfer_planner import plan_transfer
 
 
 def points(box):
@@ -35,13 +41,13 @@ def points(box):
 @given(st.data(), shapes)
 def test_what_is_left_of_a_box_is_disjoint_and_complete(data, shape):
     box, hole, other = (data.draw(boxes_in(shape)) for _ in range(3))
-    shared = boxes.intersection(box, hole)
+    shared = boxes.intersect_boxes(box, hole)
     assert (set() if shared is None else points(shared)) == points(box) & points(hole)
-    left = boxes.subtract_all(box, [hole, other])
-    assert sum(map(boxes.volume, left)) == len(points(box) - points(hole) - points(other))
+    left = boxes.subtract_boxes(box, [hole, other])
+    assert sum(map(boxes.box_numel, left)) == len(points(box) - points(hole) - points(other))
     assert set().union(*map(points, left)) == points(box) - points(hole) - points(other)
-    together = boxes.disjoint([box, hole, other])
-    assert sum(map(boxes.volume, together)) == len(points(box) | points(hole) | points(other))
+    together = boxes.make_disjoint([box, hole, other])
+    assert sum(map(boxes.box_numel, together)) == len(points(box) | points(hole) | points(other))
 
 
 @given(st.data(), shapes)
@@ -49,7 +55,7 @@ def test_a_flat_range_is_few_boxes_in_order(data, shape):
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
-    found = boxes.boxes_of_range(shape, start, stop)
+    found = boxes.flat_range_boxes(shape, start, stop)
     assert len(found) <= max(2 * len(shape) - 1, 1)
     numbers = torch.arange(size).reshape(shape)
     flat = [int(n) for box in found for n in cut(numbers, box).flatten()]
@@ -58,7 +64,7 @@ def test_a_flat_range_is_few_boxes_in_order(data, shape):
 
 def test_a_range_outside_of_the_tensor_is_refused():
     with pytest.raises(ConfigError, match=r"5 to 7 are not a range.*\(2, 3\)"):
-        boxes.boxes_of_range((2, 3), 5, 7)
+        boxes.flat_range_boxes((2, 3), 5, 7)
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -81,7 +87,7 @@ def test_two_cuts_of_one_dim_are_nested():
 @given(layout_pairs())
 def test_every_target_element_is_written_once_by_a_rank_that_has_it(pair):
     source, target = pair
-    found = plan(source, target)
+    found = plan_transfer(source, target)
     values = numbered(target)
     before = {rank: full_tensors(source, rank, values) for rank in source.pieces}
     written = Counter()
@@ -91,7 +97,7 @@ def test_every_target_element_is_written_once_by_a_rank_that_has_it(pair):
         sent = cut(values[move.name], move.box)
         here = local(before[move.sender][move.source.tensor], Piece(move.box, *move.source))
         assert torch.equal(here, sent)
-        starts = itertools.product(*(range(n) for n in boxes.extent(move.box)))
+        starts = itertools.product(*(range(n) for n in boxes.box_shape(move.box)))
         for offset, number in zip(starts, sent.flatten().tolist(), strict=True):
             at = tuple(a + b for a, b in zip(move.target.start, offset, strict=True))
             for receiver in move.receivers:
@@ -102,7 +108,7 @@ def test_every_target_element_is_written_once_by_a_rank_that_has_it(pair):
         for name, pieces in of_rank.items()
         for piece in pieces
         for offset, n in zip(
-            itertools.product(*(range(n) for n in boxes.extent(piece.box))),
+            itertools.product(*(range(n) for n in boxes.box_shape(piece.box))),
             cut(values[name], piece.box).flatten().tolist(),
             strict=True,
         )
@@ -114,7 +120,7 @@ def test_every_target_element_is_written_once_by_a_rank_that_has_it(pair):
 @given(layout_pairs())
 def test_no_element_is_sent_to_a_rank_that_has_it(pair):
     source, target = pair
-    found = plan(source, target)
+    found = plan_transfer(source, target)
     values = numbered(target)
     for rank, of_rank in target.pieces.items():
         has = elements(source, rank)
@@ -132,17 +138,17 @@ def test_no_element_is_sent_to_a_rank_that_has_it(pair):
 @given(layout_pairs())
 def test_plans_and_layouts_survive_json_and_do_not_depend_on_the_order_of_ranks(pair):
     source, target = pair
-    found = plan(source, target)
-    assert Plan.from_json(found.to_json()) == found
-    assert Layout.from_json(source.to_json()) == source
+    found = plan_transfer(source, target)
+    assert TransferPlan.from_json(found.to_json()) == found
+    assert TensorLayout.from_json(source.to_json()) == source
     backwards = [
-        Layout(
+        TensorLayout(
             dict(reversed(layout.shapes.items())),
             {rank: dict(reversed(p.items())) for rank, p in reversed(layout.pieces.items())},
         )
         for layout in pair
     ]
-    assert plan(*backwards) == found
+    assert plan_transfer(*backwards) == found
 
 
 @given(layout_pairs())
@@ -150,18 +156,18 @@ def test_footprints_count_elements_once(pair):
     source, target = pair
     for rank in source.pieces.keys() | target.pieces.keys():
         before, after = elements(source, rank), elements(target, rank)
-        assert peak(source, target)[rank] == len(before | after)
+        assert compute_peak_elements(source, target)[rank] == len(before | after)
         if rank in source.pieces:
-            assert peak(source)[rank] == len(before)
-            assert redundant(source, target)[rank] == len(before - after)
+            assert compute_peak_elements(source)[rank] == len(before)
+            assert compute_redundant_elements(source, target)[rank] == len(before - after)
 
 
 def shards(shape, count, replicas=1):
     """A tensor cut along dim 0, on ranks side by side, several times."""
-    return Layout(
+    return TensorLayout(
         {"w": shape},
         {
-            rank: {"w": local_pieces("w", shard_box(shape, [(0, rank % count, count)]))}
+            rank: {"w": make_local_pieces("w", shard_box(shape, [(0, rank % count, count)]))}
             for rank in range(count * replicas)
         },
     )
@@ -171,7 +177,7 @@ def shards(shape, count, replicas=1):
 def test_replicas_share_the_work_and_each_stays_with_its_own(replicas):
     source = shards((8, 3), 4, replicas)
     target = shards((8, 3), 1, 4 * replicas)
-    found = plan(source, target)
+    found = plan_transfer(source, target)
     assert set(found.sent().values()) == {3 * 6}
     for move in found.moves:
         assert {receiver // 4 for receiver in move.receivers} == {move.sender // 4}
@@ -181,29 +187,29 @@ def test_replicas_share_the_work_and_each_stays_with_its_own(replicas):
 def test_who_holds_the_same_sends_as_much(receivers):
     """Two ranks hold eight tensors of different sizes, in different places of their memory."""
     shapes = {f"{i}": (2 + i,) for i in range(8)}
-    here = {name: local_pieces(name, boxes.whole(shape)) for name, shape in shapes.items()}
-    there = {name: (Piece(boxes.whole(s), "flat", (7,)),) for name, s in shapes.items()}
-    source = Layout(shapes, {0: here, 1: there})
-    target = Layout(shapes, dict.fromkeys(range(2, 2 + receivers), here))
-    sent = plan(source, target).sent()
+    here = {name: make_local_pieces(name, boxes.full_box(shape)) for name, shape in shapes.items()}
+    there = {name: (Piece(boxes.full_box(s), "flat", (7,)),) for name, s in shapes.items()}
+    source = TensorLayout(shapes, {0: here, 1: there})
+    target = TensorLayout(shapes, dict.fromkeys(range(2, 2 + receivers), here))
+    sent = plan_transfer(source, target).sent()
     assert abs(sent[0] - sent[1]) <= max(2 + i for i in range(8))
     assert sent.total() == receivers * sum(2 + i for i in range(8))
 
 
 @given(layout_pairs())
 def test_a_rank_finds_its_own_part_of_the_plan(pair):
-    found = plan(*pair)
+    found = plan_transfer(*pair)
     for rank in {*pair[0].pieces, *pair[1].pieces, 99}:
-        assert plan(*pair, rank) == found.of(rank)
+        assert plan_transfer(*pair, rank) == found.of(rank)
 
 
 def test_the_source_of_everything_is_looked_for_by_every_rank():
     """Or one would raise, and the others wait for it."""
     target = shards((8, 3), 2)
-    source = Layout(target.shapes, {0: {"w": local_pieces("w", ((0, 7), (0, 3)))}})
+    source = TensorLayout(target.shapes, {0: {"w": make_local_pieces("w", ((0, 7), (0, 3)))}})
     for rank in range(3):
         with pytest.raises(LayoutError, match="which rank 1 of the target"):
-            plan(source, target, rank)
+            plan_transfer(source, target, rank)
 
 
 def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
@@ -213,9 +219,12 @@ def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
     pieces = {}
     for rank in range(8):
         half = shard_box((8, 3), [(0, rank % 2, 2)])
-        pieces[rank] = {"matrix": local_pieces("m", half), "norm": local_pieces("n", ((0, 4),))}
-    source = Layout(shapes, {rank: pieces[rank] for rank in range(4)})
-    found = plan(source, Layout(shapes, pieces))
+        pieces[rank] = {
+            "matrix": make_local_pieces("m", half),
+            "norm": make_local_pieces("n", ((0, 4),)),
+        }
+    source = TensorLayout(shapes, {rank: pieces[rank] for rank in range(4)})
+    found = plan_transfer(source, TensorLayout(shapes, pieces))
     for name in shapes:
         moves = [move for move in found.moves if move.name == name]
         ends = {(move.sender, move.receivers) for move in moves}
@@ -225,15 +234,20 @@ def test_what_all_hold_is_given_by_those_who_generate_with_the_same():
 def test_ranks_may_call_their_tensors_as_they_like():
     """Both tensors lie alike; of the second each rank has a name of its own."""
     whole = ((0, 4),)
-    source = Layout({"a": (4,), "b": (4,)}, {0: {n: local_pieces(n, whole) for n in "ab"}})
-    target = Layout(
+    source = TensorLayout(
+        {"a": (4,), "b": (4,)}, {0: {n: make_local_pieces(n, whole) for n in "ab"}}
+    )
+    target = TensorLayout(
         source.shapes,
         {
-            rank: {"a": local_pieces("a", whole), "b": local_pieces(f"b of {rank}", whole)}
+            rank: {
+                "a": make_local_pieces("a", whole),
+                "b": make_local_pieces(f"b of {rank}", whole),
+            }
             for rank in (1, 2)
         },
     )
-    found = {(m.name, m.target.tensor, m.receivers) for m in plan(source, target).moves}
+    found = {(m.name, m.target.tensor, m.receivers) for m in plan_transfer(source, target).moves}
     assert found == {("a", "a", (1, 2)), ("b", "b of 1", (1,)), ("b", "b of 2", (2,))}
 
 
@@ -259,12 +273,12 @@ def tables(draw):
         }
         for place, rank in enumerate(ranks)
     }
-    return Layout(shapes, table), Layout(shapes, pieces)
+    return TensorLayout(shapes, table), TensorLayout(shapes, pieces)
 
 
 def first_rows(piece):
     """What of a piece is in the first three rows, as a tensor of its own."""
-    shared = boxes.intersection(piece.box, ((0, 3), (0, 5)))
+    shared = boxes.intersect_boxes(piece.box, ((0, 3), (0, 5)))
     if shared is None:
         return None
     place = piece.at(shared)
@@ -290,25 +304,25 @@ def test_tables_of_pieces_are_layouts(pair):
     parts = {f"{name}/head": Part(name, (3, 5), "head", first_rows) for name in short.shapes}
     parts["again"] = next(iter(parts.values()))._replace(kind="other", piece=lambda piece: piece)
     assert plain(short.parts(parts)) == plain(long.parts(parts))
-    target = Layout(long.shapes, {rank + 1: here for rank, here in long.pieces.items()})
-    assert plan(short, target) == plan(long, target)
+    target = TensorLayout(long.shapes, {rank + 1: here for rank, here in long.pieces.items()})
+    assert plan_transfer(short, target) == plan_transfer(long, target)
     assert 99 not in short.pieces
     assert short.of(99).pieces == {}
 
 
 def test_fused_parameters_and_replicated_heads():
     """Training cuts q and k in two; generation on four ranks fuses them, two ranks per k head."""
-    source = Layout(
+    source = TensorLayout(
         {"q": (8, 2), "k": (4, 2)},
         {
             rank: {
-                "q": local_pieces("q", ((4 * rank, 4 * rank + 4), (0, 2))),
-                "k": local_pieces("k", ((2 * rank, 2 * rank + 2), (0, 2))),
+                "q": make_local_pieces("q", ((4 * rank, 4 * rank + 4), (0, 2))),
+                "k": make_local_pieces("k", ((2 * rank, 2 * rank + 2), (0, 2))),
             }
             for rank in range(2)
         },
     )
-    target = Layout(
+    target = TensorLayout(
         source.shapes,
         {
             rank: {
@@ -318,7 +332,7 @@ def test_fused_parameters_and_replicated_heads():
             for rank in range(4)
         },
     )
-    found = plan(source, target)
+    found = plan_transfer(source, target)
     assert found.received() == {1: 8, 2: 8, 3: 8}
     keys = [move for move in found.moves if move.name == "k" and 3 in move.receivers]
     assert [(move.sender, move.source, move.target) for move in keys] == [
@@ -329,29 +343,29 @@ def test_fused_parameters_and_replicated_heads():
 def test_flat_shards_are_views_of_runs():
     pieces = flat_pieces("w", (3, 4), 2, 11)
     assert [piece.tensor for piece in pieces] == ["w/0", "w/1", "w/2"]
-    assert [boxes.volume(piece.box) for piece in pieces] == [2, 4, 3]
-    assert local_pieces("w", ((2, 2), (0, 4))) == ()
+    assert [boxes.box_numel(piece.box) for piece in pieces] == [2, 4, 3]
+    assert make_local_pieces("w", ((2, 2), (0, 4))) == ()
 
 
 def test_each_rank_may_describe_itself():
     layout = shards((8, 3), 4)
-    alone = [Layout(layout.shapes, {rank: here}) for rank, here in layout.pieces.items()]
-    assert join(alone) == layout
+    alone = [TensorLayout(layout.shapes, {rank: here}) for rank, here in layout.pieces.items()]
+    assert merge_layouts(alone) == layout
     with pytest.raises(LayoutError, match="what rank 2 holds"):
-        join([layout, alone[2]])
+        merge_layouts([layout, alone[2]])
     with pytest.raises(LayoutError, match=r"`w` has shape \(8, 3\).*\(8, 4\)"):
-        join([layout, Layout({"w": (8, 4)}, {})])
+        merge_layouts([layout, TensorLayout({"w": (8, 4)}, {})])
 
 
 def test_what_the_source_lacks_is_named():
     target = shards((8, 3), 2)
     with pytest.raises(LayoutError, match="no tensor `w`"):
-        plan(Layout({}, {}), target)
+        plan_transfer(TensorLayout({}, {}), target)
     with pytest.raises(LayoutError, match=r"`w` has shape \(8, 4\).*\(8, 3\)"):
-        plan(shards((8, 4), 2), target)
-    cut_off = Layout(target.shapes, {0: {"w": local_pieces("w", ((0, 7), (0, 3)))}})
+        plan_transfer(shards((8, 4), 2), target)
+    cut_off = TensorLayout(target.shapes, {0: {"w": make_local_pieces("w", ((0, 7), (0, 3)))}})
     with pytest.raises(LayoutError, match=r"\[\(7, 8\), \(0, 3\)\] of tensor `w`, which rank 1"):
-        plan(cut_off, target)
+        plan_transfer(cut_off, target)
 
 
 def test_a_thousand_ranks_are_planned_in_little_memory():
@@ -359,17 +373,22 @@ def test_a_thousand_ranks_are_planned_in_little_memory():
     ranks, tp = 1024, 8
     shapes = {f"{i}.{name}": (4096, 512) for i in range(8) for name in ("up", "gate", "q")}
     column = tuple(
-        local_pieces("", shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)]))
+        make_local_pieces(
+            "", shard_box((4096, 512), [(0, rank % tp, tp), (0, rank // tp, ranks // tp)])
+        )
         for rank in range(ranks)
     )
     table = PieceTable(tuple(range(ranks)), (column,), {name: (name, 0) for name in shapes})
     generated = [
-        {name: local_pieces(name, shard_box(shape, [(0, i, tp)])) for name, shape in shapes.items()}
+        {
+            name: make_local_pieces(name, shard_box(shape, [(0, i, tp)]))
+            for name, shape in shapes.items()
+        }
         for i in range(tp)
     ]
-    target = Layout(shapes, {rank: generated[rank % tp] for rank in range(ranks)})
+    target = TensorLayout(shapes, {rank: generated[rank % tp] for rank in range(ranks)})
     tracemalloc.start()
-    found = plan(Layout(shapes, table), target, 9)
+    found = plan_transfer(TensorLayout(shapes, table), target, 9)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 20e6

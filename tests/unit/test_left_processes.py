@@ -45,12 +45,12 @@ async def play(row, model):
 OWNER = """
 import sys
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 from hybridrl.rewards import RewardPool
 with RewardPool(["{folder}/leaves.py:score"]) as rewards:
     rewards.score([dict(prompt="", response="{folder}/reward", answer="")])
     pool = EnvironmentPool(EnvironmentConfig("{folder}/leaves.py:play"))
-    play = Play(0, dict(folder="{folder}/environment"), "http://127.0.0.1:9/session/e/v1", "", "e", False)
+    play = EpisodeRequest(0, dict(folder="{folder}/environment"), "http://127.0.0.1:9/session/e/v1", "", "e", False)
     pool.start([play])
     (played,) = pool.poll(100.0)
     assert played.reward == 1.0, played

@@ -8,26 +8,26 @@ from hypothesis import strategies as st
 from settings import configured
 
 from hybridrl.errors import ConfigError
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.planner.sample_lengths import read_lengths
-from hybridrl.planner.step.call_time import HALVING, CallClock
-from hybridrl.planner.step.step_calls import Lengths
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.planner.sample_lengths import parse_sample_lengths
+from hybridrl.planner.step.call_time import RUNNING_SAMPLES_FACTOR, CallTimeEstimator
+from hybridrl.planner.step.step_calls import SampleLengths
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ("300+800", Lengths(300, 800, 800)),
-        ("300+800..4096", Lengths(300, 800, 4096)),
-        (" 5.5+12.25..12.25 ", Lengths(5.5, 12.25, 12.25)),
+        ("300+800", SampleLengths(300, 800, 800)),
+        ("300+800..4096", SampleLengths(300, 800, 4096)),
+        (" 5.5+12.25..12.25 ", SampleLengths(5.5, 12.25, 12.25)),
     ],
 )
 def test_lengths_are_said_in_numbers(said, expected):
-    assert read_lengths(said, "--lengths") == expected
-    assert read_lengths(str(expected), "--lengths") == expected
+    assert parse_sample_lengths(said, "--lengths") == expected
+    assert parse_sample_lengths(str(expected), "--lengths") == expected
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_lengths_are_said_in_numbers(said, expected):
 def test_what_says_no_lengths_is_refused(said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"placement\.lengths="):
-        read_lengths(said, "placement.lengths")
+        parse_sample_lengths(said, "placement.lengths")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"has no config\.yaml"):
-        read_lengths(str(tmp_path), "--lengths")
+        parse_sample_lengths(str(tmp_path), "--lengths")
 
 
 def decoding(engine, rows, at_once, response, longest):
@@ -54,7 +54,7 @@ def decoding(engine, rows, at_once, response, longest):
     planner = SimpleNamespace(
         sizes=sizes, config=SimpleNamespace(rollout=rollout), cluster=SimpleNamespace(devices=[])
     )
-    return CallClock(planner, None)._decoding(rows, at_once)
+    return CallTimeEstimator(planner, None)._decoding(rows, at_once)
 
 
 @given(st.integers(1, 500), st.integers(1, 64), st.floats(1, 100), st.floats(1, 20))
@@ -65,17 +65,17 @@ def test_every_token_is_made_once_and_all_wait_for_the_longest(rows, places, res
     assert steps >= longest * (1 - 1e-9) and running <= at_once * (1 + 1e-9)
     steps, running = decoding("transformers", rows, at_once, response, longest)
     made = rows * response  # finished ones stay until they are half of all
-    assert made * (1 - 1e-9) <= steps * running <= HALVING * made * (1 + 1e-9)
+    assert made * (1 - 1e-9) <= steps * running <= RUNNING_SAMPLES_FACTOR * made * (1 + 1e-9)
 
 
 def test_who_waits_for_a_long_one_generates_longer_and_trains_as_long():
     settings = ["model.path=llama-7b", "data.prompts_per_step=64", "model.dtype=bfloat16"]
-    cluster = named("8xH100")
-    rates = Rates.known(cluster, "bfloat16")
-    with with_described_models(configured(settings), None) as config:
+    cluster = parse_cluster("8xH100")
+    rates = DeviceRates.known(cluster, "bfloat16")
+    with materialize_named_models(configured(settings), None) as config:
         plain, tail = (
-            make_plan(config, cluster, lengths=lengths, rates=rates).times.phases
-            for lengths in (Lengths.alike(300, 800), Lengths(300, 800, 4096))
+            build_job_plan(config, cluster, lengths=lengths, rates=rates).times.phases
+            for lengths in (SampleLengths.alike(300, 800), SampleLengths(300, 800, 4096))
         )
     assert tail["actor", "train"] == plain["actor", "train"]
     # Five times as many steps, each of which reads all weights, but fewer samples.

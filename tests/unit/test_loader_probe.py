@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hybridrl.layout.boxes import volume
-from hybridrl.rollout.loader_probe import NotProbedError, probe, remember_parameters
-from hybridrl.rollout.weight_writer import inside
+from hybridrl.layout.boxes import box_numel
+from hybridrl.rollout.loader_probe import LoaderProbeError, probe_loader, record_raw_parameters
+from hybridrl.rollout.weight_writer import box_slices
 
 
 class Model(nn.Module):
@@ -21,7 +21,7 @@ class Model(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.zeros(shape), requires_grad=False))
         self.load = load
-        remember_parameters(self)
+        record_raw_parameters(self)
 
     def load_weights(self, weights):
         for name, tensor in weights:
@@ -39,7 +39,7 @@ def numbered(shapes):
 
 def assert_pieces_are_what_loading_does(model, shapes):
     checkpoint = numbered(shapes)
-    pieces = probe(model, shapes)
+    pieces = probe_loader(model, shapes)
     assert all(not parameter.any() for parameter in model.parameters())  # nothing was loaded
     model.load_weights(iter(checkpoint.items()))
     for tensor, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def assert_pieces_are_what_loading_does(model, shapes):
                         (first, first + stop - start)
                         for first, (start, stop) in zip(piece.start, piece.box, strict=True)
                     )
-                    expected[inside(place)] = checkpoint[name][inside(piece.box)]
+                    expected[box_slices(place)] = checkpoint[name][box_slices(piece.box)]
         assert torch.equal(parameter, expected), tensor
     return pieces
 
@@ -134,22 +134,22 @@ def test_vectors_scalars_and_three_dims():
     model = Model({"bias": (3,), "scale": (), "kernel": (2, 3, 3)}, load)
     pieces = assert_pieces_are_what_loading_does(model, shapes)
     assert pieces["unused"] == ()
-    assert sum(volume(piece.box) for held in pieces.values() for piece in held) == 3 + 1 + 18
+    assert sum(box_numel(piece.box) for held in pieces.values() for piece in held) == 3 + 1 + 18
 
 
 def test_tied_parameters_are_one():
     model = Model({"embedding": (4, 2)}, lambda model, _, tensor: model.head.data.copy_(tensor))
     model.head = model.embedding
-    remember_parameters(model)
+    record_raw_parameters(model)
     pieces = assert_pieces_are_what_loading_does(model, {"embedding": (4, 2)})
     assert [piece.tensor for piece in pieces["embedding"]] == ["embedding"]
 
 
 def test_parameters_may_have_been_repacked_since():
     model = Model({"weight": (4, 2)}, lambda model, _, tensor: model.weight.data.copy_(tensor[4:]))
-    before = probe(model, {"w": (8, 2)})
+    before = probe_loader(model, {"w": (8, 2)})
     model.weight = packed = nn.Parameter(torch.zeros(0), requires_grad=False)
-    assert probe(model, {"w": (8, 2)}) == before
+    assert probe_loader(model, {"w": (8, 2)}) == before
     assert model.weight is packed
 
 
@@ -183,6 +183,6 @@ def test_loaders_that_do_not_copy_boxes_are_refused(how):
     load, reason = REFUSED[how]
     model = Model({"w": (4, 4)}, lambda model, _, tensor: load(model, tensor))
     parameter = model.w
-    with pytest.raises(NotProbedError, match=reason):
-        probe(model, {"t": (4, 4)})
+    with pytest.raises(LoaderProbeError, match=reason):
+        probe_loader(model, {"t": (4, 4)})
     assert model.w is parameter and parameter.device.type == "cpu" and not parameter.any()

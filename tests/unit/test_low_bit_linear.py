@@ -6,16 +6,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import tiny_config
+from hybridrl.models import make_tiny_config
 from hybridrl.quantization import int8_products
 from hybridrl.quantization.low_bit_linear import (
     KINDS,
-    Linear4,
-    Linear8,
+    Int4Linear,
+    Int8Linear,
     LowBitLinear,
-    apply_bits,
-    decoder_layers,
-    low_bits,
+    apply_layer_bits,
+    find_decoder_layers,
+    temporary_layer_bits,
 )
 
 
@@ -26,7 +26,7 @@ def made(inputs, outputs, bias=True, dtype=torch.float32):
 
 def tiny_model(layers=3):
     torch.manual_seed(0)
-    config = tiny_config(hidden_size=64, layers=layers, heads=2, context=64)
+    config = make_tiny_config(hidden_size=64, layers=layers, heads=2, context=64)
     config.vocab_size = 30
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
 
@@ -37,7 +37,7 @@ def tiny_model(layers=3):
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_a_layer_computes_with_its_rounded_weights(bits, shape, dtype, packs, monkeypatch):
     if not packs:
-        monkeypatch.setattr(int8_products, "packs_int8", lambda kind: False)
+        monkeypatch.setattr(int8_products, "has_onednn_int8", lambda kind: False)
     linear = made(*shape, dtype=dtype)
     low = KINDS[bits](linear)
     whole = low.dequantised()
@@ -53,7 +53,7 @@ def test_a_layer_computes_with_its_rounded_weights(bits, shape, dtype, packs, mo
 
 
 def test_a_token_that_is_far_larger_does_not_spoil_others():
-    low = Linear8(made(64, 32))
+    low = Int8Linear(made(64, 32))
     x = torch.randn(4, 64)
     alone = low(x[1:])
     x[0] *= 1e6
@@ -77,7 +77,7 @@ def test_a_layer_of_zeros_gives_its_bias(bits):
     assert torch.equal(KINDS[bits](linear)(torch.randn(2, 64)), linear.bias.expand(2, -1))
 
 
-@pytest.mark.parametrize("kind", [Linear4, Linear8])
+@pytest.mark.parametrize("kind", [Int4Linear, Int8Linear])
 def test_weights_that_come_later_take_the_place_of_the_first(kind):
     low, other = kind(made(64, 32)), made(64, 32)
     other.weight.mul_(-2)
@@ -91,16 +91,16 @@ def test_weights_that_come_later_take_the_place_of_the_first(kind):
 def test_bits_are_chosen_by_layer_and_taken_back():
     model, ids = tiny_model(), torch.arange(20)[None]
     before = model(ids).logits
-    with low_bits(model, {0: 8, 2: 4, 1: 16}):
+    with temporary_layer_bits(model, {0: 8, 2: 4, 1: 16}):
         kinds = [
             {type(m) for m in layer.modules() if isinstance(m, nn.Linear | LowBitLinear)}
-            for layer in decoder_layers(model)
+            for layer in find_decoder_layers(model)
         ]
-        assert kinds == [{Linear8}, {nn.Linear}, {Linear4}]
+        assert kinds == [{Int8Linear}, {nn.Linear}, {Int4Linear}]
         assert not torch.equal(model(ids).logits, before)
         assert isinstance(model.lm_head, nn.Linear)
     assert torch.equal(model(ids).logits, before)
-    apply_bits(model, {})
+    apply_layer_bits(model, {})
     assert torch.equal(model(ids).logits, before)
 
 
@@ -111,7 +111,7 @@ def test_bits_that_no_layer_can_have_are_refused(bits, said):
     model, ids = tiny_model(), torch.arange(20)[None]
     before = model(ids).logits
     with pytest.raises(ConfigError, match=said):
-        apply_bits(model, bits)
+        apply_layer_bits(model, bits)
     assert torch.equal(model(ids).logits, before)
     with pytest.raises(ConfigError, match="no list of decoder layers"):
-        apply_bits(nn.Linear(2, 2), {0: 8})
+        apply_layer_bits(nn.Linear(2, 2), {0: 8})

@@ -6,16 +6,21 @@ import pytest
 import torch
 
 from hybridrl.parallel import measured_reduction as measured_sums
-from hybridrl.parallel.measured_reduction import CALM, IN_A_ROW, SETTLING, MeasuredSums
+from hybridrl.parallel.measured_reduction import (
+    CALM_UPDATES,
+    DRIFTED_UPDATES,
+    SETTLING_UPDATES,
+    MeasuredReduceScatter,
+)
 from hybridrl.parallel.reduction_choice import (
-    FULL,
-    NOTHING,
-    ON_A_STREAM,
-    Bucket,
-    Curve,
-    Part,
-    Way,
-    choose,
+    FULL_REDUCTION,
+    STREAM_OVERLAP,
+    ZERO_COST,
+    CostCurve,
+    GradientBucket,
+    HopCost,
+    MethodCost,
+    choose_methods,
 )
 
 
@@ -36,10 +41,10 @@ class Unit:
 
 def ways(rate):
     """`full` at a million values a second times `rate`, and 8 bits, which have to be encoded."""
-    full = Part(1.0, NOTHING, Curve.of(0.0, 1e6 * rate))
+    full = HopCost(1.0, ZERO_COST, CostCurve.of(0.0, 1e6 * rate))
     return [
-        Way(FULL, (full,)),
-        Way("int8", (Part(1.0, Curve.of(0.0, 1e7), Curve.of(0.0, 4e6 * rate)),)),
+        MethodCost(FULL_REDUCTION, (full,)),
+        MethodCost("int8", (HopCost(1.0, CostCurve.of(0.0, 1e7), CostCurve.of(0.0, 4e6 * rate)),)),
     ]
 
 
@@ -47,13 +52,13 @@ def ways(rate):
 def link(monkeypatch):
     """Its rate, which a test may change; sums are measured by it, and all ranks are this one."""
     rate = {"now": 1.0}
-    monkeypatch.setattr(measured_sums, "measured_ways", lambda *_: ways(rate["now"]))
-    monkeypatch.setattr(measured_sums, "agreed", lambda figures, *_: list(figures))
+    monkeypatch.setattr(measured_sums, "measure_methods", lambda *_: ways(rate["now"]))
+    monkeypatch.setattr(measured_sums, "all_reduce_figures", lambda figures, *_: list(figures))
     return rate
 
 
 def installed(values, overlap=None):
-    sums = MeasuredSums([], None, torch.device("cpu"))
+    sums = MeasuredReduceScatter([], None, torch.device("cpu"))
     if overlap is not None:
         sums._overlap = overlap
     units = [Unit() for _ in values]
@@ -78,33 +83,33 @@ def run(sums, link, order, gaps):
 
 def test_beside_a_backward_bubbles_are_seen_once_sums_are_short(link):
     values, order, gaps = [1_000_000] * 4, [3, 2, 1, 0], [2.0, 0.5, 5.0, 0.0]
-    sums = installed(values, ON_A_STREAM)
+    sums = installed(values, STREAM_OVERLAP)
     assert sums.choice.ways == ("int8",) * 4
-    for _ in range(SETTLING):
+    for _ in range(SETTLING_UPDATES):
         run(sums, link, order, gaps)
     ready = [0.0, 2.0, 2.5, 7.5]
-    buckets = [Bucket(values[unit], at) for unit, at in zip(order, ready, strict=True)]
-    assert sums.choice.ways == choose(buckets, ways(1.0), ON_A_STREAM).ways
-    assert sums.choice.ways == (FULL, "int8", FULL, "int8")
+    buckets = [GradientBucket(values[unit], at) for unit, at in zip(order, ready, strict=True)]
+    assert sums.choice.ways == choose_methods(buckets, ways(1.0), STREAM_OVERLAP).ways
+    assert sums.choice.ways == (FULL_REDUCTION, "int8", FULL_REDUCTION, "int8")
     assert sums._order == order
     assert len(sums.said) == 2 and "backward and sums" in sums.said[1]
 
 
 def test_sums_as_long_as_was_measured_are_left_alone(link):
     sums = installed([1_000_000, 10])
-    for _ in range(2 * CALM):
+    for _ in range(2 * CALM_UPDATES):
         run(sums, link, [1, 0], [0.1, 0.1])
     assert sums.measurements == 1 and len(sums.said) == 1
 
 
-@pytest.mark.parametrize(("rate", "way"), [(0.5, "int8"), (100.0, FULL)])
+@pytest.mark.parametrize(("rate", "way"), [(0.5, "int8"), (100.0, FULL_REDUCTION)])
 def test_a_link_that_becomes_slower_or_faster_is_measured_again(link, rate, way):
     sums = installed([1_000_000])
     link["now"] = rate
-    for number in range(IN_A_ROW):
+    for number in range(DRIFTED_UPDATES):
         assert sums.measurements == 1
         run(sums, link, [0], [0.0])
-        assert number == IN_A_ROW - 1 or sums.choice.ways == ("int8",)
+        assert number == DRIFTED_UPDATES - 1 or sums.choice.ways == ("int8",)
     assert sums.measurements == 2
     assert sums.choice.ways == (way,)
     assert "measured again" in sums.said[-1]
@@ -130,12 +135,12 @@ def test_what_takes_next_to_no_time_is_not_measured_again(link, monkeypatch):
 
 def test_what_measuring_does_not_see_is_not_measured_for_ever(link, monkeypatch):
     sums = installed([1_000_000])
-    monkeypatch.setattr(measured_sums, "measured_ways", lambda *_: ways(1.0))
+    monkeypatch.setattr(measured_sums, "measure_methods", lambda *_: ways(1.0))
     link["now"] = 0.4  # but while it is measured
-    for _ in range(CALM):
+    for _ in range(CALM_UPDATES):
         run(sums, link, [0], [0.0])
     assert sums.measurements == 2
-    for _ in range(CALM):
+    for _ in range(CALM_UPDATES):
         run(sums, link, [0], [0.0])
     assert sums.measurements == 3
 

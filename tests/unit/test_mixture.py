@@ -8,13 +8,19 @@ import pytest
 from settings import configured
 
 from hybridrl.batch.batch import Batch
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.datasets import load_prompts
-from hybridrl.data.mixture import Proportions, load_sources, rewards_of, source_names, sources_of
-from hybridrl.data.row_schedule import MixedDeck
+from hybridrl.data.mixture import (
+    SourceProportions,
+    find_source_rewards,
+    list_source_names,
+    load_mixture,
+    parse_sources,
+)
+from hybridrl.data.row_schedule import MixtureSchedule
 from hybridrl.errors import ConfigError, DataError, RewardError
-from hybridrl.rewards.source_rewards import SourcePools, settings_by_source
-from hybridrl.trainers.data_feed import SourceFigures, scored_figures
+from hybridrl.rewards.source_rewards import SourceRewardPools, resolve_source_settings
+from hybridrl.trainers.data_feed import SourceMetrics, compute_source_metrics
 
 MIXED = ("data=mixture", "data.sources.a.path=a.jsonl", "data.sources.a.weight=3")
 MIXED += ("data.sources.b.task=reasoning_gym", "data.sources.b.tasks=[gcd]")
@@ -27,12 +33,12 @@ def rows(a=6, b=4):
 
 def deck(*overrides, of=None):
     config = configured([*MIXED, *overrides])
-    return MixedDeck(config, rows() if of is None else of, sources_of(config.data))
+    return MixtureSchedule(config, rows() if of is None else of, parse_sources(config.data))
 
 
 @pytest.mark.parametrize("weights", [[1.0], [3, 1], [5, 3, 1.5, 0.25]])
 def test_shares_are_exact_at_any_time(weights):
-    proportions, counts = Proportions(weights), Counter()
+    proportions, counts = SourceProportions(weights), Counter()
     for number in (1, 7, 0, 32, 5, 200):
         counts.update(proportions.next(number))
         total = counts.total()
@@ -75,19 +81,19 @@ def test_sources_are_loaded_one_after_the_other(tmp_path):
     own = [f"data.sources.a.path={tmp_path}/a.jsonl", "data.sources.a.prompt_column=question"]
     of_task = ["data.sources.b.rows=20", "data.sources.b.eval_prompts=3"]
     config = configured([*MIXED, *own, *of_task]).data
-    tokenizer = build_tokenizer(TEXT)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
 
     def load(data, origin, number):
         return load_prompts(data, tokenizer, held_out=number, seed=0, origin=origin)
 
-    found = load_sources(config, load, 8)
+    found = load_mixture(config, load, 8)
     assert Counter(found.training["source"]) == {"a": 34, "b": 20}
     assert Counter(found.held_out["source"]) == {"a": 6, "b": 3}
     assert len(found.examples) == 20, "only a task brings right responses"
     assert found.training.to_pylist()[-1]["level"] is None
     config.sources["a"]["prompt_column"] = "quest"
     with pytest.raises(DataError, match=r"Source `a`: .*data\.sources\.a\.prompt_column.*question"):
-        load_sources(config, load, 8)
+        load_mixture(config, load, 8)
 
 
 @pytest.mark.parametrize(
@@ -103,15 +109,15 @@ def test_sources_are_loaded_one_after_the_other(tmp_path):
 )
 def test_what_is_no_source_is_a_sentence(setting, words):
     with pytest.raises(ConfigError, match=words):
-        sources_of(configured([*MIXED, setting]).data)
+        parse_sources(configured([*MIXED, setting]).data)
 
 
 def test_rows_are_scored_by_the_functions_of_their_source():
     config = configured(
         [*MIXED, "data.sources.b.reward=[numeric,length]", "reward.options.length.limit=1"]
     )
-    own = rewards_of(config.data)
-    settings = settings_by_source(config.reward, own, source_names(config.data))
+    own = find_source_rewards(config.data)
+    settings = resolve_source_settings(config.reward, own, list_source_names(config.data))
     assert {name: one.options for name, one in settings.items()} == {
         None: {},
         "b": {"length": {"limit": 1}},
@@ -120,7 +126,7 @@ def test_rows_are_scored_by_the_functions_of_their_source():
         {"prompt": "", "answer": "5", "response": "5.0", "source": source}
         for source in ("a", "b", "a")
     ]
-    pools = SourcePools(settings)
+    pools = SourceRewardPools(settings)
     try:
         found = pools.score(samples)
         of_one = pools.score(samples[:1])
@@ -131,9 +137,9 @@ def test_rows_are_scored_by_the_functions_of_their_source():
     assert set(of_one.columns) == set(found.columns), "on every rank the same"
     config.reward.options["lenght"] = {}
     with pytest.raises(ConfigError, match=r"lenght.*Did you mean `length`"):
-        settings_by_source(config.reward, own, source_names(config.data))
+        resolve_source_settings(config.reward, own, list_source_names(config.data))
     config.reward.options.clear()
-    only = SourcePools(settings_by_source(config.reward, {"b": ["numeric"]}, ["b"]))
+    only = SourceRewardPools(resolve_source_settings(config.reward, {"b": ["numeric"]}, ["b"]))
     try:
         with pytest.raises(RewardError, match="of the source 'a', which has no reward"):
             only.score(samples)
@@ -142,7 +148,7 @@ def test_rows_are_scored_by_the_functions_of_their_source():
 
 
 def test_figures_of_sources():
-    figures = SourceFigures(configured(MIXED), rows())
+    figures = SourceMetrics(configured(MIXED), rows())
     of_rows = np.array([0, 0, 1, 1, 7, 7, 8, 8])
     groups = np.array([10, 10, 11, 11, 12, 12, 13, 13])
     scores = np.array([0, 1, 1, 1, 0, np.nan, np.nan, np.nan], np.float32)
@@ -155,12 +161,12 @@ def test_figures_of_sources():
     }
     total = {"source/a/count": 4, "source/a/sum": 3.0, "source/a/correct": 2}
     total |= {"source/a/samples": 5, "source/a/tokens": 20}
-    assert scored_figures(total) == {
+    assert compute_source_metrics(total) == {
         "source/a/reward/mean": 0.75,
         "source/a/accuracy": 0.5,
         "source/a/response/length_mean": 4.0,
     }
-    assert not SourceFigures(configured([]), rows())
+    assert not SourceMetrics(configured([]), rows())
 
 
 def test_sources_of_as_many_rows_are_dealt_in_orders_of_their_own():

@@ -9,11 +9,11 @@ from campaigns.models import settings as described
 from campaigns.models import tensors as stored
 from settings import configured
 
-from hybridrl.checks.models.model_folder_checks import check_model, check_reachable
+from hybridrl.checks.models.model_folder_checks import check_hub_model, check_model
 from hybridrl.checks.models.tokenizer_checks import check_tokenizer
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_config, load_model, load_scalar_model
+from hybridrl.models import load_model, load_model_config, load_scalar_model
 
 
 @pytest.fixture
@@ -79,13 +79,13 @@ def test_no_parameter_is_made_up_where_transformers_loads(folder):
 
 def test_a_tokenizer_speaks_to_its_model(folder):
     path = folder(sound)
-    config, model = configured([f"model.path={path}"]), load_config(path)
-    check_tokenizer(config, build_tokenizer(), model, path)
-    more = build_tokenizer()
+    config, model = configured([f"model.path={path}"]), load_model_config(path)
+    check_tokenizer(config, build_character_tokenizer(), model, path)
+    more = build_character_tokenizer()
     more.add_tokens(["A"])
     with pytest.raises(ConfigError, match=r"has 50 tokens and the model 49.*seen 'A'"):
         check_tokenizer(config, more, model, path)
-    padded = build_tokenizer()
+    padded = build_character_tokenizer()
     padded.add_special_tokens({"pad_token": "[PAD]"})
     check_tokenizer(config, padded, model, path)  # nothing is padded here
 
@@ -93,20 +93,20 @@ def test_a_tokenizer_speaks_to_its_model(folder):
 def test_a_name_that_the_hub_cannot_be_asked_for(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"model.path=ours/nope: there is no such folder .*OFFL"):
-        check_reachable("ours/nope", "model.path")
+        check_hub_model("ours/nope", "model.path")
     with pytest.raises(ConfigError, match="has no such names"):
-        check_reachable("two words", "model.path")
+        check_hub_model("two words", "model.path")
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch):
     from hybridrl.system import hub_access as hub
 
-    monkeypatch.setattr(hub, "LONGEST_S", 0.05)
+    monkeypatch.setattr(hub, "HUB_TIMEOUT_S", 0.05)
     monkeypatch.setattr(
         "huggingface_hub.HfApi.repo_info", lambda *_, **__: hub.threading.Event().wait(5)
     )
     with pytest.raises(ConfigError, match=r"has not answered within 0\.05 s"):
-        check_reachable("ours/nope", "model.path")
+        check_hub_model("ours/nope", "model.path")
 
 
 def test_the_checks_of_a_start_look_at_the_folders(tmp_path):

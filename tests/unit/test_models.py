@@ -13,15 +13,15 @@ from hybridrl.batch.batch import Batch
 from hybridrl.models import (
     CausalPolicy,
     PackedSamples,
-    Packing,
-    Rows,
+    PackingMetadata,
+    SampleLayout,
     log_probs,
     token_log_probs,
 )
-from hybridrl.models.model_loading import tiny_config
-from hybridrl.models.packed_attention import NAME
-from hybridrl.models.packing import WASTE
-from hybridrl.system.device_traits import logits_at_a_time
+from hybridrl.models.model_loading import make_tiny_config
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packing import MAX_PADDING_RATIO
+from hybridrl.system.device_traits import logits_per_chunk
 
 CPU = torch.device("cpu")
 VOCABULARY = 29
@@ -109,9 +109,12 @@ def assert_same(found, expected, tolerance, terms=1.0):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * scale)
 
 
-def assert_packed_equals_alone(config, batch, temperature=1.0, rows=Rows.PACKED):
-    policy, alone = CausalPolicy(make_model(config, NAME), rows), make_model(config, "eager")
-    assert policy.inner.config._attn_implementation == NAME
+def assert_packed_equals_alone(config, batch, temperature=1.0, rows=SampleLayout.PACKED):
+    policy, alone = (
+        CausalPolicy(make_model(config, PACKED_ATTENTION), rows),
+        make_model(config, "eager"),
+    )
+    assert policy.inner.config._attn_implementation == PACKED_ATTENTION
     outputs = both(policy(PackedSamples.of(batch, CPU, rows), temperature))
     expected = one_by_one(alone, batch, temperature)
     for found, wanted in zip(outputs, expected, strict=True):
@@ -156,7 +159,7 @@ def test_temperature(temperature):
 def test_samples_do_not_see_each_other():
     batch = make_batch(UNEVEN)
     changed = make_batch(UNEVEN, seed=1)
-    policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
+    policy = CausalPolicy(make_model(make_config(Qwen2Config), PACKED_ATTENTION))
     bounds = batch["response_ids"].cu_seqlens.tolist()
     before = policy(PackedSamples.of(batch, CPU))["log_probs"]
     for row in range(len(batch)):
@@ -172,7 +175,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
     samples = PackedSamples.of(make_batch(UNEVEN), CPU)
     calls, found = [], []
     for checkpointing in (False, True):
-        policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME)).train()
+        policy = CausalPolicy(make_model(make_config(Qwen2Config), PACKED_ATTENTION)).train()
         mlp = policy.inner.base_model.layers[0].mlp
         mlp.register_forward_pre_hook(lambda *_, kind=checkpointing: calls.append(kind))
         if checkpointing:
@@ -185,7 +188,7 @@ def test_gradient_checkpointing_gives_the_same_gradients():
 
 def test_half_precision_gives_float32_log_probs_near_the_exact_ones():
     config, batch = make_config(Qwen2Config), make_batch(UNEVEN)
-    model = make_model(config, NAME)
+    model = make_model(config, PACKED_ATTENTION)
     exact = both(CausalPolicy(model)(PackedSamples.of(batch, CPU)))
     rounded = both(CausalPolicy(model.bfloat16())(PackedSamples.of(batch, CPU)))
     for found, wanted in zip(rounded, exact, strict=True):
@@ -227,16 +230,16 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
     )
 
     seen = []
-    logits_of = log_probs.logits_of
+    logits_of = log_probs.compute_logits
 
     def watched(*arguments):
         logits = logits_of(*arguments)
         seen.append(tuple(logits.shape))
         return logits
 
-    monkeypatch.setattr(log_probs, "logits_of", watched)
+    monkeypatch.setattr(log_probs, "compute_logits", watched)
     at_a_time = tokens_per_chunk * VOCABULARY + 5
-    monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: at_a_time)
+    monkeypatch.setattr(log_probs, "logits_per_chunk", lambda _: at_a_time)
     outputs = token_log_probs(hidden, weight, targets, 0.7)
     found = torch.autograd.grad(
         sum((c * out).sum() for c, out in zip(coefficients, outputs, strict=True)),
@@ -251,25 +254,25 @@ def test_chunks_change_nothing_and_logits_never_exist_whole(tokens_per_chunk, mo
 
 
 def test_a_vocabulary_larger_than_a_chunk_goes_token_by_token(monkeypatch):
-    monkeypatch.setattr(log_probs, "logits_at_a_time", lambda _: 10)
+    monkeypatch.setattr(log_probs, "logits_per_chunk", lambda _: 10)
     found, _ = token_log_probs(torch.zeros(3, 2), torch.zeros(VOCABULARY, 2), torch.arange(3))
     assert_same(found, -torch.full((3,), float(VOCABULARY)).log(), 1e-6)
 
 
 def test_an_accelerator_takes_enough_tokens_at_a_time_to_be_worth_reading_the_embedding():
-    assert logits_at_a_time("cuda") // 152_000 >= 1024
-    assert logits_at_a_time("cpu") == 1 << 22
+    assert logits_per_chunk("cuda") // 152_000 >= 1024
+    assert logits_per_chunk("cpu") == 1 << 22
 
 
 def test_no_response_tokens():
-    policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
+    policy = CausalPolicy(make_model(make_config(Qwen2Config), PACKED_ATTENTION))
     outputs = both(policy(PackedSamples.of(make_batch([(3, 0), (1, 0)]), CPU)))
     assert [out.shape for out in outputs] == [(0,), (0,)]
     assert all((grad == 0).all() for grad in gradients(policy.inner, outputs).values())
 
 
 def test_no_samples():
-    policy = CausalPolicy(make_model(make_config(Qwen2Config), NAME))
+    policy = CausalPolicy(make_model(make_config(Qwen2Config), PACKED_ATTENTION))
     samples = PackedSamples.of(make_batch(UNEVEN).slice(0, 0), CPU)
     outputs = both(policy(samples))
     assert [out.shape for out in outputs] == [(0,), (0,)]
@@ -278,7 +281,7 @@ def test_no_samples():
 
 
 def test_position_ids_begin_anew_in_each_sample():
-    packing = Packing.of(torch.tensor([0, 3, 4, 6]), CPU)
+    packing = PackingMetadata.of(torch.tensor([0, 3, 4, 6]), CPU)
     assert packing.position_ids(6).tolist() == [0, 1, 2, 0, 0, 1]
     assert packing.longest == 3 and packing.cu_seqlens.dtype == torch.int32
 
@@ -286,14 +289,14 @@ def test_position_ids_begin_anew_in_each_sample():
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12))
 def test_buckets_hold_each_token_once_and_little_padding(lengths):
     bounds = torch.tensor([0, *itertools.accumulate(lengths)])
-    packing = Packing.of(bounds, CPU)
+    packing = PackingMetadata.of(bounds, CPU)
     sources = torch.cat([bucket.source for bucket in packing.buckets])
     assert sorted(sources.tolist()) == list(range(sum(lengths)))
     assert sum(bucket.rows for bucket in packing.buckets) == len(lengths)
     sample_of = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     for rows, longest, source, target in packing.buckets:
         assert len(source) == len(target) == len(set(target.tolist()))
-        assert rows * longest <= max(longest, WASTE * len(source))
+        assert rows * longest <= max(longest, MAX_PADDING_RATIO * len(source))
         row, place = target // max(longest, 1), target % max(longest, 1)
         starts = bounds[sample_of[source]]
         assert torch.equal(place, source - starts), "left-aligned"
@@ -304,7 +307,7 @@ def test_buckets_hold_each_token_once_and_little_padding(lengths):
 
 
 def test_samples_of_one_length_are_one_rectangle():
-    packing = Packing.of(torch.arange(0, 61, 5), CPU)
+    packing = PackingMetadata.of(torch.arange(0, 61, 5), CPU)
     assert [(bucket.rows, bucket.longest) for bucket in packing.buckets] == [(12, 5)]
 
 
@@ -333,7 +336,7 @@ def test_packed_samples_know_where_each_token_is(lengths, seed):
 
 @pytest.mark.parametrize("heads", range(1, 13))
 def test_tiny_heads_share_keys_evenly(heads):
-    config = tiny_config(hidden_size=8 * heads, layers=1, heads=heads, context=8)
+    config = make_tiny_config(hidden_size=8 * heads, layers=1, heads=heads, context=8)
     config.vocab_size = 16
     model = AutoModelForCausalLM.from_config(config)
     assert model(torch.zeros(1, 3, dtype=torch.int64)).logits.shape == (1, 3, 16)

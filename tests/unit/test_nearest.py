@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.config.presets import algorithm_of
-from hybridrl.errors import nearest
+from hybridrl.errors import suggest_name
 
 
 @pytest.mark.parametrize(
@@ -16,15 +16,15 @@ from hybridrl.errors import nearest
     ],
 )
 def test_case_is_no_difference_and_a_poor_guess_is_none(name, known, meant):
-    assert nearest(name, known) == (f" Did you mean `{meant}`?" if meant else "")
+    assert suggest_name(name, known) == (f" Did you mean `{meant}`?" if meant else "")
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "dr_grpo", "sft", "ppo"])
 def test_a_run_is_known_by_its_algorithm(name):
-    from hybridrl.config.load import to_plain
+    from hybridrl.config.load import config_to_dict
     from hybridrl.job.config_resolution import load_config
 
-    assert algorithm_of(to_plain(load_config([f"algorithm={name}"]))) == name
+    assert algorithm_of(config_to_dict(load_config([f"algorithm={name}"]))) == name
 
 
 def test_a_trainer_of_ones_own_is_its_own_algorithm():

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from hybridrl import cli
-from hybridrl.commands.new_command import TEMPLATES
+from hybridrl.commands.new_command import TEMPLATE_FOLDER
 from hybridrl.job.config_resolution import load_config
 
 
 def refused(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["new", *map(str, words)])
-    assert ended.value.code == cli.REFUSED
+    assert ended.value.code == cli.EXIT_CONFIG_ERROR
     return " ".join(capsys.readouterr().err.split())
 
 
@@ -47,6 +47,6 @@ def test_a_place_that_cannot_be_written(tmp_path, monkeypatch, capsys):
 
 def test_the_settings_of_a_new_project_are_settings(tmp_path):
     recipe = tmp_path / "settings.yaml"
-    recipe.write_text((TEMPLATES / "settings.yaml.in").read_text().replace("@NAME@", "demo"))
+    recipe.write_text((TEMPLATE_FOLDER / "settings.yaml.in").read_text().replace("@NAME@", "demo"))
     config = load_config([f"recipe={recipe}"])
     assert (config.run.name, config.executor) == ("demo", "inline")

@@ -6,31 +6,36 @@ from dataclasses import replace
 
 import pytest
 
-from hybridrl.checks.machine.shared_paths import folders_of_workers, paths_of_workers
-from hybridrl.controller.failures import Death, Hosts, Identity, explain
-from hybridrl.controller.group_call import Call, Failure
-from hybridrl.controller.hang_report import Hang
+from hybridrl.checks.machine.shared_paths import folders_of_workers, list_worker_paths
+from hybridrl.controller.failures import (
+    HostDeath,
+    HostIdentity,
+    HostRegistry,
+    build_root_cause_error,
+)
+from hybridrl.controller.group_call import GroupCall, WorkerFailure
+from hybridrl.controller.hang_report import HangReport
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.cluster_nodes import (
-    Node,
     NodeReport,
-    by_address,
+    RayNode,
     check_access,
-    check_reports,
-    check_room,
+    check_capacity,
+    check_node_reports,
+    make_node_sort_key,
 )
 from hybridrl.ray_backend.own_node import cure_of
-from hybridrl.system.locations import access_errors, location_of
+from hybridrl.system.locations import access_errors, parse_location
 
-SMALL = Node("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
-LARGE = Node("b", "10.0.0.9", cpus=8, gpus=5, free_cpus=2, free_gpus=5)
+SMALL = RayNode("a", "10.0.0.10", cpus=8, gpus=3, free_cpus=8, free_gpus=1)
+LARGE = RayNode("b", "10.0.0.9", cpus=8, gpus=5, free_cpus=2, free_gpus=5)
 
 
 def test_nodes_of_different_size_add_up():
-    check_room([SMALL, LARGE], "cuda", 8, 1.0)
-    check_room([SMALL, LARGE], "cpu", 16, 1.0)
+    check_capacity([SMALL, LARGE], "cuda", 8, 1.0)
+    check_capacity([SMALL, LARGE], "cpu", 16, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -39,24 +44,24 @@ def test_nodes_of_different_size_add_up():
 )
 def test_a_cluster_that_is_too_small_is_shown(kind, devices, cpus, room):
     with pytest.raises(ConfigError) as found:
-        check_room([SMALL, LARGE], kind, devices, cpus)
+        check_capacity([SMALL, LARGE], kind, devices, cpus)
     text = str(found.value)
     assert f"num_devices={devices}" in text and f"num_devices={room} or fewer" in text
     assert "  10.0.0.9: 5 of 5 GPUs and 2 of 8 CPUs free\n  10.0.0.10: 1 of 3 GPUs" in text
 
 
 def test_addresses_are_in_the_order_of_numbers():
-    keys = [by_address("x", a) for a in ("10.0.0.9", "10.0.0.10", "10.0.1.1")]
+    keys = [make_node_sort_key("x", a) for a in ("10.0.0.9", "10.0.0.10", "10.0.1.1")]
     assert keys == sorted(keys)
-    assert by_address("a", "10.0.0.1") < by_address("b", "10.0.0.1")
-    assert by_address("a", "node-1") != by_address("a", "node-2")
+    assert make_node_sort_key("a", "10.0.0.1") < make_node_sort_key("b", "10.0.0.1")
+    assert make_node_sort_key("a", "node-1") != make_node_sort_key("a", "node-2")
 
 
 HERE = {"Python": "3.11.7", "hybridrl": "0.1.0 (sources 12345678)", "torch": "2.13.0", "vllm": ""}
 
 
 def test_equal_nodes_are_fine_and_what_the_driver_lacks_is_not_asked_for():
-    check_reports(HERE, [NodeReport("10.0.0.1", HERE | {"vllm": "0.32.0"})], {})
+    check_node_reports(HERE, [NodeReport("10.0.0.1", HERE | {"vllm": "0.32.0"})], {})
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ def test_equal_nodes_are_fine_and_what_the_driver_lacks_is_not_asked_for():
 def test_a_node_that_differs_is_named(theirs, words):
     reports = [NodeReport("10.0.0.1", HERE), NodeReport("10.0.0.2", HERE | theirs)]
     with pytest.raises(ConfigError) as found:
-        check_reports(HERE, reports, {})
+        check_node_reports(HERE, reports, {})
     assert words in str(found.value) and "10.0.0.1" not in str(found.value)
 
 
@@ -79,14 +84,16 @@ def test_nodes_that_do_not_see_a_file_are_named_by_setting():
     paths = {"run.root": "/runs/1", "model.path": "/models/m"}
     reports = [NodeReport("n1", HERE, ["run.root"]), NodeReport("n2", HERE, list(paths))]
     with pytest.raises(ConfigError) as found:
-        check_reports(HERE, reports, paths)
+        check_node_reports(HERE, reports, paths)
     text = str(found.value)
     assert "  run.root=/runs/1 is not on n1, n2\n  model.path=/models/m is not on n2" in text
 
 
 def test_the_probe_tells_versions_and_what_is_unseen(tmp_path):
     packages = {"hybridrl": ("hybridrl",), "no_such_package": ("no-such-package",)}
-    versions, unseen = node_probe.report(packages, {"a": str(tmp_path), "b": str(tmp_path / "b")})
+    versions, unseen = node_probe.probe_node(
+        packages, {"a": str(tmp_path), "b": str(tmp_path / "b")}
+    )
     assert versions["no_such_package"] == "" and versions["hybridrl"].endswith(")")
     assert versions["Python"].startswith("3.") and unseen == ["b"]
 
@@ -96,31 +103,31 @@ def test_workers_need_folders_and_files_but_no_names_of_the_hub(tmp_path):
     (tmp_path / "score.py").write_text("")
     overrides = ["model.path=Qwen/Qwen2.5-0.5B", f"reward.model={tmp_path}/model"]
     overrides.append(f"reward.function=[exact,{tmp_path}/score.py:score]")
-    assert paths_of_workers(load_config(overrides), tmp_path) == {
+    assert list_worker_paths(load_config(overrides), tmp_path) == {
         "run.root": tmp_path,
         "reward.model": tmp_path / "model",
         "reward.function": tmp_path / "score.py",
     }
 
 
-IDENTITIES = [Identity("10.0.0.1", 11, "x"), Identity("10.0.0.2", 12, "y")]
-IDENTITIES.append(Identity("10.0.0.2", 13, "y"))
+IDENTITIES = [HostIdentity("10.0.0.1", 11, "x"), HostIdentity("10.0.0.2", 12, "y")]
+IDENTITIES.append(HostIdentity("10.0.0.2", 13, "y"))
 ROLES = {0: {"actor": 0}, 1: {"actor": 1, "reward": 0}, 2: {"actor": 2}}
-HOSTS = Hosts(IDENTITIES, ROLES, None)
-UPDATE = Call(7, "actor", "update_actor", [0, 1, 2], [None] * 3)
+HOSTS = HostRegistry(IDENTITIES, ROLES, None)
+UPDATE = GroupCall(7, "actor", "update_actor", [0, 1, 2], [None] * 3)
 
 
 def test_a_lost_node_comes_before_what_it_made_others_say():
-    peer = Failure("actor", 0, "update_actor", "connection reset", "Traceback", 1.0)
-    dead = Death(UPDATE, 2, "killed")
-    lost = Death(UPDATE, 1, "", with_node=True)
-    text = str(explain([peer, dead, lost], HOSTS))
+    peer = WorkerFailure("actor", 0, "update_actor", "connection reset", "Traceback", 1.0)
+    dead = HostDeath(UPDATE, 2, "killed")
+    lost = HostDeath(UPDATE, 1, "", with_node=True)
+    text = str(build_root_cause_error([peer, dead, lost], HOSTS))
     assert text.startswith("Node 10.0.0.2 (actor ranks 1 2, reward rank 0) was lost during actor.u")
     assert "num_devices=1" in text and "\n" not in text
 
 
 def test_a_single_death_is_still_that_of_a_process():
-    text = str(explain([Death(UPDATE, 1, "killed")], HOSTS))
+    text = str(build_root_cause_error([HostDeath(UPDATE, 1, "killed")], HOSTS))
     assert text.startswith("actor rank 1 (process 12 on 10.0.0.2) died during actor.update_actor.")
 
 
@@ -131,7 +138,7 @@ def test_a_death_for_want_of_memory_says_who_uses_it():
         "OOM kill reason: Memory usage exceeded\nTop 10 memory users: PID\tMEM(GB)\tCOMMAND\n"
         "77\t17.47\tpython train.py\n12\t0.62\tray::RayHost\nRefer to the documentation\n"
     )
-    text = str(explain([Death(UPDATE, 1, said)], HOSTS))
+    text = str(build_root_cause_error([HostDeath(UPDATE, 1, said)], HOSTS))
     assert (
         "running out of memory (22.41 GiB used / 23.54 GiB limit). The largest processes:" in text
     )
@@ -142,18 +149,18 @@ def test_a_host_that_died_is_named_by_its_role_and_rank_there(tmp_path):
     """A generator's rank 0 on device 2; and of several calls that were queued the one in hand."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "generator-0.log").write_text("out of memory\n")
-    first = Call(3, "generator", "generate_sequences", [2], [None])
-    queued = Call(4, "reference", "compute_ref_log_prob", [0, 2], [None] * 2)
+    first = GroupCall(3, "generator", "generate_sequences", [2], [None])
+    queued = GroupCall(4, "reference", "compute_ref_log_prob", [0, 2], [None] * 2)
     roles = {2: {"generator": 0, "reference": 1}}
-    found = [Death(queued, 1, "killed"), Death(first, 0, "killed")]
-    text = str(explain(found, Hosts(IDENTITIES, roles, tmp_path)))
+    found = [HostDeath(queued, 1, "killed"), HostDeath(first, 0, "killed")]
+    text = str(build_root_cause_error(found, HostRegistry(IDENTITIES, roles, tmp_path)))
     assert text.startswith("generator rank 0 (process 13 on 10.0.0.2) died during generator.gen")
     assert "generator-0.log:\n  out of memory" in text
 
 
 def test_a_call_that_takes_too_long_is_named_by_its_rank_not_by_its_device():
-    call = Call(3, "generator", "generate_sequences", [2], [None])
-    text = str(Hang({2: (call, 0)}, [2], 5.0, [None] * 3, HOSTS).error())
+    call = GroupCall(3, "generator", "generate_sequences", [2], [None])
+    text = str(HangReport({2: (call, 0)}, [2], 5.0, [None] * 3, HOSTS).error())
     assert text.startswith("generator.generate_sequences on rank 0 did not finish within 5 s")
 
 
@@ -180,7 +187,7 @@ def test_folders_are_tried_and_nothing_is_left(tmp_path):
     folders |= {"fork": str(file), "resume": "nobody://knows/this"}
     errors = access_errors(folders, ["run.root", "checkpoint.folder"])
     assert errors.keys() == {"fork", "resume"} and "Not a directory" in errors["fork"]
-    assert list(tmp_path.iterdir()) == [file] and not location_of(url).is_dir()
+    assert list(tmp_path.iterdir()) == [file] and not parse_location(url).is_dir()
     assert access_errors({"run.root": f"{file}/below"}, ["run.root"]).keys() == {"run.root"}
 
 

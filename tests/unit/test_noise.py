@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridrl.rollout.engine_requests import Sampling
-from hybridrl.rollout.token_sampler import Chooser, gumbel, uniform
+from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.token_sampler import TokenSampler, gumbel_noise, uniform
 
 QWEN = 151_936
 """The size of a large vocabulary."""
@@ -12,9 +12,9 @@ QWEN = 151_936
 
 def test_a_row_draws_the_same_beside_any_others():
     seeds, places = torch.tensor([7, 8, 9]), torch.tensor([0, 5, 2])
-    together = gumbel(seeds, places, 50)
+    together = gumbel_noise(seeds, places, 50)
     for row in range(3):
-        alone = gumbel(seeds[row : row + 1], places[row : row + 1], 50)
+        alone = gumbel_noise(seeds[row : row + 1], places[row : row + 1], 50)
         assert torch.equal(alone[0], together[row])
 
 
@@ -26,17 +26,17 @@ def test_draws_follow_the_distribution():
         (torch.arange(n), torch.zeros(n, dtype=torch.int64)),
         (torch.full((n,), 3), torch.arange(n)),
     ):
-        counts = torch.bincount((p.log() + gumbel(seeds, places, 5)).argmax(1), minlength=5)
+        counts = torch.bincount((p.log() + gumbel_noise(seeds, places, 5)).argmax(1), minlength=5)
         assert ((counts - n * p) ** 2 / (n * p)).sum() < 18.5  # p = 0.001 with 4 degrees of freedom
 
 
 def test_neighbouring_seeds_and_places_are_unrelated():
     seeds = torch.arange(20_000)
-    one = gumbel(seeds, torch.zeros_like(seeds), 1)[:, 0]
+    one = gumbel_noise(seeds, torch.zeros_like(seeds), 1)[:, 0]
     for other in (
-        gumbel(seeds + 1, torch.zeros_like(seeds), 1)[:, 0],
-        gumbel(seeds, torch.ones_like(seeds), 1)[:, 0],
-        gumbel(seeds, torch.zeros_like(seeds), 2)[:, 1],
+        gumbel_noise(seeds + 1, torch.zeros_like(seeds), 1)[:, 0],
+        gumbel_noise(seeds, torch.ones_like(seeds), 1)[:, 0],
+        gumbel_noise(seeds, torch.zeros_like(seeds), 2)[:, 1],
     ):
         assert torch.corrcoef(torch.stack([one, other]))[0, 1].abs() < 0.03
 
@@ -58,7 +58,7 @@ def test_every_uniform_number_lies_between_0_and_1_and_has_finite_noise():
 
 
 def draws(logits, sampling, number, first=0, at_once=25):
-    chooser = Chooser(sampling, torch.tensor([1]), None)
+    chooser = TokenSampler(sampling, torch.tensor([1]), None)
     for start in range(first, first + number, at_once):
         yield chooser.choose(logits.expand(at_once, -1).clone(), start + torch.arange(at_once), 3)
 
@@ -68,7 +68,11 @@ def test_no_token_of_a_large_vocabulary_is_drawn_that_has_no_probability():
     """One token has all of it but for 1e-12, of which the others have their share."""
     logits = torch.full((QWEN,), -30.0)
     logits[7] = 10.0
-    for sampling in (Sampling(8), Sampling(8, top_k=1), Sampling(8, top_p=0.9)):
+    for sampling in (
+        SamplingSettings(8),
+        SamplingSettings(8, top_k=1),
+        SamplingSettings(8, top_p=0.9),
+    ):
         for tokens, log_probs in draws(logits, sampling, 150):
             assert tokens.eq(7).all() and log_probs.abs().max() < 1e-6
 
@@ -77,7 +81,7 @@ def test_no_token_of_a_large_vocabulary_is_drawn_that_has_no_probability():
 def test_tokens_that_are_filtered_out_are_never_drawn():
     logits = torch.full((QWEN,), -torch.inf)
     logits[5::40_000] = torch.tensor([0.0, -1.0, -2.0, -3.0])
-    found = torch.cat([tokens for tokens, _ in draws(logits, Sampling(8), 400)])
+    found = torch.cat([tokens for tokens, _ in draws(logits, SamplingSettings(8), 400)])
     assert set(found.tolist()) <= {5, 40_005, 80_005, 120_005}
     shares = (found == 5).float().mean(), logits[5::40_000].softmax(0)[0]
     assert abs(shares[0] - shares[1]) < 0.1  # four standard deviations
@@ -85,7 +89,7 @@ def test_tokens_that_are_filtered_out_are_never_drawn():
 
 def test_the_largest_noise_of_a_vocabulary_has_its_distribution():
     """Less the logarithm of their number it is Gumbel noise again: what rare tokens live by."""
-    noise = gumbel(torch.arange(100), torch.zeros(100, dtype=torch.int64), QWEN)
+    noise = gumbel_noise(torch.arange(100), torch.zeros(100, dtype=torch.int64), QWEN)
     largest = noise.amax(1) - torch.log(torch.tensor(QWEN))
     assert abs(float(largest.mean()) - 0.5772) < 0.51  # four standard deviations, pi / sqrt(6 n)
     assert largest.max() < 12  # with 100 draws, beyond that by a chance of 6e-4

@@ -9,12 +9,12 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hybridrl.console.dashboard import split_cells
-from hybridrl.console.line_console import LineConsole, step_line
+from hybridrl.console.line_console import LineConsole, format_step_line
 from hybridrl.console.live_console import LiveConsole
 from hybridrl.console.run_console import make_console, progress_lines
-from hybridrl.console.run_readings import Readings, clock_time, sparkline
-from hybridrl.console.safe_text import encodable, one_line, plain_lines
-from hybridrl.console.sample_table_text import Completion
+from hybridrl.console.run_readings import RunReadings, format_clock_time, render_sparkline
+from hybridrl.console.safe_text import escape_unencodable, sanitize_line, sanitize_lines
+from hybridrl.console.sample_table_text import ShownSample
 
 STEP = {
     "reward/mean": 0.613,
@@ -80,16 +80,16 @@ def test_a_step_is_one_readable_line():
 
 
 def test_an_evaluation_is_dated_by_the_step_that_it_followed():
-    readings = Readings(10)
+    readings = RunReadings(10)
     readings.record(1, {"accuracy": 0.5, "accuracy/step": 0})
     assert (readings.accuracy, readings.accuracy_step) == (0.5, 0)
 
 
 def test_supervised_steps_have_no_phases_that_they_have_not():
-    readings = Readings(10)
+    readings = RunReadings(10)
     shares = {"share/generate": 0.0, "share/score": 0.0, "share/train": 1.0, "share/sync": 0.0}
     readings.record(1, {"policy/loss": 0.5, "time/step": 1.0} | shares)
-    assert "| train 100% |" in step_line(readings)
+    assert "| train 100% |" in format_step_line(readings)
 
 
 def test_what_is_no_accuracy_is_not_called_so():
@@ -97,7 +97,7 @@ def test_what_is_no_accuracy_is_not_called_so():
         view = make_console(2, "t", console, accuracy="score>=0.5")
         view._readings.record(1, STEP)
         shown = picture(view, console) if isinstance(view, LiveConsole) else []
-        said = "\n".join([step_line(view._readings), *shown])
+        said = "\n".join([format_step_line(view._readings), *shown])
         assert said.count("score>=0.5") == 1 + bool(shown) and "accuracy" not in said
 
 
@@ -127,7 +127,7 @@ def test_phases_samples_and_the_last_line_of_a_log():
             view.phase_progress(done, 100, "loss 0.4")
         for step in range(1, 31):
             view.step(step, STEP)
-            view.samples("1+1=", [Completion("2", 1.0)])
+            view.samples("1+1=", [ShownSample("2", 1.0)])
         view.message("one\ntwo")
         view.close("done; runs/x")
         view.close("twice")
@@ -146,7 +146,7 @@ def test_the_picture_fits_its_terminal_and_tells_everything(width):
     for step in range(1, 13):
         clock.now += 0.65
         view._readings.record(step, STEP | {"reward/mean": step / 20})
-    view.samples(HOSTILE, [Completion(HOSTILE, 0.5, {HOSTILE: 1.0, "b": 0.0}, -0.25)] * 8)
+    view.samples(HOSTILE, [ShownSample(HOSTILE, 0.5, {HOSTILE: 1.0, "b": 0.0}, -0.25)] * 8)
     view._phase, view._progress = ("evaluating " * 30, 0.0), (3, 64, "note " * 100)
     lines = picture(view, console)
     assert all(cell_len(line) < width for line in lines)
@@ -183,7 +183,7 @@ def test_a_live_run_from_start_to_end_with_hostile_text():
         sys.stdout.write("a stray line\n")
         for step in (1, 2, 3):
             view.step(step, {} if step == 1 else STEP)
-            view.samples(HOSTILE, [Completion(HOSTILE, float("nan"))])
+            view.samples(HOSTILE, [ShownSample(HOSTILE, float("nan"))])
         view.message("[bold]not markup[/bold] \x1b[2Jsafe")
         view.close("done; runs/" + "x" * 200)
     raw = text_of(console)
@@ -229,7 +229,7 @@ def test_the_console_suits_where_it_prints():
     )
     view = make_console(1, "t", ascii_only)
     assert isinstance(view, LineConsole)
-    view.samples("ü\n", [Completion("😀", 1.0)])  # would raise UnicodeEncodeError
+    view.samples("ü\n", [ShownSample("😀", 1.0)])  # would raise UnicodeEncodeError
 
 
 def test_forced_colours_do_not_make_a_log_file_a_terminal(monkeypatch, capsys):
@@ -268,20 +268,20 @@ def test_a_cell_of_a_notebook_gets_text_and_no_page(monkeypatch, capsys):
 
 
 def test_one_line_keeps_both_ends_and_the_limit():
-    assert one_line("a\nb\tc", 80) == "a⏎b c"
-    assert one_line("x" * 50 + "y" * 50, 13) == "xxxxx … yyyyy"
+    assert sanitize_line("a\nb\tc", 80) == "a⏎b c"
+    assert sanitize_line("x" * 50 + "y" * 50, 13) == "xxxxx … yyyyy"
     for cells in range(0, 60):
         for text in (HOSTILE, "漢字" * 200, "😀" * 40, "", "abc"):
-            assert cell_len(one_line(text, cells)) <= cells
-    assert one_line("é́́́́", 9).count("\u0301") == 2
-    assert plain_lines("a\r\nb\x1bc") == "a\nb␛c"
-    assert encodable("ü😀", "ascii") == "\\xfc\\U0001f600"
+            assert cell_len(sanitize_line(text, cells)) <= cells
+    assert sanitize_line("é́́́́", 9).count("\u0301") == 2
+    assert sanitize_lines("a\r\nb\x1bc") == "a\nb␛c"
+    assert escape_unencodable("ü😀", "ascii") == "\\xfc\\U0001f600"
 
 
 def test_sparkline_covers_the_whole_history():
-    assert sparkline([], 5) == ""
-    assert sparkline([1.0, 1.0], 5) == "▄▄"
-    assert sparkline([float(i) for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
+    assert render_sparkline([], 5) == ""
+    assert render_sparkline([1.0, 1.0], 5) == "▄▄"
+    assert render_sparkline([float(i) for i in range(100)], 8) == "▁▂▃▄▅▆▇█"
 
 
 def test_split_cells_fills_the_width_and_shows_the_small():
@@ -293,7 +293,7 @@ def test_split_cells_fills_the_width_and_shows_the_small():
 
 def test_time_left_counts_from_the_resumed_step_and_ignores_the_start_up():
     clock = Clock()
-    readings = Readings(100, clock)
+    readings = RunReadings(100, clock)
     assert readings.seconds_left() is None
     clock.now = 60.0  # start-up
     readings.record(91, {"time/step": 2.0})
@@ -306,4 +306,9 @@ def test_time_left_counts_from_the_resumed_step_and_ignores_the_start_up():
 
 
 def test_clock_time():
-    assert [clock_time(s) for s in (None, 0, 31.4, 3723)] == ["--:--", "00:00", "00:31", "1:02:03"]
+    assert [format_clock_time(s) for s in (None, 0, 31.4, 3723)] == [
+        "--:--",
+        "00:00",
+        "00:31",
+        "1:02:03",
+    ]

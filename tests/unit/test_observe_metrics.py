@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from hybridrl.errors import ConfigError, MissingPackageError, StorageError
-from hybridrl.run_files.metric_reader import GrowingMetrics, read_metrics, series
-from hybridrl.run_files.metric_writers import JsonLines, TensorBoard, open_writers
+from hybridrl.run_files.metric_reader import MetricReader, extract_series, read_metrics
+from hybridrl.run_files.metric_writers import (
+    JsonLinesWriter,
+    TensorBoardWriter,
+    open_metric_writers,
+)
 from hybridrl.run_files.run_directory import RunDirectory
 
 
@@ -20,17 +24,17 @@ def lines_of(path):
 
 def test_one_sorted_object_per_line_at_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writer = JsonLines(path)
+    writer = JsonLinesWriter(path)
     writer.write(1, {"b": 2.0, "a": 1, "step": 9})
     assert path.read_text() == '{"step": 1, "a": 1, "b": 2.0}\n'  # before any close
     writer.close()
-    JsonLines(path).write(2, {"a": 3})
+    JsonLinesWriter(path).write(2, {"a": 3})
     assert [line["step"] for line in lines_of(path)] == [1, 2]
 
 
 def test_what_json_lacks_is_null_and_numbers_of_other_libraries_are_numbers(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    JsonLines(path).write(
+    JsonLinesWriter(path).write(
         1,
         {
             "nan": float("nan"),
@@ -48,7 +52,7 @@ def test_what_json_lacks_is_null_and_numbers_of_other_libraries_are_numbers(tmp_
 def test_a_full_disk_is_a_sentence_and_close_does_not_fail_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    writer = JsonLines(path)
+    writer = JsonLinesWriter(path)
     with pytest.raises(StorageError, match=r"metrics\.jsonl.*disk is full.*`run\.root`"):
         writer.write(1, {"a": 1.0})
     writer.close()
@@ -56,19 +60,19 @@ def test_a_full_disk_is_a_sentence_and_close_does_not_fail_again(tmp_path):
 
 def test_a_file_that_cannot_be_opened_is_a_sentence(tmp_path):
     with pytest.raises(StorageError, match="missing"):
-        JsonLines(tmp_path / "missing" / "metrics.jsonl")
+        JsonLinesWriter(tmp_path / "missing" / "metrics.jsonl")
 
 
 def test_a_line_cut_short_by_a_kill_spoils_only_itself(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
-    JsonLines(path).write(2, {"a": 2.0})
+    JsonLinesWriter(path).write(2, {"a": 2.0})
     assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
 
 
 def test_history_merges_a_step_and_drops_what_a_resume_makes_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writer = JsonLines(path)
+    writer = JsonLinesWriter(path)
     writer.write(0, {"accuracy": 0.5})
     for step in (1, 2, 3, 4):
         writer.write(step, {"reward/mean": step / 10, "nan": float("nan")})
@@ -80,7 +84,7 @@ def test_history_merges_a_step_and_drops_what_a_resume_makes_again(tmp_path):
         {"step": 1, "reward/mean": 0.1},
         {"step": 2, "reward/mean": 0.9, "accuracy": 0.6},
     ]
-    assert series(rows, "accuracy") == ([0, 2], [0.5, 0.6])
+    assert extract_series(rows, "accuracy") == ([0, 2], [0.5, 0.6])
 
 
 def test_history_of_nothing_and_of_rubbish(tmp_path):
@@ -100,8 +104,8 @@ def test_history_leaves_out_numbers_beyond_a_float(tmp_path):
 
 def test_tensorboard_for_real(tmp_path):
     run = RunDirectory.at(tmp_path)
-    writers = open_writers(["tensorboard", "jsonl"], run, "x", {})
-    assert [type(writer) for writer in writers] == [JsonLines, TensorBoard]
+    writers = open_metric_writers(["tensorboard", "jsonl"], run, "x", {})
+    assert [type(writer) for writer in writers] == [JsonLinesWriter, TensorBoardWriter]
     for writer in writers:
         writer.write(1, {"reward/mean": 0.25})
         writer.write(2, {"reward/mean": float("nan")})
@@ -118,12 +122,12 @@ def test_a_missing_tracker_says_how_to_install_it(tmp_path, monkeypatch, extra):
     module = "torch.utils.tensorboard" if extra == "tensorboard" else extra
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match=f"pip install '{extra}>="):
-        open_writers([extra], RunDirectory.at(tmp_path), "x", {})
+        open_metric_writers([extra], RunDirectory.at(tmp_path), "x", {})
 
 
 def test_an_unknown_writer_names_the_nearest_and_opens_nothing(tmp_path):
     with pytest.raises(ConfigError, match="Did you mean `tensorboard`"):
-        open_writers(["tensorbord"], RunDirectory.at(tmp_path), "x", {})
+        open_metric_writers(["tensorbord"], RunDirectory.at(tmp_path), "x", {})
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
@@ -162,7 +166,7 @@ def test_trackio_gets_the_figures_of_each_step_and_no_run_is_begun_anew(tmp_path
             said.append("finish")
 
     monkeypatch.setitem(sys.modules, "trackio", Stub("trackio"))
-    for writer in open_writers(["trackio"], RunDirectory.at(tmp_path), "mine", {"seed": 1}):
+    for writer in open_metric_writers(["trackio"], RunDirectory.at(tmp_path), "mine", {"seed": 1}):
         writer.write(3, {"reward/mean": 0.5})
         writer.close("failed")
     expected = ("init", "mine", "allow", {"seed": 1}), (3, {"reward/mean": 0.5}), "finish"
@@ -171,7 +175,7 @@ def test_trackio_gets_the_figures_of_each_step_and_no_run_is_begun_anew(tmp_path
 
 def test_metrics_are_read_as_they_grow(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    growing = GrowingMetrics(path)
+    growing = MetricReader(path)
     assert growing.rows() == []
     path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a"')
     assert growing.rows() == [{"step": 1, "a": 1}]
@@ -194,6 +198,6 @@ def test_trackers_learn_how_a_run_has_ended(
     for name, code in (("wandb", wandb_code), ("mlflow", mlflow_status)):
         tracker = Tracker()
         monkeypatch.setitem(sys.modules, name, tracker)
-        for writer in open_writers([name], RunDirectory.at(tmp_path), "x", {}):
+        for writer in open_metric_writers([name], RunDirectory.at(tmp_path), "x", {}):
             writer.close(state)
         assert tracker.ended == [code]

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from hybridrl.errors import ConfigError, HybridRLError, StorageError
 from hybridrl.run_files import run_directory as module
 from hybridrl.run_files.run_directory import RunDirectory
-from hybridrl.system.storage import explain_write_errors, write_error_sentence
+from hybridrl.system.storage import explain_write_errors, format_write_error
 
 
 class FrozenClock:
@@ -169,8 +169,8 @@ def test_each_refusal_is_a_sentence(tmp_path, code, words):
 
 
 def test_a_really_full_disk_does_not_speak_of_quotas(tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridrl.system.storage.free_bytes", lambda path: 4096)
-    sentence = write_error_sentence(tmp_path, OSError(errno.ENOSPC, ""))
+    monkeypatch.setattr("hybridrl.system.storage.find_free_bytes", lambda path: 4096)
+    sentence = format_write_error(tmp_path, OSError(errno.ENOSPC, ""))
     assert "the disk is full (4 KiB free there)" in sentence
 
 
@@ -207,7 +207,7 @@ def test_a_folder_of_checkpoints_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / "file").touch()
     for name in ("file", "file/sub"):
         with pytest.raises(ConfigError, match=r"Set `checkpoint\.folder` to a folder"):
-            module.make_steps_folder(tmp_path / name)
+            module.make_checkpoint_folder(tmp_path / name)
 
 
 def test_a_private_folder_lets_nobody_else_in(tmp_path):

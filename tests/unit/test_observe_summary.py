@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import JudgeConfig, RewardConfig
-from hybridrl.run.step_metrics import phase_shares
-from hybridrl.run_files.summary import accuracy_name, final_sentence, interrupted_sentence
+from hybridrl.run.step_metrics import compute_phase_shares
+from hybridrl.run_files.summary import (
+    format_final_sentence,
+    interrupted_sentence,
+    resolve_accuracy_name,
+)
 
 
 def call(role, rank, phases, method="run", start=0.0, end=1.0):
-    return Record(role, rank, method, start, end, phases)
+    return CallRecord(role, rank, method, start, end, phases)
 
 
 def test_ranks_are_averaged_and_roles_add_up():
@@ -22,7 +26,7 @@ def test_ranks_are_averaged_and_roles_add_up():
         call("trainer", 0, {"train": 0.1, "offload": 5.0}),
         call("trainer", 1, {"train": 0.1, "sync": 0.1}),
     ]
-    result = phase_shares(records, 2.0)
+    result = compute_phase_shares(records, 2.0)
     assert {key: round(value, 9) for key, value in result.items()} == {
         "time/generate": 0.5,
         "time/score": 0.05,
@@ -38,9 +42,11 @@ def test_ranks_are_averaged_and_roles_add_up():
 
 
 def test_no_records_no_time_and_overlapping_roles():
-    assert phase_shares([], 2.0)["share/other"] == 1.0
-    assert set(phase_shares([], 0.0).values()) == {0.0}
-    side_by_side = phase_shares([call("a", 0, {"generate": 1}), call("b", 0, {"train": 1})], 1.0)
+    assert compute_phase_shares([], 2.0)["share/other"] == 1.0
+    assert set(compute_phase_shares([], 0.0).values()) == {0.0}
+    side_by_side = compute_phase_shares(
+        [call("a", 0, {"generate": 1}), call("b", 0, {"train": 1})], 1.0
+    )
     assert side_by_side["share/generate"] + side_by_side["share/train"] == 2.0
     assert side_by_side["share/other"] == 0.0
 
@@ -55,15 +61,17 @@ def test_the_last_sentence(tmp_path):
         "seconds": 41.2,
     }
     (tmp_path / "model").mkdir()
-    assert final_sentence(summary, tmp_path) == (
+    assert format_final_sentence(summary, tmp_path) == (
         "greedy accuracy 0.53 -> 0.86, reward 0.48 -> 0.84 in 60 steps (41.2 s); "
         f"model, metrics and report: {tmp_path}\n"
         f"next: open {tmp_path}/report.html"
     )
-    assert final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
+    assert format_final_sentence({"steps": 1, "reward_last": 0.5}, Path("x")).startswith(
         "reward 0.50 in 1 step; "
     )
-    evaluation = final_sentence({"steps": 0}, Path("runs/x"))  # trains no model and saves none
+    evaluation = format_final_sentence(
+        {"steps": 0}, Path("runs/x")
+    )  # trains no model and saves none
     assert evaluation.startswith("finished; metrics and report: runs/x\n")
 
 
@@ -91,11 +99,11 @@ def test_an_interrupted_run_says_where_its_model_is_and_how_to_go_on(
 def test_what_a_model_scores_is_no_accuracy():
     by_function, by_model, by_judge = (RewardConfig(correct_at=0.5) for _ in range(3))
     by_model.model, by_judge.judge = "rm", JudgeConfig(path="judge")
-    assert accuracy_name(by_function) == "greedy accuracy"
-    assert accuracy_name(by_function, short=True) == "accuracy"
+    assert resolve_accuracy_name(by_function) == "greedy accuracy"
+    assert resolve_accuracy_name(by_function, short=True) == "accuracy"
     for reward in (by_model, by_judge):
-        assert accuracy_name(reward) == "greedy responses (score >= 0.5)"
-        assert accuracy_name(reward, short=True) == "score>=0.5"
-    assert final_sentence({"accuracy_last": 0.9}, Path("x"), accuracy_name(by_model)).startswith(
-        "greedy responses (score >= 0.5) 0.90; "
-    )
+        assert resolve_accuracy_name(reward) == "greedy responses (score >= 0.5)"
+        assert resolve_accuracy_name(reward, short=True) == "score>=0.5"
+    assert format_final_sentence(
+        {"accuracy_last": 0.9}, Path("x"), resolve_accuracy_name(by_model)
+    ).startswith("greedy responses (score >= 0.5) 0.90; ")

@@ -10,13 +10,13 @@ from settings import configured
 
 from hybridrl.algorithms import negative_log_likelihood
 from hybridrl.batch.batch import Batch
-from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.checks.check_list import check
 from hybridrl.controller import DP, InlineExecutor, Worker, WorkerGroup, transfer
 from hybridrl.errors import ConfigError
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.fsdp import unit_parameters
+from hybridrl.parallel.fsdp import list_unit_parameters
 
 MOMENTS = 2
 STEPS = 3
@@ -56,7 +56,7 @@ def test_every_trained_parameter_is_in_one_part(mesh, monkeypatch):
     monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 0)
     engine = make_engine(mesh)
     engine.model.inner.base_model.layers[0].requires_grad_(False)
-    parts = [p for part in unit_parameters(engine.model) for p in part]
+    parts = [p for part in list_unit_parameters(engine.model) for p in part]
     assert len(parts) == len(set(parts))
     assert set(parts) == {p for p in engine.model.parameters() if p.requires_grad}
 
@@ -93,7 +93,7 @@ def test_moments_of_half_precision_are_saved_and_read_bit_for_bit(mesh, tmp_path
     settings = replace(LEARNING, moments="bfloat16")
     engine = make_engine(mesh, optimizer=settings)
     learn(engine, 2)
-    saver = StateSaver(engine)
+    saver = EngineStateSaver(engine)
     if asynchronous:
         saver.start(tmp_path, {}, {})
         saver.finish(True)

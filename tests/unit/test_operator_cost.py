@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from settings import configured
 
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.models import make_tiny_model
-from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.machine import device_catalog as devices
 from hybridrl.planner.machine import measurements
 from hybridrl.planner.machine.cluster_rates import resolve_rates
-from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.machine.measurements import CLUSTER, OPERATORS
 from hybridrl.planner.step.operator_work import (
     DECODE,
@@ -23,20 +23,24 @@ from hybridrl.planner.step.operator_work import (
     HEAD,
     OPTIMIZER,
     TRAIN,
-    Work,
+    OperatorWork,
 )
-from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host, Link
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
 from hybridrl.systems.operator_costs import calibration
 from hybridrl.systems.operator_costs.cost_model import (
     CostSample,
     CostTable,
-    DeviceCosts,
+    DeviceCostModel,
     DeviceProfile,
-    OperatorCosts,
+    OperatorCostModel,
     choose_representative,
-    roofline,
+    roofline_seconds,
 )
-from hybridrl.systems.operator_costs.cost_source import describe_table, offer_costs, other_tables
+from hybridrl.systems.operator_costs.cost_source import (
+    describe_table,
+    load_other_tables,
+    offer_costs,
+)
 
 SLOW = DeviceProfile(1e10, 2e9, 5e9, 1e9, 2e-6)
 FAST = DeviceProfile(1e12, 1e11, 1e11, 1e10, 1e-6)
@@ -53,17 +57,17 @@ def works(number, seed):
         parameters = hidden**2 * draws.uniform(6, 16)
         tokens = draws.choice([8, 64, 256, 2048])
         if op in (OPTIMIZER, GATHER):
-            found.append(Work(op, parameters))
+            found.append(OperatorWork(op, parameters))
         else:
             length = draws.choice([32, 128, 512])
-            found.append(Work(op, tokens, length, hidden, parameters, hidden, hidden))
+            found.append(OperatorWork(op, tokens, length, hidden, parameters, hidden, hidden))
     return found
 
 
 def table(device, number=150, seed=0, quirk=1.0):
     """As a device has it on which small products are slow, and one kind of work takes longer."""
     some = works(number, seed)
-    line = roofline(some, device)
+    line = roofline_seconds(some, device)
     factor = [
         1.2
         * (1 + 0.8 / (1 + work.tokens * work.hidden / 2e4))
@@ -82,7 +86,7 @@ def error(costs, of):
 
 @pytest.fixture(scope="module")
 def costs():
-    return OperatorCosts([table(SLOW, seed=1), table(FAST, seed=2)])
+    return OperatorCostModel([table(SLOW, seed=1), table(FAST, seed=2)])
 
 
 def test_what_was_not_measured_is_predicted(costs):
@@ -98,7 +102,7 @@ def test_50_samples_tell_what_is_peculiar_to_a_device(costs):
     known = [table(SLOW, seed=1), table(FAST, seed=2)]
     seen, unseen = table(BETWEEN, seed=3, quirk=2.0), table(BETWEEN, seed=4, quirk=2.0)
     few = choose_representative(seen.works, BETWEEN, 50)
-    more = OperatorCosts([*known, CostTable(BETWEEN, [seen.samples[n] for n in few])])
+    more = OperatorCostModel([*known, CostTable(BETWEEN, [seen.samples[n] for n in few])])
     assert error(more, unseen) < min(0.02, error(costs, unseen) / 2)
     assert error(more, table(SLOW, seed=7)) < 0.02  # the others are what they were
 
@@ -119,30 +123,32 @@ def test_tables_are_plain_data(costs):
 
 
 def test_more_work_takes_longer_on_the_roofline():
-    work = Work(TRAIN, 256, 64, 128, 2e5, 128, 128)
-    least = roofline([work], SLOW)[0]
+    work = OperatorWork(TRAIN, 256, 64, 128, 2e5, 128, 128)
+    least = roofline_seconds([work], SLOW)[0]
     for more in (
         replace(work, tokens=512.0),
         replace(work, length=128.0),
         replace(work, parameters=4e5),
     ):
-        assert roofline([more], SLOW)[0] > least
-    assert roofline([work], FAST)[0] < least
+        assert roofline_seconds([more], SLOW)[0] > least
+    assert roofline_seconds([work], FAST)[0] < least
 
 
 def test_plans_take_what_was_measured_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
-    make_tiny_model(tmp_path / "model", build_tokenizer(TEXT), seed=0, **shape)
+    make_tiny_model(
+        tmp_path / "model", build_character_tokenizer(PRINTABLE_CHARACTERS), seed=0, **shape
+    )
     config = configured([f"model.path={tmp_path}/model", "model.dtype=float32", "num_devices=2"])
-    here = devices.present(Cluster.of_one_node("cpu", 2))
-    known = DeviceModel(1e10, {"float32": 1e10, "bfloat16": 1e10}, 5e9, 2e-6, measured=True)
-    host = Host(Link(1e9), Link(1e9))
+    here = devices.add_device_memory(ClusterSpec.of_one_node("cpu", 2))
+    known = DeviceSpec(1e10, {"float32": 1e10, "bfloat16": 1e10}, 5e9, 2e-6, measured=True)
+    host = NodeSpec(LinkSpec(1e9), LinkSpec(1e9))
     probed = replace(here, models=dict.fromkeys(here.model_names, known), hosts={"localhost": host})
     kept = measurements.begin_measurement(CLUSTER, measurements.describe_devices(here))
     measurements.keep_measurement(replace(kept, data=json.loads(probed.to_json())))
     (tmp_path / "hybridrl" / "measurements" / "other.json").write_text("{")  # cut short
-    assert other_tables("float32") == []
+    assert load_other_tables("float32") == []
     measured = table(SLOW, seed=1)
     kept = measurements.begin_measurement(OPERATORS, describe_table(here, "float32"))
     measurements.keep_measurement(replace(kept, data=measured.to_data()))
@@ -151,22 +157,28 @@ def test_plans_take_what_was_measured_of_this_machine(tmp_path, monkeypatch):
     assert "pieces of work measured just now" in rates.source
     work, seconds = measured.samples[0]
     assert rates.costs.seconds(work) == pytest.approx(seconds, rel=0.2)
-    elsewhere = devices.named("8xH100")
+    elsewhere = devices.parse_cluster("8xH100")
     assert resolve_rates(config, elsewhere)[0].costs is None
 
 
 @pytest.mark.more
 def test_a_plan_is_made_of_measured_work(tmp_path):
     make_tiny_model(
-        tmp_path, build_tokenizer(TEXT), seed=0, hidden_size=64, layers=2, heads=2, context=128
+        tmp_path,
+        build_character_tokenizer(PRINTABLE_CHARACTERS),
+        seed=0,
+        hidden_size=64,
+        layers=2,
+        heads=2,
+        context=128,
     )
     config = configured([f"model.path={tmp_path}", "algorithm=ppo", "num_devices=1"])
-    here = devices.present(Cluster.of_one_node("cpu", 1))
-    rates = Rates(1e10, 1e10, 1e-4, 3e-4, 5e9, 1e9, 1e9, 1.0, 2e-6, "made up")
+    here = devices.add_device_memory(ClusterSpec.of_one_node("cpu", 1))
+    rates = DeviceRates(1e10, 1e10, 1e-4, 3e-4, 5e9, 1e9, 1e9, 1.0, 2e-6, "made up")
 
     def seconds(device):
-        costs = DeviceCosts(table(device, seed=1))
-        return make_plan(config, here, rates=replace(rates, costs=costs)).times.phases
+        costs = DeviceCostModel(table(device, seed=1))
+        return build_job_plan(config, here, rates=replace(rates, costs=costs)).times.phases
 
     slow, fast = seconds(SLOW), seconds(FAST)
     for phase in (("actor", "train"), ("actor", "generate"), ("critic", "score")):
@@ -175,13 +187,13 @@ def test_a_plan_is_made_of_measured_work(tmp_path):
 
 @pytest.mark.more
 def test_every_kind_of_work_is_measured(monkeypatch):
-    monkeypatch.setattr(calibration, "SECONDS", 1e-4)
+    monkeypatch.setattr(calibration, "_MIN_SECONDS", 1e-4)
     monkeypatch.setattr(calibration, "TURNS", 1)
-    here = devices.present(Cluster.of_one_node("cpu", 1))
-    known = DeviceModel(1e10, {"float32": 1e10}, 5e9)
+    here = devices.add_device_memory(ClusterSpec.of_one_node("cpu", 1))
+    known = DeviceSpec(1e10, {"float32": 1e10}, 5e9)
     here = replace(here, models=dict.fromkeys(here.model_names, known))
-    here = replace(here, hosts={"localhost": Host(Link(1e9), Link(1e9))})
-    found = calibration.calibrate(here, "float32", ["qwen3"], [128])
+    here = replace(here, hosts={"localhost": NodeSpec(LinkSpec(1e9), LinkSpec(1e9))})
+    found = calibration.measure_operators(here, "float32", ["qwen3"], [128])
     assert {sample.work.op for sample in found.samples} == (
         {FORWARD, TRAIN, DECODE, HEAD, "head train", OPTIMIZER}
     )

@@ -9,12 +9,12 @@ import torch
 from settings import configured
 
 from hybridrl.batch.batch import Batch, is_right, outcomes_of
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import RewardConfig
-from hybridrl.data.samplers.difficulty_sampler import Difficulty
-from hybridrl.data.samplers.pass_rate_sampler import PassRate
-from hybridrl.evaluation.scored_samples import Drawn, table_of
-from hybridrl.trainers.data_feed import Feed
+from hybridrl.data.samplers.difficulty_sampler import DifficultySampler
+from hybridrl.data.samplers.pass_rate_sampler import PassRateSampler
+from hybridrl.evaluation.scored_samples import ScoredSamplesRef, collect_sample_table
+from hybridrl.trainers.data_feed import DataFeed
 from hybridrl.workers.reward_worker import RewardWorker, add_up
 
 NAN = math.nan
@@ -44,7 +44,7 @@ class Here(SimpleNamespace):
 
 def test_evaluated_samples_are_right_by_their_outcomes():
     rows = Here(batch=STEPS, columns=SimpleNamespace(may_have=lambda name: False))
-    table = table_of([Drawn(rows, 1, True)], ["a", "b", "c"], 0.7, str)
+    table = collect_sample_table([ScoredSamplesRef(rows, 1, True)], ["a", "b", "c"], 0.7, str)
     assert table["correct"].to_pylist() == [True, False, False]
     assert table["score"].to_pylist()[1] == 5.0 and table["outcomes"].to_pylist()[1] == 0.0
 
@@ -52,7 +52,7 @@ def test_evaluated_samples_are_right_by_their_outcomes():
 def test_the_sampler_of_the_data_learns_outcomes():
     config = configured(["data.sampler=pass_rate", "reward.correct_at=0.7"])
     data = Batch.from_columns({"difficulty_size": [0, 0, 0]})
-    feed = Feed(config, "prompts", data, None, None, lambda batch: batch, SimpleNamespace())
+    feed = DataFeed(config, "prompts", data, None, None, lambda batch: batch, SimpleNamespace())
     feed._row_of = {0: 0, 1: 1, 2: 2}
     feed.learn_scores(Here(batch=STEPS))
     assert feed.deck.sampler._of_rows.tolist() == [[1, 0], [0, 1], [0, 0]]
@@ -61,15 +61,15 @@ def test_the_sampler_of_the_data_learns_outcomes():
 def test_samplers_find_right_what_is_at_the_bound():
     config = configured(["reward.correct_at=0.7"])
     data, rows = Batch.from_columns({"difficulty_size": [0, 1]}), np.array([0, 0])
-    levels = Difficulty(data, 0, config, samples=2)
+    levels = DifficultySampler(data, 0, config, samples=2)
     levels.update(rows, np.float32([0.7, 0.7]))
-    rates = PassRate(data, 0, config)
+    rates = PassRateSampler(data, 0, config)
     rates.update(rows, np.float32([0.7, 0.69]))
     assert levels.level == 1 and rates._of_rows[0].tolist() == [1, 1]
 
 
 def test_workers_count_what_is_right_at_the_bound():
-    worker = SimpleNamespace(_kind="reward", record=Record("reward", 0, "compute_reward"))
+    worker = SimpleNamespace(_kind="reward", record=CallRecord("reward", 0, "compute_reward"))
     worker.report = lambda **figures: worker.record.metrics.update(figures)
     RewardWorker._report(worker, SCORES, OUTCOMES, RewardConfig(correct_at=0.7))
     assert worker.record.metrics["reward_correct"] == 1

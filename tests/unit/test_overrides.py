@@ -2,10 +2,10 @@
 
 import pytest
 
-from hybridrl.config.aliases import foreign_settings, meant
-from hybridrl.config.presets import CHOSEN
-from hybridrl.config.setting_names import is_open, leaves
-from hybridrl.config.sweep import jobs
+from hybridrl.config.aliases import explain_alias, foreign_settings
+from hybridrl.config.presets import DEFAULT_PRESETS
+from hybridrl.config.setting_names import is_open_setting, list_settings
+from hybridrl.config.sweep import expand_sweep
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 
@@ -154,25 +154,30 @@ def test_a_recipe_s_preset_gives_way(tmp_path):
 
 
 def test_a_sweep_is_every_choice_of_one_value_each():
-    found = jobs(["algorithm=grpo,rloo", "trainer.steps=3", "run.seed=range(0,2)"])
+    found = expand_sweep(["algorithm=grpo,rloo", "trainer.steps=3", "run.seed=range(0,2)"])
     assert len(found) == 4 and found[1] == ["algorithm=grpo", "trainer.steps=3", "run.seed=1"]
-    assert jobs(["model.path=~/a,~/b"]) == [["model.path=~/a"], ["model.path=~/b"]]
-    assert jobs(["data.system_prompt='a, ü'", "rollout.stop=[</s>,x]"]) == [
+    assert expand_sweep(["model.path=~/a,~/b"]) == [["model.path=~/a"], ["model.path=~/b"]]
+    assert expand_sweep(["data.system_prompt='a, ü'", "rollout.stop=[</s>,x]"]) == [
         ["data.system_prompt='a, ü'", "rollout.stop=[</s>,x]"]
     ]
     with pytest.raises(ConfigError, match="a sweep has values with commas between"):
-        jobs(["data.path=glob(*)"])
+        expand_sweep(["data.path=glob(*)"])
 
 
 def test_other_libraries_names_are_answered_with_ours():
-    known = leaves()
+    known = list_settings()
     for row in foreign_settings():
         assert row.settings or row.here in (("none",), ("automatic",)), row
         for setting in row.settings:
-            assert setting in known or setting in CHOSEN or is_open(setting), (row.names, setting)
+            assert setting in known or setting in DEFAULT_PRESETS or is_open_setting(setting), (
+                row.names,
+                setting,
+            )
         assert not row.note or row.note.endswith("."), row.names
         for name in row.names:
-            assert meant(name) != "" and (row.library == "verl" or meant(f"some.group.{name}"))
+            assert explain_alias(name) != "" and (
+                row.library == "verl" or explain_alias(f"some.group.{name}")
+            )
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from pages import INLINE, PAGES, ROOT, anchors, blocks, commands, links
 
 from hybridrl import cli, main
 from hybridrl.commands import plan_command as plan
-from hybridrl.config.aliases import meant
-from hybridrl.config.setting_names import leaves
-from hybridrl.config.sweep import jobs
+from hybridrl.config.aliases import explain_alias
+from hybridrl.config.setting_names import list_settings
+from hybridrl.config.sweep import expand_sweep
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 
@@ -102,7 +102,7 @@ def test_exceptions_are_needed():
 def nothing_runs(monkeypatch):
     """The command line parses and does nothing; gives what is left as settings."""
     left = []
-    known = cli.command
+    known = cli.load_command
 
     def quiet(name):
         return types.SimpleNamespace(
@@ -110,7 +110,7 @@ def nothing_runs(monkeypatch):
             run=lambda chosen: left.extend(getattr(chosen, "settings", [])) or 0,
         )
 
-    monkeypatch.setattr(cli, "command", quiet)
+    monkeypatch.setattr(cli, "load_command", quiet)
     return left
 
 
@@ -137,7 +137,7 @@ def test_commands_are_understood(command, monkeypatch, nothing_runs):
         assert_program_takes(words)
 
 
-KINDS = {plan.GENERATION, plan.PRECISION}
+KINDS = {plan.GENERATION_PLAN, plan.PRECISION_PLAN}
 
 
 @contextlib.contextmanager
@@ -148,9 +148,9 @@ def ends_well():
 
 
 def assert_settings_compose(words):
-    chosen, flags = main._parser().parse_known_intermixed_args(words)
+    chosen, flags = main._build_parser().parse_known_intermixed_args(words)
     assert not flags
-    for settings in jobs(chosen.settings) if chosen.multirun else [chosen.settings]:
+    for settings in expand_sweep(chosen.settings) if chosen.multirun else [chosen.settings]:
         if REFUSED.keys() & set(settings):
             with pytest.raises(ConfigError):
                 load_config(settings)
@@ -173,7 +173,7 @@ def assert_program_takes(words):
         assert f'"{option}"' in source, f"{path} has no {option}"
 
 
-GROUPS = {name.partition(".")[0] for name in leaves() if "." in name}
+GROUPS = {name.partition(".")[0] for name in list_settings() if "." in name}
 SETTING = re.compile(rf"((?:{'|'.join(sorted(GROUPS))})(?:\.\w+)+)(=|$)")
 FREE = re.compile(
     r"(models|reward\.options|cost\.options|rollout\.engine_options|environment\.options|"
@@ -185,7 +185,7 @@ FREE = re.compile(
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_settings_that_are_named_exist(page):
-    known = set(leaves())
+    known = set(list_settings())
     known |= {name.rpartition(".")[0] for name in known}
     named = {
         match[1]
@@ -196,7 +196,7 @@ def test_settings_that_are_named_exist(page):
     named = {name for name in named if not re.search(r"\.(json|py)$", name)}
     wrong = {name for name in named - known - NO_SETTINGS if not FREE.match(name)}
     if page.name in NAMES_OF_OTHERS:
-        wrong = {name for name in wrong if not meant(name)}
+        wrong = {name for name in wrong if not explain_alias(name)}
     assert not wrong, page.name
 
 

@@ -8,28 +8,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.parallel.pipeline_schedule import (
-    TICKS,
-    Action,
-    Kind,
-    computations,
-    schedule,
-    timeline,
+    ACTION_TICKS,
+    ActionKind,
+    PipelineAction,
+    build_schedule,
+    compute_end_ticks,
+    list_computations,
 )
 
 SHAPES = st.tuples(st.integers(2, 6), st.integers(1, 3), st.integers(1, 14))
 """Ranks, chunks, micro-batches."""
-PAIR = sum(TICKS.values())
+PAIR = sum(ACTION_TICKS.values())
 """Ticks of one forward and one backward."""
 FLOWS = {
-    Kind.SEND_STATES: (Kind.RECEIVE_STATES, 1),
-    Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
+    ActionKind.SEND_STATES: (ActionKind.RECEIVE_STATES, 1),
+    ActionKind.SEND_GRADIENT: (ActionKind.RECEIVE_GRADIENT, -1),
 }
 
 
 def receive_of(send):
     """The action that takes the message of a send."""
     kind, step = FLOWS[send.kind]
-    return Action(kind, send.stage + step, send.micro_batch)
+    return PipelineAction(kind, send.stage + step, send.micro_batch)
 
 
 def run_waiting_for_every_message(plan, stages):
@@ -44,14 +44,17 @@ def run_waiting_for_every_message(plan, stages):
 
     def check(action):
         kind, stage, number = action
-        if kind is Kind.FORWARD and stage:
-            assert Action(Kind.RECEIVE_STATES, stage, number) in there
-        if kind is Kind.BACKWARD:
-            assert Action(Kind.FORWARD, stage, number) in there
-            assert stage == stages - 1 or Action(Kind.RECEIVE_GRADIENT, stage, number) in there
+        if kind is ActionKind.FORWARD and stage:
+            assert PipelineAction(ActionKind.RECEIVE_STATES, stage, number) in there
+        if kind is ActionKind.BACKWARD:
+            assert PipelineAction(ActionKind.FORWARD, stage, number) in there
+            assert (
+                stage == stages - 1
+                or PipelineAction(ActionKind.RECEIVE_GRADIENT, stage, number) in there
+            )
         if kind in FLOWS:
-            made = Kind.FORWARD if kind is Kind.SEND_STATES else Kind.BACKWARD
-            assert Action(made, stage, number) in there
+            made = ActionKind.FORWARD if kind is ActionKind.SEND_STATES else ActionKind.BACKWARD
+            assert PipelineAction(made, stage, number) in there
 
     moved = True
     while moved:
@@ -61,7 +64,7 @@ def run_waiting_for_every_message(plan, stages):
             if action is None:
                 continue
             assert action.stage % ranks == rank
-            if action.kind in TICKS:
+            if action.kind in ACTION_TICKS:
                 check(action)
                 there.add(action)
                 done[rank] += 1
@@ -82,11 +85,13 @@ def run_waiting_for_every_message(plan, stages):
 @given(SHAPES, st.booleans())
 def test_no_rank_waits_in_a_circle_and_nothing_is_missing_where_it_is_needed(shape, training):
     ranks, chunks, micro_batches = shape
-    plan = schedule(*shape, training=training)
+    plan = build_schedule(*shape, training=training)
     there = run_waiting_for_every_message(plan, ranks * chunks)
-    kinds = list(TICKS) if training else [Kind.FORWARD]
+    kinds = list(ACTION_TICKS) if training else [ActionKind.FORWARD]
     everything = itertools.product(kinds, range(ranks * chunks), range(micro_batches))
-    assert {action for action in there if action.kind in TICKS} == {Action(*a) for a in everything}
+    assert {action for action in there if action.kind in ACTION_TICKS} == {
+        PipelineAction(*a) for a in everything
+    }
     actions = [action for of_rank in plan for action in of_rank]
     assert len(actions) == len(set(actions))
 
@@ -94,15 +99,15 @@ def test_no_rank_waits_in_a_circle_and_nothing_is_missing_where_it_is_needed(sha
 @given(SHAPES)
 def test_the_order_of_computations_stays_as_it_was_without_messages(shape):
     ranks, chunks, micro_batches = shape
-    for rank, actions in enumerate(schedule(*shape, training=True)):
-        alone = [action for action in actions if action.kind in TICKS]
-        assert alone == computations(rank, ranks, chunks, micro_batches, True)
+    for rank, actions in enumerate(build_schedule(*shape, training=True)):
+        alone = [action for action in actions if action.kind in ACTION_TICKS]
+        assert alone == list_computations(rank, ranks, chunks, micro_batches, True)
 
 
 @given(SHAPES)
 def test_two_ranks_see_their_messages_in_one_order(shape):
     ranks = shape[0]
-    plan = schedule(*shape, training=True)
+    plan = build_schedule(*shape, training=True)
 
     def messages(rank, peer):
         for action in plan[rank]:
@@ -110,8 +115,8 @@ def test_two_ranks_see_their_messages_in_one_order(shape):
                 wanted = receive_of(action)
                 if wanted.stage % ranks == peer:
                     yield rank, wanted
-            elif action.kind not in TICKS:
-                step = -1 if action.kind is Kind.RECEIVE_STATES else 1
+            elif action.kind not in ACTION_TICKS:
+                step = -1 if action.kind is ActionKind.RECEIVE_STATES else 1
                 if (action.stage + step) % ranks == peer:
                     yield peer, action
 
@@ -120,8 +125,8 @@ def test_two_ranks_see_their_messages_in_one_order(shape):
 
 
 def makespan(ranks, chunks, micro_batches):
-    orders = [computations(rank, ranks, chunks, micro_batches, True) for rank in range(ranks)]
-    return max(timeline(orders).values())
+    orders = [list_computations(rank, ranks, chunks, micro_batches, True) for rank in range(ranks)]
+    return max(compute_end_ticks(orders).values())
 
 
 @given(SHAPES)
@@ -136,7 +141,7 @@ def test_idle_time_is_that_of_the_theory(shape):
 def held(actions):
     """Most forwards without their backward, at any time."""
     alive = itertools.accumulate(
-        {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0) for action in actions
+        {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0) for action in actions
     )
     return max(alive)
 
@@ -144,7 +149,7 @@ def held(actions):
 @given(SHAPES)
 def test_activations_are_bounded(shape):
     ranks, chunks, micro_batches = shape
-    for rank, actions in enumerate(schedule(*shape, training=True)):
+    for rank, actions in enumerate(build_schedule(*shape, training=True)):
         if chunks == 1:
             assert held(actions) == min(micro_batches, ranks - rank)
         else:
@@ -154,16 +159,16 @@ def test_activations_are_bounded(shape):
 
 
 def test_the_first_rank_of_two_alternates_after_one_forward():
-    names = [(a.kind.name[0], a.micro_batch) for a in computations(0, 2, 1, 3, True)]
+    names = [(a.kind.name[0], a.micro_batch) for a in list_computations(0, 2, 1, 3, True)]
     assert names == [("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)]
 
 
 def test_interleaving_takes_chunks_in_groups_of_as_many_micro_batches_as_ranks():
-    order = [(a.stage, a.micro_batch) for a in computations(0, 2, 2, 4, False)]
+    order = [(a.stage, a.micro_batch) for a in list_computations(0, 2, 2, 4, False)]
     assert order == [(0, 0), (0, 1), (2, 0), (2, 1), (0, 2), (0, 3), (2, 2), (2, 3)]
 
 
 def test_a_circle_is_an_error():
-    waits = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)]]
+    waits = [[PipelineAction(ActionKind.BACKWARD, 0, 0), PipelineAction(ActionKind.FORWARD, 0, 0)]]
     with pytest.raises(ValueError, match="circle after"):
-        timeline(waits)
+        compute_end_ticks(waits)

@@ -10,20 +10,20 @@ import pytest
 from settings import configured
 
 import hybridrl
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.load import to_yaml
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.config.load import format_config_yaml
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.placement import Placement
-from hybridrl.placement.disaggregated_actor import SeparatedActor
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.placement.disaggregated_actor import DisaggregatedActor
+from hybridrl.system.cluster_spec import ClusterSpec
 
 PPO = ["algorithm=ppo", "algorithm.kl_coefficient=0.1"]
 
 
 def placed(devices, *overrides):
     config = configured([*PPO, *overrides])
-    placement = check_placement(config, Cluster.of_one_node("cpu", devices))
+    placement = resolve_placement(config, ClusterSpec.of_one_node("cpu", devices))
     return {role: list(place.devices) for role, place in placement.roles.items()}
 
 
@@ -79,7 +79,7 @@ def test_explicit_with_a_generator_separates():
 
 def test_a_placement_survives_json_and_editing(tmp_path):
     config = configured([*PPO, "placement=interleaving"])
-    text = check_placement(config, Cluster.of_one_node("cpu", 4)).to_json()
+    text = resolve_placement(config, ClusterSpec.of_one_node("cpu", 4)).to_json()
     file = tmp_path / "placement.json"
     file.write_text(text.replace('"devices": [\n        2,', '"devices": [\n        1,'))
     found = placed(4, "placement=file", f"placement.path={file}")
@@ -154,9 +154,9 @@ def test_a_placement_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_placement_changes_no_other_setting():
-    plain = to_yaml(load_config(PPO)).splitlines()
+    plain = format_config_yaml(load_config(PPO)).splitlines()
     for other in ("interleaving", "separation", "explicit", "file"):
-        text = to_yaml(load_config([*PPO, f"placement={other}"])).splitlines()
+        text = format_config_yaml(load_config([*PPO, f"placement={other}"])).splitlines()
         changed = [d for d in difflib.ndiff(plain, text) if d[0] in "+-"]
         assert changed == ["-   strategy: flattening", f"+   strategy: {other}"]
 
@@ -170,7 +170,7 @@ def test_trainers_and_workers_do_not_know_of_placements():
 
 
 def test_a_separated_actor_can_be_copied_and_pickled_like_any_object():
-    actor = SeparatedActor.__new__(SeparatedActor)  # as copy and pickle make one
+    actor = DisaggregatedActor.__new__(DisaggregatedActor)  # as copy and pickle make one
     actor._trainer, actor._generator = "trainer", "generator"
     for again in (copy.copy(actor), pickle.loads(pickle.dumps(actor))):
         assert again._trainer == "trainer" and again._generator == "generator"

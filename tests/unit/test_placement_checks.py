@@ -4,10 +4,10 @@ import pytest
 from settings import configured
 from transformers import Qwen2Config
 
-from hybridrl.checks.machine.placement_checks import check_placement, wanted_roles
-from hybridrl.checks.settings.training_checks import idle_encodings
+from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
+from hybridrl.checks.settings.training_checks import find_ineffective_encodings
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,18 @@ from hybridrl.system.cluster_spec import Cluster
 )
 def test_what_cannot_be_is_a_sentence(devices, overrides, words):
     with pytest.raises(ConfigError, match=words):
-        check_placement(configured(overrides), Cluster.of_one_node("cpu", devices))
+        resolve_placement(configured(overrides), ClusterSpec.of_one_node("cpu", devices))
 
 
 def test_separation_says_what_it_misses():
-    cluster = Cluster.of_one_node("cpu", 2)
+    cluster = ClusterSpec.of_one_node("cpu", 2)
     config = configured(["placement=separation", "algorithm=ppo"])
     with pytest.raises(ConfigError, match=r"only reference, reward. Add `actor` to Job\(roles="):
-        check_placement(config, cluster, ["reference", "reward"])
-    assert check_placement(config, cluster, ["actor", "reward"]).is_separated
+        resolve_placement(config, cluster, ["reference", "reward"])
+    assert resolve_placement(config, cluster, ["actor", "reward"]).is_separated
     config.trainer.name = "sft"
     with pytest.raises(ConfigError, match="this trainer generates nothing"):
-        check_placement(config, cluster)
+        resolve_placement(config, cluster)
 
 
 @pytest.mark.parametrize(
@@ -84,25 +84,25 @@ def test_separation_says_what_it_misses():
     ],
 )
 def test_what_can_be_is_not(devices, overrides):
-    check_placement(configured(overrides), Cluster.of_one_node("cpu", devices))
+    resolve_placement(configured(overrides), ClusterSpec.of_one_node("cpu", devices))
 
 
 def test_adapters_forbid_to_cut_only_the_models_that_have_them(tmp_path):
     Qwen2Config(num_attention_heads=4, num_key_value_heads=2).save_pretrained(tmp_path)
-    cluster, adapters = Cluster.of_one_node("cpu", 2), ["algorithm=ppo", "actor.lora.rank=4"]
+    cluster, adapters = ClusterSpec.of_one_node("cpu", 2), ["algorithm=ppo", "actor.lora.rank=4"]
     reward = [f"reward.model={tmp_path}", "models.reward.parallel.tp=2"]
-    check_placement(configured([*adapters, *reward]), cluster)
+    resolve_placement(configured([*adapters, *reward]), cluster)
     with pytest.raises(
         ConfigError, match=r"adapters are not cut .* models\.critic\.parallel\.tp=1"
     ):
-        check_placement(configured([*adapters, "models.critic.parallel.tp=2"]), cluster)
+        resolve_placement(configured([*adapters, "models.critic.parallel.tp=2"]), cluster)
 
 
 def test_gpus_compute_in_8_bits_beside_16():
-    cluster = Cluster.of_one_node("cuda", 1)
-    check_placement(configured(["rollout.quantization=fp8"]), cluster)
+    cluster = ClusterSpec.of_one_node("cuda", 1)
+    resolve_placement(configured(["rollout.quantization=fp8"]), cluster)
     with pytest.raises(ConfigError, match=r"=int8 with model\.dtype=float32: .* Set model\.dtype="):
-        check_placement(configured(["rollout.quantization=int8", "model.dtype=float32"]), cluster)
+        resolve_placement(configured(["rollout.quantization=int8", "model.dtype=float32"]), cluster)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_gpus_compute_in_8_bits_beside_16():
 )
 def test_sums_that_there_are_not_are_told(devices, overrides, said):
     config = configured(overrides)
-    placement = check_placement(config, Cluster.of_one_node("cpu", devices))
-    found = idle_encodings(config, wanted_roles(config, None), placement)
+    placement = resolve_placement(config, ClusterSpec.of_one_node("cpu", devices))
+    found = find_ineffective_encodings(config, resolve_roles(config, None), placement)
     assert len(found) == len(said)
     for sentence, words in zip(found, said, strict=True):
         assert words in sentence

@@ -9,16 +9,19 @@ from engine_cases import CPU
 
 from hybridrl import cli
 from hybridrl.commands import plan_generation
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_config, load_model, make_tiny_model
+from hybridrl.models import load_model, load_model_config, make_tiny_model
 from hybridrl.systems.unequal_devices import UnequalDevice
 from hybridrl.systems.unequal_generation import cost_probe as generation_probe
 from hybridrl.systems.unequal_generation import generation_planning
-from hybridrl.systems.unequal_generation.decoder_stage import set_attention
-from hybridrl.systems.unequal_generation.generation_plan import BITS, read_plan
-from hybridrl.systems.unequal_generation.generation_problem import check_problem
-from hybridrl.systems.unequal_generation.plan_search import plan_generation as best_plan
+from hybridrl.systems.unequal_generation.decoder_stage import set_cached_attention
+from hybridrl.systems.unequal_generation.generation_plan import (
+    GENERATION_BITS,
+    load_generation_plan,
+)
+from hybridrl.systems.unequal_generation.generation_problem import check_generation_problem
+from hybridrl.systems.unequal_generation.plan_search import search_generation_plan as best_plan
 
 LAYERS = 3
 
@@ -26,20 +29,22 @@ LAYERS = 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     shape = {"hidden_size": 64, "layers": LAYERS, "heads": 2, "context": 64}
-    return make_tiny_model(tmp_path_factory.mktemp("model"), build_tokenizer(), seed=0, **shape)
+    return make_tiny_model(
+        tmp_path_factory.mktemp("model"), build_character_tokenizer(), seed=0, **shape
+    )
 
 
 @pytest.fixture(autouse=True)
 def quickly(monkeypatch):
-    monkeypatch.setattr(generation_probe, "TURNS", 1)
-    monkeypatch.setattr(generation_probe, "SECONDS", 0.0)
+    monkeypatch.setattr(generation_probe, "_MIN_TURNS", 1)
+    monkeypatch.setattr(generation_probe, "_MIN_SECONDS", 0.0)
 
 
 @pytest.fixture
 def command(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan_generation, "SAMPLES", 3)
-    monkeypatch.setattr(plan_generation, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(plan_generation, "_CALIBRATION_SAMPLES", 3)
+    monkeypatch.setattr(plan_generation, "_CALIBRATION_TOKENS", 4)
 
     def call(*words, path=folder):
         given = ["plan", "generation", f"model.path={path}", "model.dtype=float32", *words]
@@ -60,7 +65,7 @@ def test_a_plan_for_described_devices_is_written_and_read(command, tmp_path):
     (tmp_path / "mixed.json").write_text('[{"name": "new"}, {"name": "old", "share": 0.5}]')
     code, out, _ = command("--devices", "mixed.json", "--out", "plan.json")
     assert code == 0
-    plan = read_plan("plan.json")
+    plan = load_generation_plan("plan.json")
     assert plan.layers == LAYERS
     assert 0 <= plan.kl <= 0.01
     assert f"rollout.parallel.pp={len(plan.stages)} rollout.plan=plan.json" in " ".join(out.split())
@@ -84,7 +89,7 @@ def test_a_plan_for_described_devices_is_written_and_read(command, tmp_path):
 def test_wrong_descriptions_are_refused(command, tmp_path, devices, sentence):
     (tmp_path / "mixed.json").write_text(devices)
     code, _, said = command("--devices", "mixed.json")
-    assert code == cli.REFUSED
+    assert code == cli.EXIT_CONFIG_ERROR
     assert sentence in said
 
 
@@ -99,16 +104,16 @@ def test_what_cannot_be_planned_is_refused(command, tmp_path):
 
 
 def test_costs_are_of_every_precision_phase_and_size(folder):
-    config = load_config(str(folder))
-    phases = generation_probe.probe_costs(
-        config, "float32", CPU, [5, 2, 5], 6, 4, generation_planning.choice
+    config = load_model_config(str(folder))
+    phases = generation_probe.measure_phase_costs(
+        config, "float32", CPU, [5, 2, 5], 6, 4, generation_planning.make_sampling_step
     )
     for costs in phases:
-        assert costs.layer.keys() == set(BITS)
+        assert costs.layer.keys() == set(GENERATION_BITS)
         for curve in (*costs.layer.values(), costs.head, costs.stage):
             assert [rows for rows, _ in curve] == [2, 5]
             assert all(seconds >= 0 for _, seconds in curve)
-    slow = generation_probe.slowed(phases[0], 0.25)
+    slow = generation_probe.scale_costs(phases[0], 0.25)
     assert slow.head[0][1] == 4 * phases[0].head[0][1]
     assert slow.layer[8][1][1] == 4 * phases[0].layer[8][1][1]
     assert config.num_hidden_layers == LAYERS  # as it was
@@ -117,16 +122,16 @@ def test_costs_are_of_every_precision_phase_and_size(folder):
 @pytest.mark.more
 def test_a_plan_that_is_worse_than_its_indicators_said_is_made_again(folder, monkeypatch):
     model = load_model(str(folder), "float32")
-    set_attention(model)
+    set_cached_attention(model)
     answers = [torch.arange(3, 12), torch.arange(5, 10)]
     described = [UnequalDevice("only", memory=2**30, device="cpu")]
     settings = cli_config(folder)
-    problem = generation_planning.make_problem(
-        settings, load_config(str(folder)), described, (4, 4)
+    problem = generation_planning.build_generation_problem(
+        settings, load_model_config(str(folder)), described, (4, 4)
     )
-    indicators = generation_planning.calibrated(model, answers)
+    indicators = generation_planning.calibrate_indicators(model, answers)
     problem = replace(problem, indicators=indicators, max_kl=sum(one[8] for one in indicators))
-    check_problem(problem)
+    check_generation_problem(problem)
     some = dict.fromkeys(range(0, LAYERS, 2), 8)
     said = sum(indicators[layer][8] for layer in some)
     assert said == pytest.approx(generation_planning.token_kl(model, answers, some), rel=1e-3)
@@ -140,12 +145,12 @@ def test_a_plan_that_is_worse_than_its_indicators_said_is_made_again(folder, mon
         return 3 * honest(model, answers, bits)
 
     monkeypatch.setattr(generation_planning, "token_kl", worse)
-    plan = generation_planning.measured_plan(cheap, model, answers)
+    plan = generation_planning.find_measured_plan(cheap, model, answers)
     assert len(asked) > 1
     assert plan.kl <= cheap.max_kl
     monkeypatch.setattr(generation_planning, "token_kl", lambda *_: 1e9)
     with pytest.raises(ConfigError, match=r"the last of 5 plans is 1e\+09"):
-        generation_planning.measured_plan(_only_low(cheap), model, answers)
+        generation_planning.find_measured_plan(_only_low(cheap), model, answers)
 
 
 def cli_config(folder):
@@ -156,7 +161,7 @@ def cli_config(folder):
 
 def _low_bits_are_cheap(problem):
     def cheaper(costs):
-        return replace(costs, layer={bits: ((1, 1e-3 * bits),) for bits in BITS})
+        return replace(costs, layer={bits: ((1, 1e-3 * bits),) for bits in GENERATION_BITS})
 
     (device,) = problem.devices
     device = replace(device, prefill=cheaper(device.prefill), decode=cheaper(device.decode))
@@ -165,4 +170,6 @@ def _low_bits_are_cheap(problem):
 
 def _only_low(problem):
     """With indicators that say that nothing is lost."""
-    return replace(problem, indicators=tuple(dict.fromkeys(BITS, 0.0) for _ in problem.indicators))
+    return replace(
+        problem, indicators=tuple(dict.fromkeys(GENERATION_BITS, 0.0) for _ in problem.indicators)
+    )

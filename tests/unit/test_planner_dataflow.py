@@ -3,13 +3,13 @@
 import pytest
 from settings import configured
 
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.planner.step.call_recorder import recorded_calls
-from hybridrl.planner.step.step_calls import Call, sizes_of
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.planner.step.call_recorder import record_calls
+from hybridrl.planner.step.step_calls import PlannedCall, compute_step_sizes
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers import load_roles
 
 SIZES = ["data.prompts_per_step=4", "rollout.samples_per_prompt=2"]
@@ -27,8 +27,8 @@ COST_VALUES, COST_FIT = ("cost_critic", "score", 8), ("cost_critic", "train", 8)
 def recorded(overrides):
     """The calls of a step, and the notice."""
     config = configured([*SIZES, *overrides])
-    placement = check_placement(config, Cluster.of_one_node("cpu", 2))
-    calls, notice = recorded_calls(config, sizes_of(config), placement, load_roles(config))
+    placement = resolve_placement(config, ClusterSpec.of_one_node("cpu", 2))
+    calls, notice = record_calls(config, compute_step_sizes(config), placement, load_roles(config))
     return calls, notice
 
 
@@ -70,7 +70,7 @@ def recorded(overrides):
 )
 def test_a_plan_counts_the_calls_that_are_made(overrides, expected):
     calls, notice = recorded(overrides)
-    assert calls == [Call(*call) for call in expected]
+    assert calls == [PlannedCall(*call) for call in expected]
     assert not notice
 
 
@@ -79,7 +79,7 @@ from hybridrl.controller import DP, Worker, transfer
 from hybridrl.batch.batch import Batch
 from hybridrl.controller import BatchRef
 from hybridrl.trainers.trainer import Trainer
-from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 
 class Counts(Worker):
     @transfer(DP)
@@ -94,7 +94,7 @@ class BestOfN(Trainer):
     @staticmethod
     def roles(config):
         return {
-            **standard("actor", "reward"),
+            **standard_roles("actor", "reward"),
             "teacher": RoleSpec("reference"),
             "counter": RoleSpec(Counts),
         }
@@ -152,8 +152,8 @@ def test_a_plan_counts_the_memory_of_a_teacher(own):
     overrides = [*SIZES, *sizes, f"trainer.name={own}:BestOfN", "models.teacher.path=llama-13b"]
 
     def parts(overrides):
-        with with_described_models(configured(overrides)) as config:
-            plan = make_plan(config, named("4xH100"))
+        with materialize_named_models(configured(overrides)) as config:
+            plan = build_job_plan(config, parse_cluster("4xH100"))
         return plan.parameters, plan.fullest.fullest.parts["parameters"]
 
     parameters, resident = parts(overrides)

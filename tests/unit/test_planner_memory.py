@@ -10,15 +10,15 @@ from settings import configured
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import CHECKPOINTING, LoraSettings
-from hybridrl.models import CausalPolicy, PackedSamples, tiny_config
+from hybridrl.config.schema import CHECKPOINTING_MODES, LoraAdapterConfig
+from hybridrl.models import CausalPolicy, PackedSamples, make_tiny_config
 from hybridrl.models.lora import add_adapters
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import GIB, named, present
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import GIB, add_device_memory, parse_cluster
 from hybridrl.planner.memory import model_shape, token_bytes
-from hybridrl.planner.memory.model_shape import shape_of
-from hybridrl.planner.step.step_calls import Lengths
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.planner.memory.model_shape import compute_model_shape
+from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.system.cluster_spec import ClusterSpec
 
 CONFIG = Qwen2Config(
     hidden_size=64,
@@ -41,17 +41,20 @@ def model_of(config, lora=None):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoraAdapterConfig(rank=4)])
 def test_parameters_are_those_of_the_model(tied, lora):
     config = Qwen2Config(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})
-    shape, model = shape_of(config, "float32", lora=lora), model_of(config, lora)
+    shape, model = compute_model_shape(config, "float32", lora=lora), model_of(config, lora)
     assert shape.parameters.all == sum(p.numel() for p in model.parameters())
     assert shape.parameters.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert shape.tied is tied
 
 
 def test_a_rank_of_tensor_parallelism_has_its_part():
-    whole, part = shape_of(CONFIG, "float32"), shape_of(CONFIG, "float32", tp=2)
+    whole, part = (
+        compute_model_shape(CONFIG, "float32"),
+        compute_model_shape(CONFIG, "float32", tp=2),
+    )
     # All matrices are halved; norms and biases are small.
     assert part.layer.all == pytest.approx(whole.layer.all / 2, rel=0.02)
     assert part.embedding.all == whole.embedding.all / 2
@@ -81,14 +84,15 @@ def test_saved_activations_are_what_autograd_saves():
             states = CausalPolicy(model).hidden(samples)
         found.append(sum(saved.values()) / samples.input_ids.numel())
         del states
-    shape = shape_of(CONFIG, "float32")
+    shape = compute_model_shape(CONFIG, "float32")
     assert shape.training.per_layer == pytest.approx(found[1] - found[0], rel=0.05)
 
 
 @pytest.mark.more
 def test_checkpointing_keeps_one_state_for_each_layer():
     none, selective, full, offload = (
-        shape_of(CONFIG, "float32", checkpointing=kept).training for kept in CHECKPOINTING
+        compute_model_shape(CONFIG, "float32", checkpointing=kept).training
+        for kept in CHECKPOINTING_MODES
     )
     assert full.per_layer == 64 * 4 and full.fixed > none.fixed
     assert full.per_layer < selective.per_layer < none.per_layer
@@ -96,12 +100,14 @@ def test_checkpointing_keeps_one_state_for_each_layer():
 
 
 def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
-    config = tiny_config(hidden_size=128, layers=2, heads=4, context=128)
+    config = make_tiny_config(hidden_size=128, layers=2, heads=4, context=128)
     config.vocab_size = 64
     config.save_pretrained(tmp_path)
     overrides = [f"model.path={tmp_path}", "rollout=transformers", *overrides]
-    cluster = Cluster.of_one_node("cpu", devices)
-    return make_plan(configured(overrides), present(cluster), lengths=Lengths.alike(*lengths))
+    cluster = ClusterSpec.of_one_node("cpu", devices)
+    return build_job_plan(
+        configured(overrides), add_device_memory(cluster), lengths=SampleLengths.alike(*lengths)
+    )
 
 
 def phases(plan):
@@ -122,7 +128,7 @@ def test_a_generator_in_8_bits_takes_half_of_16(tmp_path):
         phases(plan_of(*options, f"rollout.quantization={kind}", tmp_path=tmp_path))[at]
         for kind in ("none", "int8")
     )
-    shape = shape_of(AutoConfig.from_pretrained(tmp_path), "bfloat16")
+    shape = compute_model_shape(AutoConfig.from_pretrained(tmp_path), "bfloat16")
     saved = shape.layer.all * shape.layers * (2 - 1 - 4 / 128)  # a scale for each row of 128
     assert whole["generation copy"] - few["generation copy"] == pytest.approx(saved)
 
@@ -135,15 +141,15 @@ def test_a_forward_leaves_nothing_gathered(tmp_path):
 
 @pytest.mark.more
 def test_fewer_tokens_and_offloading_take_less():
-    cluster = named("8xA100")
+    cluster = parse_cluster("8xA100")
     base = ["model.path=llama-7b", "model.dtype=bfloat16", "rollout.max_tokens=1024"]
     base += ["data.max_prompt_tokens=1024"]
 
     def fullest(*overrides):
-        from hybridrl.planner.named_models import with_described_models
+        from hybridrl.planner.named_models import materialize_named_models
 
-        with with_described_models(configured([*base, *overrides])) as config:
-            plan = make_plan(config, cluster)
+        with materialize_named_models(configured([*base, *overrides])) as config:
+            plan = build_job_plan(config, cluster)
         return {k: sum(v.values()) for k, v in phases(plan).items()}["actor", "train"]
 
     usual = fullest()
@@ -157,13 +163,13 @@ def test_fewer_tokens_and_offloading_take_less():
 
 
 def test_checkpoints_take_memory_of_their_nodes():
-    from hybridrl.planner.named_models import with_described_models
+    from hybridrl.planner.named_models import materialize_named_models
 
     base = ["model.path=llama-7b", "algorithm=ppo"]
 
     def bytes_of(devices, *overrides):
-        with with_described_models(configured([*base, *overrides])) as config:
-            return make_plan(config, named(devices)).host_bytes
+        with materialize_named_models(configured([*base, *overrides])) as config:
+            return build_job_plan(config, parse_cluster(devices)).host_bytes
 
     copy = bytes_of("2x8xA100", "checkpoint.every=1")
     assert copy == pytest.approx(12 * 2 * 6.7e9 / 2, rel=0.02)  # actor and critic, over two nodes
@@ -175,8 +181,8 @@ def test_checkpoints_take_memory_of_their_nodes():
 
 
 def test_every_node_shares_its_memory_among_its_slots():
-    one = present(Cluster.of_one_node("cpu", 1))
-    assert present(Cluster.of_one_node("cpu", 4)).memory == one.memory / 4
+    one = add_device_memory(ClusterSpec.of_one_node("cpu", 1))
+    assert add_device_memory(ClusterSpec.of_one_node("cpu", 4)).memory == one.memory / 4
     assert one.memory > GIB / 4
 
 
@@ -184,7 +190,7 @@ def test_every_node_shares_its_memory_among_its_slots():
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "qwen3_5_text", "deepseek_v3"])
 def test_layers_of_several_kinds_are_counted_on_average(family):
     config = AutoConfig.for_model(family)
-    shape = shape_of(config, "bfloat16")
+    shape = compute_model_shape(config, "bfloat16")
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config)
     assert shape.parameters.all == pytest.approx(whole.num_parameters(), rel=0.06)
@@ -203,7 +209,7 @@ def test_models_as_they_are_published_are_counted_without_what_is_not_trained(na
     described = published.config(lambda token: 1)
     described.get("text_config", described)["vocab_size"] = 320
     config = kind.config_class(**described)
-    shape = shape_of(config, "float32")
+    shape = compute_model_shape(config, "float32")
     with torch.device("meta"):
         whole = kind(config)
     parts = {*whole.get_decoder().parameters(), *whole.get_output_embeddings().parameters()}
@@ -229,7 +235,7 @@ def test_layers_without_experts_count_as_what_they_are():
         vocab_size=129280,
         tie_word_embeddings=False,
     )
-    shape = shape_of(config, "bfloat16", checkpointing="full")
+    shape = compute_model_shape(config, "bfloat16", checkpointing="full")
     assert shape.parameters.all == 671_026_404_352
     assert shape.active == pytest.approx(37.5e9, rel=0.01)
     assert shape.key_value == 512 + 64  # latents
@@ -238,7 +244,7 @@ def test_layers_without_experts_count_as_what_they_are():
 @pytest.mark.more
 def test_only_layers_that_attend_have_a_cache():
     config = AutoConfig.for_model("qwen3_5_text", num_hidden_layers=4)
-    shape = shape_of(config, "bfloat16", checkpointing="full")
+    shape = compute_model_shape(config, "bfloat16", checkpointing="full")
     of_layer = 2 * config.head_dim * config.num_key_value_heads
     assert shape.key_value == config.layer_types.count("full_attention") * of_layer / 4
 
@@ -259,13 +265,13 @@ def test_experts_that_a_token_does_not_meet_are_counted_apart():
         vocab_size=151936,
         tie_word_embeddings=False,
     )
-    shape = shape_of(config, "bfloat16")
+    shape = compute_model_shape(config, "bfloat16")
     assert shape.parameters.all == 30_532_122_624
     assert shape.active == pytest.approx(3.35e9, rel=0.005)
-    halves = shape_of(config, "bfloat16", tp=2)
+    halves = compute_model_shape(config, "bfloat16", tp=2)
     assert halves.parameters.all == pytest.approx(shape.parameters.all / 2, rel=0.01)
     assert halves.active_of_layer == pytest.approx(shape.active_of_layer / 2, rel=0.01)
-    dense = shape_of(CONFIG, "bfloat16")
+    dense = compute_model_shape(CONFIG, "bfloat16")
     assert dense.active == dense.parameters.all
 
 
@@ -287,23 +293,23 @@ def test_a_model_that_goes_from_token_to_token_is_counted_with_few(monkeypatch):
     ran = []
     run = token_bytes._run
     monkeypatch.setattr(token_bytes, "_run", lambda m, n, **k: (ran.append(n), run(m, n, **k))[1])
-    few = shape_of(config, "bfloat16")
-    assert max(ran) == 2 * token_bytes.LEAST_TOKENS
-    monkeypatch.setattr(token_bytes, "LEAST_TOKENS", 4 * token_bytes.LEAST_TOKENS)
+    few = compute_model_shape(config, "bfloat16")
+    assert max(ran) == 2 * token_bytes.MIN_ROW_TOKENS
+    monkeypatch.setattr(token_bytes, "MIN_ROW_TOKENS", 4 * token_bytes.MIN_ROW_TOKENS)
     monkeypatch.setattr(model_shape, "_counted", {})
-    more = shape_of(config, "bfloat16")
-    assert max(ran) == 2 * token_bytes.LEAST_TOKENS
+    more = compute_model_shape(config, "bfloat16")
+    assert max(ran) == 2 * token_bytes.MIN_ROW_TOKENS
     assert few.training.per_layer == pytest.approx(more.training.per_layer, rel=0.02)
 
 
 def test_roles_are_built_beside_those_that_are_there():
     """vLLM takes its share while the actor is built, and sleeps when the reference is."""
-    from hybridrl.planner.named_models import with_described_models
+    from hybridrl.planner.named_models import materialize_named_models
 
     base = ["model.path=llama-7b", "model.dtype=bfloat16", "algorithm.kl_coefficient=0.1"]
-    cluster = named("8xA100")
-    with with_described_models(configured([*base, "rollout.memory_share=0.5"])) as config:
-        found = phases(make_plan(config, cluster))
+    cluster = parse_cluster("8xA100")
+    with materialize_named_models(configured([*base, "rollout.memory_share=0.5"])) as config:
+        found = phases(build_job_plan(config, cluster))
     actor, reference = found["actor", "load"], found["reference", "load"]
     assert actor["generation copy"] + actor["kv_cache"] == pytest.approx(cluster.memory / 2)
     assert "kv_cache" not in reference and "optimizer" not in reference

@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 from settings import configured
 
-from hybridrl.checks.machine.placement_checks import check_placement
+from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.cli import main
-from hybridrl.config.changed import changed
+from hybridrl.config.changed import apply_changes
 from hybridrl.errors import ConfigError
-from hybridrl.planner.fitting_settings import cures, refuse
-from hybridrl.planner.job_plan import make_plan, to_json
-from hybridrl.planner.machine.device_catalog import named
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.planner.plan_tables import sizes_lines
-from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_time import SteadySteps
-from hybridrl.system.cluster_spec import Cluster, Device, DeviceModel
+from hybridrl.planner.fitting_settings import check_plan_fits, find_fitting_settings
+from hybridrl.planner.job_plan import build_job_plan, job_plan_to_json
+from hybridrl.planner.machine.device_catalog import parse_cluster
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.planner.plan_tables import format_step_sizes
+from hybridrl.planner.step.step_calls import PlannedCall
+from hybridrl.planner.step.step_time import SteadyStateReplay
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, DeviceSpec
 
 PAPER = [  # section 8 of the HybridFlow paper
     "algorithm=ppo",
@@ -60,9 +60,9 @@ def fits(size, devices, kind):
     tp = {"7b": 1, "70b": 8}[size]
     cuts = ["actor.parallel.tp=1", f"rollout.parallel.tp={tp}"]
     overrides = [*PAPER, f"model.path=llama-{size}", f"reward.model=llama-{size}", *cuts]
-    with with_described_models(configured([*overrides, *placed(kind, devices)])) as config:
+    with materialize_named_models(configured([*overrides, *placed(kind, devices)])) as config:
         try:
-            return make_plan(config, named(f"{devices}xA100")).fits()
+            return build_job_plan(config, parse_cluster(f"{devices}xA100")).fits()
         except ConfigError as error:  # too few devices for one copy of the model
             assert "divide" in str(error) or "takes" in str(error)
             return False
@@ -90,71 +90,73 @@ def test_few_devices_leave_only_colocation(size, devices, expected):
 def test_every_cure_cures():
     overrides = [*PAPER, "model.path=llama-7b", "actor.gradient_checkpointing=false"]
     overrides += ["actor.tokens_per_microbatch=32768"]
-    cluster = named("8xA100")
-    with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, cluster)
+    cluster = parse_cluster("8xA100")
+    with materialize_named_models(configured(overrides)) as config:
+        plan = build_job_plan(config, cluster)
         assert not plan.fits()
-        found = cures(plan)
+        found = find_fitting_settings(plan)
         assert len(found) >= 2
         for cure in found:
-            assert make_plan(changed(config, cure), cluster).fits(), cure
+            assert build_job_plan(apply_changes(config, cure), cluster).fits(), cure
         names = [cure[0][0] for cure in found]
         assert names[0] == "actor.tokens_per_microbatch"
         with pytest.raises(ConfigError, match=r"It would fit with actor\.tokens_per_microbatch="):
-            refuse(plan)
+            check_plan_fits(plan)
 
 
 @pytest.mark.more
 def test_cures_come_together_where_none_is_enough():
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
-    cluster = named("4xA100")
-    with with_described_models(configured(overrides)) as config:
-        (found,) = cures(make_plan(config, cluster))
+    cluster = parse_cluster("4xA100")
+    with materialize_named_models(configured(overrides)) as config:
+        (found,) = find_fitting_settings(build_job_plan(config, cluster))
         assert len(found) > 1
-        assert make_plan(changed(config, found), cluster).fits()
+        assert build_job_plan(apply_changes(config, found), cluster).fits()
         for cure in found:
             fewer = [c for c in found if c != cure]
-            assert not make_plan(changed(config, fewer), cluster).fits()
+            assert not build_job_plan(apply_changes(config, fewer), cluster).fits()
 
 
 def test_cures_are_for_the_roles_that_are_there():
     """All roles of the job would need two settings at once; the actor alone needs one of them."""
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]
     overrides += ["actor.gradient_checkpointing=false"]
-    cluster = named("4xA100")
-    with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, cluster, check_placement(config, cluster, ["actor"]))
-        assert all(len(cure) == 1 for cure in cures(plan))
-        assert any(cure[0][0] == "actor.gradient_checkpointing" for cure in cures(plan))
+    cluster = parse_cluster("4xA100")
+    with materialize_named_models(configured(overrides)) as config:
+        plan = build_job_plan(config, cluster, resolve_placement(config, cluster, ["actor"]))
+        assert all(len(cure) == 1 for cure in find_fitting_settings(plan))
+        assert any(
+            cure[0][0] == "actor.gradient_checkpointing" for cure in find_fitting_settings(plan)
+        )
 
 
 def test_a_judge_may_be_described_too():
     overrides = [*PAPER, "model.path=llama-7b", "reward.judge.path=llama-13b"]
-    with with_described_models(configured([*overrides, "rollout=transformers"])) as config:
-        (device,) = make_plan(config, named("8xA100")).memory
+    with materialize_named_models(configured([*overrides, "rollout=transformers"])) as config:
+        (device,) = build_job_plan(config, parse_cluster("8xA100")).memory
         assert device.phases[-1].parts["judge"] > 13e9 * 2  # bytes of its weights
 
 
 def test_a_job_may_need_a_little_more_than_there_is():
-    with with_described_models(configured([*PAPER, "model.path=llama-7b"])) as config:
-        cluster = named("8xA100")
-        plan = make_plan(config, cluster)
+    with materialize_named_models(configured([*PAPER, "model.path=llama-7b"])) as config:
+        cluster = parse_cluster("8xA100")
+        plan = build_job_plan(config, cluster)
         used = plan.fullest.fullest.bytes
 
         def of_memory(size):
-            return replace(cluster, models={"A100-80GB": DeviceModel(size)})
+            return replace(cluster, models={"A100-80GB": DeviceSpec(size)})
 
-        refuse(replace(plan, cluster=of_memory(used / 1.1)), tolerance=1.15)
+        check_plan_fits(replace(plan, cluster=of_memory(used / 1.1)), tolerance=1.15)
         with pytest.raises(ConfigError, match="does not fit"):
-            refuse(replace(plan, cluster=of_memory(used / 1.2)), tolerance=1.15)
+            check_plan_fits(replace(plan, cluster=of_memory(used / 1.2)), tolerance=1.15)
 
 
 def test_what_cannot_fit_at_all_says_so():
-    with with_described_models(configured([*PAPER, "model.path=llama-70b"])) as config:
-        cluster = named("1xL4")
+    with materialize_named_models(configured([*PAPER, "model.path=llama-70b"])) as config:
+        cluster = parse_cluster("1xL4")
         with pytest.raises(ConfigError, match="take devices with more memory, or more of them and"):
-            refuse(make_plan(config, cluster))
+            check_plan_fits(build_job_plan(config, cluster))
 
 
 @pytest.mark.more
@@ -162,67 +164,67 @@ def test_weights_too_large_for_a_few_devices_are_cut_over_more():
     """Devices of other copies do not help a generator whose part of a copy has no room."""
     overrides = ["model.path=llama-70b", "model.dtype=bfloat16", "rollout.memory_share=0.15"]
     with (
-        with_described_models(configured([*PAPER, *overrides])) as config,
+        materialize_named_models(configured([*PAPER, *overrides])) as config,
         pytest.raises(ConfigError, match=r"It would fit with .*rollout\.parallel\.tp=16"),
     ):
-        refuse(make_plan(config, named("16xH100")))
+        check_plan_fits(build_job_plan(config, parse_cluster("16xH100")))
 
 
 @pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])
 def test_devices_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--devices .*64xH200"):
-        named(text)
+        parse_cluster(text)
 
 
 def test_devices_by_name():
-    cluster = named("2x4xh100")
+    cluster = parse_cluster("2x4xh100")
     assert len(cluster.devices) == 8
     assert {device.node for device in cluster.devices} == {"node0", "node1"}
-    assert named("64xH200").devices_per_node == 8
+    assert parse_cluster("64xH200").devices_per_node == 8
 
 
 def test_json_is_a_placement(tmp_path):
     overrides = [*PAPER, "model.path=llama-7b", "placement=separation"]
-    with with_described_models(configured(overrides)) as config:
-        cluster = named("8xA100")
-        plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
-        (tmp_path / "plan.json").write_text(to_json(plan))
+    with materialize_named_models(configured(overrides)) as config:
+        cluster = parse_cluster("8xA100")
+        plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
+        (tmp_path / "plan.json").write_text(job_plan_to_json(plan))
         again = [*overrides[:-1], "placement=file", f"placement.path={tmp_path}/plan.json"]
         config.placement = configured(again).placement
-        found = check_placement(config, cluster)
+        found = resolve_placement(config, cluster)
     assert found.roles == plan.placement.roles
 
 
 def test_roles_that_share_devices_take_turns_and_others_do_not():
     calls = [
-        (Call("actor", "generate", 1), 4.0),
-        (Call("reward", "score", 1), 2.0),
-        (Call("reference", "score", 1), 3.0),
-        (Call("actor", "train", 1), 4.0),
+        (PlannedCall("actor", "generate", 1), 4.0),
+        (PlannedCall("reward", "score", 1), 2.0),
+        (PlannedCall("reference", "score", 1), 3.0),
+        (PlannedCall("actor", "train", 1), 4.0),
     ]
     together = {"actor": [0, 1], "reward": [0, 1], "reference": [0, 1]}
-    assert SteadySteps(calls, together, 0).seconds == 13
+    assert SteadyStateReplay(calls, together, 0).seconds == 13
     apart = {"actor": [0, 1], "reward": [0], "reference": [1]}
-    assert SteadySteps(calls, apart, 0).seconds == 11
+    assert SteadyStateReplay(calls, apart, 0).seconds == 11
 
 
 def test_staleness_overlaps_generation_with_training():
     calls = [
-        (Call("generator", "generate", 1), 4.0),
-        (Call("reward", "score", 1), 1.0),
-        (Call("actor", "train", 1), 6.0),
+        (PlannedCall("generator", "generate", 1), 4.0),
+        (PlannedCall("reward", "score", 1), 1.0),
+        (PlannedCall("actor", "train", 1), 6.0),
     ]
     devices = {"generator": [1], "reward": [1], "actor": [0]}
-    assert SteadySteps(calls, devices, 0).seconds == 11
-    assert SteadySteps(calls, devices, 1).seconds == 6
+    assert SteadyStateReplay(calls, devices, 0).seconds == 11
+    assert SteadyStateReplay(calls, devices, 1).seconds == 6
 
 
 def test_more_devices_are_faster():
     def step(devices):
         overrides = [*PAPER, "model.path=llama-7b"]
-        cluster = named(f"{devices}xH100")
-        with with_described_models(configured(overrides)) as config:
-            plan = make_plan(config, cluster, rates=Rates.known(cluster, "bfloat16"))
+        cluster = parse_cluster(f"{devices}xH100")
+        with materialize_named_models(configured(overrides)) as config:
+            plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
         return plan.times.step
 
     assert step(8) > 1.5 * step(16)
@@ -256,7 +258,7 @@ def test_the_command_refuses_with_a_sentence(capsys):
     assert "GiB" in said.err and "Traceback" not in said.err
 
 
-SLOW = Rates(1e12, 1e12, 0, 0, 1e10, 1e9, 1e7, 1.0, 1e-6, "a test")
+SLOW = DeviceRates(1e12, 1e12, 0, 0, 1e10, 1e9, 1e7, 1.0, 1e-6, "a test")
 
 
 @pytest.mark.parametrize(
@@ -277,15 +279,15 @@ def test_sums_of_gradients_are_reckoned_as_the_setting_says(cluster, network, se
     found = {}
     for kind in ("full", setting):
         overrides = [*PAPER, "model.path=llama-7b", f"actor.parallel.gradients={kind}"]
-        with with_described_models(configured([*overrides, "reward.function=null"])) as config:
-            found[kind] = make_plan(config, named(cluster), rates=rates)
+        with materialize_named_models(configured([*overrides, "reward.function=null"])) as config:
+            found[kind] = build_job_plan(config, parse_cluster(cluster), rates=rates)
     plan = found[setting]
     sums = plan.times.sums["actor"]
     assert len(sums.ways) == 33  # layers, and what is around them
     assert set(sums.ways) <= ways
-    lines = "\n".join(sizes_lines(plan))
+    lines = "\n".join(format_step_sizes(plan))
     assert (f"actor.parallel.gradients={setting}: " in lines) == (setting != "full")
-    assert json.loads(to_json(plan))["gradients"]["actor"]["ways"] == list(sums.ways)
+    assert json.loads(job_plan_to_json(plan))["gradients"]["actor"]["ways"] == list(sums.ways)
     trains = plan.times.phases["actor", "train"]
     full = found["full"].times.phases["actor", "train"]
     if ways == {"full"}:
@@ -309,11 +311,11 @@ def test_sums_of_gradients_are_reckoned_as_the_setting_says(cluster, network, se
 def test_records_of_weights_are_counted_where_differences_may_travel(nodes, overrides, counts):
     overrides = [*PAPER, "model.path=llama-7b", "placement=separation", *overrides]
     devices = [
-        Device("cpu", f"node{node}", 0, "a core")
+        DeviceSlot("cpu", f"node{node}", 0, "a core")
         for node in range(nodes)
         for _ in range(2 // nodes)
     ]
-    with with_described_models(configured(overrides)) as config:
-        plan = make_plan(config, Cluster(devices, {"a core": DeviceModel(1e12)}))
+    with materialize_named_models(configured(overrides)) as config:
+        plan = build_job_plan(config, ClusterSpec(devices, {"a core": DeviceSpec(1e12)}))
     phases = [phase for device in plan.memory for phase in device.phases]
     assert any("weight record" in phase.parts for phase in phases) == counts

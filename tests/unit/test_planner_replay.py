@@ -4,35 +4,35 @@ import random
 
 import pytest
 
-from hybridrl.batch.call_record import Record, Span
+from hybridrl.batch.call_record import CallRecord, PhaseSpan
 from hybridrl.errors import DataError
-from hybridrl.planner.step.graph_replay import Graph, Node, replay
+from hybridrl.planner.step.graph_replay import WorkGraph, WorkNode, replay_graph
 from hybridrl.planner.what_if.graph_changes import (
-    Where,
-    moved,
-    slowest_rank,
-    with_longer_responses,
-    with_speed,
+    NodeFilter,
+    find_slowest_rank,
+    move_role,
+    scale_responses,
+    scale_speed,
 )
-from hybridrl.planner.what_if.recorded_graph import graph_of
+from hybridrl.planner.what_if.recorded_graph import build_recorded_graph
 
 
 def node(role, seconds, place=-1, after=(), **more):
-    return Node(
+    return WorkNode(
         role, more.pop("phase", "works"), 0, more.pop("rank", 0), seconds, place, after, **more
     )
 
 
 def test_devices_work_in_order_and_links_take_what_is_ready():
     in_order = [node("a", 5), node("b", 1, 0, (0,)), node("c", 1, 0)]
-    assert replay(Graph(in_order, ["device 0"])).starts == [0, 5, 6]
-    as_ready = replay(Graph(in_order, ["link"], frozenset([0])))
+    assert replay_graph(WorkGraph(in_order, ["device 0"])).starts == [0, 5, 6]
+    as_ready = replay_graph(WorkGraph(in_order, ["link"], frozenset([0])))
     assert as_ready.starts == [0, 5, 0]
 
 
 def test_a_link_is_taken_by_whoever_was_ready_first():
     nodes = [node("a", 2, 0), node("x", 1), node("b", 1, 0, (1,)), node("c", 1, 0)]
-    found = replay(Graph(nodes, ["link"], frozenset([0])))
+    found = replay_graph(WorkGraph(nodes, ["link"], frozenset([0])))
     assert found.starts == [0, 0, 3, 2]  # c was ready at 0, b at 1
     assert found.because[2] == 3
 
@@ -43,7 +43,7 @@ def test_ranks_of_a_collective_end_together_and_keep_their_devices():
         node("actor", 3, 1, rank=1, together=7),
         node("reward", 2, 0),
     ]
-    found = replay(Graph(nodes, ["device 0", "device 1"]))
+    found = replay_graph(WorkGraph(nodes, ["device 0", "device 1"]))
     assert found.ends == [3, 3, 5] and found.own_ends == [1, 3, 5]
     assert found.critical == [1, 2]  # the slow rank, not the one whose device it was
     assert found.idle == {0: {"its peers": 2}, 1: {"nothing to do": 2}}
@@ -57,7 +57,7 @@ def test_idle_time_is_explained_by_what_was_waited_for():
         node("reward", 2, 1, (1,), lag=0.5),
         node("actor", 1, 0, (2,), phase="train"),
     ]
-    found = replay(Graph(nodes, ["device 0", "device 1"]))
+    found = replay_graph(WorkGraph(nodes, ["device 0", "device 1"]))
     assert found.makespan == 8.5
     assert found.idle[1] == {
         "actor.generate": 4,
@@ -71,13 +71,13 @@ def test_idle_time_is_explained_by_what_was_waited_for():
 
 def test_nodes_that_wait_for_each_other_are_named():
     with pytest.raises(DataError, match=r"`a\.works`, can never begin"):
-        replay(Graph([node("a", 1, after=(1,)), node("b", 1, after=(0,))], []))
+        replay_graph(WorkGraph([node("a", 1, after=(1,)), node("b", 1, after=(0,))], []))
     with pytest.raises(DataError, match="can never begin"):  # listed before what it needs
-        replay(Graph([node("a", 1, 0, (1,)), node("b", 1, 0)], ["device 0"]))
+        replay_graph(WorkGraph([node("a", 1, 0, (1,)), node("b", 1, 0)], ["device 0"]))
 
 
 def test_nothing_takes_no_time():
-    found = replay(Graph([], ["device 0"]))
+    found = replay_graph(WorkGraph([], ["device 0"]))
     assert found.makespan == 0 and found.critical == [] and found.idle == {0: {}}
 
 
@@ -115,8 +115,8 @@ def test_any_graph_is_replayed_as_by_going_over_it_again_and_again(seed):
         for device in devices:
             seconds, lag = dice.randint(0, 5), dice.choice([0, 0, 2])
             nodes.append(node("r", seconds, device, after, lag=lag, together=together))
-    graph = Graph(nodes, list("abcd"))
-    found = replay(graph)
+    graph = WorkGraph(nodes, list("abcd"))
+    found = replay_graph(graph)
     assert found.ends == slow_replay(graph)
     length = sum(
         max(0, nodes[n].seconds + nodes[n].lag) for n in found.critical
@@ -125,15 +125,15 @@ def test_any_graph_is_replayed_as_by_going_over_it_again_and_again(seed):
     for place, causes in found.idle.items():
         busy = sum(one.seconds for one in nodes if one.place == place)
         assert sum(causes.values()) == pytest.approx(found.makespan - busy)
-    assert Graph.from_json(graph.to_json()).nodes == nodes
+    assert WorkGraph.from_json(graph.to_json()).nodes == nodes
 
 
 BEGIN = 1_700_000_000.0
 
 
 def record(call, role, rank, host, start, end, spans=(), reads=(), waited=0.0):
-    found = Record(role, rank, "m", BEGIN + start, BEGIN + end)
-    found.spans = [Span(name, BEGIN + s, BEGIN + e, w) for name, s, e, w in spans]
+    found = CallRecord(role, rank, "m", BEGIN + start, BEGIN + end)
+    found.spans = [PhaseSpan(name, BEGIN + s, BEGIN + e, w) for name, s, e, w in spans]
     found.call, found.host, found.reads, found.waited = call, host, reads, waited
     return found
 
@@ -149,8 +149,8 @@ STEP = [
 
 
 def test_what_was_recorded_is_replayed_as_it_was():
-    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
-    found = replay(graph)
+    graph = build_recorded_graph(STEP, BEGIN, BEGIN + 8.5)
+    found = replay_graph(graph)
     assert found.makespan == pytest.approx(8.5)
     by_name = {(n.role, n.phase, n.rank): i for i, n in enumerate(graph.nodes)}
     assert found.starts[by_name["reward", "score", 0]] == pytest.approx(3.2)
@@ -158,7 +158,7 @@ def test_what_was_recorded_is_replayed_as_it_was():
     assert graph.nodes[by_name["actor", "train", 1]].seconds == pytest.approx(1.8)  # not its wait
     names = [graph.nodes[n].name for n in found.critical]
     assert names[-3:] == ["reference.score", "actor.train", "driver.end"]
-    assert slowest_rank(graph)[0] == Where("actor", ranks=frozenset([0]))
+    assert find_slowest_rank(graph)[0] == NodeFilter("actor", ranks=frozenset([0]))
 
 
 def test_hosts_whose_clocks_differ():
@@ -171,40 +171,42 @@ def test_hosts_whose_clocks_differ():
         shifted.append(
             record(one.call, one.role, one.rank, one.host, start, end, spans, one.reads, one.waited)
         )
-    found = replay(graph_of(shifted, BEGIN, BEGIN + 8.5, ahead))
-    assert found.ends == pytest.approx(replay(graph_of(STEP, BEGIN, BEGIN + 8.5)).ends)
+    found = replay_graph(build_recorded_graph(shifted, BEGIN, BEGIN + 8.5, ahead))
+    assert found.ends == pytest.approx(
+        replay_graph(build_recorded_graph(STEP, BEGIN, BEGIN + 8.5)).ends
+    )
 
 
 def test_what_if():
-    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
+    graph = build_recorded_graph(STEP, BEGIN, BEGIN + 8.5)
 
     def step(changed):
-        return replay(changed).makespan
+        return replay_graph(changed).makespan
 
     assert step(graph) == pytest.approx(8.5)
     # On the critical path all of it is gained; off the path nothing.
-    assert step(with_speed(graph, Where("reference"), 2)) == pytest.approx(8.5 - 0.95)
-    assert step(with_speed(graph, Where("reward"), 2)) == pytest.approx(8.5)
+    assert step(scale_speed(graph, NodeFilter("reference"), 2)) == pytest.approx(8.5 - 0.95)
+    assert step(scale_speed(graph, NodeFilter("reward"), 2)) == pytest.approx(8.5)
     # The slow rank's 2.8 s of training, of which the other needs 1.8.
-    mended = with_speed(graph, Where("actor", "train", ranks=frozenset([0])), 2.8)
+    mended = scale_speed(graph, NodeFilter("actor", "train", ranks=frozenset([0])), 2.8)
     assert step(mended) == pytest.approx(8.5 - 1.0)
     # Both scorers on one device take turns.
-    assert step(moved(graph, "reward", [3])) == pytest.approx(8.5 + 0.9, abs=0.15)
-    longer = replay(with_longer_responses(graph, 2, 0.5)).makespan
+    assert step(move_role(graph, "reward", [3])) == pytest.approx(8.5 + 0.9, abs=0.15)
+    longer = replay_graph(scale_responses(graph, 2, 0.5)).makespan
     assert longer == pytest.approx(8.5 + 2.4 + 0.95 + 1.4)
 
 
 def test_a_role_on_more_or_fewer_devices():
-    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
-    assert replay(moved(graph, "reference", [3, 4])).makespan == pytest.approx(8.5 - 0.95)
-    fewer = moved(graph, "actor", [0])
+    graph = build_recorded_graph(STEP, BEGIN, BEGIN + 8.5)
+    assert replay_graph(move_role(graph, "reference", [3, 4])).makespan == pytest.approx(8.5 - 0.95)
+    fewer = move_role(graph, "actor", [0])
     assert not any(one.place == 1 for one in fewer.nodes)
     (trains,) = [one for one in fewer.nodes if one.phase == "train"]
     assert trains.seconds == pytest.approx(2 * 2.8)
-    assert replay(fewer).makespan > 8.5
+    assert replay_graph(fewer).makespan > 8.5
 
 
 def test_what_is_quicker_takes_no_longer():
-    graph = graph_of(STEP, BEGIN, BEGIN + 8.5)
+    graph = build_recorded_graph(STEP, BEGIN, BEGIN + 8.5)
     for role in ("actor", "reward", "reference", "driver"):
-        assert replay(with_speed(graph, Where(role), 1.25)).makespan <= 8.5 + 1e-9
+        assert replay_graph(scale_speed(graph, NodeFilter(role), 1.25)).makespan <= 8.5 + 1e-9

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.algorithms import (
-    Segments,
+    TokenSegments,
     cispo,
     gmpo,
     gspo,
@@ -101,7 +101,12 @@ def test_elementwise_losses_equal_the_scalar_formulas(name, case):
 def test_gspo_equals_the_formula_per_answer(case):
     (log_probs, old, advantages), mask = case
     result = gspo(
-        log_probs, old, advantages, segments=Segments.from_mask(mask), clip_low=0.1, clip_high=0.3
+        log_probs,
+        old,
+        advantages,
+        segments=TokenSegments.from_mask(mask),
+        clip_low=0.1,
+        clip_high=0.3,
     )
     for row, held in enumerate(mask):
         if not held.any():
@@ -122,7 +127,7 @@ def test_gspo_under_seq_mean_token_mean_has_the_gradient_of_the_answer_objective
     scores = torch.linspace(-1, 1, len(mask), dtype=torch.float64)
     by_token = log_probs.clone().requires_grad_()
     loss = gspo(
-        by_token, old, scores[:, None].expand(mask.shape), segments=Segments.from_mask(mask)
+        by_token, old, scores[:, None].expand(mask.shape), segments=TokenSegments.from_mask(mask)
     ).loss
     (token_weights(mask.double(), "seq-mean-token-mean") * loss).sum().backward()
 
@@ -141,7 +146,7 @@ def test_gspo_under_seq_mean_token_mean_has_the_gradient_of_the_answer_objective
 @given(batches())
 def test_gmpo_equals_a_product_over_the_answer(case):
     (log_probs, old, advantages), mask = case
-    result = gmpo(log_probs, old, advantages, segments=Segments.from_mask(mask))
+    result = gmpo(log_probs, old, advantages, segments=TokenSegments.from_mask(mask))
     for row, held in enumerate(mask):
         times = held.nonzero().flatten().tolist()
         product = 1.0
@@ -164,7 +169,7 @@ def test_off_the_mask_nothing_matters(name, case, poison, other):
         [torch.where(mask, x, value).requires_grad_() for x, value in zip(tensors, v, strict=True)]
         for v in ((0.0, 0.0, 0.0), (poison, other, poison))
     )
-    segments = Segments.from_mask(mask)
+    segments = TokenSegments.from_mask(mask)
     before = [x.detach().clone() for x in dirty]
     expected, result = apply(name, clean, mask, segments), apply(name, dirty, mask, segments)
     assert torch.equal(result.loss, expected.loss)
@@ -198,10 +203,10 @@ def test_any_split_gives_the_same_loss_and_gradient(name, mode, case, seed, part
         log_probs = tensors[0][rows] + features[rows] @ model
         held, weight = mask[rows], weights[rows]
         inputs = [log_probs, tensors[1][rows], tensors[2][rows]]
-        segments = Segments.from_mask(held)
+        segments = TokenSegments.from_mask(held)
         if as_packed:
             cu_seqlens = torch.tensor([0, *held.sum(-1).cumsum(0).tolist()])
-            segments = Segments.from_cu_seqlens(cu_seqlens)
+            segments = TokenSegments.from_cu_seqlens(cu_seqlens)
             inputs = [x[held] for x in inputs]
             weight, held = weight[held], held[held]
         loss = (weight * apply(name, inputs, held, segments).loss).sum()
@@ -243,7 +248,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name):
     scores = torch.randn(3, 1, generator=generator, dtype=torch.float64).expand(3, 4)
     mask = torch.ones(3, 4, dtype=torch.bool)
     leaf = log_probs.clone().requires_grad_()
-    result = apply(name, (leaf, log_probs, scores), mask, Segments.from_mask(mask))
+    result = apply(name, (leaf, log_probs, scores), mask, TokenSegments.from_mask(mask))
     result.loss.sum().backward()
     torch.testing.assert_close(leaf.grad, -scores.clone())
 
@@ -252,7 +257,7 @@ def test_gspo_sees_differences_far_below_float32_of_the_log_probability():
     log_probs = torch.full((1, 8), -97.0)
     old = log_probs.clone()
     old[0, 0] -= 9.2e-5
-    segments = Segments.from_mask(torch.ones(1, 8))
+    segments = TokenSegments.from_mask(torch.ones(1, 8))
     ratio = gspo(log_probs, old, torch.ones(1, 8), segments=segments).metrics["ratio"]
     expected = math.exp((log_probs.double() - old.double()).mean().item())
     assert ratio[0, 0].item() - 1 == pytest.approx(expected - 1, rel=0.1)
@@ -274,7 +279,7 @@ def test_low_precision_is_lifted_and_double_is_kept():
         x = torch.tensor([[-1.0, -2.0]], dtype=dtype)
         mask = torch.ones(1, 2, dtype=torch.bool)
         for name in (*ELEMENTWISE, *BY_SAMPLE):
-            result = apply(name, (x, x, x), mask, Segments.from_mask(mask))
+            result = apply(name, (x, x, x), mask, TokenSegments.from_mask(mask))
             assert result.loss.dtype == expected
             assert all(metric.dtype == expected for metric in result.metrics.values())
 
@@ -290,7 +295,7 @@ def test_wrong_options_are_refused():
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *BY_SAMPLE])
 def test_no_tokens_have_no_loss(name):
     none = torch.zeros(0, requires_grad=True)
-    segments = Segments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64))
+    segments = TokenSegments.from_cu_seqlens(torch.zeros(1, dtype=torch.int64))
     result = apply(name, (none, none.detach(), none.detach()), none.detach().bool(), segments)
     assert all(x.shape == (0,) and x.dtype == torch.float32 for x in result.metrics.values())
     (gradient,) = torch.autograd.grad(result.loss.sum(), none)

@@ -11,8 +11,8 @@ from settings import configured
 from hybridrl.batch.batch import Batch
 from hybridrl.job import worker_groups as roles
 from hybridrl.trainers import grpo
-from hybridrl.trainers.data_feed import Feed
-from hybridrl.trainers.distillation import towards_teacher
+from hybridrl.trainers.data_feed import DataFeed
+from hybridrl.trainers.distillation import teacher_advantages
 from hybridrl.trainers.policy_trainer import PolicyTrainer
 
 PTX = "algorithm.ptx_coefficient=0.25"
@@ -55,9 +55,9 @@ def test_while_only_the_critic_learns_the_actor_does_not():
 
 
 def test_the_schedule_of_the_actor_spans_the_updates_that_it_makes(monkeypatch):
-    monkeypatch.setattr(roles, "_own_source", lambda job, role: SimpleNamespace())
+    monkeypatch.setattr(roles, "_make_role_source", lambda job, role: SimpleNamespace())
     monkeypatch.setattr(roles, "replace", lambda source, **changed: source)
-    monkeypatch.setattr(roles, "_training", lambda job, role: None)
+    monkeypatch.setattr(roles, "_make_training_config", lambda job, role: None)
 
     def updates(*overrides):
         config = configured(["trainer.steps=10", "actor.updates_per_step=3", *overrides])
@@ -68,7 +68,9 @@ def test_the_schedule_of_the_actor_spans_the_updates_that_it_makes(monkeypatch):
             placement=SimpleNamespace(is_separated=False),
             roles={"actor": SimpleNamespace(generates=True), "critic": None},
         )
-        return roles._actor(job, "actor")["updates"], roles._critic(job, "critic")["updates"]
+        return roles._make_actor_keywords(job, "actor")["updates"], roles._make_critic_keywords(
+            job, "critic"
+        )["updates"]
 
     assert updates("algorithm=grpo") == (30, 30)
     assert updates("algorithm=ppo", PTX, "critic.warmup_steps=4") == (24, 30)
@@ -118,7 +120,7 @@ def test_a_student_is_drawn_to_what_its_teacher_finds_likelier():
     mask = torch.tensor([1, 1, 0, 1], dtype=torch.uint8)
     teacher, student = torch.tensor([-1.0, -2.0, 5.0, -3.0]), torch.tensor([-2.0, -2.0, 0.0, -5.0])
     columns = {"ref_log_probs": teacher, "rollout_log_probs": student, "response_mask": mask}
-    found = towards_teacher(Batch.from_columns({name: [x] for name, x in columns.items()}))
+    found = teacher_advantages(Batch.from_columns({name: [x] for name, x in columns.items()}))
     # Gains of 1, 0 and 2, less their mean, over their standard deviation of 1.
     assert found["advantages"].values.tolist() == pytest.approx([0.0, -1.0, 0.0, 1.0], abs=1e-6)
 
@@ -127,7 +129,7 @@ def feed_of(rows, examples=None, **settings):
     config = configured([f"{name}={value}" for name, value in settings.items()])
     config.data.prompts_per_step = 2
     beside = SimpleNamespace(doing=lambda kind: contextlib.nullcontext())
-    return Feed(config, "prompts", rows, examples, None, lambda batch: batch, beside)
+    return DataFeed(config, "prompts", rows, examples, None, lambda batch: batch, beside)
 
 
 def test_examples_weigh_as_much_as_their_coefficient():

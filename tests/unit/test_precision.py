@@ -5,18 +5,18 @@ import yaml
 from settings import configured
 
 from hybridrl.job.job import Job
-from hybridrl.models import tiny_config
+from hybridrl.models import make_tiny_config
 from hybridrl.planner import computation_dtype as precision
-from hybridrl.planner.computation_dtype import notice, with_dtype
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.computation_dtype import format_dtype_notice, resolve_dtype
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
 from hybridrl.system import device_traits as device
 
 
 @pytest.fixture
 def asked(tmp_path):
     """Settings with a model of half a million parameters."""
-    config = tiny_config(hidden_size=128, layers=2, heads=4, context=128)
+    config = make_tiny_config(hidden_size=128, layers=2, heads=4, context=128)
     config.vocab_size = 64
     config.save_pretrained(tmp_path)
     return configured([f"model.path={tmp_path}", "rollout=transformers"])
@@ -36,24 +36,24 @@ def test_it_depends_on_the_device_and_the_model(
 ):
     monkeypatch.setattr(device.torch.cpu, "_is_avx512_bf16_supported", lambda: multiplies)
     monkeypatch.setattr(device.torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(device, "BFLOAT16_FROM", {"cpu": least})
-    found = with_dtype(asked, kind)
+    monkeypatch.setattr(device, "MIN_BFLOAT16_PARAMETERS", {"cpu": least})
+    found = resolve_dtype(asked, kind)
     assert found.model.dtype == chosen
-    said = notice(asked, found, kind)
+    said = format_dtype_notice(asked, found, kind)
     assert bool(said) == (kind == "cpu" and chosen == "bfloat16")
     asked.model.dtype = "float32"
-    assert with_dtype(asked, kind) is asked
+    assert resolve_dtype(asked, kind) is asked
 
 
 def test_plans_show_it(asked):
-    assert make_plan(asked, named("8xA100")).config.model.dtype == "bfloat16"
+    assert build_job_plan(asked, parse_cluster("8xA100")).config.model.dtype == "bfloat16"
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_a_run_has_the_name_in_its_settings_and_plan(tmp_path, monkeypatch, bfloat16):
     if bfloat16:
-        monkeypatch.setattr(precision, "bfloat16_from", lambda _: 100_000)
+        monkeypatch.setattr(precision, "min_bfloat16_parameters", lambda _: 100_000)
     chosen = "bfloat16" if bfloat16 else "float32"
     overrides = ["executor=inline", "devices=cpu", "rollout=transformers"]
     with Job(configured([*overrides, f"run.directory={tmp_path}/run"])) as job:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from settings import configured
 
 from hybridrl.algorithms import (
-    BradleyTerry,
-    DirectPreference,
-    Segments,
+    BradleyTerryObjective,
+    PreferenceObjective,
+    TokenSegments,
     token_weights,
 )
 from hybridrl.batch.batch import Batch
@@ -30,7 +30,7 @@ def packed(holes=False):
     generator = torch.Generator().manual_seed(5)
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0)
     mask = torch.ones(sum(LENGTHS)).index_fill(0, torch.tensor([1, 3, 8, 13, 18]), 0.0)
-    segments = Segments.from_cu_seqlens(cu_seqlens, mask if holes else None)
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens, mask if holes else None)
     return segments, lambda: torch.randn(sum(LENGTHS), generator=generator)
 
 
@@ -61,7 +61,7 @@ def test_last_of_a_padded_layout(mask):
     expected = [
         row[keep].tolist()[-1] if keep.any() else 0.0 for row, keep in zip(x, mask, strict=True)
     ]
-    assert Segments.from_mask(mask).last(x).tolist() == expected
+    assert TokenSegments.from_mask(mask).last(x).tolist() == expected
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 9))
@@ -71,7 +71,7 @@ def test_last_of_a_packed_layout(lengths, seed):
     mask = torch.rand(sum(lengths), generator=generator) < 0.6
     x = torch.arange(1.0, sum(lengths) + 1)
     for held in (None, mask):
-        segments = Segments.from_cu_seqlens(cu_seqlens, held)
+        segments = TokenSegments.from_cu_seqlens(cu_seqlens, held)
         expected = [(row or [0.0])[-1] for row in rows_of(segments, x)]
         assert segments.last(x).tolist() == expected
 
@@ -79,7 +79,7 @@ def test_last_of_a_packed_layout(lengths, seed):
 def test_last_has_a_gradient_at_the_last_tokens_only():
     x = torch.full((5,), math.nan).index_fill(0, torch.tensor([1, 3]), 2.0).requires_grad_()
     mask = torch.tensor([1, 1, 0, 1, 0])
-    segments = Segments.from_cu_seqlens(torch.tensor([0, 3, 3, 5]), mask)
+    segments = TokenSegments.from_cu_seqlens(torch.tensor([0, 3, 3, 5]), mask)
     last = segments.last(x)
     assert last.tolist() == [2.0, 0.0, 2.0], "what stands elsewhere, NaN included, is not read"
     last.sum().backward()
@@ -94,7 +94,7 @@ def test_direct_preference_equals_a_plain_loop(nll, loss, length_normalised, hol
     beta = 0.3
     segments, draw = packed(holes)
     log_probs, reference = draw(), draw()
-    result = DirectPreference(beta, loss, length_normalised, nll)(
+    result = PreferenceObjective(beta, loss, length_normalised, nll)(
         {"log_probs": log_probs}, {"ref_log_probs": reference}, segments
     )
     losses, margins = [], []
@@ -125,7 +125,7 @@ def test_bradley_terry_equals_a_plain_loop(with_margin, centre):
     # As the engine hands it over: on every token of both answers of a pair.
     column = margins.repeat_interleave(2)[segments.row]
     columns = {"margin": column} if with_margin else {}
-    result = BradleyTerry(centre)({"values": values}, columns, segments)
+    result = BradleyTerryObjective(centre)({"values": values}, columns, segments)
     scores = [row[-1] for row in rows_of(segments, values)]
     losses = [
         -log_sigmoid(chosen - rejected - (margin if with_margin else 0.0))
@@ -142,7 +142,8 @@ def test_bradley_terry_equals_a_plain_loop(with_margin, centre):
 
 
 @pytest.mark.parametrize(
-    ("objective", "output"), [(DirectPreference(), "log_probs"), (BradleyTerry(0.1), "values")]
+    ("objective", "output"),
+    [(PreferenceObjective(), "log_probs"), (BradleyTerryObjective(0.1), "values")],
 )
 def test_the_gradient_is_that_of_the_mean_over_pairs(objective, output):
     segments, draw = packed()
@@ -167,7 +168,7 @@ def test_the_gradient_is_that_of_the_mean_over_pairs(objective, output):
 
 def test_an_unknown_preference_loss_is_a_sentence():
     with pytest.raises(ConfigError, match=r"`preference\.loss` is `sigmod`.*`sigmoid`\?"):
-        DirectPreference(loss="sigmod")
+        PreferenceObjective(loss="sigmod")
 
 
 class Here(Batch):

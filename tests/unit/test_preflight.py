@@ -9,9 +9,9 @@ from hybridrl import cli
 from hybridrl.checks.check_list import Need
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.job.preflight import preflight
+from hybridrl.job.preflight import run_preflight
 from hybridrl.main import run
-from hybridrl.models import tiny_config
+from hybridrl.models import make_tiny_config
 from hybridrl.planner import job_roles as planner
 from hybridrl.planner.machine import device_catalog as devices
 from hybridrl.planner.memory import model_shape
@@ -22,7 +22,7 @@ TINY = ["model.tiny={hidden_size: 32, layers: 1, heads: 1}", "rollout=transforme
 def problems_of(*overrides, **options):
     """What is wrong, and what was not looked at."""
     try:
-        return [], preflight(load_config([*TINY, *overrides]), Need.FOLDER, **options)
+        return [], run_preflight(load_config([*TINY, *overrides]), Need.FOLDER, **options)
     except ConfigError as error:
         return list(error.problems), []
 
@@ -65,7 +65,7 @@ def test_everything_wrong_is_told_at_once(tmp_path):
 
 def test_the_plan_of_a_start_is_made_and_refused_without_starting(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(devices, "node_memory", lambda: 2.0**20)
+    monkeypatch.setattr(devices, "read_node_memory", lambda: 2.0**20)
     with pytest.raises(ConfigError, match="This does not fit: while `actor` does `train`"):
         run(load_config([*TINY, "run.dry=true"]))
 
@@ -78,7 +78,7 @@ def test_a_model_that_cannot_be_planned_is_a_notice(monkeypatch, tmp_path, capsy
         raise TypeError("where()")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(model_shape, "token_bytes", fail)
+    monkeypatch.setattr(model_shape, "measure_token_bytes", fail)
     monkeypatch.setattr(model_shape, "_counted", {})
     monkeypatch.setattr(planner, "_SHAPES", {})
     run(load_config([*TINY, "run.dry=true"]))
@@ -94,7 +94,7 @@ def test_a_model_that_cannot_be_planned_is_a_notice(monkeypatch, tmp_path, capsy
 
 
 def test_a_plan_says_what_a_start_refuses(tmp_path):
-    config = tiny_config(hidden_size=32, layers=1, heads=1, context=64)
+    config = make_tiny_config(hidden_size=32, layers=1, heads=1, context=64)
     config.quantization_config = {"quant_method": "fp8"}
     config.save_pretrained(tmp_path)
     said, unseen = problems_of(f"model.path={tmp_path}", plans=True)
@@ -134,7 +134,9 @@ def test_a_path_that_is_no_name_is_a_folder_that_is_not_there(data):
 
 def test_a_description_without_weights_is_enough_for_a_plan(tmp_path, data):
     (tmp_path / "model").mkdir()
-    tiny_config(hidden_size=32, layers=1, heads=1, context=64).save_pretrained(tmp_path / "model")
+    make_tiny_config(hidden_size=32, layers=1, heads=1, context=64).save_pretrained(
+        tmp_path / "model"
+    )
     given = ["data=jsonl", f"data.path={data}", f"model.path={tmp_path / 'model'}"]
     said, unseen = problems_of(*given, "warmup.steps=0", plans=True)
     assert said == [] and unseen[0].endswith("was not looked at: it has no weights.")

@@ -6,7 +6,7 @@ import pytest
 from settings import configured
 
 from hybridrl.checks.check_list import check
-from hybridrl.errors import ConfigError, DataError, MissingPackageError, Problems
+from hybridrl.errors import ConfigError, DataError, ErrorCollector, MissingPackageError
 
 HERE = ["executor=inline", "rollout=transformers"]
 
@@ -23,17 +23,17 @@ def test_settings_that_are_wrong_for_themselves_are_all_named():
 
 
 def test_a_single_problem_reads_as_it_was_written_and_keeps_its_kind():
-    problems = Problems()
+    problems = ErrorCollector()
     for _ in range(2):
         with problems.noted():
             raise MissingPackageError("peft is not installed.")
     with pytest.raises(MissingPackageError, match=r"^peft is not installed\.$"):
         problems.raise_if_any()
-    Problems().raise_if_any()
+    ErrorCollector().raise_if_any()
 
 
 def test_several_kinds_become_one_error_that_travels():
-    problems = Problems()
+    problems = ErrorCollector()
     with problems.noted():
         raise DataError("row 3")
     with problems.noted(besides=["data.path"]):

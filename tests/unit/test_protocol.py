@@ -16,11 +16,11 @@ from hybridrl.controller import (
     THREE_D_PP_ONLY,
     UPDATE,
     InlineExecutor,
-    Protocol,
+    TransferProtocol,
     transfer,
 )
 from hybridrl.errors import ConfigError
-from hybridrl.layout.rank_mesh import Coordinate, Mesh
+from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 
 SPLITTING = {
     "DP": DP,
@@ -48,24 +48,24 @@ def spread(protocol, coordinates):
 
 
 def test_coordinates_count_with_the_last_axis_fastest():
-    mesh = Mesh({"dp": 2, "pp": 3, "tp": 2})
+    mesh = RankMesh({"dp": 2, "pp": 3, "tp": 2})
     assert mesh.size == 12
     found = [tuple(place.index for place in mesh.coordinates(r).values()) for r in range(12)]
     assert found == list(itertools.product(range(2), range(3), range(2)))
     assert list(mesh.coordinates(7)) == ["dp", "pp", "tp"]
-    assert mesh.coordinates(7)["pp"] == Coordinate(0, 3)
+    assert mesh.coordinates(7)["pp"] == MeshCoordinate(0, 3)
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_off_the_mesh_is_refused(rank):
     with pytest.raises(ConfigError, match=rf"Rank {rank} is not on a mesh of 4 ranks"):
-        Mesh({"dp": 2, "tp": 2}).coordinates(rank)
+        RankMesh({"dp": 2, "tp": 2}).coordinates(rank)
 
 
 def test_dp():
-    two = places(Mesh({"dp": 2}))
+    two = places(RankMesh({"dp": 2}))
     assert spread(DP, two) == [((0, 2), True), ((1, 2), True)]
-    four = places(Mesh({"dp": 2, "tp": 2}))
+    four = places(RankMesh({"dp": 2, "tp": 2}))
     assert spread(DP, four) == [
         ((0, 2), True),
         ((0, 2), False),
@@ -75,21 +75,21 @@ def test_dp():
 
 
 def test_the_last_pipeline_stage_answers():
-    stages = places(Mesh({"pp": 2}))
+    stages = places(RankMesh({"pp": 2}))
     for protocol in (THREE_D, UPDATE):
         assert spread(protocol, stages) == [((0, 1), False), ((0, 1), True)]
-    both = places(Mesh({"dp": 2, "pp": 2, "tp": 2}))
+    both = places(RankMesh({"dp": 2, "pp": 2, "tp": 2}))
     speakers = [rank for rank, (_, speaks) in enumerate(spread(THREE_D, both)) if speaks]
     assert speakers == [2, 6]
 
 
 def test_rows_over_pipeline_stages():
-    found = spread(THREE_D_PP_ONLY, places(Mesh({"dp": 2, "pp": 2})))
+    found = spread(THREE_D_PP_ONLY, places(RankMesh({"dp": 2, "pp": 2})))
     assert found == [((0, 2), True), ((1, 2), True), ((0, 2), False), ((1, 2), False)]
 
 
 def test_the_hybrid_engine_has_two_meshes_on_the_same_ranks():
-    ranks = places(Mesh({"dp": 4}), Mesh({"rollout_dp": 2, "rollout_tp": 2}))
+    ranks = places(RankMesh({"dp": 4}), RankMesh({"rollout_dp": 2, "rollout_tp": 2}))
     assert [part for part, _ in spread(DP, ranks)] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert all(speaks for _, speaks in spread(DP, ranks))
     assert spread(THREE_D_ALL_MICRO_DP, ranks) == [
@@ -101,8 +101,8 @@ def test_the_hybrid_engine_has_two_meshes_on_the_same_ranks():
 
 
 def test_two_axes_split_outermost_first():
-    protocol = Protocol(split=("dp", "pp"))
-    ranks = places(Mesh({"pp": 2, "dp": 3}))
+    protocol = TransferProtocol(split=("dp", "pp"))
+    ranks = places(RankMesh({"pp": 2, "dp": 3}))
     assert [part for part, _ in spread(protocol, ranks)] == [
         (0, 6),
         (2, 6),
@@ -114,11 +114,11 @@ def test_two_axes_split_outermost_first():
 
 
 def test_without_a_split_every_rank_gets_all_and_answers():
-    assert spread(ONE_TO_ALL, places(Mesh({"dp": 2, "tp": 2}))) == [((0, 1), True)] * 4
+    assert spread(ONE_TO_ALL, places(RankMesh({"dp": 2, "tp": 2}))) == [((0, 1), True)] * 4
 
 
 def test_an_axis_that_a_worker_does_not_have_does_not_split():
-    assert spread(THREE_D_ALL_MICRO_DP, places(Mesh({"dp": 2}))) == [
+    assert spread(THREE_D_ALL_MICRO_DP, places(RankMesh({"dp": 2}))) == [
         ((0, 1), True),
         ((0, 1), False),
     ]
@@ -132,9 +132,9 @@ def test_an_axis_that_a_worker_does_not_have_does_not_split():
 )
 def test_every_part_has_one_speaker(axes, sizes, rollout_tp, name):
     protocol = SPLITTING[name]
-    mesh = Mesh(dict(zip(axes, sizes, strict=True)))
+    mesh = RankMesh(dict(zip(axes, sizes, strict=True)))
     rollout_tp = rollout_tp if mesh.size % rollout_tp == 0 else 1
-    rollout = Mesh({"rollout_dp": mesh.size // rollout_tp, "rollout_tp": rollout_tp})
+    rollout = RankMesh({"rollout_dp": mesh.size // rollout_tp, "rollout_tp": rollout_tp})
     ranks = places(mesh, rollout)
     found = spread(protocol, ranks)
     parts = found[0][0][1]

@@ -12,15 +12,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.data_files import read_rows
-from hybridrl.data.datasets import load_examples, load_pairs, load_prompts
+from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
 from hybridrl.errors import DataError
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer(TEXT, chat=True)
+    return build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
 
 
 def write(path, rows):
@@ -80,9 +80,9 @@ def test_hh_rlhf(tokenizer, tmp_path):
     human = {"chosen": talk("Hi", "Hello", "Bye"), "rejected": talk("Hi", "No")}
     path = write(tmp_path / "train.jsonl", [good] * 8 + [parted, human])
     with pytest.raises(DataError, match=r"Row 9 .*2 rows are refused of 10: 1 whose .*, 1 that do"):
-        load(load_pairs, tokenizer, path, prompt_column=None)
+        load(load_preference_pairs, tokenizer, path, prompt_column=None)
     how = {"bad_rows": "drop", "bad_rows_limit": 0.2}
-    assert len(load(load_pairs, tokenizer, path, prompt_column=None, **how)) == 8
+    assert len(load(load_preference_pairs, tokenizer, path, prompt_column=None, **how)) == 8
 
 
 def test_dapo_math(tokenizer, tmp_path):
@@ -164,11 +164,11 @@ def test_ultrafeedback(tokenizer, tmp_path):
     row = {"prompt": "Hi", "prompt_id": "0", "chosen": turns("Hello"), "rejected": turns("No")}
     row |= {"messages": turns("Hello"), "score_chosen": 8.5, "score_rejected": 3.0}
     path = write(tmp_path / "train_prefs.parquet", [row])
-    assert len(load(load_pairs, tokenizer, path)) == 1
+    assert len(load(load_preference_pairs, tokenizer, path)) == 1
     original = {"source": "x", "instruction": "Hi", "completions": [{"response": "Hello"}]}
     path = write(tmp_path / "original.jsonl", [original] * 3)
     with pytest.raises(DataError, match=r"`chosen`.*completions.*3 rows are refused of 3"):
-        load(load_pairs, tokenizer, path)
+        load(load_preference_pairs, tokenizer, path)
 
 
 @pytest.mark.parametrize("name", ["talks.json", "talks.jsonl", "talks.parquet"])

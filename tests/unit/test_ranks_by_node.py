@@ -3,7 +3,7 @@
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.parallel.gradient_reduction import ranks_by_node
+from hybridrl.parallel.gradient_reduction import group_ranks_by_node
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ from hybridrl.parallel.gradient_reduction import ranks_by_node
     ],
 )
 def test_ranks_of_each_node(ranks, nodes, expected):
-    assert ranks_by_node(ranks, nodes) == expected
+    assert group_ranks_by_node(ranks, nodes) == expected
 
 
 def test_nodes_with_more_ranks_than_others_are_refused():
     with pytest.raises(ConfigError, match="there are 3 on first, 1 on second"):
-        ranks_by_node([0, 1, 2, 3], ["first"] * 3 + ["second"])
+        group_ranks_by_node([0, 1, 2, 3], ["first"] * 3 + ["second"])

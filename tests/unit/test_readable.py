@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import hybridrl
-from hybridrl.system.formatting import gib, readable_bytes, readable_seconds
+from hybridrl.system.formatting import format_bytes, format_gib, format_seconds
 
 DOM = Path(hybridrl.__file__).parent / "report" / "page" / "dom.js"
 SECONDS = {
@@ -40,15 +40,15 @@ BYTES = {
 
 
 def test_readable_seconds():
-    assert {number: readable_seconds(number) for number in SECONDS} == SECONDS
+    assert {number: format_seconds(number) for number in SECONDS} == SECONDS
 
 
 def test_readable_bytes():
-    assert {number: readable_bytes(number) for number in BYTES} == BYTES
+    assert {number: format_bytes(number) for number in BYTES} == BYTES
 
 
 def test_gib():
-    assert [gib(count) for count in (79.16 * 2**30, 1.004 * 2**30, 13 * 2**20)] == [
+    assert [format_gib(count) for count in (79.16 * 2**30, 1.004 * 2**30, 13 * 2**20)] == [
         "79.2",
         "1.0",
         "0.013",

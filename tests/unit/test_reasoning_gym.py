@@ -7,7 +7,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.datasets import load_examples, load_prompts
 from hybridrl.data.tasks.reasoning_gym import problems
 from hybridrl.errors import ConfigError
@@ -74,7 +74,7 @@ def test_an_answer_among_other_text_is_worth_something_unless_strict():
 
 
 def test_warm_up_learns_what_has_one_answer():
-    tokenizer = build_tokenizer(TEXT)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
     config = DataConfig(task="reasoning_gym", tasks=["gcd", "rubiks_cube"], rows=8)
     loaded = load_prompts(config, tokenizer, held_out=4, seed=0)
     assert len(loaded.training) == 8 and len(loaded.examples) == 4

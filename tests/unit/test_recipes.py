@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checks.check_list import check
-from hybridrl.config.overrides import read_overrides
-from hybridrl.errors import Problems
+from hybridrl.config.overrides import parse_overrides
+from hybridrl.errors import ErrorCollector
 from hybridrl.job.config_resolution import load_config
-from hybridrl.planner.job_plan import make_plan
-from hybridrl.planner.machine.device_catalog import named
+from hybridrl.planner.job_plan import build_job_plan
+from hybridrl.planner.machine.device_catalog import parse_cluster
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*/config.yaml"))
@@ -32,10 +32,10 @@ def test_a_recipe_for_many_devices_is_planned_without_the_hub(recipe):
     config = load_config(
         [f"recipe={recipe}/config.yaml", f"model.path={recipe}/model", "run.dry=true"]
     )
-    cluster = named(recipe.name.rpartition("_")[2])
+    cluster = parse_cluster(recipe.name.rpartition("_")[2])
     check(config)
     assert config.num_devices == len(cluster.devices)
-    assert make_plan(config, cluster).fits()
+    assert build_job_plan(config, cluster).fits()
     page = (recipe / "README.md").read_text()
     assert _plans().written(page, recipe) == page, (
         f"The plan in recipes/{recipe.name}/README.md is out of date: python docs/generate_plans.py"
@@ -53,7 +53,7 @@ def _plans():
 def test_numbers_that_equal_a_truth_value_stay_numbers(tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("eval.every: 0\nrollout.samples_per_prompt: 1\ndata.shuffle: false\n")
-    read = read_overrides([f"recipe={recipe}"], Problems())
+    read = parse_overrides([f"recipe={recipe}"], ErrorCollector())
     values = [(override.key, override.value) for override in read]
     assert repr(values) == (
         "[('eval.every', 0), ('rollout.samples_per_prompt', 1), ('data.shuffle', False)]"

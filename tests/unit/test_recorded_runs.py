@@ -7,25 +7,25 @@ import pytest
 from settings import configured
 
 from hybridrl import cli
-from hybridrl.batch.call_record import Record, Span
-from hybridrl.commands.whatif_command import question_of
-from hybridrl.config.load import to_yaml
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.batch.call_record import CallRecord, PhaseSpan
+from hybridrl.commands.whatif_command import parse_question
+from hybridrl.config.load import format_config_yaml
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import make_tiny_model
 from hybridrl.planner.machine import cluster_rates
 from hybridrl.planner.machine import device_catalog as devices
-from hybridrl.planner.sample_lengths import read_lengths
-from hybridrl.planner.step.graph_replay import replay
+from hybridrl.planner.sample_lengths import parse_sample_lengths
+from hybridrl.planner.step.graph_replay import replay_graph
 from hybridrl.planner.what_if import backtest
-from hybridrl.planner.what_if.graph_changes import Where, with_links, with_speed
-from hybridrl.planner.what_if.questions import Question, predict
-from hybridrl.planner.what_if.recorded_graph import graph_of
+from hybridrl.planner.what_if.graph_changes import NodeFilter, scale_links, scale_speed
+from hybridrl.planner.what_if.questions import WhatIfQuestion, predict_step
+from hybridrl.planner.what_if.recorded_graph import build_recorded_graph
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.planner.what_if.replanning import of_size
+from hybridrl.planner.what_if.replanning import resize_cluster
 from hybridrl.run_files import recorded_steps
-from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps, read_steps
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter, read_recorded_steps
+from hybridrl.system.cluster_spec import ClusterSpec
 
 BEGIN = 1_700_000_000.0
 SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
@@ -34,8 +34,8 @@ ASKED = {"set": [], "move": [], "scale": [], "fix": None, "overlap": None}
 
 def record(call, role, rank, host, spans, reads=(), waited=0.0, tokens=0):
     """A call that is nothing but its phases, in seconds since `BEGIN`."""
-    found = Record(role, rank, "m", BEGIN + spans[0][1], BEGIN + spans[-1][2])
-    found.spans = [Span(name, BEGIN + s, BEGIN + e, w) for name, s, e, w in spans]
+    found = CallRecord(role, rank, "m", BEGIN + spans[0][1], BEGIN + spans[-1][2])
+    found.spans = [PhaseSpan(name, BEGIN + s, BEGIN + e, w) for name, s, e, w in spans]
     for name, start, end, _ in spans:
         found.phases[name] += end - start
     found.call, found.host, found.reads, found.waited = call, host, reads, waited
@@ -79,21 +79,21 @@ def run_of(tmp_path, monkeypatch):
     """Folders of runs as they are left behind."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
-    make_tiny_model(model, build_tokenizer(TEXT), seed=0, **SHAPE)
+    make_tiny_model(model, build_character_tokenizer(PRINTABLE_CHARACTERS), seed=0, **SHAPE)
     monkeypatch.setattr(cluster_rates, "mean_of_all", lambda *job: SLOW)
 
     def make(name, overrides=(), number=2, steps=None):
         folder = tmp_path / name
         folder.mkdir()
         config = configured([f"model.path={model}", f"num_devices={number}", *overrides])
-        (folder / "config.yaml").write_text(to_yaml(config))
-        cluster = devices.present(Cluster.of_one_node("cpu", number))
+        (folder / "config.yaml").write_text(format_config_yaml(config))
+        cluster = devices.add_device_memory(ClusterSpec.of_one_node("cpu", number))
         (folder / "cluster.json").write_text(cluster.to_json())
         everywhere = {"devices": list(range(number))}
         roles = {"actor": everywhere, "reward": everywhere}
         (folder / "placement.json").write_text(json.dumps({"roles": roles}))
         for one in steps or [step(1, 0.0), step(2, 10.0)]:
-            RecordedSteps(folder).write(one)
+            StepRecordWriter(folder).write(one)
         return folder
 
     return make
@@ -101,14 +101,14 @@ def run_of(tmp_path, monkeypatch):
 
 def asked(folder, **options):
     run = RecordedRun.at(folder)
-    return predict(run, question_of(run, argparse.Namespace(**ASKED | options)))
+    return predict_step(run, parse_question(run, argparse.Namespace(**ASKED | options)))
 
 
 def test_steps_are_read_as_they_were_written(tmp_path):
     written = [step(1, 0.0), step(2, 4.5)._replace(ahead={1: 0.25})]
     for one in written:
-        RecordedSteps(tmp_path).write(one)
-    for one, read in zip(written, read_steps(tmp_path), strict=True):
+        StepRecordWriter(tmp_path).write(one)
+    for one, read in zip(written, read_recorded_steps(tmp_path), strict=True):
         assert (read.step, read.ahead) == (one.step, one.ahead)
         assert read.end == pytest.approx(one.end, abs=1e-5)
         for before, after in zip(one.records, read.records, strict=True):
@@ -121,16 +121,16 @@ def test_steps_are_read_as_they_were_written(tmp_path):
 
 
 def test_what_is_done_again_is_forgotten_and_a_line_that_was_cut_left_out(tmp_path):
-    file = RecordedSteps(tmp_path)
+    file = StepRecordWriter(tmp_path)
     file.forget_after(3)  # there is none
     for number in (1, 2, 3):
         file.write(step(number, 5.0 * number))
     file.forget_after(2)
-    assert [one.step for one in read_steps(tmp_path)] == [1, 2]
+    assert [one.step for one in read_recorded_steps(tmp_path)] == [1, 2]
     for cut in ('{"step": 3, "beg', '{"step": 3, "begin": 1.0, "ahead": {}'):
         with file.file.open("a") as opened:
             opened.write(cut)
-        assert [one.step for one in read_steps(tmp_path)] == [1, 2]
+        assert [one.step for one in read_recorded_steps(tmp_path)] == [1, 2]
         file.forget_after(2)
 
 
@@ -144,33 +144,33 @@ def test_what_is_done_again_is_forgotten_and_a_line_that_was_cut_left_out(tmp_pa
     ],
 )
 def test_a_line_of_something_else_is_named(tmp_path, change):
-    RecordedSteps(tmp_path).write(step(1, 0.0))
+    StepRecordWriter(tmp_path).write(step(1, 0.0))
     file = tmp_path / "steps.jsonl"
     read = json.loads(file.read_text())
     change(read)
     file.write_text(json.dumps(read) + "\n")
     with pytest.raises(DataError, match=r"line 1: .* is no recorded step"):
-        read_steps(tmp_path)
+        read_recorded_steps(tmp_path)
 
 
 def test_a_run_that_went_on_counts_from_there(tmp_path):
     for one in (step(1, 0.0), step(2, 5.0), step(1, 9.0)._replace(step=3)):  # its calls begin anew
-        RecordedSteps(tmp_path).write(one)
-    assert [one.step for one in read_steps(tmp_path)] == [3]
+        StepRecordWriter(tmp_path).write(one)
+    assert [one.step for one in read_recorded_steps(tmp_path)] == [3]
 
 
 def test_the_newest_steps_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr(recorded_steps, "KEPT_BYTES", 4_000)
+    monkeypatch.setattr(recorded_steps, "_KEPT_BYTES", 4_000)
     for number in range(1, 40):
-        RecordedSteps(tmp_path).write(step(number, 5.0 * number))
+        StepRecordWriter(tmp_path).write(step(number, 5.0 * number))
     assert (tmp_path / "steps.jsonl").stat().st_size <= 8_000
-    read = [one.step for one in read_steps(tmp_path)]
+    read = [one.step for one in read_recorded_steps(tmp_path)]
     assert read == list(range(read[0], 40))
 
 
 def test_where_nothing_was_recorded_it_is_a_sentence(tmp_path):
     with pytest.raises(DataError, match=r"no steps\.jsonl"):
-        read_steps(tmp_path)
+        read_recorded_steps(tmp_path)
     with pytest.raises(ConfigError, match=r"no config\.yaml"):
         RecordedRun.at(tmp_path)
 
@@ -178,7 +178,7 @@ def test_where_nothing_was_recorded_it_is_a_sentence(tmp_path):
 def test_a_run_is_replayed_as_it_was_without_what_passed_between_its_steps(run_of):
     run = RecordedRun.at(run_of("run", steps=[step(n, 10.0 * n) for n in (1, 2, 3)]))
     assert run.seconds == pytest.approx(4.0)
-    found = predict(run, Question())
+    found = predict_step(run, WhatIfQuestion())
     assert (found.steps, found.replayed) == (2, pytest.approx(4.0))
     prompt, response, longest = run.lengths
     assert response == longest == run.config.rollout.max_tokens and prompt >= 1
@@ -194,7 +194,7 @@ def test_samples_are_as_long_as_those_of_the_steps_that_are_kept(run_of):
             for n, mean, most in rows
         )
     )
-    found = read_lengths(str(folder), "--lengths")
+    found = parse_sample_lengths(str(folder), "--lengths")
     assert found == (640 / 10 - 40, 40, 90)
 
 
@@ -294,22 +294,22 @@ def test_scores_that_are_overlapped_already_cannot_be(run_of):
 
 
 def test_a_cluster_of_another_size():
-    cluster = Cluster.of_one_node("cpu", 2, "a")
-    larger = of_size(cluster, 5)
+    cluster = ClusterSpec.of_one_node("cpu", 2, "a")
+    larger = resize_cluster(cluster, 5)
     assert [(one.node, one.index) for one in larger.devices] == [
         *(("a", 0), ("a", 1), ("node 1", 0), ("node 1", 1), ("node 2", 0)),
     ]
-    assert of_size(cluster, 1).devices == cluster.devices[:1]
-    uneven = Cluster([*cluster.devices[:1], *Cluster.of_one_node("cpu", 2, "b").devices])
-    assert of_size(uneven, 3).devices == uneven.devices
+    assert resize_cluster(cluster, 1).devices == cluster.devices[:1]
+    uneven = ClusterSpec([*cluster.devices[:1], *ClusterSpec.of_one_node("cpu", 2, "b").devices])
+    assert resize_cluster(uneven, 3).devices == uneven.devices
 
 
 def test_predictions_are_compared_and_remembered(run_of, capsys):
     checkpointed = ["actor.gradient_checkpointing=full"]
     slower = [step(1, 0.0, slow=1.2), step(2, 10.0, slow=1.2)]
     one, other = run_of("one"), run_of("other", checkpointed, steps=slower)
-    assert backtest.spread() is None
-    cli.command("whatif").run(argparse.Namespace(run=str(one), steps=10, json=False, **ASKED))
+    assert backtest.median_error() is None
+    cli.load_command("whatif").run(argparse.Namespace(run=str(one), steps=10, json=False, **ASKED))
     assert "no prediction has been compared" in capsys.readouterr().out
     with_runs = ["plan", "--backtest", str(one), str(other), "--json"]
     with pytest.raises(SystemExit):
@@ -319,7 +319,7 @@ def test_predictions_are_compared_and_remembered(run_of, capsys):
     assert all(abs(row["error"]) < 1e-6 for row in found if row["kind"] == "replay")
     asked_of = {row["what"]: row["error"] for row in found if row["kind"] == "whatif"}
     assert set(asked_of) == {"one -> other", "other -> one"}
-    assert backtest.spread() == pytest.approx(sum(map(abs, asked_of.values())) / 2, abs=1e-3)
+    assert backtest.median_error() == pytest.approx(sum(map(abs, asked_of.values())) / 2, abs=1e-3)
 
 
 def weights(call, seconds, waited):
@@ -336,18 +336,18 @@ def test_whoever_receives_weights_waits_for_whoever_sends_them():
     """What comes earlier on the side of the receiver changes nothing, but that it waits less."""
     trains = record(1, "actor", 0, 0, [("train", 0.0, 4.5, 0.0)])
     generates = record(2, "generator", 0, 1, [("generate", 0.0, 2.0, 0.0)])
-    graph = graph_of([trains, generates, *weights(3, (0.5, 3.0), (0.0, 2.5))], BEGIN)
-    assert replay(graph).makespan == pytest.approx(5.0)
-    longer = with_speed(graph, Where("generator", "generate"), 0.5)
-    assert replay(longer).makespan == pytest.approx(5.0)
-    assert replay(with_links(graph, 2.0)).makespan == pytest.approx(5.0)
+    graph = build_recorded_graph([trains, generates, *weights(3, (0.5, 3.0), (0.0, 2.5))], BEGIN)
+    assert replay_graph(graph).makespan == pytest.approx(5.0)
+    longer = scale_speed(graph, NodeFilter("generator", "generate"), 0.5)
+    assert replay_graph(longer).makespan == pytest.approx(5.0)
+    assert replay_graph(scale_links(graph, 2.0)).makespan == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize("ahead", [0.0, 7.5])
 def test_ranks_of_hosts_whose_clocks_differ_end_together(ahead):
     spans = [("train", 0.0, 3.0, 0.2)], [("train", ahead, 3.0 + ahead, 1.2)]
     records = [record(1, "actor", rank, rank, spans[rank]) for rank in range(2)]
-    graph = graph_of(records, BEGIN, BEGIN + 3.0, {1: ahead})
+    graph = build_recorded_graph(records, BEGIN, BEGIN + 3.0, {1: ahead})
     assert [node.seconds for node in graph.nodes if node.phase == "train"] == pytest.approx([3, 2])
     assert len({node.together for node in graph.nodes if node.phase == "train"}) == 1
 
@@ -362,7 +362,7 @@ def test_what_was_made_before_the_first_step_is_of_no_step(run_of):
             call.spans = [s._replace(start=s.start - 2.0, end=s.end - 2.0) for s in call.spans]
     run = RecordedRun.at(run_of("run", steps=steps))
     assert run.held == pytest.approx(2.5)
-    found = predict(run, Question())
+    found = predict_step(run, WhatIfQuestion())
     assert found.replayed == pytest.approx(4.0) and found.seconds == found.replayed
 
 
@@ -374,7 +374,7 @@ def test_thousands_of_devices_are_asked_for_in_seconds(run_of):
 
 def test_runs_that_differ_in_nothing_are_no_prediction(run_of):
     one, other = (RecordedRun.at(run_of(name)) for name in ("one", "other"))
-    found = backtest.backtest([one, other, one])
+    found = backtest.backtest_runs([one, other, one])
     assert [test.kind for test in found] == ["plan", "replay"] * 2
 
 
@@ -383,7 +383,7 @@ def test_links_count_whatever_ranks_do_between():
     gap = [("score", 0.0, 1.0, 0.4), ("train", 1.2, 3.2, 1.0)]
     none = [("score", 0.0, 1.0, 0.6), ("train", 1.0, 3.0, 1.5)]
     records = [record(1, "actor", 0, 0, gap), record(1, "actor", 1, 1, none)]
-    graph = graph_of(records, BEGIN, BEGIN + 3.2)
+    graph = build_recorded_graph(records, BEGIN, BEGIN + 3.2)
     found = {(node.rank, node.phase): node.wire for node in graph.nodes if node.wire}
     assert found == pytest.approx(
         {(0, "score"): 0.4, (1, "score"): 0.4, (0, "train"): 1.0, (1, "train"): 1.0}

@@ -11,7 +11,7 @@ import pytest
 from settings import configured
 
 from hybridrl.errors import LostError
-from hybridrl.run.recovery import Recoveries
+from hybridrl.run.recovery import RunRecovery
 
 AT_STEP = {"steps": 7, "seconds_train": 70.0}
 BEFORE = {"steps": 6, "seconds_train": 60.0}
@@ -20,7 +20,7 @@ BEFORE = {"steps": 6, "seconds_train": 60.0}
 @pytest.fixture
 def made(tmp_path):
     """Recoveries of a run with these settings."""
-    return lambda *overrides: Recoveries(configured(overrides), tmp_path)
+    return lambda *overrides: RunRecovery(configured(overrides), tmp_path)
 
 
 def lose(recoveries, from_step=6, summary=AT_STEP, if_again=""):
@@ -79,14 +79,14 @@ def test_what_comes_twice_in_a_row_in_one_place_ends_it(made):
 
 PROGRAM = """
 import atexit, signal, sys, time
-from hybridrl.config.schema import RecoverConfig
-from hybridrl.errors import Preempted
-from hybridrl.run.signals import Interrupts, leave
+from hybridrl.config.schema import RecoveryConfig
+from hybridrl.errors import PreemptionInterrupt
+from hybridrl.run.signals import SignalHandler, exit_after_signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 if sys.argv[1] == "hangs":
     atexit.register(time.sleep, 600)
 try:
-    with Interrupts(RecoverConfig(grace_s=0.4), 75) as interrupts:
+    with SignalHandler(RecoveryConfig(grace_s=0.4), 75) as interrupts:
         interrupts.on_terminate = lambda name: print("asked", flush=True)
         print("ready", flush=True)
         time.sleep(60)
@@ -94,7 +94,7 @@ except KeyboardInterrupt as error:
     print("raised", type(error).__name__, error, flush=True)
     if sys.argv[1] == "goes on":
         sys.exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 1)
-    leave(75 if isinstance(error, Preempted) else 130)
+    exit_after_signal(75 if isinstance(error, PreemptionInterrupt) else 130)
 """
 
 
@@ -128,8 +128,8 @@ def test_the_second_signal_waits_for_nothing():
 
 
 def test_what_is_ignored_from_the_start_stays_so():
-    script = "import signal; from hybridrl.run.signals import Interrupts\n"
-    script += "from hybridrl.config.schema import RecoverConfig\n"
+    script = "import signal; from hybridrl.run.signals import SignalHandler\n"
+    script += "from hybridrl.config.schema import RecoveryConfig\n"
     script += (
         "with Interrupts(RecoverConfig()): print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
     )

@@ -7,16 +7,16 @@ import pytest
 import torch
 from settings import configured
 
-from hybridrl.algorithms import PolicyObjective, Segments, ppo_clip
-from hybridrl.algorithms.registry import advantage_estimator, policy_loss
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.algorithms import PolicyObjective, TokenSegments, ppo_clip
+from hybridrl.algorithms.registry import find_advantage_estimator, find_policy_loss
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.checks.check_list import check
-from hybridrl.checks.machine.shared_paths import paths_of_workers
+from hybridrl.checks.machine.shared_paths import list_worker_paths
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
-from hybridrl.run.step_metrics import step_metrics
-from hybridrl.trainers import PROGRAMS, grpo, load_trainer
-from hybridrl.trainers.objectives import policy_objective
+from hybridrl.run.step_metrics import compute_step_metrics
+from hybridrl.trainers import PROGRAM_NAMES, grpo, load_trainer
+from hybridrl.trainers.objectives import build_policy_objective
 from hybridrl.trainers.trainer import Trainer
 from hybridrl.trainers.update_columns import group_advantages
 
@@ -66,7 +66,7 @@ def tokens():
     log_probs = torch.tensor([-0.5, -1.0, -2.0, -0.1])
     columns = {"advantages": torch.tensor([1.0, -1.0, 2.0, 0.5]), "response_mask": torch.ones(4)}
     outputs = {"log_probs": log_probs, "entropy": torch.ones(4)}
-    return outputs, columns, Segments.from_cu_seqlens(torch.tensor([0, 3, 4]))
+    return outputs, columns, TokenSegments.from_cu_seqlens(torch.tensor([0, 3, 4]))
 
 
 def samples():
@@ -75,7 +75,7 @@ def samples():
         {
             "scores": torch.tensor([1.0, 0.5]),
             "group_id": torch.tensor([7, 7]),
-            "response_mask": Ragged(torch.ones(sum(LENGTHS), dtype=torch.uint8), bounds),
+            "response_mask": RaggedColumn(torch.ones(sum(LENGTHS), dtype=torch.uint8), bounds),
         }
     )
 
@@ -84,7 +84,7 @@ def test_a_loss_is_given_what_it_names_and_its_options_by_settings(mine):
     settings = [f"algorithm.policy_loss={mine}:plain", "algorithm.clip_high=0.25"]
     config = configured([*HERE, *settings, "algorithm.loss_options={slope: 2}"])
     check(config)
-    found = policy_objective(config)
+    found = build_policy_objective(config)
     assert found.options == {"clip_high": 0.25, "slope": 2.0}
     outputs, columns, segments = tokens()
     expected = -columns["advantages"] * outputs["log_probs"] * 0.5
@@ -99,7 +99,7 @@ def test_built_in_losses_get_the_settings_that_they_know():
         "reinforce": {},
     }.items():
         algorithm = [f"algorithm.policy_loss={loss}", "algorithm.clip_high=0.3"]
-        assert policy_objective(configured([*HERE, *algorithm])).options == expected
+        assert build_policy_objective(configured([*HERE, *algorithm])).options == expected
     outputs, columns, segments = tokens()
     found = PolicyObjective("ppo_clip", {"clip_low": 0.1})(outputs, columns, segments)
     log_probs = outputs["log_probs"]
@@ -166,10 +166,18 @@ def test_advantages_of_rows_or_of_tokens(mine):
 @pytest.mark.parametrize(
     ("load", "name", "words"),
     [
-        (policy_loss, "needy", "`entropies`, which nobody gives it. Name any of log_probs, old_"),
-        (policy_loss, "NUMBER", "is a int; it must be a function"),
-        (policy_loss, "plian", "Did you mean `plain`?"),
-        (advantage_estimator, "plain", "`log_probs`, which nobody gives it. Name any of scores"),
+        (
+            find_policy_loss,
+            "needy",
+            "`entropies`, which nobody gives it. Name any of log_probs, old_",
+        ),
+        (find_policy_loss, "NUMBER", "is a int; it must be a function"),
+        (find_policy_loss, "plian", "Did you mean `plain`?"),
+        (
+            find_advantage_estimator,
+            "plain",
+            "`log_probs`, which nobody gives it. Name any of scores",
+        ),
         (load_trainer, "Other", "is no subclass of hybridrl.trainers.trainer.Trainer"),
         (load_trainer, "halves", "is no subclass of hybridrl.trainers.trainer.Trainer"),
     ],
@@ -181,7 +189,7 @@ def test_what_cannot_be_used_is_refused(mine, load, name, words):
 
 
 def test_a_name_that_is_none(mine):
-    for load, known in ((policy_loss, "sapo"), (advantage_estimator, "pass_at_k")):
+    for load, known in ((find_policy_loss, "sapo"), (find_advantage_estimator, "pass_at_k")):
         with pytest.raises(ConfigError, match=rf"{known}.*, or one of yours, `path/to/file.py"):
             load("nothing")
     with pytest.raises(ConfigError, match=r"^trainer.name=gpro: must be one of .*`grpo`\?$"):
@@ -201,15 +209,17 @@ def test_a_driver_program_may_use_any_setting(mine):
 def test_every_node_has_to_see_the_files_that_workers_read(mine, tmp_path):
     names = ("algorithm.policy_loss", "algorithm.advantage")
     overrides = [f"{name}={mine}:plain" for name in names]
-    found = paths_of_workers(configured([*overrides, f"trainer.name={mine}:Mine"]), tmp_path)
+    found = list_worker_paths(configured([*overrides, f"trainer.name={mine}:Mine"]), tmp_path)
     assert found == {"run.root": tmp_path, **dict.fromkeys(names, mine)}
 
 
 def test_metrics_with_a_slash_are_written_as_they_are():
-    found = step_metrics([], [{"policy/away": 1.0, "loss": 2.0, "other": 5.0}, {"loss": 4.0}], 1.0)
+    found = compute_step_metrics(
+        [], [{"policy/away": 1.0, "loss": 2.0, "other": 5.0}, {"loss": 4.0}], 1.0
+    )
     assert found["policy/away"] == 1.0 and found["policy/loss"] == 3.0 and "other" not in found
 
 
 def test_the_programs_are_those_that_can_be_run():
-    assert {"grpo", "ppo", "dpo", "sft", "evaluate", "safe_rlhf"} <= set(PROGRAMS)
-    assert all(issubclass(load_trainer(name), Trainer) for name in PROGRAMS)
+    assert {"grpo", "ppo", "dpo", "sft", "evaluate", "safe_rlhf"} <= set(PROGRAM_NAMES)
+    assert all(issubclass(load_trainer(name), Trainer) for name in PROGRAM_NAMES)

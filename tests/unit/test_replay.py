@@ -9,7 +9,7 @@ from settings import configured
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.grpo import Replay
+from hybridrl.trainers.grpo import ReplayBuffer
 from hybridrl.trainers.objectives import is_off_policy
 
 
@@ -30,7 +30,7 @@ def step(number, scores):
 
 def replay(share, age=4):
     settings = [f"algorithm.replay_share={share}", f"algorithm.replay_age={age}"]
-    return Replay(configured([*settings, "data.prompts_per_step=4"]))
+    return ReplayBuffer(configured([*settings, "data.prompts_per_step=4"]))
 
 
 def drawn(parts):

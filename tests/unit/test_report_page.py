@@ -10,11 +10,11 @@ from run_folders import HOSTILE, run_folder, write_samples
 
 from hybridrl import cli
 from hybridrl.errors import ConfigError
-from hybridrl.report.html_page import page
-from hybridrl.report.metric_curves import curves, thin
-from hybridrl.report.report_content import Content
+from hybridrl.report.html_page import render_report_page
+from hybridrl.report.metric_curves import build_curves, thin_curve
+from hybridrl.report.report_content import ReportContent
 from hybridrl.report.report_tables import differences
-from hybridrl.report.sample_browser import samples, texts
+from hybridrl.report.sample_browser import build_sample_browser, decode_tokens
 from hybridrl.run_files.run_reader import open_run
 from hybridrl.system.storage import to_json
 
@@ -23,7 +23,7 @@ DATA = re.compile(r'<script type="application/json" id="data-(\w+)">(.*?)</scrip
 
 def report_of(*folders):
     runs = [open_run(folder) for folder in folders]
-    return page(runs[0].name, Content(runs[0], runs[1:]).data())
+    return render_report_page(runs[0].name, ReportContent(runs[0], runs[1:]).data())
 
 
 def data_in(text):
@@ -77,23 +77,23 @@ def test_a_long_run_is_thinned_and_says_so(tmp_path):
 
 def test_whole_groups_are_kept_and_at_least_one(tmp_path):
     run = open_run(run_folder(tmp_path / "run", rows=40, says="word " * 100))
-    found = samples(run, most_bytes=4000)["samples"]
+    found = build_sample_browser(run, most_bytes=4000)["samples"]
     assert 0 < len(found) < 40 and len(found) % 4 == 0
-    (one,) = samples(run, most_bytes=1)["samples"]  # however little room there is
+    (one,) = build_sample_browser(run, most_bytes=1)["samples"]  # however little room there is
     assert "word" in json.dumps(one)
 
 
 def test_extremes_survive_thinning():
     values = [0.0] * 5000
     values[1234], values[4321] = 9.0, -9.0
-    steps, kept = thin(range(5000), values, 100)
+    steps, kept = thin_curve(range(5000), values, 100)
     assert len(kept) <= 100 and max(kept) == 9.0 and min(kept) == -9.0
     assert steps == sorted(steps)
 
 
 def test_what_is_no_number_is_left_out_of_curves():
     rows = [{"step": 1, "a": 1.0}, {"step": 2, "a": float("nan")}, {"step": 3, "b": float("inf")}]
-    assert curves(rows)["series"] == {"a": {"x": [1], "y": [1.0]}}
+    assert build_curves(rows)["series"] == {"a": {"x": [1], "y": [1.0]}}
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "steps.jsonl"])
@@ -118,7 +118,7 @@ def test_a_run_that_has_not_made_a_step(tmp_path):
 def test_a_file_of_samples_that_cannot_be_read_is_named(tmp_path):
     run = run_folder(tmp_path / "run")
     (run / "samples" / "step-000002.parquet").write_text("cut")
-    found = samples(open_run(run))
+    found = build_sample_browser(open_run(run))
     assert len(found["sources"]) == 1 and "step-000002.parquet" in found["unread"][0]
 
 
@@ -137,9 +137,9 @@ def test_a_character_of_several_tokens_stands_with_its_last():
             return bytes(ids).decode(errors="replace")
 
     ids = list("aé€b".encode())
-    assert texts(Bytes(), ids) == ["a", "", "é", "", "", "€", "b"]
-    assert texts(Bytes(), list("é".encode())[:1]) == ["\N{REPLACEMENT CHARACTER}"]
-    assert texts(None, [7]) == ["7 "]
+    assert decode_tokens(Bytes(), ids) == ["a", "", "é", "", "", "€", "b"]
+    assert decode_tokens(Bytes(), list("é".encode())[:1]) == ["\N{REPLACEMENT CHARACTER}"]
+    assert decode_tokens(None, [7]) == ["7 "]
 
 
 @pytest.mark.parametrize(
@@ -195,13 +195,15 @@ def test_a_page_takes_the_place_of_files_only(tmp_path, capsys):
 def test_a_run_without_a_recorded_step_is_not_told_to_be_no_run(tmp_path):
     run = run_folder(tmp_path / "run")
     (run / "steps.jsonl").unlink()
-    assert Content(open_run(run)).data()["timeline"]["note"] == "No step has been recorded."
+    assert ReportContent(open_run(run)).data()["timeline"]["note"] == "No step has been recorded."
 
 
 def test_json_in_a_page_is_closed_by_nothing():
-    from hybridrl.report.html_page import in_script
+    from hybridrl.report.html_page import escape_script_json
 
-    assert "<" not in in_script({"a": HOSTILE}) and json.loads(in_script({"a": HOSTILE}))
+    assert "<" not in escape_script_json({"a": HOSTILE}) and json.loads(
+        escape_script_json({"a": HOSTILE})
+    )
     assert to_json({"a": float("nan")}) == '{"a": null}'
 
 

@@ -14,9 +14,9 @@ from run_folders import metrics_row, run_folder
 from hybridrl import cli
 from hybridrl.errors import ConfigError
 from hybridrl.report import report_server
-from hybridrl.report.live_report import Part
-from hybridrl.report.prometheus_metrics import exposition
-from hybridrl.report.report_server import Server, Site
+from hybridrl.report.live_report import CachedPart
+from hybridrl.report.prometheus_metrics import render_prometheus_metrics
+from hybridrl.report.report_server import ReportServer, ReportSite
 
 TOKEN = "a-token-of-the-test"
 DASHBOARD = Path(__file__).parents[2] / "docker" / "grafana-dashboard.json"
@@ -27,7 +27,7 @@ def serve():
     servers = []
 
     def start(path, **options):
-        servers.append(Server(Site(path), token=TOKEN, **options))
+        servers.append(ReportServer(ReportSite(path), token=TOKEN, **options))
         threading.Thread(target=servers[-1].serve_forever, args=(0.01,), daemon=True).start()
         return servers[-1]
 
@@ -86,7 +86,7 @@ def test_what_is_new_has_another_version(serve, tmp_path):
 
 def test_a_part_is_made_once_for_all_and_not_again_at_once():
     made, stamp = [], [1]
-    part = Part(lambda: made.append(1), lambda: stamp[0])
+    part = CachedPart(lambda: made.append(1), lambda: stamp[0])
     assert {part.text() for _ in range(5)} == {"null"} and len(made) == 1
     first = part.version()
     part._due = float("inf")  # it was costly
@@ -133,9 +133,9 @@ def test_a_port_that_is_taken_is_a_sentence(serve, tmp_path):
     run = run_folder(tmp_path / "run")
     server = serve(run)
     with pytest.raises(ConfigError, match=rf"--port {server.server_port} is taken"):
-        Server(Site(run), server.server_port)
+        ReportServer(ReportSite(run), server.server_port)
     with pytest.raises(ConfigError, match="0 to 65535"):
-        Server(Site(run), 99999)
+        ReportServer(ReportSite(run), 99999)
 
 
 def test_nothing_to_watch_is_a_sentence(tmp_path, capsys):
@@ -145,19 +145,22 @@ def test_nothing_to_watch_is_a_sentence(tmp_path, capsys):
 
 
 def test_a_token_file_is_made_for_this_user_and_kept(tmp_path):
-    from hybridrl.commands.watch_command import _token
+    from hybridrl.commands.watch_command import _read_or_make_token
 
     file = tmp_path / "token"
-    assert _token(file) == _token(file) and file.stat().st_mode & 0o777 == 0o600
+    assert (
+        _read_or_make_token(file) == _read_or_make_token(file)
+        and file.stat().st_mode & 0o777 == 0o600
+    )
     file.write_text("short")
     with pytest.raises(ConfigError, match="holds no token"):
-        _token(file)
+        _read_or_make_token(file)
 
 
 def test_prometheus_reads_the_newest_of_each_figure(tmp_path):
     run = run_folder(tmp_path / 'a"b')
     rows = [{"step": 1, "reward/mean": 0.5, "eval/x@8": 0.25}, {"step": 2, "reward/mean": 0.75}]
-    text = exposition({run: rows})
+    text = render_prometheus_metrics({run: rows})
     assert 'hybridrl_reward_mean{run="a\\"b"} 0.75\n' in text
     assert 'hybridrl_eval_x_8{run="a\\"b"} 0.25\n' in text
     assert 'hybridrl_run_state{run="a\\"b",state="finished"} 1\n' in text
@@ -175,12 +178,12 @@ def test_the_dashboard_asks_for_figures_that_there_are(serve, tmp_path):
 
 
 def test_the_token_stands_on_no_command_line(monkeypatch):
-    from hybridrl.commands.watch_command import _opened
+    from hybridrl.commands.watch_command import _open_in_browser
 
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     url = f"http://127.0.0.1:1/{TOKEN}/"
-    with _opened(url):
+    with _open_in_browser(url):
         (address,) = opened
         file = Path(unquote(urlsplit(address).path))
         assert TOKEN not in address and f"url={url}" in file.read_text()
@@ -202,7 +205,7 @@ def test_connections_without_the_token_are_few_and_short(serve, tmp_path, monkey
     idle = [socket.create_connection(address, timeout=60) for _ in range(10)]
     assert all(map(closed, idle[:6]))
     assert ask(server, f"/{TOKEN}/")[0] == 200
-    monkeypatch.setattr(report_server, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(report_server, "_REQUEST_TIMEOUT_S", 0.0)
     with socket.create_connection(address, timeout=60) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nX: ")
         assert closed(slow)

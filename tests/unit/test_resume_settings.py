@@ -5,7 +5,7 @@ import pytest
 from hybridrl.checkpoint.resume import find_source
 from hybridrl.checkpoint.stored_settings import changes_learning, differences, named_code
 from hybridrl.checks.check_list import check
-from hybridrl.config.load import read_settings, to_plain, to_yaml
+from hybridrl.config.load import config_to_dict, format_config_yaml, load_run_config
 from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.job.config_resolution import load_config
 
@@ -26,7 +26,7 @@ def run(tmp_path):
     folder = tmp_path / "run"
     complete_step(folder / "checkpoints", 20)
     settings = load_config([*OWN, "trainer.steps=40", "checkpoint.every=20"])
-    (folder / "config.yaml").write_text(to_yaml(settings))
+    (folder / "config.yaml").write_text(format_config_yaml(settings))
     return folder
 
 
@@ -43,7 +43,7 @@ def test_settings_that_there_are_no_more_do_not_matter(run):
     file = run / "config.yaml"
     file.write_text(file.read_text().replace("observe:", "observe:\n  timeline_every: 4"))
     assert load_config([f"resume={run}"]).trainer.steps == 40
-    assert read_settings(file).trainer.steps == 40
+    assert load_run_config(file).trainer.steps == 40
 
 
 def test_overrides_win_and_presets_count_as_all_that_they_set(run):
@@ -68,12 +68,12 @@ def test_auto_is_the_run_in_the_directory_or_a_new_one(run, tmp_path):
 
 def test_what_differs_is_a_line_each(run):
     before, now = load_config(OWN), load_config([*OWN, "trainer.steps=7", "resume=null"])
-    assert differences(to_plain(before), to_plain(now)) == ["trainer.steps: 120 -> 7"]
-    assert differences(to_plain(now), to_plain(now)) == []
+    assert differences(config_to_dict(before), config_to_dict(now)) == ["trainer.steps: 120 -> 7"]
+    assert differences(config_to_dict(now), config_to_dict(now)) == []
 
 
 def test_code_that_settings_name_is_told():
-    assert named_code(to_plain(load_config(["algorithm=grpo"]))) == []
+    assert named_code(config_to_dict(load_config(["algorithm=grpo"]))) == []
     found = load_config(
         [
             "reward.function=[exact,hybridrl.rewards.code:passes_tests,their dir/score.py:score]",
@@ -81,7 +81,7 @@ def test_code_that_settings_name_is_told():
             "environment.options.command=rm -r x",
         ]
     )
-    assert set(named_code(to_plain(found) | {"run": {"root": "${oc.env:HOME}"}})) == {
+    assert set(named_code(config_to_dict(found) | {"run": {"root": "${oc.env:HOME}"}})) == {
         "reward.function=their dir/score.py:score",
         "trainer.name=their.module:Trainer",
         "environment.options.command=rm -r x",
@@ -91,7 +91,9 @@ def test_code_that_settings_name_is_told():
 
 def test_settings_that_change_what_is_learned_come_first_and_are_marked():
     other = ["algorithm.gamma=0.5", "actor.parallel.tp=2", "observe.show_every=0", "run.seed=3"]
-    lines = differences(to_plain(load_config(OWN)), to_plain(load_config([*OWN, *other])))
+    lines = differences(
+        config_to_dict(load_config(OWN)), config_to_dict(load_config([*OWN, *other]))
+    )
     marked = [line.split(":")[0] for line in lines if "what is learned from here on" in line]
     assert marked == ["algorithm.gamma", "run.seed"]
     assert [line.split(":")[0] for line in lines[2:]] == ["actor.parallel.tp", "observe.show_every"]
@@ -118,7 +120,7 @@ def test_a_fork_has_the_settings_of_the_other_run_and_a_folder_of_its_own(run, t
     (new / "checkpoints" / "step-000025").mkdir(parents=True)  # that never became complete
     assert find_source(load_config(again)).forks
     complete_step(new / "checkpoints", 30)
-    (new / "config.yaml").write_text(to_yaml(load_config(["algorithm.gamma=0.7"])))
+    (new / "config.yaml").write_text(format_config_yaml(load_config(["algorithm.gamma=0.7"])))
     found = load_config(again)
     source = find_source(found)
     assert found.algorithm.gamma == 0.7 and source.run == new and not source.forks
@@ -128,7 +130,9 @@ def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settin
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     step = complete_step(elsewhere, 20)
     run.mkdir()
-    settings = to_yaml(load_config([*OWN, "checkpoint.every=9", f"checkpoint.folder={elsewhere}"]))
+    settings = format_config_yaml(
+        load_config([*OWN, "checkpoint.every=9", f"checkpoint.folder={elsewhere}"])
+    )
     (run / "config.yaml").write_text(settings)
     found = load_config([f"resume={run}"])
     assert find_source(found).steps == elsewhere and found.run.directory == str(run)

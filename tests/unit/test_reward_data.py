@@ -9,13 +9,17 @@ from settings import configured
 
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.check_list import check as check_settings
-from hybridrl.checks.data.reward_data_checks import check_rewards
+from hybridrl.checks.data.reward_data_checks import check_reward_data
 from hybridrl.config.schema import ActorConfig, CostConfig
-from hybridrl.controller import Context
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.controller import WorkerContext
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError, DataError, RewardError
-from hybridrl.rewards.loading import check_fit, check_functions
-from hybridrl.rewards.signature import as_verls, check_columns, is_verls
+from hybridrl.rewards.loading import check_functions_fit_columns, check_reward_functions
+from hybridrl.rewards.signature import (
+    add_verl_names,
+    check_parameters_in_columns,
+    has_verl_signature,
+)
 from hybridrl.workers.reward_worker import RewardWorker
 
 PROMPTS = Batch.from_columns(
@@ -34,7 +38,7 @@ def check(tmp_path):
     def run(code, *overrides, rows=PROMPTS):
         (tmp_path / "mine.py").write_text(code)
         function = f"reward.function={tmp_path}/mine.py:score"
-        check_rewards(configured([function, *overrides]), rows)
+        check_reward_data(configured([function, *overrides]), rows)
 
     return run
 
@@ -48,7 +52,7 @@ def test_a_function_that_needs_what_there_is_passes():
         lambda data_source, solution_str, ground_truth, extra_info=None: 0,
     ):
         columns = ["prompt", "answer", "level", "data_source"]
-        check_columns("score", parameters(function), columns, ["scale"])
+        check_parameters_in_columns("score", parameters(function), columns, ["scale"])
 
 
 @pytest.mark.parametrize(
@@ -66,13 +70,15 @@ def test_a_function_that_needs_what_there_is_passes():
 )
 def test_what_a_function_lacks_is_named_with_all_that_there_is(function, words):
     with pytest.raises(ConfigError, match=words):
-        check_columns("score", parameters(function), ["prompt", "answer"], ["scale"])
+        check_parameters_in_columns("score", parameters(function), ["prompt", "answer"], ["scale"])
 
 
 def test_verls_names_are_known_to_functions_of_verls_shape_only():
-    assert is_verls(parameters(lambda data_source, solution_str, ground_truth, extra=0: 0))
-    assert not is_verls(parameters(lambda solution_str, ground_truth: 0))
-    row = as_verls({"response": "r", "answer": "a", "data_source": "d"})
+    assert has_verl_signature(
+        parameters(lambda data_source, solution_str, ground_truth, extra=0: 0)
+    )
+    assert not has_verl_signature(parameters(lambda solution_str, ground_truth: 0))
+    row = add_verl_names({"response": "r", "answer": "a", "data_source": "d"})
     assert (row["solution_str"], row["ground_truth"], row["data_source"]) == ("r", "a", "d")
 
 
@@ -93,17 +99,17 @@ def test_answers_that_nothing_can_be_compared_with_are_found(check):
     rows = Batch.from_columns({"prompt": ["1+1=", "2+2="], "answer": ["2", "four"]})
     numeric = configured(["reward.function=numeric"])
     with pytest.raises(DataError, match=r"reward.function=numeric .*'2.2='.*'four' holds no numb"):
-        check_rewards(numeric, rows)
+        check_reward_data(numeric, rows)
     with pytest.raises(DataError, match="'four' holds no number"):
-        check_rewards(numeric, PROMPTS, rows)  # it would end the first evaluation
-    check_rewards(numeric, PROMPTS)
-    check_rewards(configured(["reward.function=numeric", "reward.on_error=drop"]), rows)
+        check_reward_data(numeric, PROMPTS, rows)  # it would end the first evaluation
+    check_reward_data(numeric, PROMPTS)
+    check_reward_data(configured(["reward.function=numeric", "reward.on_error=drop"]), rows)
 
 
 def test_options_of_built_in_functions_have_their_types():
     with pytest.raises(ConfigError, match=r"reward.options.length.limit=long: `length` cannot"):
         options = {"reward.options.length.limit": "long"}
-        check_rewards(
+        check_reward_data(
             configured(["reward.function=length", *(f"{k}={v}" for k, v in options.items())]),
             PROMPTS,
         )
@@ -140,19 +146,19 @@ def test_errors_name_files_of_functions_as_they_are_called(tmp_path, monkeypatch
 
 
 def test_what_fails_while_a_cost_is_scored_is_said_of_the_cost(tmp_path):
-    build_tokenizer().save_pretrained(tmp_path)
+    build_character_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "mine.py").write_text("def score(response, **row): return None")
     config = CostConfig(function=f"{tmp_path}/mine.py:score")
     parts = (str(tmp_path), None, ActorConfig(), None, "cost")
     rows = Batch.from_columns({"prompt": ["1+1="], "response_ids": [np.array([3])]})
-    worker = RewardWorker(Context("cost", 0, 1), config, *parts)
+    worker = RewardWorker(WorkerContext("cost", 0, 1), config, *parts)
     with pytest.raises(RewardError, match=r"set `cost\.on_error` to `drop`.*`cost\.error_value`"):
         worker.compute_reward(rows)
     worker.close()
 
 
 def test_an_import_that_hangs_is_stopped(check, monkeypatch):
-    monkeypatch.setattr("hybridrl.checks.data.reward_data_checks.LONGEST_IMPORT_S", 0.5)
+    monkeypatch.setattr("hybridrl.checks.data.reward_data_checks._IMPORT_TIMEOUT_S", 0.5)
     code = "import time\ntime.sleep(99)\ndef score(response): return 1.0"
     said = r"`reward.function` names `.*mine.py:score`, and to import .* longer than 1 s"
     with pytest.raises(ConfigError, match=said):
@@ -160,13 +166,15 @@ def test_an_import_that_hangs_is_stopped(check, monkeypatch):
 
 
 def test_rows_of_other_kinds_are_left_alone():
-    check_rewards(configured(["reward.function=numeric"]), Batch.from_columns({"margin": [0.0]}))
+    check_reward_data(
+        configured(["reward.function=numeric"]), Batch.from_columns({"margin": [0.0]})
+    )
 
 
 def test_nothing_is_compared_with_answers_that_there_are_none_of(tmp_path):
     data = ["data=jsonl", f"data.path={tmp_path}/x.jsonl", "data.answer_column=null"]
     with pytest.raises(ConfigError, match=r"reward.function=exact compares .*answer_column=null"):
-        check_rewards(configured(["reward.function=exact", *data]), PROMPTS)
+        check_reward_data(configured(["reward.function=exact", *data]), PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["mine", "length"])
@@ -174,9 +182,9 @@ def test_what_is_wrong_with_any_data_is_told_in_the_same_words(tmp_path, name):
     (tmp_path / "mine.py").write_text("def score(completion, answer): return 1.0")
     functions = [f"{tmp_path}/mine.py:score" if name == "mine" else name]
     with pytest.raises(ConfigError) as first:
-        check_functions(functions)
+        check_reward_functions(functions)
     with pytest.raises(ConfigError) as second:
-        check_fit(functions, {}, ["prompt", "answer"])
+        check_functions_fit_columns(functions, {}, ["prompt", "answer"])
     assert str(first.value) == str(second.value)
 
 
@@ -190,7 +198,7 @@ def test_the_start_says_what_each_function_gives_the_right_answer(tmp_path):
 
     def said(functions, *overrides, rows=PROMPTS):
         config = configured([f"reward.function=[{functions}]", *overrides])
-        return [line for line in check_rewards(config, rows) if "scores:" in line]
+        return [line for line in check_reward_data(config, rows) if "scores:" in line]
 
     for builtin in ("exact", "numeric", "boxed", "contains"):
         assert said(builtin) == [f"The reference answer '2' scores: {builtin} 1."]
@@ -218,6 +226,8 @@ def test_the_right_answers_of_sources_are_told_apart(tmp_path):
         for name, function in {"one": "exact", "two": f"{tmp_path}/mine.py:never"}.items()
     ]
     rows = PROMPTS.with_columns({"source": ["one", "two"]})
-    said = [s for s in check_rewards(configured(["data=mixture", *sources]), rows) if "scores" in s]
+    said = [
+        s for s in check_reward_data(configured(["data=mixture", *sources]), rows) if "scores" in s
+    ]
     assert said[0] == "The reference answer of source one '2' scores: exact 1."
     assert said[1].startswith("The reference answer of source two '4' scores: never 0. So the")

@@ -8,12 +8,17 @@ import pytest
 import torch
 from settings import configured
 
-from hybridrl.algorithms import shorter_reward
+from hybridrl.algorithms import relative_length_reward
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.credited_samples import SHAPED
-from hybridrl.trainers.reward_shaper import Moments, RewardShaping, normalised, with_shorter
+from hybridrl.trainers.reward_shaper import (
+    RewardShaper,
+    ScoreMoments,
+    add_brevity_reward,
+    normalize_scores_by_source,
+)
 
 
 def test_shorter_right_answers_earn_more_than_longer_ones():
@@ -23,7 +28,7 @@ def test_shorter_right_answers_earn_more_than_longer_ones():
         lengths = [draw.randrange(1, 6) for _ in range(rows)]
         right = [draw.random() < 0.5 for _ in range(rows)]
         groups = [draw.randrange(2) for _ in range(rows)]
-        found = shorter_reward(*map(torch.tensor, (lengths, right, groups))) if rows else []
+        found = relative_length_reward(*map(torch.tensor, (lengths, right, groups))) if rows else []
         for row in range(rows):
             mine = [n for n, group in zip(lengths, groups, strict=True) if group == groups[row]]
             least, most = min(mine), max(mine)
@@ -40,13 +45,13 @@ def batch(scores, lengths, **columns):
 
 
 def test_dropped_samples_are_no_measure_for_others():
-    found = with_shorter(batch([1.0, 1.0, math.nan, 0.0], [2, 4, 100, 2]), 0.1, 1.0)[SHAPED]
+    found = add_brevity_reward(batch([1.0, 1.0, math.nan, 0.0], [2, 4, 100, 2]), 0.1, 1.0)[SHAPED]
     assert found.tolist() == pytest.approx([1.05, 0.95, math.nan, 0.0], nan_ok=True)
 
 
 def test_what_is_right_is_said_without_steps():
     outcomes = {"outcomes": torch.tensor([0.0, 1.0])}
-    found = with_shorter(batch([2.0, 1.0], [2, 4], **outcomes), 1.0, 1.0)[SHAPED]
+    found = add_brevity_reward(batch([2.0, 1.0], [2, 4], **outcomes), 1.0, 1.0)[SHAPED]
     assert found.tolist() == [2.0, 0.5]
 
 
@@ -55,27 +60,31 @@ def test_short_is_what_sampled_few_tokens_in_all_branches():
     before = [[1, 0, 1], [], [0]]
     told = {"response_mask": [torch.tensor(mask, dtype=torch.uint8) for mask in masks]}
     rows = batch([1.0] * 3, [1] * 3, **told)
-    assert with_shorter(rows, 1.0, 1.0)[SHAPED].tolist() == [1.0, 1.5, 0.5]
+    assert add_brevity_reward(rows, 1.0, 1.0)[SHAPED].tolist() == [1.0, 1.5, 0.5]
     told["branch_response_mask"] = [torch.tensor(mask, dtype=torch.uint8) for mask in before]
     rows = batch([1.0] * 3, [1] * 3, **told)
-    assert with_shorter(rows, 1.0, 1.0)[SHAPED].tolist() == pytest.approx([0.5, 1.5, 1 - 1 / 6])
+    assert add_brevity_reward(rows, 1.0, 1.0)[SHAPED].tolist() == pytest.approx(
+        [0.5, 1.5, 1 - 1 / 6]
+    )
 
 
 def test_moments_are_those_of_all_numbers_together():
     draw = random.Random(1)
     numbers = [draw.gauss(3, 2) for _ in range(40)]
-    both = Moments.of(numbers[:13]).with_those(Moments.of([*numbers[13:], math.nan]))
+    both = ScoreMoments.of(numbers[:13]).with_those(ScoreMoments.of([*numbers[13:], math.nan]))
     expected = torch.tensor(numbers, dtype=torch.float64)
     assert both.count == 40 and both.mean == pytest.approx(float(expected.mean()))
     assert both.std == pytest.approx(float(expected.std()))
-    assert Moments().with_those(Moments()) == Moments() == Moments.of([math.nan])
-    assert Moments.of([2.0]).std == Moments.of([2.0, 2.0]).std == 1.0
+    assert (
+        ScoreMoments().with_those(ScoreMoments()) == ScoreMoments() == ScoreMoments.of([math.nan])
+    )
+    assert ScoreMoments.of([2.0]).std == ScoreMoments.of([2.0, 2.0]).std == 1.0
 
 
 def test_each_source_has_its_own_scale():
-    known = {"a": Moments.of([10.0, 20.0, 30.0])}
+    known = {"a": ScoreMoments.of([10.0, 20.0, 30.0])}
     rows = batch([40.0, 1.0, 3.0, math.nan], [1] * 4, source=["a", "b", "b", "a"])
-    found = normalised(rows, "source", known)[SHAPED].tolist()
+    found = normalize_scores_by_source(rows, "source", known)[SHAPED].tolist()
     a, b = torch.tensor([10.0, 20, 30, 40]), torch.tensor([1.0, 3])
     expected = [(40 - a.mean()) / a.std(), *((b - b.mean()) / b.std()), math.nan]
     assert found == pytest.approx([float(x) for x in expected], nan_ok=True)
@@ -102,9 +111,9 @@ def test_a_run_that_goes_on_knows_what_was_scored_before():
     steps = [
         Here(batch([s, s + 1.0], [1, 1], source=["a", "b"]).table) for s in (1.0, 5.0, 2.0, 9.0)
     ]
-    whole = RewardShaping(config)
+    whole = RewardShaper(config)
     expected = [whole.shaped(step)[SHAPED].tolist() for step in steps]
-    first, second = RewardShaping(config), RewardShaping(config)
+    first, second = RewardShaper(config), RewardShaper(config)
     for step in steps[:2]:
         first.shaped(step)
     second.load_state(json.loads(json.dumps(first.state())))

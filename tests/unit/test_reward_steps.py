@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hybridrl.algorithms import Segments, part_advantages
+from hybridrl.algorithms import TokenSegments, part_advantages
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.response_steps import step_ends, tokens_up_to
-from hybridrl.rewards.returned_scores import read_answer
+from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
+from hybridrl.rewards.returned_scores import parse_row_score
 from hybridrl.trainers.update_columns import critic_advantages, group_advantages
 
 
@@ -34,16 +34,16 @@ def test_ends_in_text_are_found_in_tokens():
         ]
         text, ids = "".join(pieces), list(range(len(pieces)))
         ends = sorted(draw.sample(range(1, len(text) + 1), min(3, len(text))))
-        found = tokens_up_to(ends, ids, lambda ids, p=pieces: "".join(p[i] for i in ids))
+        found = count_tokens_up_to(ends, ids, lambda ids, p=pieces: "".join(p[i] for i in ids))
         for end, tokens in zip(ends, found, strict=True):
             assert len("".join(pieces[:tokens])) >= end > len("".join(pieces[: tokens - 1]))
 
 
 def test_a_score_has_its_steps_in_it():
-    answer = read_answer({"score": 1, "steps": [(4, -0.5), (2, 0.25)], "depth": 2}, "abcd")
+    answer = parse_row_score({"score": 1, "steps": [(4, -0.5), (2, 0.25)], "depth": 2}, "abcd")
     assert answer == (0.75, 1.0, {"depth": 2.0}, [(2, 0.25), (4, -0.5)])
-    assert read_answer({"steps": [[1, 0.5], [2, 0.25]]}, "ab")[:2] == (0.75, None)
-    assert read_answer({"steps": []}, "")[:2] == (0, None)
+    assert parse_row_score({"steps": [[1, 0.5], [2, 0.25]]}, "ab")[:2] == (0.75, None)
+    assert parse_row_score({"steps": []}, "")[:2] == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_score_has_its_steps_in_it():
     ],
 )
 def test_what_are_no_steps_is_said(steps, words):
-    assert isinstance(said := read_answer({"score": 1.0, "steps": steps}, "abcd"), str)
+    assert isinstance(said := parse_row_score({"score": 1.0, "steps": steps}, "abcd"), str)
     assert re.search(words, said)
 
 
@@ -86,7 +86,7 @@ def test_steps_of_a_prompts_samples_are_compared_and_dropped_ones_are_not():
     rewards = torch.tensor([1.0, 0, 0.5, 0, 0, 0, 2, 0, 0, 0])
     numbers = torch.tensor([0, 1, 1, 0, 1, 1, 1, 0, 0, 1])
     mask = torch.tensor([1, 1, 1, 1, 0, 1, 1, 1, 0, 0]).bool()
-    segments = Segments.from_cu_seqlens(torch.tensor([0, 3, 7, 8, 10]), mask)
+    segments = TokenSegments.from_cu_seqlens(torch.tensor([0, 3, 7, 8, 10]), mask)
     expected = part_advantages(rewards, numbers, torch.zeros(4).long(), segments, "none")
     torch.testing.assert_close(found.ragged("advantages").values, expected)
     first = 1.5 - (1.5 + 2.0 + 0.0) / 3

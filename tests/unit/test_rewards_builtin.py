@@ -5,13 +5,13 @@ import pytest
 
 from hybridrl.errors import MissingPackageError
 from hybridrl.rewards.builtin_rewards import boxed, contains, exact, format, length, math, numeric
-from hybridrl.rewards.loading import builtin_names, check_function
+from hybridrl.rewards.loading import check_function_exists, list_builtin_functions
 
 
 def test_all_are_listed():
     names = {"boxed", "contains", "exact", "format", "length", "math", "numeric"}
-    assert names <= set(builtin_names())
-    assert not {"final_number", "boxed_text"} & set(builtin_names())
+    assert names <= set(list_builtin_functions())
+    assert not {"final_number", "boxed_text"} & set(list_builtin_functions())
 
 
 def test_exact():
@@ -149,6 +149,6 @@ def test_math_needs_a_readable_answer():
 
 def test_math_without_its_package_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    for call in (lambda: check_function("math"), lambda: math("", "1", "1")):
+    for call in (lambda: check_function_exists("math"), lambda: math("", "1", "1")):
         with pytest.raises(MissingPackageError, match=r"pip install 'math-verify>="):
             call()

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.loading import check_function, load_function, short_names
+from hybridrl.rewards.loading import check_function_exists, load_reward_function, make_short_names
 
 
 def write(path, text):
@@ -30,24 +30,24 @@ def test_file_and_its_neighbours(tmp_path):
         tmp_path / "mine.py",
         "from reward_neighbour import VALUE\ndef score(**row): return VALUE\n",
     )
-    check_function(f"{path}:score")
-    assert load_function(f"{path}:score")() == 4.0
+    check_function_exists(f"{path}:score")
+    assert load_reward_function(f"{path}:score")() == 4.0
 
 
 def test_module_is_found_without_importing_its_package(tmp_path, monkeypatch):
     write(tmp_path / "reward_package" / "__init__.py", "raise RuntimeError('imported')")
     write(tmp_path / "reward_package" / "inner.py", "def score(**row): return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    check_function("reward_package.inner:score")
+    check_function_exists("reward_package.inner:score")
     with pytest.raises(ConfigError, match=r"Did you mean `score`"):
-        check_function("reward_package.inner:scores")
+        check_function_exists("reward_package.inner:scores")
     with pytest.raises(ConfigError, match="RuntimeError: imported"):
-        load_function("reward_package.inner:score")
+        load_reward_function("reward_package.inner:score")
 
 
 def test_builtin():
-    check_function("exact")
-    assert load_function("exact")("", "a", "a") == 1.0
+    check_function_exists("exact")
+    assert load_reward_function("exact")("", "a", "a") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -65,37 +65,39 @@ def test_builtin():
     ],
 )
 def test_a_name_can_be_defined_in_many_ways(tmp_path, text):
-    check_function(f"{write(tmp_path / 'mine.py', text)}:score")
+    check_function_exists(f"{write(tmp_path / 'mine.py', text)}:score")
 
 
 def test_what_a_check_refuses(tmp_path):
     path = write(tmp_path / "mine.py", "def scores(**row):\n    score = 1\n")
     with pytest.raises(ConfigError, match=r"defines no `score`; it defines scores. Did you mean"):
-        check_function(f"{path}:score")
+        check_function_exists(f"{path}:score")
     with pytest.raises(ConfigError, match=r"there is no file .*Did you mean `mine.py`"):
-        check_function(f"{tmp_path}/mime.py:score")
+        check_function_exists(f"{tmp_path}/mime.py:score")
     with pytest.raises(ConfigError, match="no valid Python"):
-        check_function(f"{write(tmp_path / 'broken.py', 'def (')}:score")
+        check_function_exists(f"{write(tmp_path / 'broken.py', 'def (')}:score")
     with pytest.raises(ConfigError, match=r"there is no module `absent_package`"):
-        check_function("absent_package.inner:score")
+        check_function_exists("absent_package.inner:score")
     with pytest.raises(ConfigError, match=r"there is no module `json.absent`"):
-        check_function("json.absent:score")
+        check_function_exists("json.absent:score")
     with pytest.raises(ConfigError, match=r"no built-in .*Did you mean `exact`"):
-        check_function("exactly")
+        check_function_exists("exactly")
     with pytest.raises(ConfigError, match=r"write `.*mine.py:score`"):
-        check_function(str(path))
+        check_function_exists(str(path))
 
 
 def test_what_loading_refuses(tmp_path):
     with pytest.raises(ConfigError, match=r"is 1 \(int\) and cannot be called"):
-        load_function(f"{write(tmp_path / 'number.py', 'score = 1')}:score")
+        load_reward_function(f"{write(tmp_path / 'number.py', 'score = 1')}:score")
     with pytest.raises(ConfigError, match="SystemExit"):
-        load_function(f"{write(tmp_path / 'leaves.py', 'exit(3)' + chr(10) + 'score = 1')}:score")
+        load_reward_function(
+            f"{write(tmp_path / 'leaves.py', 'exit(3)' + chr(10) + 'score = 1')}:score"
+        )
     with pytest.raises(ConfigError, match=r"defines no `score`"):
-        load_function(f"{write(tmp_path / 'star.py', 'from math import *')}:score")
+        load_reward_function(f"{write(tmp_path / 'star.py', 'from math import *')}:score")
 
 
 def test_short_names_are_distinct():
     specs = ["a/one.py:score", "two:score", "exact", "b/one.py:score"]
-    assert short_names(specs) == ["one.score", "two.score", "exact", "one.score#2"]
-    assert short_names(["exact", "exact"]) == ["exact", "exact#2"]
+    assert make_short_names(specs) == ["one.score", "two.score", "exact", "one.score#2"]
+    assert make_short_names(["exact", "exact"]) == ["exact", "exact#2"]

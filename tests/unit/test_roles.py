@@ -6,31 +6,31 @@ import pytest
 from settings import configured
 
 from hybridrl.checks.check_list import check
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.role_models import model_settings
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config, DataConfig, JudgeConfig
 from hybridrl.controller import Worker
 from hybridrl.errors import ConfigError
 from hybridrl.job import worker_groups as roles
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers import load_roles
-from hybridrl.trainers.role_spec import RoleSpec, checked_roles, standard
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles, validate_roles
 
 OWN = """
 from hybridrl.controller import Worker
 from hybridrl.trainers import grpo
 from hybridrl.trainers.trainer import Trainer
-from hybridrl.trainers.role_spec import RoleSpec, standard
+from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 
 class Distill(grpo.Trainer):
     @staticmethod
     def roles(config):
-        return {**standard("actor", "reward"), "teacher": RoleSpec("reference")}
+        return {**standard_roles("actor", "reward"), "teacher": RoleSpec("reference")}
 
 class Pair(grpo.Trainer):
     @staticmethod
     def roles(config):
-        return {**standard("actor", "reward"), "solver": RoleSpec("actor", saves_as="solver")}
+        return {**standard_roles("actor", "reward"), "solver": RoleSpec("actor", saves_as="solver")}
 
 class Misspelt(grpo.Trainer):
     @staticmethod
@@ -55,7 +55,7 @@ class SameFolder(grpo.Trainer):
 class NoActor(grpo.Trainer):
     @staticmethod
     def roles(config):
-        return {"a": RoleSpec("actor"), "b": RoleSpec("actor"), **standard("reward")}
+        return {"a": RoleSpec("actor"), "b": RoleSpec("actor"), **standard_roles("reward")}
 
 class Judge(Worker):
     pass
@@ -63,7 +63,8 @@ class Judge(Worker):
 class Settings(grpo.Trainer):
     @staticmethod
     def roles(config):
-        return {**standard("actor", "reward"), "judge": RoleSpec(Judge, takes=("strictness",))}
+        judge = RoleSpec(Judge, takes=("strictness",))
+        return {**standard_roles("actor", "reward"), "judge": judge}
 """
 HERE = ["devices=cpu", "executor=inline", "rollout=transformers"]
 
@@ -107,48 +108,48 @@ def test_roles_of_the_users_are_checked_and_placed(named):
     check(configured([*HERE, named("Settings"), "models.judge.strictness=3"]))
     config = configured([*HERE, named("Pair"), "models.solver.optimizer.learning_rate=1e-4"])
     check(config)
-    assert model_settings(config, "solver").optimizer_of(config.actor.optimizer) != (
+    assert parse_role_model(config, "solver").optimizer_of(config.actor.optimizer) != (
         config.actor.optimizer
     )
-    cluster = Cluster.of_one_node("cpu", 4)
+    cluster = ClusterSpec.of_one_node("cpu", 4)
     for strategy in ("flattening", "interleaving", "separation"):
         for name, role in (("Distill", "teacher"), ("Pair", "solver")):
             config = configured([*HERE, named(name), f"placement={strategy}"])
-            placement = check_placement(config, cluster)
+            placement = resolve_placement(config, cluster)
             assert {"actor", role} <= placement.roles.keys()
             assert placement.is_separated == (strategy == "separation")
     assert placement.roles["solver"].devices == placement.roles["actor"].devices
     devices = [f"placement.roles.{role}.devices=[1]" for role in ("actor", "reward", "teacher")]
     config = configured([*HERE, named("Distill"), "placement=explicit", *devices])
-    assert check_placement(config, cluster).roles["teacher"].devices == (1,)
+    assert resolve_placement(config, cluster).roles["teacher"].devices == (1,)
 
 
 def test_a_teacher_is_cut_as_its_settings_say(named):
     cut = configured([*HERE, named("Distill"), "models.teacher.parallel.tp=2"])
-    placement = check_placement(cut, Cluster.of_one_node("cpu", 4))
+    placement = resolve_placement(cut, ClusterSpec.of_one_node("cpu", 4))
     assert placement.roles["teacher"].parallel.tp == 2 and placement.roles["actor"].parallel.tp == 1
     with pytest.raises(ConfigError, match=r"models\.teacher\.parallel: tp=3 takes 3 devices"):
         cut.models["teacher"]["parallel"]["tp"] = 3
-        check_placement(cut, Cluster.of_one_node("cpu", 4))
+        resolve_placement(cut, ClusterSpec.of_one_node("cpu", 4))
 
 
 def test_how_a_model_is_cut_is_no_longer_said_of_its_place():
     with pytest.raises(ConfigError, match=r"Set models\.reference\.parallel"):
         overrides = ["algorithm.kl_coefficient=1", "placement.roles.reference.parallel.tp=2"]
-        check_placement(configured(overrides), Cluster.of_one_node("cpu", 2))
+        resolve_placement(configured(overrides), ClusterSpec.of_one_node("cpu", 2))
 
 
 def test_with_adapters_the_actor_is_its_own_reference_and_no_teacher(named):
     adapters = ["actor.lora.rank=4", "algorithm.kl_coefficient=0.1"]
-    cluster = Cluster.of_one_node("cpu", 2)
+    cluster = ClusterSpec.of_one_node("cpu", 2)
     config = configured([*HERE, *adapters])
-    assert "reference" not in check_placement(config, cluster).roles
+    assert "reference" not in resolve_placement(config, cluster).roles
     config = configured([*HERE, named("Distill"), *adapters, "models.teacher.path=somewhere/else"])
-    assert "teacher" in check_placement(config, cluster).roles
+    assert "teacher" in resolve_placement(config, cluster).roles
 
 
 def test_what_follows_from_a_kind():
-    found = standard("actor", "critic", "reference", "reward")
+    found = standard_roles("actor", "critic", "reference", "reward")
     assert [spec.trains for spec in found.values()] == [True, True, False, False]
     assert RoleSpec("actor", trains=False).trains is False
     config = configured(["models.critic.path=a/critic"])
@@ -170,7 +171,9 @@ def test_what_is_saved(overrides):
 
 
 def test_names_are_enough_for_standard_roles():
-    assert checked_roles(["actor", "cost_critic"], "here") == standard("actor", "cost_critic")
+    assert validate_roles(["actor", "cost_critic"], "here") == standard_roles(
+        "actor", "cost_critic"
+    )
 
 
 @pytest.mark.parametrize("worker", ["reference", "reward", Worker])
@@ -188,7 +191,7 @@ def test_a_judge_has_the_options_of_the_job_unless_it_has_its_own(own, monkeypat
     config = Config(data=data)
     tokenizer = SimpleNamespace(chat_template="{{ effort }}", name_or_path="judge")
     monkeypatch.setattr(roles, "load_tokenizer", lambda path: tokenizer)
-    monkeypatch.setattr(roles, "end_tokens", lambda *_: (0,))
+    monkeypatch.setattr(roles, "find_end_tokens", lambda *_: (0,))
     job = SimpleNamespace(
         config=config,
         name="job",
@@ -199,7 +202,7 @@ def test_a_judge_has_the_options_of_the_job_unless_it_has_its_own(own, monkeypat
     )
     if own == {"thinks": 1}:
         with pytest.raises(ConfigError, match=r"reward\.judge\.chat_template_options\.thinks"):
-            roles._judge(job, "reward", judge)
+            roles._make_judge_source(job, "reward", judge)
         return
-    template = roles._judge(job, "reward", judge).source.template
+    template = roles._make_judge_source(job, "reward", judge).source.template
     assert template.options == (own or {"effort": "low"}) and str(template.date) == "2024-07-26"

@@ -9,8 +9,8 @@ from engine_cases import CPU, make_model
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece
 from hybridrl.rollout.rollout_engine import EngineSetup
-from hybridrl.rollout.transformers_engine import TransformersRollout
-from hybridrl.rollout.weight_writer import Form, WeightWriter, differences
+from hybridrl.rollout.transformers_engine import TransformersEngine
+from hybridrl.rollout.weight_writer import EngineTensor, WeightWriter, find_weight_mismatches
 
 PIECES = {
     "q": (Piece(((2, 4), (0, 3)), "qk", (0, 0)),),
@@ -52,8 +52,8 @@ def test_every_wrong_element_is_found():
     write_all(parameters)
 
     def found():
-        forms = lambda name: iter([Form(name, parameters[name])])  # noqa: E731
-        return differences(iter(WHOLE.items()), PIECES, forms)
+        forms = lambda name: iter([EngineTensor(name, parameters[name])])  # noqa: E731
+        return find_weight_mismatches(iter(WHOLE.items()), PIECES, forms)
 
     assert found() == []
     for name, tensor in parameters.items():
@@ -65,12 +65,12 @@ def test_every_wrong_element_is_found():
             padding = name == "qk" and place[0] == 3
             assert ("padding of qk" if padding else "1 of") in sentences[0]
             tensor[place] = before
-    assert len(differences(iter(WHOLE.items()), PIECES, lambda name: iter([]))) == 3
+    assert len(find_weight_mismatches(iter(WHOLE.items()), PIECES, lambda name: iter([]))) == 3
 
 
 def test_transformers_holds_every_parameter_whole(tmp_path):
     make_model().save_pretrained(tmp_path)
-    rollout = TransformersRollout(
+    rollout = TransformersEngine(
         EngineSetup(str(tmp_path), str(tmp_path), "bfloat16", eos_token_ids=[1], device=CPU),
         RolloutConfig(max_sequences=1),
     )

@@ -7,12 +7,12 @@ from parallel_cases import assemble, make_engine, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl.algorithms import TokenLoss
-from hybridrl.batch.batch import ROUTES, Batch
-from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
+from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
+from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import CausalPolicy, PackedSamples
-from hybridrl.models.expert_routing import Routing, check_routing, find_routers
-from hybridrl.models.packing import Rows
+from hybridrl.models.expert_routing import ExpertRouters, check_routers, find_routers
+from hybridrl.models.packing import SampleLayout
 
 WEIGHT = 0.5
 TINY = {
@@ -76,8 +76,8 @@ def expected():
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("rows", Rows)
-@pytest.mark.parametrize("kept", CHECKPOINTING)
+@pytest.mark.parametrize("rows", SampleLayout)
+@pytest.mark.parametrize("kept", CHECKPOINTING_MODES)
 def test_the_balancing_loss_is_that_of_the_paper_however_tokens_are_divided(
     mesh, expected, kept, rows
 ):
@@ -114,17 +114,17 @@ def recorded(model, batch):
         for sample in samples_of(batch):
             chosen = [chosen for _, chosen in watched(model, sample)]
             rows.append(torch.cat(chosen, dim=1)[:-1].to(torch.uint8).flatten())
-    return batch.with_columns({ROUTES: rows})
+    return batch.with_columns({ROUTED_EXPERTS: rows})
 
 
-def scored(model, batch, rows=Rows.PACKED):
+def scored(model, batch, rows=SampleLayout.PACKED):
     policy = CausalPolicy(model, rows)
-    Routing.of(model)
+    ExpertRouters.of(model)
     with torch.no_grad():
         return policy(PackedSamples.of(batch, CPU, rows), TEMPERATURE)["log_probs"]
 
 
-@pytest.mark.parametrize("rows", Rows)
+@pytest.mark.parametrize("rows", SampleLayout)
 def test_routers_choose_again_what_is_recorded(rows):
     batch = make_batch().select(["prompt_ids", "response_ids"])
     own = recorded(tiny(), batch)
@@ -152,7 +152,7 @@ def test_routers_choose_again_what_is_recorded(rows):
     for router in find_routers(model).values():
         router.register_forward_hook(follow)
     columns = zip(
-        batch["prompt_ids"].rows(), samples_of(batch), foreign[ROUTES].rows(), strict=True
+        batch["prompt_ids"].rows(), samples_of(batch), foreign[ROUTED_EXPERTS].rows(), strict=True
     )
     for prompt, sample, row in columns:
         routes = iter(row.view(-1, 2, 2).long().unbind(1))
@@ -165,10 +165,10 @@ def test_routers_choose_again_what_is_recorded(rows):
 
 def test_routes_of_other_tokens_are_refused():
     batch = recorded(tiny(), make_batch().select(["prompt_ids", "response_ids"]))
-    rows = [*batch[ROUTES].rows()]
+    rows = [*batch[ROUTED_EXPERTS].rows()]
     rows[0], rows[1] = rows[1], rows[0]
     with pytest.raises(DataError, match="does not have as many experts for each token"):
-        PackedSamples.of(batch.with_columns({ROUTES: rows}), CPU)
+        PackedSamples.of(batch.with_columns({ROUTED_EXPERTS: rows}), CPU)
 
 
 def test_a_batch_without_rows_has_routes_of_nothing():
@@ -192,8 +192,8 @@ def test_routers_are_known_by_trial(kind, options, known):
     chosen = {} if kind == "qwen2" else {"num_experts_per_tok": 2}
     config = AutoConfig.for_model(kind, **TINY, **options, **chosen)
     with torch.device("meta"):
-        assert (Routing.of(AutoModelForCausalLM.from_config(config)) is not None) == known
+        assert (ExpertRouters.of(AutoModelForCausalLM.from_config(config)) is not None) == known
     if known:
-        return check_routing(config, "setting", "path")
+        return check_routers(config, "setting", "path")
     with pytest.raises(ConfigError, match="setting: path has no routers"):
-        check_routing(config, "setting", "path")
+        check_routers(config, "setting", "path")

@@ -8,7 +8,7 @@ from settings import configured
 
 from hybridrl.checks.data import row_tests
 from hybridrl.checks.data.row_tests import TESTED, check_tests
-from hybridrl.data.character_tokenizer import TEXT, build_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.datasets import load_prompts
 from hybridrl.data.refused_rows import RefusedRows, checked_by
 from hybridrl.errors import DataError
@@ -44,7 +44,7 @@ def read(tmp_path):
             ]
         )
         with checked_by(check_tests(config)):
-            tokenizer = build_tokenizer(TEXT, chat=True)
+            tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
             return load_prompts(config.data, tokenizer, held_out=0, seed=0).training
 
     return load
@@ -134,7 +134,7 @@ def test_sources_have_their_own_functions(tmp_path):
     )
     check, rows = check_tests(config), pa.table({"tests": [["# x"]]})
     found = {}
-    for source in row_tests.sources_of(config.data):
+    for source in row_tests.parse_sources(config.data):
         refused = RefusedRows("a.jsonl", drop=True)
         check(source.data, rows, refused)
         found[source.name] = refused.figures()["left_out"]

@@ -12,7 +12,7 @@ import pytest
 
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files import run_lock
-from hybridrl.run_files.run_lock import LOCK, RunLock
+from hybridrl.run_files.run_lock import LOCK_FILE, RunLock
 
 HOLD = """
 import sys
@@ -43,9 +43,9 @@ def test_the_second_job_is_refused_until_the_first_has_ended_or_died(tmp_path, h
         pass
     holder.kill()
     holder.wait()
-    assert (tmp_path / LOCK).exists(), "it could not tidy up"
+    assert (tmp_path / LOCK_FILE).exists(), "it could not tidy up"
     with RunLock(tmp_path):
-        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
         with pytest.raises(ConfigError, match=f"process {os.getpid()} on"), RunLock(tmp_path):
             pass
     assert list(tmp_path.iterdir()) == []
@@ -53,15 +53,15 @@ def test_the_second_job_is_refused_until_the_first_has_ended_or_died(tmp_path, h
 
 def test_a_number_that_another_process_has_now_is_no_holder(tmp_path):
     with RunLock(tmp_path):
-        noted = json.loads((tmp_path / LOCK).read_text())
-    (tmp_path / LOCK).write_text(json.dumps({**noted, "started": noted["started"] - 100}))
+        noted = json.loads((tmp_path / LOCK_FILE).read_text())
+    (tmp_path / LOCK_FILE).write_text(json.dumps({**noted, "started": noted["started"] - 100}))
     with RunLock(tmp_path):
         pass
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}'])
 def test_a_lock_that_was_not_written_to_its_end_is_nobodys(tmp_path, text):
-    (tmp_path / LOCK).write_text(text)
+    (tmp_path / LOCK_FILE).write_text(text)
     with RunLock(tmp_path):
         pass
 
@@ -69,9 +69,9 @@ def test_a_lock_that_was_not_written_to_its_end_is_nobodys(tmp_path, text):
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
     """The lock of a job on another machine."""
-    monkeypatch.setattr(run_lock, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.01)
     noted = {"host": "far", "machine": "another", "pid": 1, "started": 1.0, "since": 1.0}
-    file = tmp_path / LOCK
+    file = tmp_path / LOCK_FILE
     file.write_text(json.dumps(noted))
     return file
 
@@ -91,14 +91,14 @@ def test_a_job_on_another_machine_is_known_by_its_beat(elsewhere):
     finally:
         stop.set()
         beating.join()
-    long_ago = time.time() - 2 * run_lock.SILENT_SECONDS
+    long_ago = time.time() - 2 * run_lock.LEASE_SECONDS
     os.utime(elsewhere, (long_ago, long_ago))
     with RunLock(elsewhere.parent):
         pass
 
 
 def test_one_that_falls_silent_is_waited_for_and_then_dead(elsewhere, monkeypatch):
-    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "LEASE_SECONDS", 0.05)
     with RunLock(elsewhere.parent):
         assert json.loads(elsewhere.read_text())["pid"] == os.getpid()
 
@@ -121,5 +121,5 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, nu
 
 def test_what_another_has_taken_meanwhile_stays_its_own(tmp_path):
     with RunLock(tmp_path):
-        (tmp_path / LOCK).write_text('{"another": "job"}')
-    assert (tmp_path / LOCK).read_text() == '{"another": "job"}'
+        (tmp_path / LOCK_FILE).write_text('{"another": "job"}')
+    assert (tmp_path / LOCK_FILE).read_text() == '{"another": "job"}'

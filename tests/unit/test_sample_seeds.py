@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.controller import Context, Worker
-from hybridrl.engine.hybrid_engine import with_mask
-from hybridrl.layout.rank_mesh import Mesh
-from hybridrl.rollout.engine_requests import Finished, Sampling, responses
+from hybridrl.controller import Worker, WorkerContext
+from hybridrl.engine.hybrid_engine import add_response_mask
+from hybridrl.layout.rank_mesh import RankMesh
+from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
 from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.sample_generator import SampleGenerator, SampleStream
+from hybridrl.rollout.sample_generator import SampleGenerator, SingleTurnStream
 from hybridrl.rollout.single_turn import SingleTurnGenerator
 from hybridrl.workers import generator_worker as generator
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.generation import SampleSeeds
 from hybridrl.workers.generator_worker import GeneratorWorker
 
-SAMPLING = Sampling(max_tokens=4)
+SAMPLING = SamplingSettings(max_tokens=4)
 ROWS, PER_PROMPT = 12, 3
 
 
@@ -28,12 +28,14 @@ class Engine(BatchedEngine):
     cost, rollout = None, property(SingleTurnGenerator)
 
     def generate(self, batch, sampling, seed):
-        samples = responses([[one] for one in seed], [[0.0]] * len(seed), ["stop"] * len(seed))
-        return with_mask(samples).with_columns({"policy_version": torch.zeros(len(seed))})
+        samples = build_response_batch(
+            [[one] for one in seed], [[0.0]] * len(seed), ["stop"] * len(seed)
+        )
+        return add_response_mask(samples).with_columns({"policy_version": torch.zeros(len(seed))})
 
     def poll(self):
         waiting, self._waiting = self._waiting, []
-        return [Finished(r.key, r.prompt_ids, [r.seed], [0.0], "stop") for r in waiting]
+        return [EngineOutput(r.key, r.prompt_ids, [r.seed], [0.0], "stop") for r in waiting]
 
     def load(self, weights):
         raise NotImplementedError
@@ -45,9 +47,11 @@ class Player(SampleGenerator):
     def begin(self, task):
         task, first = task.block()
         seeds, requests = task.seeds, self.requests
-        samples = responses([[one] for one in seeds], [[0.0]] * len(seeds), ["stop"] * len(seeds))
+        samples = build_response_batch(
+            [[one] for one in seeds], [[0.0]] * len(seeds), ["stop"] * len(seeds)
+        )
 
-        class Played(SampleStream):
+        class Played(SingleTurnStream):
             def _collect(self, least, refresh):
                 versions = {"token_versions": [[0]] * len(seeds)}
                 return samples.with_columns(versions), np.arange(len(seeds)) + first
@@ -58,11 +62,11 @@ class Player(SampleGenerator):
 def actor(rank, ranks):
     class Rank(ActorWorker):
         def __init__(self):
-            Worker.__init__(self, Context("actor", rank, ranks))
+            Worker.__init__(self, WorkerContext("actor", rank, ranks))
             self._seeds, self._engine = SampleSeeds(7), Engine()
 
         def coordinates(self):
-            return Mesh({"rollout_dp": ranks, "rollout_tp": 1}).coordinates(rank)
+            return RankMesh({"rollout_dp": ranks, "rollout_tp": 1}).coordinates(rank)
 
         def draw(self, batch, sampling):
             size = ROWS // ranks
@@ -76,9 +80,9 @@ def actor(rank, ranks):
 def replica(rank, ranks, engine):
     class Rank(GeneratorWorker):
         def __init__(self):
-            Worker.__init__(self, Context("generator", rank, ranks))
+            Worker.__init__(self, WorkerContext("generator", rank, ranks))
             self._seeds, self._generator = SampleSeeds(7), engine
-            self._mesh = Mesh({"rollout_dp": ranks, "rollout_tp": 1})
+            self._mesh = RankMesh({"rollout_dp": ranks, "rollout_tp": 1})
             self._version = self._started = 0
             self._peers, self._in_flight = None, False
 
@@ -121,7 +125,7 @@ def test_noise_depends_on_the_step_and_the_sample_and_on_no_rank(kind, monkeypat
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_has_a_series_of_its_own_changes_nothing_for_the_others(kind):
     plain, looked_at = [KINDS[kind](0, 1)], [KINDS[kind](0, 1)]
-    named = [Sampling(4, series=f"evaluation held_out {step}") for step in range(2)]
+    named = [SamplingSettings(4, series=f"evaluation held_out {step}") for step in range(2)]
     first, second = (drawn(looked_at, one) for one in named)
     assert drawn(looked_at) == drawn(plain) and drawn(looked_at, named[0]) == first
     assert drawn(looked_at) == drawn(plain)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.rollout.engine_requests import Finished, Sampling, responses
+from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
 from hybridrl.rollout.rollout_engine import BatchedEngine, RolloutEngine
 from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare
 from hybridrl.rollout.single_turn import SingleTurnStream
 
-SAMPLING = Sampling(max_tokens=100)
+SAMPLING = SamplingSettings(max_tokens=100)
 
 
 class Engine(RolloutEngine):
@@ -35,7 +35,7 @@ class Engine(RolloutEngine):
             if tokens == len(request.prompt_ids):
                 del self.running[key]
                 ids = [seed] * tokens
-                done.append(Finished(key, request.prompt_ids, ids, [0.0] * tokens, "stop"))
+                done.append(EngineOutput(key, request.prompt_ids, ids, [0.0] * tokens, "stop"))
         return done
 
     def progress(self):
@@ -119,7 +119,7 @@ def test_a_batched_engine_gives_every_sample_of_a_request(samples):
 
         def generate(self, batch, sampling, seed):
             ids = [[s] * len(p) for s, p in zip(seed, batch["prompt_ids"].rows(), strict=True)]
-            return responses(ids, [[0.0] * len(i) for i in ids], ["stop"] * len(ids))
+            return build_response_batch(ids, [[0.0] * len(i) for i in ids], ["stop"] * len(ids))
 
     found, rows = stream(Whole(), [2, 1], copies=samples).next_samples(2 * samples)
     assert sorted(rows) == list(range(2 * samples))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from settings import configured
 
-from hybridrl.data.character_tokenizer import build_tokenizer
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.job.job import Job
 from hybridrl.main import run
@@ -32,7 +32,7 @@ def model(tmp_path_factory):
     """One whose distributions are far from uniform, so that temperatures show."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
     shape = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 64}
-    make_tiny_model(folder, build_tokenizer(CHARACTERS), seed=0, **shape)
+    make_tiny_model(folder, build_character_tokenizer(CHARACTERS), seed=0, **shape)
     weights = load_file(folder / "model.safetensors")
     scaled = {name: w * 5 if w.ndim == 2 else w for name, w in weights.items()}
     save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})

@@ -7,8 +7,8 @@ import pytest
 from settings import configured
 
 from hybridrl.batch.batch import Batch
-from hybridrl.data.samplers import check_sampler, make_sampler
-from hybridrl.data.samplers.difficulty_columns import buckets, ranks
+from hybridrl.data.samplers import build_sampler, check_sampler
+from hybridrl.data.samplers.difficulty_columns import assign_buckets, rank_values
 from hybridrl.errors import ConfigError
 
 LEVELS = np.repeat([1.0, 2.0, 3.0, 4.0], 250)
@@ -19,7 +19,7 @@ def made(*overrides, rows=None):
     config = configured(overrides)
     check_sampler(config)
     rows = Batch.from_columns({"difficulty_n": LEVELS}) if rows is None else rows
-    return make_sampler(config, rows, config.run.seed)
+    return build_sampler(config, rows, config.run.seed)
 
 
 def learned(sampler, rates, steps, number=16, seed=0):
@@ -110,9 +110,9 @@ def test_buckets_are_of_one_source_and_difficulty():
     rows = Batch.from_columns(
         {"source": ["a", "a", "b", "b"], "difficulty_n": [1.0, 2.0, np.nan, np.nan]}
     )
-    found = buckets(rows, ["difficulty_n"])
+    found = assign_buckets(rows, ["difficulty_n"])
     assert found[2] == found[3] and len(set(found.tolist())) == 3
-    many = ranks(Batch.from_columns({"n": np.arange(1000.0)}), "n")
+    many = rank_values(Batch.from_columns({"n": np.arange(1000.0)}), "n")
     assert many.min() == 0 and many.max() == 15 and (np.diff(many) >= 0).all()
 
 

@@ -13,15 +13,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from hybridrl.algorithms import BradleyTerry, Segments, token_weights
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.algorithms import BradleyTerryObjective, TokenSegments, token_weights
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models import PackedSamples, ScalarModel, load_scalar_model
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.workers.critic_worker import CriticWorker
-from hybridrl.workers.reward_model_worker import sample_scores
+from hybridrl.workers.reward_model_worker import compute_sample_scores
 
 CPU = torch.device("cpu")
 VOCABULARY = 19
@@ -40,7 +40,7 @@ SHAPE = {
 KINDS = [Qwen2Config, LlamaConfig]
 
 
-def make(auto_class, kind, attention=NAME, **settings):
+def make(auto_class, kind, attention=PACKED_ATTENTION, **settings):
     """A random model, the same whatever its attention."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ def make(auto_class, kind, attention=NAME, **settings):
     return model
 
 
-def classifier(kind, attention=NAME):
+def classifier(kind, attention=PACKED_ATTENTION):
     return make(AutoModelForSequenceClassification, kind, attention, num_labels=1)
 
 
@@ -72,11 +72,11 @@ def to_learn_from(batch):
     cu_seqlens = batch["response_ids"].cu_seqlens
     tokens = int(cu_seqlens[-1])
     mask = torch.ones(tokens).index_fill(0, torch.tensor([5, 6, 25]), 0.0)
-    segments = Segments.from_cu_seqlens(cu_seqlens, mask)
+    segments = TokenSegments.from_cu_seqlens(cu_seqlens, mask)
     weights = token_weights(segments.mask, "seq-mean-token-mean", segments=segments)
     columns = {"response_mask": mask.to(torch.uint8), "loss_weights": weights}
     columns |= {name: torch.randn(tokens, generator=generator) for name in ("values", "returns")}
-    ragged = {name: Ragged(values, cu_seqlens) for name, values in columns.items()}
+    ragged = {name: RaggedColumn(values, cu_seqlens) for name, values in columns.items()}
     return batch.with_columns({"margin": torch.tensor([0.5, 0.5, 0.0, 0.0, 1.0, 1.0]), **ragged})
 
 
@@ -125,14 +125,14 @@ def test_values_and_scores_are_those_of_transformers(kind):
 def test_the_score_of_a_sample_is_its_value_at_the_last_token(mesh):
     batch = make_batch([*LENGTHS, (4, 0), (2, 3), (1, 0)])
     engine = make_engine(mesh, classifier(Qwen2Config), "after", tokens_per_microbatch=20)
-    scores = sample_scores(engine, batch)
+    scores = compute_sample_scores(engine, batch)
     expected = transformers_scores(classifier(Qwen2Config, "eager"), batch)
     # Of an empty response nothing is said.
     wanted = [float(row[-1]) if len(row) > 1 else 0.0 for row in expected]
     assert scores.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     assert wanted.count(0.0) == 2
-    assert sample_scores(engine, make_batch([(3, 0), (1, 0)])).tolist() == [0.0, 0.0]
-    assert sample_scores(engine, batch.slice(0, 0)).shape == (0,)
+    assert compute_sample_scores(engine, make_batch([(3, 0), (1, 0)])).tolist() == [0.0, 0.0]
+    assert compute_sample_scores(engine, batch.slice(0, 0)).shape == (0,)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,8 +153,8 @@ def test_a_saved_scalar_model_is_the_model(kind, mesh, tmp_path):
     batch = make_batch()
     engine = make_engine(mesh, classifier(kind), "after")
     engine.start_optimizer(OptimizerConfig(learning_rate=0.03), updates=10)
-    engine.update(to_learn_from(batch), BradleyTerry(), rows_together=2)
-    scores = sample_scores(engine, batch)
+    engine.update(to_learn_from(batch), BradleyTerryObjective(), rows_together=2)
+    scores = compute_sample_scores(engine, batch)
     engine.save(tmp_path)
     loaded, found = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, attn_implementation="eager", output_loading_info=True
@@ -166,7 +166,7 @@ def test_a_saved_scalar_model_is_the_model(kind, mesh, tmp_path):
     before = [float(row[-1]) for row in transformers_scores(classifier(kind, "eager"), batch)]
     assert scores.tolist() != pytest.approx(before, rel=0.01)
     again = make_engine(mesh, load_scalar_model(str(tmp_path), "float32"), "after")
-    assert torch.equal(sample_scores(again, batch), scores)
+    assert torch.equal(compute_sample_scores(again, batch), scores)
 
 
 def test_a_classifier_of_two_labels_is_refused(tmp_path):
@@ -183,7 +183,7 @@ def critic_loss(outputs, columns, segments):
 
 UPDATES = {
     "critic": ("before", critic_loss, 1),
-    "reward_model": ("after", BradleyTerry(centre=0.1), 2),
+    "reward_model": ("after", BradleyTerryObjective(centre=0.1), 2),
 }
 
 
@@ -192,11 +192,11 @@ def plain_gradient(batch, reads, loss):
     model = ScalarModel(classifier(Qwen2Config), reads)
     samples = PackedSamples.of(batch, CPU)
     columns = {
-        name: batch[name].values for name in batch.columns if isinstance(batch[name], Ragged)
+        name: batch[name].values for name in batch.columns if isinstance(batch[name], RaggedColumn)
     }
     lengths = batch["response_ids"].lengths
     columns["margin"] = batch["margin"].repeat_interleave(lengths)
-    segments = Segments.from_cu_seqlens(samples.response_bounds, columns["response_mask"])
+    segments = TokenSegments.from_cu_seqlens(samples.response_bounds, columns["response_mask"])
     per_token = loss(model(samples), columns, segments).loss
     value = (columns["loss_weights"] * per_token)[segments.mask].sum()
     value.backward()
@@ -235,7 +235,7 @@ def test_any_budget_and_order_gives_one_gradient(role, mesh):
 def test_pairs_of_which_one_is_too_long_are_named(mesh):
     engine = make_engine(mesh, classifier(Qwen2Config), "after", tokens_per_microbatch=25)
     with pytest.raises(ConfigError, match=r"has 26 tokens.*`actor\.tokens_per_microbatch`"):
-        engine.update(to_learn_from(make_batch()), BradleyTerry(), rows_together=2)
+        engine.update(to_learn_from(make_batch()), BradleyTerryObjective(), rows_together=2)
 
 
 def test_a_critic_learns_its_returns(mesh):

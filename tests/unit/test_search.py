@@ -6,23 +6,35 @@ from itertools import product
 import pytest
 from tiers import few_of
 
-from hybridrl.planner.search.placement_search import search
-from hybridrl.planner.search.placement_space import Shape, marks, partitions, ranges
-from hybridrl.planner.search.search_terms import Objective, Option, Taken
-from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_time import SteadySteps
+from hybridrl.planner.search.placement_search import search_placements
+from hybridrl.planner.search.placement_space import (
+    PlacementShape,
+    list_device_ranges,
+    list_partitions,
+    list_split_points,
+)
+from hybridrl.planner.search.search_terms import CutOption, RoleBytes, SearchObjective
+from hybridrl.planner.step.step_calls import PlannedCall
+from hybridrl.planner.step.step_time import SteadyStateReplay
 
 
 def test_partitions_are_as_many_as_bell_says():
-    counts = [len(set(partitions("abcde"[:k]))) for k in range(6)]
+    counts = [len(set(list_partitions("abcde"[:k]))) for k in range(6)]
     assert counts == [1, 1, 2, 5, 15, 52]
 
 
 def test_devices_are_dealt_out_in_every_way():
-    assert [len(list(ranges(marks(8), k))) for k in (1, 2, 3)] == [1, 7, 21]  # C(N-1, k-1)
-    assert len(list(ranges(marks(8), 2, in_any_order=True))) == 14
-    assert marks(128) == [*range(0, 129, 8)] and marks(1000)[-2:] == [960, 1000]
-    for found in ranges(marks(12), 3):
+    assert [len(list(list_device_ranges(list_split_points(8), k))) for k in (1, 2, 3)] == [
+        1,
+        7,
+        21,
+    ]  # C(N-1, k-1)
+    assert len(list(list_device_ranges(list_split_points(8), 2, in_any_order=True))) == 14
+    assert list_split_points(128) == [*range(0, 129, 8)] and list_split_points(1000)[-2:] == [
+        960,
+        1000,
+    ]
+    for found in list_device_ranges(list_split_points(12), 3):
         assert [d for part in found for d in part] == list(range(12))
 
 
@@ -44,9 +56,9 @@ class RandomCosts:
 
     def calls(self, shape):
         generates = "generator" if "generator" in shape.roles else "actor"
-        calls = [Call(generates, "sync", 1), Call(generates, "generate", 1)]
-        calls += [Call(role, "score", 1) for role in self.roles]
-        return calls + [Call(role, "train", 1) for role in self.learning]
+        calls = [PlannedCall(generates, "sync", 1), PlannedCall(generates, "generate", 1)]
+        calls += [PlannedCall(role, "score", 1) for role in self.roles]
+        return calls + [PlannedCall(role, "train", 1) for role in self.learning]
 
     def options(self, variant, shape, role, devices):
         apart = "generator" in shape.roles
@@ -56,13 +68,13 @@ class RandomCosts:
             number = sum(call.role == role for call in self.calls(shape))
             kinds = dict.fromkeys(self.models[d] for d in devices)
             self._made[key] = [
-                Option(
+                CutOption(
                     cut,
                     tuple(
                         dice.randint(1, 20) / len(devices) + bool(variant) for _ in range(number)
                     ),
                     {
-                        kind: Taken(
+                        kind: RoleBytes(
                             dice.randint(0, 20) / (1 + bool(variant)),
                             dice.randint(0, 15) / (1 + bool(variant)),
                             dice.choice([0, 9]),
@@ -112,10 +124,10 @@ def all_shapes(costs):
             sets = [tuple(r for r, x in zip(roles, labels, strict=True) if x == n) for n in labels]
             sets = tuple(dict.fromkeys(sets))
             if not any("actor" in some and "generator" in some for some in sets):
-                found[frozenset(sets), ()] = Shape(sets)
+                found[frozenset(sets), ()] = PlacementShape(sets)
     scoring = [role for role in costs.roles if role not in costs.learning]
     if len(scoring) == 2:
-        found["interleaving"] = Shape(tuple((r,) for r in scoring), tuple(costs.learning))
+        found["interleaving"] = PlacementShape(tuple((r,) for r in scoring), tuple(costs.learning))
     return list(found.values())
 
 
@@ -141,7 +153,7 @@ def brute_force(costs, objective, totals):
                     rest = {role: iter(option.seconds) for role, option in chosen.items()}
                     timed = [(call, next(rest[call.role])) for call in costs.calls(shape)]
                     staleness = costs.staleness if "generator" in roles else 0
-                    step = SteadySteps(timed, placed, staleness).seconds
+                    step = SteadyStateReplay(timed, placed, staleness).seconds
                     key = frozenset(shape.sets), shape.everywhere
                     value = objective.of(step, total)
                     best[key] = min(value, best.get(key, value))
@@ -157,10 +169,12 @@ def orders(costs, shape):
 @pytest.mark.parametrize("seed", few_of(range(120), 6))
 def test_the_search_finds_what_brute_force_finds(seed):
     costs = RandomCosts(seed)
-    objective = Objective(lambda step, devices: (round(step * devices**0.5, 9),), seed % 4 == 0)
+    objective = SearchObjective(
+        lambda step, devices: (round(step * devices**0.5, 9),), seed % 4 == 0
+    )
     totals = range(1, costs.devices + 1) if objective.with_fewer else [costs.devices]
     expected = sorted(brute_force(costs, objective, totals).values())
-    report = search(costs, objective, deadline_s=600)
+    report = search_placements(costs, objective, deadline_s=600)
     assert report.complete
     assert [found.value for found in report.best] == expected[:5]
     for found in report.best:
@@ -172,11 +186,11 @@ def test_the_search_finds_what_brute_force_finds(seed):
 
 def test_what_is_not_accepted_is_not_proposed():
     costs = RandomCosts(3)
-    best = search(costs).best
-    others = search(costs, accept=lambda found: found.shape != best[0].shape).best
+    best = search_placements(costs).best
+    others = search_placements(costs, accept=lambda found: found.shape != best[0].shape).best
     assert [found.shape for found in others] == [found.shape for found in best[1:]]
 
 
 def test_a_deadline_gives_what_was_found_so_far():
-    report = search(RandomCosts(3), deadline_s=0)
+    report = search_placements(RandomCosts(3), deadline_s=0)
     assert not report.complete and len(report.best) <= 5

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.environment_pool import EnvironmentPool, Play
+from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
 from hybridrl.rewards import RewardPool
 from hybridrl.system.secret_variables import passing_hint, without_secrets
 
@@ -57,7 +57,7 @@ def test_environments_start_without_them(secret):
     config = EnvironmentConfig("command", options, env=["PASSED_*"])
     pool = EnvironmentPool(config)
     try:
-        pool.start([Play(0, {}, "http://127.0.0.1:9/session/e1/v1", "t", "e1", False)])
+        pool.start([EpisodeRequest(0, {}, "http://127.0.0.1:9/session/e1/v1", "t", "e1", False)])
         (played,) = pool.poll(60.0)
     finally:
         pool.close()

@@ -10,12 +10,12 @@ import traceback
 import pytest
 
 from hybridrl import main
-from hybridrl.config.load import to_plain, to_yaml
-from hybridrl.config.secrets import Secret, command_line, is_secret
-from hybridrl.console.safe_text import one_line, plain_lines
+from hybridrl.config.load import config_to_dict, format_config_yaml
+from hybridrl.config.secrets import SecretStr, is_secret_name, redact_command_line
+from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.run_files.run_status import RunState
+from hybridrl.run_files.run_status import RunStatus
 from hybridrl.system import redaction
 from hybridrl.system.locations import RemotePath
 from hybridrl.system.redaction import redact, register_secrets
@@ -46,8 +46,13 @@ def test_they_are_used(config):
 
 
 def test_they_are_written_nowhere(config):
-    plain = to_plain(config)
-    for text in (to_yaml(config), json.dumps(plain), repr(config), f"{config.reward.options}"):
+    plain = config_to_dict(config)
+    for text in (
+        format_config_yaml(config),
+        json.dumps(plain),
+        repr(config),
+        f"{config.reward.options}",
+    ):
         for secret in ("sk-1", "tk-2", "hunter2", "inner", "hf_abc"):
             assert secret not in text
     assert plain["reward"]["options"]["score"] == {
@@ -67,7 +72,7 @@ def run(config, tmp_path):
     step = tmp_path / "run" / "checkpoints" / "step-000001"
     step.mkdir(parents=True)
     (step / "complete.json").write_text("{}")
-    (tmp_path / "run" / "config.yaml").write_text(to_yaml(config))
+    (tmp_path / "run" / "config.yaml").write_text(format_config_yaml(config))
     return tmp_path / "run"
 
 
@@ -84,7 +89,7 @@ def test_a_run_goes_on_with_references_and_asks_for_the_others(run, monkeypatch)
     found = resumed(run, *AGAIN)
     assert found.reward.options["score"]["api_key"] == "sk-1"
     assert found.reward.options["score"]["password"] == "hunter3"
-    written = to_plain(found)
+    written = config_to_dict(found)
     assert written["reward"]["options"]["score"]["api_key"] == "${oc.env:SERVICE_KEY}"
     assert written["reward"]["options"]["score"]["password"] == "***"
     assert written["rollout"]["engine_options"] == {"hf_token": "${oc.env:API_TOKEN}"}
@@ -105,17 +110,20 @@ def test_passwords_of_urls_are_used_and_written_nowhere(run, monkeypatch):
     found = load_config(PLACES)
     assert found.data.eval_path == "https://me:hunter2@host/rows.jsonl"
     assert found.data.path == "https://me:hunter3@host/x"
-    plain = to_plain(found)
+    plain = config_to_dict(found)
     assert plain["data"]["eval_path"] == "https://me:***@host/rows.jsonl"
     assert plain["data"]["path"] == "https://me:${oc.env:PASSWORD}@host/x"
     assert plain["reward"]["function"][1] == "ftp://me:p:w/../x.py:f"
-    assert "hunter" not in to_yaml(found) + repr(found)
-    assert command_line(PLACES)[::2] == [PLACES[0].replace("hunter2", "***"), PLACES[2]]
-    (run / "config.yaml").write_text(to_yaml(found))
+    assert "hunter" not in format_config_yaml(found) + repr(found)
+    assert redact_command_line(PLACES)[::2] == [PLACES[0].replace("hunter2", "***"), PLACES[2]]
+    (run / "config.yaml").write_text(format_config_yaml(found))
     with pytest.raises(ConfigError, match=r"data.eval_path is a secret.*data.eval_path=\.\.\."):
         resumed(run)
     again = resumed(run, PLACES[0])
-    assert again.data.eval_path == found.data.eval_path and to_plain(again)["data"] == plain["data"]
+    assert (
+        again.data.eval_path == found.data.eval_path
+        and config_to_dict(again)["data"] == plain["data"]
+    )
     (run / "config.yaml").write_text("checkpoint: {folder: 's3://me:***@host/x'}")
     with pytest.raises(ConfigError, match=r"password is not written down.* checkpoint.folder=<URL"):
         resumed(run)
@@ -123,15 +131,15 @@ def test_passwords_of_urls_are_used_and_written_nowhere(run, monkeypatch):
 
 def test_what_is_called_a_secret():
     for name in ("api_key", "apikey", "key", "HF_TOKEN", "client-secret", "password", "secrets"):
-        assert is_secret(name), name
+        assert is_secret_name(name), name
     for name in ("max_tokens", "eos_token", "stop_token", "keyboard", "monkey", "score", "n"):
-        assert not is_secret(name), name
+        assert not is_secret_name(name), name
 
 
 def test_the_command_line_in_the_summary_has_none():
     said = ["python", "-m", "hybridrl.main", "rollout.max_tokens=8", "trainer.steps=3"]
-    assert command_line(said) == said
-    assert command_line(
+    assert redact_command_line(said) == said
+    assert redact_command_line(
         [
             "reward.options.score.api_key=sk-1",
             "reward.options.score.api_key=${oc.env:KEY}",
@@ -221,18 +229,20 @@ def test_nothing_that_leaves_the_process_shows_one(tmp_path, monkeypatch):
         raise ValueError(f"raised {TEXT}")
     except ValueError as error:
         traceback.print_exception(error)
-        state = RunState(tmp_path)
+        state = RunStatus(tmp_path)
         state.begin()
         state.end(error)
     assert shown.getvalue().count("***") == 3
     written = [shown.getvalue(), (tmp_path / "status.json").read_text()]
     written += [str(StorageError(f"for {TEXT}")), str(ConfigError("one", f"two {TEXT}"))]
-    written += [one_line(TEXT, 80), plain_lines(TEXT), to_json({"lost": [TEXT]})]
+    written += [sanitize_line(TEXT, 80), sanitize_lines(TEXT), to_json({"lost": [TEXT]})]
     assert all(TEXT not in text and "***" in text for text in written)
 
 
 def test_a_process_that_gets_settings_knows_their_secrets():
-    settings = pickle.dumps({"key": Secret(TEXT), "at": Secret("https://me:hunter2@host", "...")})
+    settings = pickle.dumps(
+        {"key": SecretStr(TEXT), "at": SecretStr("https://me:hunter2@host", "...")}
+    )
     redaction._secrets.clear()
     redaction._pattern = None
     assert redact(TEXT) == TEXT
@@ -273,10 +283,10 @@ def test_numbers_and_signatures_are_written_nowhere(run):
         ]
     )
     assert found.reward.options["score"]["pin_key"] == 12345678
-    plain = to_plain(found)
+    plain = config_to_dict(found)
     assert plain["reward"]["options"]["score"] == {"pin_key": "***", "width": 12345678}
     assert plain["data"]["path"] == "https://host/x?sig=***&page=2"
     assert plain["data"]["eval_path"] == "https://***@host/x"
-    (run / "config.yaml").write_text(to_yaml(found))
+    (run / "config.yaml").write_text(format_config_yaml(found))
     with pytest.raises(ConfigError, match=r"data.path is a secret"):
         resumed(run)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybridrl.placement.disaggregated_actor import SeparatedActor
+from hybridrl.placement.disaggregated_actor import DisaggregatedActor
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ class Group:
 def actor(staleness=0, weight_sync="delta"):
     trainer, generator = Group(), Group()
     options = {"staleness": staleness, "in_flight": False, "store": True}
-    return SeparatedActor(trainer, generator, weight_sync=weight_sync, **options), generator
+    return DisaggregatedActor(trainer, generator, weight_sync=weight_sync, **options), generator
 
 
 def test_each_version_follows_the_one_before_and_whole_weights_wait_beside_it():

@@ -5,16 +5,16 @@ import random
 import pytest
 from agent_cases import TRAINED
 
-from hybridrl.serving.agent_session import Sampled, Session
+from hybridrl.serving.agent_session import AgentSession, SampledTurn
 
 
 def session(**options):
-    return Session("e1", TRAINED, seed=5, **options)
+    return AgentSession("e1", TRAINED, seed=5, **options)
 
 
 def turn(prompt_ids, token_ids, version=0):
     log_probs = [-0.1 * token for token in token_ids]
-    return Sampled(prompt_ids, token_ids, log_probs, [version] * len(token_ids), "stop")
+    return SampledTurn(prompt_ids, token_ids, log_probs, [version] * len(token_ids), "stop")
 
 
 def test_a_prompt_that_goes_on_extends_a_branch():

@@ -13,12 +13,17 @@ from hypothesis import strategies as st
 
 from hybridrl.checks.check_list import check
 from hybridrl.config.aliases import foreign_settings
-from hybridrl.config.constraints import ListOf, OneOf
-from hybridrl.config.load import to_yaml
-from hybridrl.config.presets import CHOSEN, names
+from hybridrl.config.constraints import OneOf, OneOrMoreOf
+from hybridrl.config.load import format_config_yaml
+from hybridrl.config.presets import DEFAULT_PRESETS, list_presets
 from hybridrl.config.schema import OptimizerConfig, ParallelConfig
-from hybridrl.config.setting_names import OPEN, leaves
-from hybridrl.config.setting_types import bounds, hints, is_optional, plain
+from hybridrl.config.setting_names import OPEN_SETTINGS, list_settings
+from hybridrl.config.setting_types import (
+    is_optional,
+    list_constraints,
+    read_type_hints,
+    strip_annotations,
+)
 from hybridrl.errors import HybridRLError
 from hybridrl.job.config_resolution import load_config
 
@@ -66,10 +71,14 @@ WORDS += [
     "[[1],[2]]",
     "cpu",
 ]
-PRESETS = [f"{group}={name}" for group in CHOSEN for name in names(group)]
+PRESETS = [f"{group}={name}" for group in DEFAULT_PRESETS for name in list_presets(group)]
 
-own = st.sampled_from([f"{name}.{below}" for name in OPEN for below in ("a", "critic.path", "x.y")])
-known = st.sampled_from([*leaves(), *CHOSEN, "actor", "model.tiny", "cost", "models.critic"])
+own = st.sampled_from(
+    [f"{name}.{below}" for name in OPEN_SETTINGS for below in ("a", "critic.path", "x.y")]
+)
+known = st.sampled_from(
+    [*list_settings(), *DEFAULT_PRESETS, "actor", "model.tiny", "cost", "models.critic"]
+)
 strange = st.one_of(
     st.sampled_from([name for row in foreign_settings() for name in row.names]),
     st.text(string.printable, max_size=12),
@@ -89,8 +98,8 @@ overrides = st.one_of(
 
 def of_type(name, hint):
     """Overrides whose value may well be right."""
-    kind = plain(hint)
-    choices = [b.names for b in bounds(hint) if isinstance(b, OneOf | ListOf)]
+    kind = strip_annotations(hint)
+    choices = [b.names for b in list_constraints(hint) if isinstance(b, OneOf | OneOrMoreOf)]
     if choices:
         value = st.sampled_from(choices[0])
     elif kind is int:
@@ -107,13 +116,15 @@ def of_type(name, hint):
     return st.builds(f"{name}={{}}".format, st.one_of(value, null))
 
 
-likely = st.one_of([of_type(*leaf) for leaf in leaves().items()])
+likely = st.one_of([of_type(*leaf) for leaf in list_settings().items()])
 inner = [
     of_type(f"models.{role}.parallel.{n}", h)
     for role in ("critic", "reference")
-    for n, h in hints(ParallelConfig).items()
+    for n, h in read_type_hints(ParallelConfig).items()
 ]
-inner += [of_type(f"models.critic.optimizer.{n}", h) for n, h in hints(OptimizerConfig).items()]
+inner += [
+    of_type(f"models.critic.optimizer.{n}", h) for n, h in read_type_hints(OptimizerConfig).items()
+]
 inner += [
     st.sampled_from(
         [
@@ -138,7 +149,7 @@ LOOK = settings(
 def try_all(arguments):
     with contextlib.suppress(HybridRLError):
         config = load_config([*HERE, *arguments])
-        to_yaml(config)
+        format_config_yaml(config)
         check(config)
 
 

@@ -13,26 +13,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl import algorithms
 from hybridrl.algorithms import token_weights
-from hybridrl.algorithms.loss_weights import MODES
-from hybridrl.algorithms.registry import ADVANTAGES, takes
-from hybridrl.batch.batch import Batch, Ragged
+from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.registry import ADVANTAGE_ESTIMATORS, has_parameter
+from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.update_columns import (
-    as_baseline,
     constrained_advantages,
     critic_advantages,
     greedy_advantages,
+    greedy_baseline,
     group_advantages,
+    is_group_local,
     loss_weights,
-    splits_by_group,
 )
 
 # Two prompts, their samples mixed; lengths, scores and costs of each.
 LENGTHS = [3, 5, 1, 4, 2, 5]
 GROUPS = [7, 7, 2, 7, 2, 2]
 SCORES = [1.0, 0.0, 0.5, 0.25, 1.0, 0.0]
-SCALED = [name for name, function in ADVANTAGES.items() if takes(function, "scale")]
+SCALED = [
+    name for name, function in ADVANTAGE_ESTIMATORS.items() if has_parameter(function, "scale")
+]
 COSTS = [0.0, 1.0, 0.0, 0.5, 0.0, 1.0]
 LONGEST = 5
 TOKEN_COLUMNS = ("log_probs", "ref_log_probs", "values", "cost_values")
@@ -51,10 +53,10 @@ def make_batch(holes=True, **replaced):
         "costs": torch.tensor(COSTS),
         "greedy_scores": torch.tensor([0.5, 0.5, 0.25, 0.5, 0.25, 0.25]),
         "group_id": torch.tensor(GROUPS),
-        "response_mask": Ragged(mask, cu_seqlens),
+        "response_mask": RaggedColumn(mask, cu_seqlens),
     }
     for name in TOKEN_COLUMNS:
-        columns[name] = Ragged(torch.randn(tokens, generator=generator), cu_seqlens)
+        columns[name] = RaggedColumn(torch.randn(tokens, generator=generator), cu_seqlens)
     return Batch.from_columns(columns | replaced)
 
 
@@ -86,7 +88,7 @@ def assert_column(found, name, expected):
 
 
 OPTIONS = [
-    *(({"advantage": name}) for name in ADVANTAGES),
+    *(({"advantage": name}) for name in ADVANTAGE_ESTIMATORS),
     *(
         {"advantage": name, "advantage_scale": scale}
         for name in SCALED
@@ -120,7 +122,9 @@ def test_group_advantages_are_those_of_the_estimator(options):
     found = compare(batch, **options)
     assert found.columns == ["advantages", "response_mask"]
     expected = expected_advantages(batch, **options)
-    expected = expected if expected.ndim == 2 else algorithms.spread(expected, mask_of(batch))
+    expected = (
+        expected if expected.ndim == 2 else algorithms.broadcast_to_tokens(expected, mask_of(batch))
+    )
     advantages = torch.where(mask_of(batch), dense(found, "advantages"), 0.0)
     torch.testing.assert_close(advantages, expected)
     assert float(advantages.abs().max()) > 0.1
@@ -142,14 +146,14 @@ def test_a_dropped_sample_has_an_empty_mask_and_changes_nothing_for_the_others(o
     assert torch.isfinite(found["advantages"].values).all()
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_where_all_are_dropped_nothing_is_learned(name):
     found = compare(make_batch(scores=without(SCORES, *range(6))), advantage=name)
     assert not mask_of(found).any() and (found["advantages"].values == 0).all()
     assert (loss_weights(found, "token-mean")["loss_weights"].values == 0).all()
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_answers_near_the_limit_are_punished(name):
     batch, overlong = make_batch(), {"overlong_buffer": 2, "overlong_factor": 0.8}
     # Of a limit of 5 with a buffer of 2: lengths 3, 5, 1, 4, 2, 5 lose nothing up to 3.
@@ -212,7 +216,7 @@ def test_greedy_advantages_are_remax(gamma):
     found = greedy_advantages(batch, settings(gamma=gamma), LONGEST, 0.0)
     assert found.columns == ["advantages", "response_mask"]
     gain = torch.tensor(SCORES) - batch["greedy_scores"]  # nothing is discounted
-    assert_column(found, "advantages", algorithms.spread(gain, mask_of(batch)))
+    assert_column(found, "advantages", algorithms.broadcast_to_tokens(gain, mask_of(batch)))
 
 
 def test_greedy_advantages_with_kl_and_failures():
@@ -231,7 +235,7 @@ def test_greedy_advantages_with_kl_and_failures():
         expected[row, place] -= 0.2 * float(differences[row][later].sum())
     assert_column(found, "advantages", expected)
     assert_column(found, "response_mask", mask.to(torch.uint8))
-    renamed = as_baseline(batch, config, LONGEST)
+    renamed = greedy_baseline(batch, config, LONGEST)
     assert renamed.columns == ["greedy_scores"]
     assert torch.equal(renamed["greedy_scores"].isnan(), batch["scores"].isnan())
 
@@ -288,7 +292,7 @@ def test_constrained_advantages_leave_out_what_has_no_reward_or_no_cost():
         assert torch.isfinite(found[name].values).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_loss_weights_are_those_of_the_mini_batch(mode):
     batch = make_batch()
     found = loss_weights(batch, mode, 7)
@@ -320,10 +324,10 @@ def ragged_batches(draw):
         "costs": scores[1].masked_fill(dropped[1], math.nan),
         "greedy_scores": scores[2].masked_fill(dropped[2], math.nan),
         "group_id": torch.tensor(groups, dtype=torch.int64),
-        "response_mask": Ragged(torch.tensor(bits, dtype=torch.uint8), cu_seqlens),
+        "response_mask": RaggedColumn(torch.tensor(bits, dtype=torch.uint8), cu_seqlens),
     }
     for name in TOKEN_COLUMNS:
-        columns[name] = Ragged(torch.randn(tokens, generator=generator), cu_seqlens)
+        columns[name] = RaggedColumn(torch.randn(tokens, generator=generator), cu_seqlens)
     return Batch.from_columns(columns)
 
 
@@ -402,7 +406,7 @@ def test_packed_remax_equals_padded(batch):
     assert_packed(batch, found, advantages=advantages, response_mask=mask)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @FEW
 @given(batch=ragged_batches(), with_kl=st.booleans())
 def test_packed_group_advantages_equal_padded(name, batch, with_kl):
@@ -418,19 +422,19 @@ def test_packed_group_advantages_equal_padded(name, batch, with_kl):
         rewards = algorithms.shape_rewards(scores, held, *both, coefficient, "k1")
         estimated = function(rewards, held)[0]
     else:
-        penalty = algorithms.kl(*both, "k1", mask=held).sum(1)
+        penalty = algorithms.estimate_kl(*both, "k1", mask=held).sum(1)
         scores = scores - coefficient * penalty
         of_lengths = name == "optimal_reward_baseline"
         arguments = (scores, held.sum(1), groups) if of_lengths else (scores, groups)
         of_tokens = name == "reinforce_plus_plus_baseline"
         estimated = function(*arguments, *([held] if of_tokens else []))
-        estimated = estimated if of_tokens else algorithms.spread(estimated, held)
+        estimated = estimated if of_tokens else algorithms.broadcast_to_tokens(estimated, held)
     advantages = torch.zeros(mask.shape)
     advantages[kept] = estimated
     assert_packed(batch, found, advantages=advantages, response_mask=mask)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @FEW
 @given(batch=ragged_batches())
 def test_packed_loss_weights_equal_padded(mode, batch):
@@ -440,12 +444,12 @@ def test_packed_loss_weights_equal_padded(mode, batch):
         assert_packed(batch, loss_weights(batch, mode, longest), loss_weights=weights)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 @FEW
 @given(batch=ragged_batches(), scale=st.sampled_from(["std", "none"]))
 def test_what_splits_by_group_gives_the_same_in_parts(name, batch, scale):
     config = settings(advantage=name, advantage_scale=scale)
-    if not splits_by_group(config):
+    if not is_group_local(config):
         return
     whole = group_advantages(batch, config, 6)
     for group in batch["group_id"].unique():
@@ -457,10 +461,13 @@ def test_what_splits_by_group_gives_the_same_in_parts(name, batch, scale):
 
 
 def test_which_advantages_split_by_group():
-    split = {name for name in ADVANTAGES if splits_by_group(settings(advantage=name))}
-    assert split == set(ADVANTAGES) - {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
-    assert not splits_by_group(settings(advantage_scale="batch"))
-    assert not splits_by_group(settings(advantage="mine.py:against_all"))
+    split = {name for name in ADVANTAGE_ESTIMATORS if is_group_local(settings(advantage=name))}
+    assert split == set(ADVANTAGE_ESTIMATORS) - {
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    }
+    assert not is_group_local(settings(advantage_scale="batch"))
+    assert not is_group_local(settings(advantage="mine.py:against_all"))
 
 
 class Largest(TorchDispatchMode):
@@ -485,18 +492,18 @@ def test_what_is_computed_is_as_large_as_there_are_tokens():
         "costs": torch.rand(101),
         "greedy_scores": torch.rand(101),
         "group_id": torch.arange(101) // 4,
-        "response_mask": Ragged(torch.ones(tokens, dtype=torch.uint8), cu_seqlens),
+        "response_mask": RaggedColumn(torch.ones(tokens, dtype=torch.uint8), cu_seqlens),
     }
     for name in TOKEN_COLUMNS:
-        columns[name] = Ragged(torch.rand(tokens), cu_seqlens)
+        columns[name] = RaggedColumn(torch.rand(tokens), cu_seqlens)
     batch, config = Batch.from_columns(columns), settings(kl_in_reward=True, kl_coefficient=0.1)
     with Largest() as largest:
-        for name in ADVANTAGES:
+        for name in ADVANTAGE_ESTIMATORS:
             group_advantages(batch, replace(config, advantage=name), 2_000)
         critic_advantages(batch, config, 2_000, 0.1)
         constrained_advantages(batch, config, 2_000, 0.1, 1.0)
         greedy_advantages(batch, config, 2_000, 0.1)
-        for mode in MODES:
+        for mode in AGGREGATION_MODES:
             loss_weights(batch, mode, 2_000)
     assert tokens <= largest.elements <= tokens + len(lengths)
 
@@ -546,10 +553,10 @@ def test_the_sign_of_the_mean_cost_is_kept():
 
 def test_the_greedy_answer_is_punished_as_samples_are():
     batch, overlong = make_batch(holes=False), settings(overlong_buffer=2, overlong_factor=0.8)
-    batch |= as_baseline(batch, overlong, LONGEST)  # as if the samples were the greedy answers
+    batch |= greedy_baseline(batch, overlong, LONGEST)  # as if the samples were the greedy answers
     found = greedy_advantages(batch, overlong, LONGEST, 0.0)
     assert (found["advantages"].values == 0).all()
-    empty = as_baseline(batch.slice(0, 0), overlong, LONGEST)
+    empty = greedy_baseline(batch.slice(0, 0), overlong, LONGEST)
     assert len(empty) == 0 and empty["greedy_scores"].dtype == torch.float32
 
 
@@ -574,7 +581,7 @@ def test_a_function_of_yours_is_given_padded_tokens_or_packed_ones(tmp_path):
     file.write_text(MINE)
     batch = make_batch(scores=without(SCORES, 0))
     mask = mask_of(batch) & ~batch["scores"].isnan().unsqueeze(1)
-    expected = algorithms.spread(batch["scores"].nan_to_num(), mask)
+    expected = algorithms.broadcast_to_tokens(batch["scores"].nan_to_num(), mask)
     for name in ("padded", "packed"):
         found = compare(batch, advantage=f"{file}:{name}")
         assert_packed(batch, found, advantages=expected, response_mask=mask)

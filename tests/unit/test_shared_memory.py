@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from hybridrl.system import shared_memory
-from hybridrl.system.shared_memory import remove_leftovers, remove_shared_memory
+from hybridrl.system.shared_memory import remove_shared_memory, remove_stale_segments
 
 HOLDS = """
 import sys, pathlib
@@ -21,7 +21,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY_FOLDER", tmp_path)
     return tmp_path
 
 
@@ -32,17 +32,17 @@ def test_a_job_that_lives_keeps_its_segments_and_a_killed_one_does_not(folder):
         [sys.executable, "-c", HOLDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert holder.stdout.readline() == b"held\n"
-    remove_leftovers()
+    remove_stale_segments()
     names = {path.name for path in folder.iterdir()}
     assert names == {"psm_hybridrl-1-20_0", "hybridrl-1-20.lock", "somebody-elses"}
     holder.kill()
     holder.communicate()
-    remove_leftovers()
+    remove_stale_segments()
     assert [path.name for path in folder.iterdir()] == ["somebody-elses"]
 
 
 def test_the_end_of_a_job_takes_all_of_it_away(folder):
-    shared_memory.hold_shared_memory("hybridrl-3-40")
+    shared_memory.lock_shared_memory("hybridrl-3-40")
     (folder / "hybridrl-3-40-abc").touch()
     remove_shared_memory("hybridrl-3-40")
     assert not list(folder.iterdir())
@@ -51,8 +51,8 @@ def test_the_end_of_a_job_takes_all_of_it_away(folder):
 def test_a_link_among_the_locks_is_not_followed(folder, tmp_path_factory):
     mine = tmp_path_factory.mktemp("home") / "mine"
     (folder / "hybridrl-3-40.lock").symlink_to(mine)
-    remove_leftovers()
+    remove_stale_segments()
     assert not mine.exists()
     with pytest.raises(OSError, match="symbolic link"):
-        shared_memory.hold_shared_memory("hybridrl-3-40")
+        shared_memory.lock_shared_memory("hybridrl-3-40")
     assert not mine.exists()

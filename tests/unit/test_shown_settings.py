@@ -8,20 +8,23 @@ import pytest
 import yaml
 from settings import configured
 
-from hybridrl.config.effective_settings import idle
-from hybridrl.config.load import shown
-from hybridrl.config.presets import CHOSEN
-from hybridrl.config.presets import leaves as nested_leaves
-from hybridrl.config.presets import names as preset_names
+from hybridrl.config.effective_settings import find_ineffective_settings
+from hybridrl.config.load import format_effective_yaml
+from hybridrl.config.presets import DEFAULT_PRESETS
+from hybridrl.config.presets import flatten_settings as nested_leaves
+from hybridrl.config.presets import list_presets as preset_names
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_names import is_open, leaves
-from hybridrl.config.setting_types import conditions
+from hybridrl.config.setting_names import is_open_setting, list_settings
+from hybridrl.config.setting_types import find_condition
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def names(*overrides):
-    return {name for name, _ in nested_leaves(yaml.safe_load(shown(configured(overrides))))}
+    return {
+        name
+        for name, _ in nested_leaves(yaml.safe_load(format_effective_yaml(configured(overrides))))
+    }
 
 
 @pytest.mark.parametrize(
@@ -55,31 +58,35 @@ def test_what_is_said_is_shown_though_it_does_nothing():
 
 
 def test_what_is_said_and_does_nothing_is_told():
-    assert idle(configured(["rollout.max_turns=3", "reward.judge.scale=5"])) == [
+    assert find_ineffective_settings(
+        configured(["rollout.max_turns=3", "reward.judge.scale=5"])
+    ) == [
         "reward.judge.scale=5.0 does nothing in this job: it counts with `reward.judge.path`.",
         "rollout.max_turns=3 does nothing in this job: it counts with `rollout.episode`.",
     ]
 
 
-@pytest.mark.parametrize("preset", [f"{g}={name}" for g in CHOSEN for name in preset_names(g)])
+@pytest.mark.parametrize(
+    "preset", [f"{g}={name}" for g in DEFAULT_PRESETS for name in preset_names(g)]
+)
 def test_no_preset_sets_what_does_nothing(preset):
-    assert not idle(configured([preset]))
+    assert not find_ineffective_settings(configured([preset]))
 
 
 def test_a_program_of_the_users_may_use_all():
     config = Config()
     config.trainer.name = "my.py:Program"
     config.critic.value_clip, config.algorithm.kl_in_reward = 0.2, True
-    assert not [said for said in idle(config) if "trainer.name" in said]
+    assert not [said for said in find_ineffective_settings(config) if "trainer.name" in said]
 
 
 def test_conditions_name_settings():
-    known = leaves()
+    known = list_settings()
     for name, hint in known.items():
-        for condition in (one for said in conditions(hint) for one in said.conditions):
+        for condition in (one for said in find_condition(hint) for one in said.conditions):
             setting = re.split("[=>]", condition)[0]
             group = name.rpartition(".")[0] if setting.startswith(".") else ""
-            assert f"{group}{setting}" in known or is_open(setting), name
+            assert f"{group}{setting}" in known or is_open_setting(setting), name
 
 
 def test_the_page_of_all_settings_is_current():
@@ -92,7 +99,9 @@ def test_the_page_of_all_settings_is_current():
     assert current == page, "docs/settings.md is out of date: python docs/generate_settings.py"
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
     without = [name for name, row in rows.items() if re.search(r"\|  \|$|\| Counts with", row)]
-    without = [name for name in without if name in leaves()]
+    without = [name for name in without if name in list_settings()]
     assert not without, "settings without a docstring"
-    missing = {name for name in leaves() if name not in rows and not name.startswith("cost.")}
+    missing = {
+        name for name in list_settings() if name not in rows and not name.startswith("cost.")
+    }
     assert not missing

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from watching import finished, watched
 
-from hybridrl.batch.call_record import Record
-from hybridrl.run.watchers.slow_devices import SlowDevices, ratios_of
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.run.watchers.slow_devices import SlowDeviceWatcher, compute_slowdowns
+from hybridrl.system.cluster_spec import ClusterSpec
 
 
 def record(rank, seconds, tokens=100, waited=0.0, role="actor", method="update", stage=0):
-    found = Record(role, rank, method, start=10.0, end=10.0 + seconds + (waited or 0.0))
+    found = CallRecord(role, rank, method, start=10.0, end=10.0 + seconds + (waited or 0.0))
     found.tokens, found.waited, found.stage = tokens, waited, stage
     return found
 
@@ -18,7 +18,7 @@ def record(rank, seconds, tokens=100, waited=0.0, role="actor", method="update",
 def watch(steps, devices=4, roles=("actor",)):
     """The metrics, and what is said, after each of these steps: lists of records."""
     places = {role: list(range(devices)) for role in roles}
-    slow = SlowDevices(places, Cluster.of_one_node("cpu", devices).devices)
+    slow = SlowDeviceWatcher(places, ClusterSpec.of_one_node("cpu", devices).devices)
     found = [finished(5, step) for step in steps]
     said = [watched(slow, step) for step in found]
     return [(step.metrics, sentences) for step, sentences in zip(found, said, strict=True)]
@@ -65,7 +65,7 @@ def test_waiting_for_the_slow_one_is_not_work():
 
 def test_more_tokens_may_take_longer():
     records = [record(0, 4.0, tokens=400), record(1, 1.0), record(2, 1.0)]
-    assert ratios_of(records, {"actor": [0, 1, 2]}) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert compute_slowdowns(records, {"actor": [0, 1, 2]}) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
 def test_only_peers_are_compared():
@@ -76,7 +76,7 @@ def test_only_peers_are_compared():
         *(record(rank, 7.0, method="generate") for rank in (2, 3)),
     ]
     places = {"actor": [0, 1, 2, 3], "critic": [0, 1]}
-    assert ratios_of(records, places) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}
+    assert compute_slowdowns(records, places) == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}
 
 
 def test_what_cannot_be_judged_is_left_out():
@@ -88,7 +88,7 @@ def test_what_cannot_be_judged_is_left_out():
         record(-1, 1.0),  # of no worker
         record(0, 1.0, role="driver"),
     ]
-    assert ratios_of(records, {"actor": [0, 1, 2, 3], "judge": [0]}) == {}
+    assert compute_slowdowns(records, {"actor": [0, 1, 2, 3], "judge": [0]}) == {}
     assert watch([records])[0] == ({}, [])
 
 
@@ -98,5 +98,5 @@ def test_all_that_a_device_does_counts_together():
     for rank in range(4):
         records.append(record(rank, 1.0))
         records.append(record(rank, 0.1 * (3 if rank == 2 else 1), role="reward"))
-    found = ratios_of(records, {"actor": range(4), "reward": range(4)})
+    found = compute_slowdowns(records, {"actor": range(4), "reward": range(4)})
     assert found[2] == pytest.approx(1.3 / 1.1) and found[1] == 1.0

@@ -5,17 +5,17 @@ import json
 import pytest
 
 from hybridrl import cli
-from hybridrl.batch.call_record import Record, Span
-from hybridrl.report.device_spans import device_spans, idle_by_cause
-from hybridrl.report.perfetto_trace import write_trace
-from hybridrl.run_files.recorded_steps import RecordedStep, RecordedSteps
+from hybridrl.batch.call_record import CallRecord, PhaseSpan
+from hybridrl.report.device_spans import read_device_spans, sum_idle_by_cause
+from hybridrl.report.perfetto_trace import write_perfetto_trace
+from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter
 
 BEGIN = 1_700_000_000.0
 
 
 def call(number, role, rank, host, phase, start, end, *, reads=(), waited=0.0, method="m"):
-    record = Record(role, rank, method, BEGIN + start, BEGIN + end)
-    record.spans = [Span(phase, record.start, record.end, waited)]
+    record = CallRecord(role, rank, method, BEGIN + start, BEGIN + end)
+    record.spans = [PhaseSpan(phase, record.start, record.end, waited)]
     record.phases[phase] = end - start
     record.call, record.host, record.reads = number, host, reads
     record.waited, record.tokens = waited, 100
@@ -39,7 +39,7 @@ def two_pools(number, at, call_at, ahead=0.0):
             call(call_at + 3, "actor", 0, 0, "train", at + 4, at + 6, reads=(call_at + 1,)),
         ],
         {1: ahead},
-        driver=[Span("data", BEGIN + at + 0.2, BEGIN + at + 0.9)],
+        driver=[PhaseSpan("data", BEGIN + at + 0.2, BEGIN + at + 0.9)],
     )
 
 
@@ -48,10 +48,10 @@ def folder(tmp_path):
     """Two steps, and an evaluation of a second between them."""
     second = two_pools(2, 7.0, 20, ahead=0.5)
     evaluated = call(15, "generator", 0, 1, "generate", 6.7, 7.4)
-    evaluation = Span("evaluation", BEGIN + 6.1, BEGIN + 7.0)
+    evaluation = PhaseSpan("evaluation", BEGIN + 6.1, BEGIN + 7.0)
     second = second._replace(between=[evaluated], driver=[evaluation, *second.driver])
     for step in (two_pools(1, 0.0, 10, ahead=0.5), second):
-        RecordedSteps(tmp_path).write(step)
+        StepRecordWriter(tmp_path).write(step)
     return tmp_path
 
 
@@ -68,7 +68,7 @@ def told(spans, device):
 
 
 def test_every_moment_of_a_device_has_a_span_and_a_cause(folder):
-    spans = device_spans(folder)
+    spans = read_device_spans(folder)
     assert told(spans, 0) == [
         (0.0, 0.2, "driver"),
         (0.2, 0.9, "data"),
@@ -97,14 +97,14 @@ def test_every_moment_of_a_device_has_a_span_and_a_cause(folder):
 
 
 def test_what_an_evaluation_calls_says_so(folder):
-    (evaluated,) = [s for s in device_spans(folder) if s.phase == "generate" and s.cause]
+    (evaluated,) = [s for s in read_device_spans(folder) if s.phase == "generate" and s.cause]
     assert (evaluated.cause, evaluated.start, evaluated.step) == (
         *("evaluation", pytest.approx(6.2, abs=1e-4), 2),
     )
 
 
 def test_only_the_last_steps_may_be_asked_for(folder):
-    spans = device_spans(folder, last=1)
+    spans = read_device_spans(folder, last=1)
     assert {span.step for span in spans} == {2}
     assert min(span.start for span in spans) == pytest.approx(7.0, abs=1e-4)
 
@@ -114,24 +114,26 @@ def test_ranks_that_end_together_waited_for_the_slower_one(tmp_path):
         call(1, "actor", rank, rank, "train", 0.0, 2.0, waited=waited)
         for rank, waited in enumerate((1.2, 0.2))
     ]
-    RecordedSteps(tmp_path).write(RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
-    spans = device_spans(tmp_path)
+    StepRecordWriter(tmp_path).write(RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
+    spans = read_device_spans(tmp_path)
     assert told(spans, 0) == [(0.0, 1.0, "update"), (1.0, 2.0, "peers")]
     assert told(spans, 1) == [(0.0, 2.0, "update")]
-    assert idle_by_cause(spans) == {0: {"peers": pytest.approx(0.5)}, 1: {}}
+    assert sum_idle_by_cause(spans) == {0: {"peers": pytest.approx(0.5)}, 1: {}}
 
 
 def test_a_device_without_calls_has_nothing_to_do(tmp_path):
     records = [call(1, "actor", 0, 0, "train", 0.0, 2.0)]
-    RecordedSteps(tmp_path).write(RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
+    StepRecordWriter(tmp_path).write(RecordedStep(1, BEGIN, BEGIN + 2, records, {}))
     (tmp_path / "placement.json").write_text('{"roles": {"actor": {"devices": [0, 1]}}}')
-    assert idle_by_cause(device_spans(tmp_path))[1] == {"nothing to do": pytest.approx(1.0)}
+    assert sum_idle_by_cause(read_device_spans(tmp_path))[1] == {
+        "nothing to do": pytest.approx(1.0)
+    }
 
 
 def test_the_trace_is_as_its_format_has_it(folder, tmp_path):
     """https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU"""
-    spans = device_spans(folder)
-    write_trace(spans, tmp_path / "trace.json")
+    spans = read_device_spans(folder)
+    write_perfetto_trace(spans, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     named, ends = set(), {}
     for event in sorted(trace["traceEvents"], key=lambda e: e.get("ts", -1)):

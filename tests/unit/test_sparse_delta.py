@@ -38,11 +38,11 @@ def test_every_difference_is_exact_and_never_larger_than_the_buffer(count, share
     old = weights(count, dtype, 0)
     new = moved(old, share, min(most, torch.iinfo(BITS[dtype]).max))
     before = old.clone()
-    data = sparse_delta.encode(old, new)
-    assert same_bits(sparse_delta.decode(data, old), new) and same_bits(old, before)
+    data = sparse_delta.encode_sparse_delta(old, new)
+    assert same_bits(sparse_delta.decode_sparse_delta(data, old), new) and same_bits(old, before)
     assert len(data) <= new.nbytes + sparse_delta.HEADER_BYTES
     apart = torch.cat([torch.zeros(3, dtype=torch.uint8), data])[3:]  # not aligned
-    assert same_bits(sparse_delta.decode(apart, old), new)
+    assert same_bits(sparse_delta.decode_sparse_delta(apart, old), new)
 
 
 @given(st.lists(st.integers(0, 2**16 - 1), max_size=40), st.lists(st.integers(0, 2**16 - 1)))
@@ -51,7 +51,9 @@ def test_all_patterns_of_bits_are_values(old, new):
     old, new = (
         torch.tensor(bits[:size]).to(torch.int16).view(torch.bfloat16) for bits in (old, new)
     )
-    assert same_bits(sparse_delta.decode(sparse_delta.encode(old, new), old), new)
+    assert same_bits(
+        sparse_delta.decode_sparse_delta(sparse_delta.encode_sparse_delta(old, new), old), new
+    )
 
 
 @pytest.mark.parametrize("where", [0, 254, 255, 256, 509, 510, 511, 1019, 1020])
@@ -59,8 +61,8 @@ def test_a_single_change_is_found_at_the_ends_of_gaps(where):
     old = weights(1021, torch.bfloat16, 0)
     new = old.clone()
     new[where] = 7.0
-    data = sparse_delta.encode(old, new)
-    assert same_bits(sparse_delta.decode(data, old), new)
+    data = sparse_delta.encode_sparse_delta(old, new)
+    assert same_bits(sparse_delta.decode_sparse_delta(data, old), new)
     assert len(data) < 45
 
 
@@ -70,19 +72,19 @@ def test_bytes_of_bfloat16_by_the_share_that_changed(share, smaller):
     old = weights(100_000, torch.bfloat16, 0)
     new = moved(old, share, 2)
     new[::20_000] = 1.0
-    data = sparse_delta.encode(old, new)
+    data = sparse_delta.encode_sparse_delta(old, new)
     assert new.nbytes / len(data) > smaller
-    assert same_bits(sparse_delta.decode(data, old), new)
+    assert same_bits(sparse_delta.decode_sparse_delta(data, old), new)
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7), st.sampled_from([0.01, 0.4]))
 def test_what_is_damaged_is_refused_or_gives_other_values(at, bit, share):
     old = weights(504, torch.bfloat16, 0)  # no bits of a mask are left over
     new = moved(old, share, 2)
-    data = sparse_delta.encode(old, new)
+    data = sparse_delta.encode_sparse_delta(old, new)
     data[at % len(data)] ^= 1 << bit
     try:
-        found = sparse_delta.decode(data, old)
+        found = sparse_delta.decode_sparse_delta(data, old)
     except ValueError:
         return
     assert not same_bits(found, new) or at % len(data) < sparse_delta.HEADER_BYTES
@@ -90,9 +92,9 @@ def test_what_is_damaged_is_refused_or_gives_other_values(at, bit, share):
 
 def test_what_is_cut_off_is_refused():
     old = weights(500, torch.bfloat16, 0)
-    data = sparse_delta.encode(old, moved(old, 0.1, 2))
+    data = sparse_delta.encode_sparse_delta(old, moved(old, 0.1, 2))
     for length in (0, 31, len(data) - 1):
         with pytest.raises(ValueError, match="bytes are"):
-            sparse_delta.decode(data[:length], old)
+            sparse_delta.decode_sparse_delta(data[:length], old)
     with pytest.raises(ValueError, match="500 values do not become 499"):
-        sparse_delta.encode(old, old[1:])
+        sparse_delta.encode_sparse_delta(old, old[1:])

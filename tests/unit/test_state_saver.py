@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.engine_state import state_saver
-from hybridrl.checkpoint.engine_state.state_files import state_files
-from hybridrl.checkpoint.engine_state.state_saver import StateSaver
+from hybridrl.checkpoint.engine_state.state_files import plan_state_files
+from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.checkpoint.tensors import tensor_writer as writing
-from hybridrl.checkpoint.tensors.rank_manifest import damage, lacking, read_lists
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.rank_manifest import find_damage, find_missing_data, read_manifests
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.system.locations import location_of
+from hybridrl.system.locations import parse_location
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def held(monkeypatch):
 
 def state(engine):
     """Copies of weights and moments, by name."""
-    found = state_saver.local_state(engine, state_files(engine).weights)
+    found = state_saver.read_local_state(engine, plan_state_files(engine).weights)
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
@@ -59,7 +59,7 @@ def assert_holds(folder, mesh, wanted, counters):
 
 
 def test_each_save_has_the_state_of_its_own_moment(engine, mesh, held, tmp_path):
-    saver, wanted = StateSaver(engine), {}
+    saver, wanted = EngineStateSaver(engine), {}
     for number in (1, 2):
         wanted[number] = state(engine)
         if number == 2:
@@ -74,14 +74,16 @@ def test_each_save_has_the_state_of_its_own_moment(engine, mesh, held, tmp_path)
     assert saved.bytes == sum(tensor.nbytes for tensor in wanted[2].values()) and saved.seconds > 0
     for number, moment in wanted.items():
         folder = tmp_path / f"{number}"
-        lists = read_lists(folder)
-        assert not lacking(folder, lists) and not damage(folder, lists)
+        lists = read_manifests(folder)
+        assert not find_missing_data(folder, lists) and not find_damage(folder, lists)
         assert_holds(folder, mesh, moment, {"number": number})
         assert (folder / "more.json").read_text() == f'{{"a": {number}}}'
 
 
 def test_a_state_with_other_names_than_the_folder_of_the_model_goes_on(engine, mesh, tmp_path):
-    StateSaver(engine).save(tmp_path / "state", {"a": 1}, {})  # as versions did that knew no folder
+    EngineStateSaver(engine).save(
+        tmp_path / "state", {"a": 1}, {}
+    )  # as versions did that knew no folder
     weights = {n.removeprefix("model."): p.clone() for n, p in engine.local_parameters().items()}
     weights["lm_head.weight"] = weights[
         "embed_tokens.weight"
@@ -89,7 +91,7 @@ def test_a_state_with_other_names_than_the_folder_of_the_model_goes_on(engine, m
     (tmp_path / "model").mkdir()
     save_file(weights, tmp_path / "model" / "model.safetensors")
     other = make_engine(mesh, optimizer=LEARNING)
-    other.source = TensorFiles(tmp_path / "model")
+    other.source = TensorReader(tmp_path / "model")
     assert "lm_head.weight" in {part.name for part in other.stored_form().parts}
     assert load_training_state(other, tmp_path / "state") == {"a": 1}
     wanted = engine.local_parameters()
@@ -98,15 +100,15 @@ def test_a_state_with_other_names_than_the_folder_of_the_model_goes_on(engine, m
 
 
 def test_a_save_at_once_is_the_same_and_makes_no_copy(engine, mesh, tmp_path, monkeypatch):
-    monkeypatch.setattr(state_saver, "HostCopy", None)
-    StateSaver(engine).save(tmp_path / "at once", {}, {})
+    monkeypatch.setattr(state_saver, "StagingBuffer", None)
+    EngineStateSaver(engine).save(tmp_path / "at once", {}, {})
     assert_holds(tmp_path / "at once", mesh, state(engine), {})
 
 
 def test_who_writes_what_is_worked_out_once(engine, tmp_path, monkeypatch):
-    calls, share = [], state_saver.share
-    monkeypatch.setattr(state_saver, "share", lambda *a: calls.append(a) or share(*a))
-    saver = StateSaver(engine)
+    calls, share = [], state_saver.assign_boxes
+    monkeypatch.setattr(state_saver, "assign_boxes", lambda *a: calls.append(a) or share(*a))
+    saver = EngineStateSaver(engine)
     for number in range(3):
         saver.start(tmp_path / f"{number}", {}, {})
     saver.save(tmp_path / "3", {}, {})
@@ -118,7 +120,7 @@ def test_transformers_opens_the_folder(engine, tmp_path, size):
     def tokenizer(folder):
         (folder / "tokenizer.json").write_text("{}")
 
-    StateSaver(engine, tokenizer, size).save(tmp_path / "state", {}, {})
+    EngineStateSaver(engine, tokenizer, size).save(tmp_path / "state", {}, {})
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "state", output_loading_info=True
     )
@@ -135,7 +137,7 @@ def test_a_disk_that_fills_up_is_a_sentence_when_it_is_asked_for(engine, tmp_pat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writing.os, "pwrite", full)
-    saver = StateSaver(engine)
+    saver = EngineStateSaver(engine)
     saver.start(tmp_path / "state", {}, {})
     with pytest.raises(StorageError, match=r"Cannot write .*state/model\.safetensors: No space"):
         saver.finish(wait=True)
@@ -149,7 +151,7 @@ def test_a_disk_that_fills_up_is_a_sentence_when_it_is_asked_for(engine, tmp_pat
 
 
 def test_a_folder_that_holds_a_state_is_refused(engine, tmp_path):
-    saver = StateSaver(engine)
+    saver = EngineStateSaver(engine)
     saver.save(tmp_path, {}, {})
     for save in (saver.save, saver.start):
         with pytest.raises(StorageError, match=r"holds a state already.*a folder of its own"):
@@ -157,11 +159,11 @@ def test_a_folder_that_holds_a_state_is_refused(engine, tmp_path):
 
 
 def test_a_worker_that_ends_writes_no_more(engine, tmp_path, held):
-    saver = StateSaver(engine)
+    saver = EngineStateSaver(engine)
     saver.start(tmp_path / "state", {}, {})
     threading.Timer(0.1, held.set).start()
     saver.close()
-    assert lacking(tmp_path / "state", read_lists(tmp_path / "state"))
+    assert find_missing_data(tmp_path / "state", read_manifests(tmp_path / "state"))
     with pytest.raises(StorageError, match="the worker ended before"):
         saver.finish(wait=True)
 
@@ -173,8 +175,8 @@ def test_the_model_is_as_it_was(engine):
 
 
 def test_a_second_copy_is_the_same_state_and_may_fail(engine, mesh, tmp_path, monkeypatch):
-    saver, wanted = StateSaver(engine), state(engine)
-    copy = location_of(f"memory://{uuid.uuid4()}/actor")
+    saver, wanted = EngineStateSaver(engine), state(engine)
+    copy = parse_location(f"memory://{uuid.uuid4()}/actor")
     saver.start(tmp_path / "1", {"number": 1}, {}, copy)
     for _ in range(2):
         update(engine, batch())

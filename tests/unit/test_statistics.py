@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import Segments, divide_by_std, masked_mean, masked_var, whiten
+from hybridrl.algorithms import TokenSegments, divide_by_std, masked_mean, masked_var, whiten
 from hybridrl.errors import ConfigError
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
@@ -75,10 +75,10 @@ def test_arguments_keep_their_values_and_results_are_float32_at_least():
 def test_segments_padded_and_packed_say_the_same(case):
     x, mask = case
     rows, time = mask.shape
-    padded = Segments.from_mask(mask)
+    padded = TokenSegments.from_mask(mask)
     cu_seqlens = torch.arange(rows + 1) * time
-    packed = Segments.from_cu_seqlens(cu_seqlens, mask.flatten())
-    dense = Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
+    packed = TokenSegments.from_cu_seqlens(cu_seqlens, mask.flatten())
+    dense = TokenSegments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
     kept = [row[held] for row, held in zip(x, mask, strict=True)]
     sums = torch.stack([row.sum() for row in kept])
     means = torch.stack([row.mean() if len(row) else row.sum() for row in kept])
@@ -97,9 +97,9 @@ def test_segments_padded_and_packed_say_the_same(case):
 
 def test_segments_of_nothing():
     for segments in (
-        Segments.from_mask(torch.zeros(0, 3)),
-        Segments.from_mask(torch.zeros(2, 0)),
-        Segments.from_cu_seqlens(torch.tensor([0])),
+        TokenSegments.from_mask(torch.zeros(0, 3)),
+        TokenSegments.from_mask(torch.zeros(2, 0)),
+        TokenSegments.from_cu_seqlens(torch.tensor([0])),
     ):
         empty = torch.zeros(segments.mask.shape)
         assert segments.spread(segments.mean(empty)).shape == empty.shape
@@ -107,11 +107,11 @@ def test_segments_of_nothing():
 
 def test_segments_refuse_shapes_that_do_not_fit():
     with pytest.raises(ConfigError, match="from_cu_seqlens"):
-        Segments.from_mask(torch.ones(3))
+        TokenSegments.from_mask(torch.ones(3))
     with pytest.raises(ConfigError, match="2 tokens"):
-        Segments.from_cu_seqlens(torch.tensor([0, 2]), torch.ones(3))
+        TokenSegments.from_cu_seqlens(torch.tensor([0, 2]), torch.ones(3))
     with pytest.raises(ConfigError, match="one layout"):
-        Segments.from_cu_seqlens(torch.tensor([0, 2])).within(torch.ones(1, 2))
+        TokenSegments.from_cu_seqlens(torch.tensor([0, 2])).within(torch.ones(1, 2))
 
 
 @given(masked_tokens())

@@ -8,23 +8,23 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from hybridrl.checkpoint.pruning import KeepRule, check_figure
-from hybridrl.checkpoint.run_state import check_plain
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.run_state import check_plain_data
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.run_directory import RunDirectory
-from hybridrl.system.locations import location_of, remove, write_whole
+from hybridrl.system.locations import parse_location, remove_location, write_atomically
 
 
 @pytest.fixture(params=["disk", "memory://"])
 def folders(request, tmp_path):
     where = tmp_path if request.param == "disk" else f"memory://{uuid.uuid4()}/run"
-    return StepFolders(location_of(where))
+    return CheckpointStore(parse_location(where))
 
 
 def write(folders, step, **figures):
     folder = folders.begin(step)
-    write_whole(folder / "actor" / "weights", b"w" * step)
-    write_whole(folder / "driver.json", b"{}")
+    write_atomically(folder / "actor" / "weights", b"w" * step)
+    write_atomically(folder / "driver.json", b"{}")
     return folders.complete(step, figures)
 
 
@@ -34,7 +34,7 @@ def names(folders):
 
 def test_a_step_counts_when_it_is_complete(folders):
     assert folders.steps() == [] and folders.newest() == (None, [])
-    write_whole(folders.begin(7) / "weights", b"some")
+    write_atomically(folders.begin(7) / "weights", b"some")
     assert folders.steps() == [] and folders.unfinished() == [7]
     folder = write(folders, 7, accuracy=0.5)
     assert folder == folders.at(7) and names(folders) == ["step-000007"]
@@ -56,9 +56,9 @@ def test_a_job_that_is_killed_while_it_removes_a_step_leaves_none_that_counts(fo
         if removed:
             raise OSError("killed")
         removed.append(location.name)
-        remove(location)
+        remove_location(location)
 
-    monkeypatch.setattr("hybridrl.checkpoint.store.remove", once)
+    monkeypatch.setattr("hybridrl.checkpoint.store.remove_location", once)
     folders.discard(2)
     assert removed == ["complete.json"] and folders.unfinished() == [2] and folders.steps() == []
 
@@ -67,7 +67,7 @@ def test_later_steps_and_those_that_were_never_complete_are_forgotten(folders):
     for step in (2, 4, 6):
         write(folders, step)
     for step in (3, 8):
-        write_whole(folders.begin(step) / "weights", b"some")
+        write_atomically(folders.begin(step) / "weights", b"some")
     folders.forget_after(4)
     assert names(folders) == ["step-000002", "step-000004"]
 
@@ -75,7 +75,7 @@ def test_later_steps_and_those_that_were_never_complete_are_forgotten(folders):
 def test_the_rule_says_which_steps_stay(folders):
     for step, accuracy in {10: 0.1, 20: 0.7, 30: 0.3, 40: 0.4, 50: 0.5}.items():
         write(folders, step, accuracy=accuracy)
-    assert StepFolders(folders.path).prune(KeepRule(1, every=40, best="accuracy")) == [10, 30]
+    assert CheckpointStore(folders.path).prune(KeepRule(1, every=40, best="accuracy")) == [10, 30]
     assert folders.steps() == [20, 40, 50]
     best = (folders.path / "best.json").read_text(encoding="utf-8")
     assert '"step": 20' in best and '"accuracy": 0.7' in best
@@ -118,15 +118,15 @@ def harm(folder, how):
     weights = folder / "actor" / "weights"
     match how:
         case "a byte is another":
-            write_whole(weights, b"x" + b"w" * 5)
+            write_atomically(weights, b"x" + b"w" * 5)
         case "too short":
-            write_whole(weights, b"")
+            write_atomically(weights, b"")
         case "a file is gone":
-            remove(folder / "driver.json")
+            remove_location(folder / "driver.json")
         case "the list is no list":
-            write_whole(folder / "complete.json", b"[]")
+            write_atomically(folder / "complete.json", b"[]")
         case "a folder is gone":
-            remove(folder / "actor")
+            remove_location(folder / "actor")
 
 
 @pytest.mark.parametrize(("how", "words"), DAMAGE.items())
@@ -147,15 +147,15 @@ def test_a_damaged_step_is_named_and_the_one_before_it_taken(folders, how, words
 
 
 def test_a_step_under_another_name_or_without_files_is_none(tmp_path):
-    folders = StepFolders(tmp_path)
+    folders = CheckpointStore(tmp_path)
     write(folders, 4)
     write(folders, 6).rename(folders.at(12))
-    assert "was written as step 6, and has been renamed" in StepFolders(tmp_path).fault(12)
+    assert "was written as step 6, and has been renamed" in CheckpointStore(tmp_path).fault(12)
     folder = folders.begin(8)
-    write_whole(folder / "complete.json", b'{"step": 8, "files": {}}')
+    write_atomically(folder / "complete.json", b'{"step": 8, "files": {}}')
     (tmp_path / "step-000099").write_text("a file")
     assert folders.fault(8).endswith("lists no files")
-    step, said = StepFolders(tmp_path).newest()
+    step, said = CheckpointStore(tmp_path).newest()
     assert step == 4 and len(said) == 2
     folders.forget_after(4)
     assert folders.steps() == [4]
@@ -168,18 +168,18 @@ def test_a_state_that_no_file_can_hold_is_a_sentence(endless):
         state = []
         state.append(state)
     with pytest.raises(ConfigError, match=r"mine: its state.*that contains itself, or too"):
-        check_plain("mine", state)
+        check_plain_data("mine", state)
 
 
 def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
     with pytest.raises(StorageError, match=r"Cannot write .*step-000003"):
-        StepFolders(tmp_path / "checkpoints").begin(3)
+        CheckpointStore(tmp_path / "checkpoints").begin(3)
 
 
 def test_what_workers_wrote_where_the_driver_does_not_see_it_does_not_count(folders):
     write(folders, 2)
-    write_whole(folders.begin(4) / "driver.json", b"{}")
+    write_atomically(folders.begin(4) / "driver.json", b"{}")
     with pytest.raises(StorageError, match=r"nothing of what the workers of `actor` wrote there"):
         folders.complete(4, parts=["actor"])
     assert folders.steps() == [2] and folders.complete(2, parts=["actor"])
@@ -187,14 +187,14 @@ def test_what_workers_wrote_where_the_driver_does_not_see_it_does_not_count(fold
 
 def test_a_url_of_the_disk_is_a_path(tmp_path):
     for scheme in ("file", "local"):
-        assert location_of(f"{scheme}://{tmp_path}/run") == tmp_path / "run"
+        assert parse_location(f"{scheme}://{tmp_path}/run") == tmp_path / "run"
 
 
 def test_a_store_that_goes_away_is_a_sentence_and_the_step_before_still_loads(monkeypatch):
-    folders = StepFolders(location_of(f"memory://{uuid.uuid4()}/run"))
+    folders = CheckpointStore(parse_location(f"memory://{uuid.uuid4()}/run"))
     write(folders, 2)
     folder = folders.begin(4)
-    write_whole(folder / "weights", b"some")
+    write_atomically(folder / "weights", b"some")
 
     class GoneError(Exception):
         pass

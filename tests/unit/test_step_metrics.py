@@ -7,40 +7,42 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch, sampled_tokens
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import RewardConfig
-from hybridrl.controller import Context, Worker
-from hybridrl.run.step_metrics import step_metrics
+from hybridrl.controller import Worker, WorkerContext
+from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.step_runner import of_sampled
 from hybridrl.weights.weight_sync import SyncCost
 from hybridrl.workers.generation import (
-    report_compression,
-    report_numbers,
+    report_column_sums,
     report_samples,
-    report_sync,
+    report_weights_received,
+    report_weights_sent,
 )
 from hybridrl.workers.generator_worker import GeneratorWorker
 from hybridrl.workers.reward_worker import RewardWorker
 
 
 def test_what_a_call_reports_twice_adds_up():
-    worker = Worker(Context("actor", 0, 1))
+    worker = Worker(WorkerContext("actor", 0, 1))
     worker.report(samples=3, behind_max=2)
     worker.report(samples=4, behind_max=1)
     assert worker.record.metrics == {"samples": 7, "behind_max": 2}
 
 
 def test_garbage_that_is_reported_twice_is_left_to_the_driver():
-    worker = Worker(Context("actor", 0, 1))
+    worker = Worker(WorkerContext("actor", 0, 1))
     for value in (None, [1], 10**400, 2.0, "text"):
         worker.report(mine=value, ok=1)
     assert worker.record.metrics == {"mine": "text", "ok": 5}
 
 
 def test_of_several_syncs_bytes_add_up_and_the_highest_peak_counts():
-    worker = Worker(Context("generator", 0, 1))
+    worker = Worker(WorkerContext("generator", 0, 1))
     for received, peak in ((10, 5), (20, 7), (30, 6)):
-        report_sync(worker, SyncCost(received, sent=0, peak=peak, redundant=1, buffer=0))
+        report_weights_received(
+            worker, SyncCost(received, sent=0, peak=peak, redundant=1, buffer=0)
+        )
     found = worker.record.metrics
     assert (found["sync_received"], found["sync_redundant"], found["sync_peak"]) == (60, 3, 7)
 
@@ -48,26 +50,31 @@ def test_of_several_syncs_bytes_add_up_and_the_highest_peak_counts():
 def test_ranks_that_send_differences_say_how_much_had_changed():
     records = []
     for rank, seconds in enumerate((0.5, 0.25)):
-        worker = Worker(Context("actor", rank, 2))
+        worker = Worker(WorkerContext("actor", rank, 2))
         cost = SyncCost(0, 9, 5, 1, 3, "delta", 10 * rank, 50, seconds, record=7)
-        report_compression(worker, cost)
+        report_weights_sent(worker, cost)
         records.append(worker.record)
-    found = step_metrics(records, [], 1.0)
+    found = compute_step_metrics(records, [], 1.0)
     assert found["sync/codec"] == 1 and found["sync/changed_share"] == 0.1
     assert found["sync/encode_seconds"] == 0.5 and found["sync/record_bytes"] == 14
-    report_compression(worker := Worker(Context("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3))
-    found = step_metrics([worker.record], [], 1.0)
+    report_weights_sent(worker := Worker(WorkerContext("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3))
+    found = compute_step_metrics([worker.record], [], 1.0)
     assert found["sync/codec"] == 0 and "sync/changed_share" not in found
 
 
 def test_parcels_that_were_damaged_are_counted_by_who_takes_them():
     cost = SyncCost(20, sent=0, peak=5, redundant=1, buffer=0, method="delta", repeated=2)
     worker = GeneratorWorker.__new__(GeneratorWorker)
-    worker.context, worker.record = Context("generator", 0, 1), Record("generator", 0, "m")
+    worker.context, worker.record = (
+        WorkerContext("generator", 0, 1),
+        CallRecord("generator", 0, "m"),
+    )
     worker._channel = SimpleNamespace(unpack=lambda parcels: None, cost=cost)
     worker.load_weights("parcels", 3)
-    report_compression(sender := Worker(Context("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3, "delta"))
-    found = step_metrics([worker.record, sender.record], [], 1.0)
+    report_weights_sent(
+        sender := Worker(WorkerContext("actor", 0, 1)), SyncCost(0, 9, 5, 1, 3, "delta")
+    )
+    found = compute_step_metrics([worker.record, sender.record], [], 1.0)
     assert found["sync/repeated"] == 2 and found["sync/received_bytes"] == 20
 
 
@@ -75,8 +82,11 @@ def reported(rank, columns):
     """What a rank's reward worker says of its columns."""
     worker = RewardWorker.__new__(RewardWorker)
     worker._kind, worker._config = "reward", RewardConfig()
-    worker.context, worker.record = Context("reward", rank, 2), Record("reward", rank, "m")
-    report_numbers(worker, columns)
+    worker.context, worker.record = (
+        WorkerContext("reward", rank, 2),
+        CallRecord("reward", rank, "m"),
+    )
+    report_column_sums(worker, columns)
     return worker.record
 
 
@@ -86,7 +96,7 @@ def test_functions_and_their_further_numbers_have_means():
         reported(1, {"reward/exact": [0.0, math.nan], "reward/model": torch.tensor([2.0, 4.0])}),
         reported(1, {"reward/exact": []}),
     ]
-    found = step_metrics(records, [], 1.0)
+    found = compute_step_metrics(records, [], 1.0)
     assert found["reward/exact"] == pytest.approx(1 / 3)
     assert found["reward/exact/steps"] == 4.0 and found["reward/model"] == 3.0
     assert "reward/mean" not in found
@@ -99,7 +109,7 @@ def test_updates_weigh_by_their_tokens_and_counts_add_up():
         {"critic_loss": 2.0, "critic_tokens": 1.0, "critic_skipped_updates": 0.0},
         {"critic_loss": 6.0, "critic_tokens": 3.0},
     ]
-    found = step_metrics([], updates, 1.0)
+    found = compute_step_metrics([], updates, 1.0)
     assert found["policy/loss"] == 2.0 and found["policy/tokens"] == 40.0
     assert found["critic/loss"] == 5.0 and found["mine/a"] == 3.0
     assert found["policy/skipped_updates"] == 2.0 and found["critic/skipped_updates"] == 0.0
@@ -107,15 +117,20 @@ def test_updates_weigh_by_their_tokens_and_counts_add_up():
 
 @pytest.mark.parametrize("updates", [[{"loss": 1.0, "tokens": 0.0}, {"loss": 3.0, "tokens": 0.0}]])
 def test_updates_of_no_tokens_weigh_the_same(updates):
-    assert step_metrics([], updates, 1.0)["policy/loss"] == 2.0
-    assert step_metrics([], [{"loss": 1.0}, {"loss": 3.0, "tokens": 9.0}], 1.0)["policy/loss"] == 2
+    assert compute_step_metrics([], updates, 1.0)["policy/loss"] == 2.0
+    assert (
+        compute_step_metrics([], [{"loss": 1.0}, {"loss": 3.0, "tokens": 9.0}], 1.0)["policy/loss"]
+        == 2
+    )
 
 
 def test_returns_of_larger_updates_weigh_more_in_what_values_explain():
     # Returns 0 and 2 in one update, 4 in the other: mean 2, variance 8 / 3; errors 1, 1 and 0.
     both = {"critic_return": 1.0, "critic_return_square": 2.0, "critic_error_square": 1.0}
     one = {"critic_return": 4.0, "critic_return_square": 16.0, "critic_error_square": 0.0}
-    found = step_metrics([], [both | {"critic_tokens": 2.0}, one | {"critic_tokens": 1.0}], 1.0)
+    found = compute_step_metrics(
+        [], [both | {"critic_tokens": 2.0}, one | {"critic_tokens": 1.0}], 1.0
+    )
     assert found["critic/explained_variance"] == pytest.approx(1 - (2 / 3) / (8 / 3))
 
 
@@ -127,7 +142,7 @@ def test_mismatch_is_of_the_first_update():
             **{"mismatch_weight_square": 0.4 * scale, "tokens": 100.0 * scale},
         }
 
-    found = step_metrics([], [{"critic_loss": 1.0}, update(1.0), update(9.0)], 1.0)
+    found = compute_step_metrics([], [{"critic_loss": 1.0}, update(1.0), update(9.0)], 1.0)
     assert found["mismatch/k3"] == 0.2 and found["mismatch/max_abs"] == 1.0
     assert found["mismatch/kl"] == 0.1 and found["mismatch/ppl_ratio"] == 2.0
     assert found["mismatch/ess"] == pytest.approx(0.25 / 0.4)
@@ -156,9 +171,9 @@ def samples_with_tools():
 def test_lengths_and_throughput_count_what_was_sampled_in_all_branches():
     samples = samples_with_tools()
     assert sampled_tokens(samples).tolist() == [6, 2]
-    worker = Worker(Context("actor", 0, 1))
+    worker = Worker(WorkerContext("actor", 0, 1))
     report_samples(worker, samples)
-    found = step_metrics([worker.record], [], 2.0)
+    found = compute_step_metrics([worker.record], [], 2.0)
     assert found["response/length_mean"] == 4.0 and found["response/length_max"] == 6
     assert found["response/tokens"] == 8 and found["response/observed_tokens"] == 4
     assert found["throughput/tokens_per_second"] == 4.0
@@ -182,7 +197,7 @@ def test_samples_that_are_kept_have_lengths_and_advantages_of_what_was_sampled()
 
 
 def call(number, **metrics):
-    return Record("any", 0, "method", metrics=metrics, call=number)
+    return CallRecord("any", 0, "method", metrics=metrics, call=number)
 
 
 DRAWN = [
@@ -198,18 +213,20 @@ def test_samples_beside_those_of_the_step_have_figures_of_their_own():
     of = {"reward_dropped": 0, "reward_failures": 0, "reward_timeouts": 0}
     for record in DRAWN[2:4]:
         record.metrics |= of
-    found = step_metrics(DRAWN, [], 3.0, {1: "", 3: "", 2: "greedy", 4: "greedy"})
+    found = compute_step_metrics(DRAWN, [], 3.0, {1: "", 3: "", 2: "greedy", 4: "greedy"})
     assert found["reward/mean"] == 0.5 and found["greedy/reward/mean"] == 5.0
     assert found["response/length_mean"] == 3.0 and found["greedy/response/length_mean"] == 9.0
     assert found["response/truncated"] == 0.0 and found["response/tokens"] == 6
     # What the machines did is of the step, whatever it was for.
     assert found["throughput/tokens_per_second"] == 5.0 and found["sync/received_bytes"] == 2
     assert found["staleness/mean"] == 2.0
-    unnamed = step_metrics(DRAWN, [], 3.0, {1: "", 3: ""})
+    unnamed = compute_step_metrics(DRAWN, [], 3.0, {1: "", 3: ""})
     assert unnamed["other/reward/mean"] == 5.0 and unnamed["reward/mean"] == 0.5
 
 
 def test_samples_count_as_the_steps_where_its_rows_are_of_no_call():
-    found = step_metrics(DRAWN, [], 3.0, {1: ""})  # what is learned from came from the driver
+    found = compute_step_metrics(
+        DRAWN, [], 3.0, {1: ""}
+    )  # what is learned from came from the driver
     assert found["reward/mean"] == 2.0 and found["response/length_mean"] == 3.0
-    assert step_metrics(DRAWN, [], 3.0)["response/length_mean"] == 5.0
+    assert compute_step_metrics(DRAWN, [], 3.0)["response/length_mean"] == 5.0

@@ -8,14 +8,14 @@ import pytest
 from run_folders import run_folder
 
 from hybridrl import cli
-from hybridrl.config.load import read_settings
+from hybridrl.config.load import load_run_config
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.report.prometheus_metrics import exposition
-from hybridrl.report.report_content import Content
-from hybridrl.report.top_screen import screen
+from hybridrl.report.prometheus_metrics import render_prometheus_metrics
+from hybridrl.report.report_content import ReportContent
+from hybridrl.report.top_screen import render_top_screen
 from hybridrl.run_files.metric_reader import read_metrics
-from hybridrl.run_files.recorded_steps import read_steps
+from hybridrl.run_files.recorded_steps import read_recorded_steps
 from hybridrl.run_files.run_paths import FILES, SETTINGS
 from hybridrl.run_files.run_reader import RunReader, open_run
 from hybridrl.system.bounded_files import load_json, load_yaml, read_text
@@ -75,16 +75,16 @@ def test_whatever_stands_for_a_file_of_a_run_the_rest_is_shown(tmp_path, make):
     for name in ("logs/a.log", "failed/x.json", "bad-steps/step-000001.json"):
         make(run / name)
     make(run / "checkpoints/step-000001/complete.json")
-    data = Content(open_run(run)).data()
+    data = ReportContent(open_run(run)).data()
     assert "secret" not in json.dumps(data)
     if make is not laughs:
         assert any(
             "config.yaml could not be read" in one["line"] for one in data["state"]["warnings"]
         )
-    screen(RunReader(run), 80)
-    exposition({run: RunReader(run).rows()})
+    render_top_screen(RunReader(run), 80)
+    render_prometheus_metrics({run: RunReader(run).rows()})
     with pytest.raises(ConfigError, match=r"config\.yaml could not be read: .*\."):
-        read_settings(run / SETTINGS)
+        load_run_config(run / SETTINGS)
 
 
 @pytest.mark.parametrize("make", STRANGE, ids=lambda make: make.__name__)
@@ -93,7 +93,7 @@ def test_commands_say_which_file_of_a_run_is_none(tmp_path, make, capsys):
     (run / "steps.jsonl").unlink()
     make(run / "steps.jsonl")
     with pytest.raises(DataError, match=r"steps\.jsonl.*\.$"):
-        read_steps(run)
+        read_recorded_steps(run)
     (run / "cluster.json").write_text("{}")
     (run / "placement.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"steps\.jsonl"):

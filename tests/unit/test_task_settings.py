@@ -8,14 +8,19 @@ import pytest
 
 from hybridrl import cli
 from hybridrl.checks.check_list import check
-from hybridrl.config.changed import changed
-from hybridrl.config.effective_settings import idle
-from hybridrl.config.eval_sets import INHERITED, OF_PLACE, OF_TRAINING, eval_sets
-from hybridrl.config.load import shown
+from hybridrl.config.changed import apply_changes
+from hybridrl.config.effective_settings import find_ineffective_settings
+from hybridrl.config.eval_sets import (
+    INHERITED_DATA_SETTINGS,
+    OF_PLACE,
+    OF_TRAINING,
+    resolve_eval_sets,
+)
+from hybridrl.config.load import format_effective_yaml
 from hybridrl.config.schema import DataConfig
 from hybridrl.errors import ConfigError
-from hybridrl.job.config_resolution import load_config, with_objects
-from hybridrl.job.job_inputs import remarks_on
+from hybridrl.job.config_resolution import apply_python_objects, load_config
+from hybridrl.job.job_inputs import list_data_remarks
 
 EVALUATE = ["algorithm=evaluate", "model.path=some/model", "executor=inline", "run.dry=true"]
 SET = "eval.sets.math.data.path=math.jsonl"
@@ -33,23 +38,23 @@ TOY, REAL = (16, 8, 118, 5e-4, "cosine"), (1024, 512, 0, 1e-6, "constant")
 def test_the_task_has_its_settings_where_it_is_learned():
     config = load_config([])
     assert (config.data.task, *of(config)) == ("arithmetic", *TOY)
-    head, _ = shown(config).split("\n", 1)
+    head, _ = format_effective_yaml(config).split("\n", 1)
     assert head.startswith("# As data=arithmetic has them: ") and "rollout.max_tokens=8" in head
-    assert not shown(load_config(["data=jsonl", "data.path=x"])).startswith("#")
+    assert not format_effective_yaml(load_config(["data=jsonl", "data.path=x"])).startswith("#")
 
 
 def test_rows_of_a_program_have_no_settings_of_the_task():
     rows = [{"prompt": "1+1=", "answer": "2"}]
-    assert of(with_objects(load_config([]), None, rows, None)) == REAL
+    assert of(apply_python_objects(load_config([]), None, rows, None)) == REAL
     files = load_config(["data=jsonl", "data.path=data.parquet"])
-    assert with_objects(load_config([]), None, rows, None) == files
+    assert apply_python_objects(load_config([]), None, rows, None) == files
     # what the user or another preset says stays, also where it is what the task has
     given = load_config(["rollout.max_tokens=8", "warmup.steps=0", "algorithm=sft"])
-    found = with_objects(given, None, rows, None)
+    found = apply_python_objects(given, None, rows, None)
     assert (found.rollout.max_tokens, found.data.max_prompt_tokens) == (8, 1024)
     sft = load_config(["algorithm=sft", "data=jsonl"]).actor.optimizer.learning_rate
     assert found.actor.optimizer.learning_rate == sft
-    tool = with_objects(load_config(["data=calculator"]), None, rows, None)
+    tool = apply_python_objects(load_config(["data=calculator"]), None, rows, None)
     assert tool.rollout.episode is None and tool.rollout.stop == []
 
 
@@ -58,7 +63,7 @@ def test_only_sets_are_evaluated_with_no_settings_of_the_task():
         config = load_config([*EVALUATE, *data, SET])
         assert config.data.task is None and of(config) == REAL
         check(config)
-        assert eval_sets(config)["math"].data.max_prompt_tokens == 1024
+        assert resolve_eval_sets(config)["math"].data.max_prompt_tokens == 1024
     with pytest.raises(ConfigError, match="There are no prompts"):
         check(load_config([*EVALUATE, "data=jsonl", SET, "eval.held_out=true"]))
     # without a model of one's own, or where the task itself is evaluated, it is the task
@@ -67,10 +72,10 @@ def test_only_sets_are_evaluated_with_no_settings_of_the_task():
 
 
 def test_a_set_beside_the_task_has_no_limits_of_the_task():
-    limits = eval_sets(load_config([SET]))["math"].data.max_prompt_tokens
+    limits = resolve_eval_sets(load_config([SET]))["math"].data.max_prompt_tokens
     assert limits == 1024
     given = load_config([SET, "data.max_prompt_tokens=16"])
-    assert eval_sets(given)["math"].data.max_prompt_tokens == 16
+    assert resolve_eval_sets(given)["math"].data.max_prompt_tokens == 16
 
 
 def test_an_environment_brings_its_own_rows():
@@ -94,11 +99,13 @@ def test_a_model_that_learns_the_task_by_default_is_told():
     class Rows:
         training, held_out = range(500), range(5)
 
-    (said,) = remarks_on(load_config(["model.path=some/model"]), "prompts", Rows)
+    (said,) = list_data_remarks(load_config(["model.path=some/model"]), "prompts", Rows)
     assert "some/model learns the built-in task arithmetic" in said and "learning_rate" in said
     for named in (["data=arithmetic"], ["data.task=arithmetic"]):
-        assert remarks_on(load_config(["model.path=some/model", *named]), "prompts", Rows) == []
-    assert remarks_on(load_config([]), "prompts", Rows) == []
+        assert (
+            list_data_remarks(load_config(["model.path=some/model", *named]), "prompts", Rows) == []
+        )
+    assert list_data_remarks(load_config([]), "prompts", Rows) == []
 
 
 @pytest.mark.parametrize(
@@ -117,26 +124,32 @@ def test_a_plan_says_what_it_plans(words, said, capsys):
 
 
 def test_each_setting_of_data_is_inherited_by_sets_or_not():
-    lists = [*INHERITED, *OF_PLACE, *OF_TRAINING]
+    lists = [*INHERITED_DATA_SETTINGS, *OF_PLACE, *OF_TRAINING]
     assert sorted(lists) == sorted(field.name for field in fields(DataConfig))
 
 
 def test_sets_read_rows_as_the_job_does():
     words = ["data=jsonl", "data.path=x", "data.answer_format=gsm8k", "data.bad_rows=drop", SET]
-    data = eval_sets(load_config(words))["math"].data
+    data = resolve_eval_sets(load_config(words))["math"].data
     assert (data.answer_format, data.bad_rows, data.path) == ("gsm8k", "drop", "math.jsonl")
 
 
 def test_settings_that_sources_or_sets_read_are_not_called_idle(tmp_path):
     columns = ["data.prompt_column=question", "data.chat=true", "data.answer_format=gsm8k"]
-    assert idle(load_config(["data=mixture", "data.sources.a.path=x", *columns])) == []
-    assert idle(load_config([*EVALUATE, SET, *columns])) == []
-    rows = ["data=mixture", "data.sources.a.task=reasoning_gym", "data.rows=50"]
-    assert idle(load_config(rows)) == []
-    assert "data.chat=True does nothing" in idle(load_config(["data.chat=true"]))[0]
-    assert json.dumps(idle(load_config(["data=jsonl", "data.path=x", "data.rows=50"])))[2:11] == (
-        "data.rows"
+    assert (
+        find_ineffective_settings(load_config(["data=mixture", "data.sources.a.path=x", *columns]))
+        == []
     )
+    assert find_ineffective_settings(load_config([*EVALUATE, SET, *columns])) == []
+    rows = ["data=mixture", "data.sources.a.task=reasoning_gym", "data.rows=50"]
+    assert find_ineffective_settings(load_config(rows)) == []
+    assert (
+        "data.chat=True does nothing"
+        in find_ineffective_settings(load_config(["data.chat=true"]))[0]
+    )
+    assert json.dumps(
+        find_ineffective_settings(load_config(["data=jsonl", "data.path=x", "data.rows=50"]))
+    )[2:11] == ("data.rows")
 
 
 def test_objects_of_the_user_stay_the_same_ones():
@@ -148,6 +161,6 @@ def test_objects_of_the_user_stay_the_same_ones():
             return 1.0
 
     reward, rows = Reward(), [{"prompt": "1+1=", "answer": "2"}]
-    config = with_objects(load_config([SET]), reward, rows, None)
-    assert config.reward.function[0] is reward and eval_sets(config)["math"]
-    assert changed(config, [("rollout.max_tokens", 9)]).reward.function[0] is reward
+    config = apply_python_objects(load_config([SET]), reward, rows, None)
+    assert config.reward.function[0] is reward and resolve_eval_sets(config)["math"]
+    assert apply_changes(config, [("rollout.max_tokens", 9)]).reward.function[0] is reward

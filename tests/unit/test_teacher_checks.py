@@ -4,7 +4,7 @@ import pytest
 from settings import configured
 
 from hybridrl.batch.batch import Batch
-from hybridrl.checks.data.row_checks import check_rubrics, check_teachers
+from hybridrl.checks.data.row_checks import check_rubrics, check_teacher_columns
 from hybridrl.errors import ConfigError, DataError
 
 ROWS = Batch.from_columns(
@@ -24,17 +24,17 @@ def test_a_column_of_the_teachers_prompt_that_rows_have_not(tmp_path):
     chosen.append(f"distillation.teacher_prompt={file}")
     file.write_text("{prompt} {answr}")
     with pytest.raises(ConfigError, match=r"no column `answr`.*Did you mean `?answer"):
-        check_teachers(configured(chosen), ROWS)
+        check_teacher_columns(configured(chosen), ROWS)
     file.write_text("{prompt} {answer}")
-    check_teachers(configured(chosen), ROWS)
+    check_teacher_columns(configured(chosen), ROWS)
 
 
 def test_a_row_without_a_teacher():
     chosen = [*DISTILLATION, "distillation.by=source"]
     with pytest.raises(ConfigError, match="source=b, for which there is no teacher"):
-        check_teachers(configured(chosen), ROWS)
-    check_teachers(configured([*chosen, "models.teacher.path=t"]), ROWS)
-    check_teachers(configured(), ROWS)
+        check_teacher_columns(configured(chosen), ROWS)
+    check_teacher_columns(configured([*chosen, "models.teacher.path=t"]), ROWS)
+    check_teacher_columns(configured(), ROWS)
 
 
 def test_rubrics_that_cannot_be_read(tmp_path):

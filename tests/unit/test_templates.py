@@ -10,10 +10,10 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.datasets import load_examples, load_prompts
 from hybridrl.errors import DataError
-from hybridrl.serving.agent_session import Known
-from hybridrl.serving.chat import ChatError
-from hybridrl.serving.renderer_chat import chat_of
-from hybridrl.serving.request_parsing import ChatRequest, RefusedError, parse
+from hybridrl.serving.agent_session import TurnTokens
+from hybridrl.serving.chat import ConversationError
+from hybridrl.serving.renderer_chat import choose_renderer
+from hybridrl.serving.request_parsing import ApiError, ChatCompletionRequest, parse
 
 CASES = read_cases()
 SHOWN = [case for case in CASES if case.rows and case.learn is None]
@@ -66,11 +66,11 @@ def test_a_prompt_has_the_same_tokens_in_data_and_at_the_endpoint(case, tmp_path
     if case.conversation == "unknown role":  # no client of OpenAI's API sends one
         return
     body = {"messages": copy.deepcopy(case.messages[:-1]), "tools": case.tools}
-    asked = parse(ChatRequest, body | {"chat_template_kwargs": case.options})
+    asked = parse(ChatCompletionRequest, body | {"chat_template_kwargs": case.options})
     context = TemplateContext.of({}, DATE)
-    chat = chat_of(tokenizer, case.template, context).with_options(asked.options)
+    chat = choose_renderer(tokenizer, case.template, context).with_options(asked.options)
     assert chat.prompt(asked.conversation, asked.functions) == expected
-    of_job = chat_of(tokenizer, case.template, context.with_options(case.options))
+    of_job = choose_renderer(tokenizer, case.template, context.with_options(case.options))
     assert of_job.prompt(asked.conversation, asked.functions) == expected
 
 
@@ -100,9 +100,11 @@ def test_what_the_template_does_not_show_is_refused(case, tmp_path):
         with pytest.raises(DataError, match=f"(?is)row 1 .*{case.refusal}"):
             load_prompts(config, tokenizer, held_out=0, seed=0)
     if case.template in ("alternating", "gemma", "mistral") or case.conversation == "unknown role":
-        with pytest.raises((RefusedError, ChatError)):
-            asked = parse(ChatRequest, {"messages": case.messages[:-1], "tools": case.tools})
-            chat_of(tokenizer, case.template).prompt(asked.conversation, asked.functions)
+        with pytest.raises((ApiError, ConversationError)):
+            asked = parse(
+                ChatCompletionRequest, {"messages": case.messages[:-1], "tools": case.tools}
+            )
+            choose_renderer(tokenizer, case.template).prompt(asked.conversation, asked.functions)
 
 
 GOES_ON = [case for case in SHOWN if len(case.rows) == 1 and case.rows[0].count("⟦") > 1]
@@ -122,9 +124,9 @@ def test_a_conversation_that_goes_on_has_the_same_tokens_in_data_and_at_the_endp
     )
     first = mask.index(0)
     last = len(mask) - mask[::-1].index(0)
-    asked = parse(ChatRequest, {"messages": case.messages[:-1], "tools": case.tools})
-    chat = chat_of(tokenizer, case.template, TemplateContext.of({}, DATE))
+    asked = parse(ChatCompletionRequest, {"messages": case.messages[:-1], "tools": case.tools})
+    chat = choose_renderer(tokenizer, case.template, TemplateContext.of({}, DATE))
     at = max(n for n, message in enumerate(asked.conversation) if message["role"] == "assistant")
-    known = Known(prompt, response[:first])
+    known = TurnTokens(prompt, response[:first])
     found = chat.continuation(asked.conversation, asked.functions, at, known)
     assert found == [*prompt, *response[:last]]

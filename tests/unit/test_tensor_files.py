@@ -16,18 +16,25 @@ from safetensors.torch import load_file, save_file
 from hybridrl.checkpoint.tensors import tensor_reader as reading
 from hybridrl.checkpoint.tensors import tensor_writer as writing
 from hybridrl.checkpoint.tensors import write_errors as agreement
-from hybridrl.checkpoint.tensors.safetensors_header import DTYPES
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles, index_of
+from hybridrl.checkpoint.tensors.safetensors_header import SAFETENSORS_DTYPES
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader, index_file_name
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.layout.boxes import extent, local_pieces, runs, volume, whole, windows
-from hybridrl.layout.tensor_layout import Layout
+from hybridrl.layout.boxes import (
+    box_numel,
+    box_shape,
+    contiguous_runs,
+    full_box,
+    make_local_pieces,
+    split_box,
+)
+from hybridrl.layout.tensor_layout import TensorLayout
 
 
 def whole_layout(tensors):
     """One rank holds everything."""
-    pieces = {name: local_pieces(name, whole(t.shape)) for name, t in tensors.items()}
-    return Layout({name: tuple(t.shape) for name, t in tensors.items()}, {0: pieces})
+    pieces = {name: make_local_pieces(name, full_box(t.shape)) for name, t in tensors.items()}
+    return TensorLayout({name: tuple(t.shape) for name, t in tensors.items()}, {0: pieces})
 
 
 def write_all(folder, layout, values, **options):
@@ -70,43 +77,45 @@ def threads_as_ranks():
 
 @given(st.data(), shapes)
 def test_runs_and_windows_are_the_elements_of_a_box_in_order(data, shape):
-    numbers = torch.arange(volume(whole(shape))).reshape(shape)
+    numbers = torch.arange(box_numel(full_box(shape))).reshape(shape)
     box = data.draw(boxes_in(shape))
     wanted = cut(numbers, box).flatten().tolist()
-    found = list(runs(shape, box))
+    found = list(contiguous_runs(shape, box))
     assert [at + i for at, count in found for i in range(count)] == wanted
     assert all(a + n < b for (a, n), (b, _) in itertools.pairwise(found)), "fewest runs"
     most = data.draw(st.integers(1, 20))
-    parts = list(windows(box, most))
-    assert all(0 < volume(part) <= most for part in parts)
+    parts = list(split_box(box, most))
+    assert all(0 < box_numel(part) <= most for part in parts)
     assert [n for part in parts for n in cut(numbers, part).flatten().tolist()] == wanted
 
 
 def test_an_empty_box_has_no_runs_and_no_windows():
-    assert not list(runs((3, 4), ((1, 1), (0, 4)))) and not list(windows(((1, 1), (0, 4)), 5))
+    assert not list(contiguous_runs((3, 4), ((1, 1), (0, 4)))) and not list(
+        split_box(((1, 1), (0, 4)), 5)
+    )
 
 
-@given(st.data(), shapes, st.sampled_from(list(DTYPES.values())))
+@given(st.data(), shapes, st.sampled_from(list(SAFETENSORS_DTYPES.values())))
 def test_any_box_of_any_tensor_is_its_slice(tmp_path_factory, data, shape, dtype):
     folder = tmp_path_factory.mktemp("any")
     tensors = {name: torch.randn(shape).to(dtype) for name in ("b", "a")}
     save_file(tensors | {"other": torch.ones(3)}, folder / "model.safetensors")
-    files = TensorFiles(folder)
+    files = TensorReader(folder)
     box = data.draw(boxes_in(shape))
     for target in (dtype, torch.float32):
-        into = torch.empty(extent(box), dtype=target)
+        into = torch.empty(box_shape(box), dtype=target)
         files.read("b", box, into)
         assert torch.equal(into, cut(tensors["b"], box).to(target))
-    assert files.bytes_read == 2 * volume(box) * dtype.itemsize
+    assert files.bytes_read == 2 * box_numel(box) * dtype.itemsize
 
 
 @pytest.mark.parametrize("window", [8, 9, 64, 1 << 20])
 def test_a_box_larger_than_a_window(tmp_path, monkeypatch, window):
-    monkeypatch.setattr(reading, "WINDOW_BYTES", window)
+    monkeypatch.setattr(reading, "_WINDOW_BYTES", window)
     tensor = torch.randn(7, 5, 3)
     save_file({"x": tensor}, tmp_path / "model.safetensors")
     target = torch.zeros(5, 3, 9)  # read into a part of something larger, with strides
-    TensorFiles(tmp_path).read("x", ((1, 6), (2, 5), (0, 3)), target[:, :, 4:7])
+    TensorReader(tmp_path).read("x", ((1, 6), (2, 5), (0, 3)), target[:, :, 4:7])
     assert torch.equal(target[:, :, 4:7], tensor[1:6, 2:5]) and target.count_nonzero() <= 45
 
 
@@ -126,7 +135,7 @@ def test_whatever_ranks_hold_they_write_the_model(tmp_path_factory, threads_as_r
         found |= tensors
     assert found.keys() == values.keys()
     assert all(torch.equal(found[name], values[name]) for name in values)
-    assert TensorFiles(folder).shapes == dict(layout.shapes)
+    assert TensorReader(folder).shapes == dict(layout.shapes)
     assert not list(folder.glob(".*")), "what was written under other names is gone"
 
 
@@ -134,7 +143,7 @@ def test_copies_are_written_once_and_in_turn(tmp_path, monkeypatch, threads_as_r
     """Four ranks hold all of eight tensors: each writes two of them."""
     values = {f"t{i}": torch.full((4, 4), float(i)) for i in range(8)}
     pieces = whole_layout(values).pieces[0]
-    layout = Layout(dict.fromkeys(values, (4, 4)), {rank: dict(pieces) for rank in range(4)})
+    layout = TensorLayout(dict.fromkeys(values, (4, 4)), {rank: dict(pieces) for rank in range(4)})
     written, true = [], writing.os.pwrite
     monkeypatch.setattr(
         writing.os,
@@ -155,8 +164,8 @@ def test_a_folder_holds_the_last_model_only(tmp_path):
         layout = whole_layout(values)
         write_tensors(tmp_path, layout, 0, values.__getitem__, torch.float32, None, file_bytes=size)
         assert len(list(tmp_path.glob("*.safetensors"))) == count
-        assert (tmp_path / index_of("model")).exists() == (count > 1)
-        files = TensorFiles(tmp_path)
+        assert (tmp_path / index_file_name("model")).exists() == (count > 1)
+        files = TensorReader(tmp_path)
         for name, value in values.items():
             into = torch.empty(8)
             files.read(name, ((0, 8),), into)
@@ -233,7 +242,7 @@ def test_damaged_files_are_sentences(tmp_path, damage):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=words) as error:
-        TensorFiles(tmp_path)
+        TensorReader(tmp_path)
     assert str(path) in str(error.value) and str(error.value).endswith(".")
 
 
@@ -242,38 +251,38 @@ def write_two(folder, weights=None):
     save_file({"x": torch.zeros(2)}, folder / "model-00001-of-00002.safetensors")
     save_file({"y": torch.ones(2)}, folder / "model-00002-of-00002.safetensors")
     usual = {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}
-    (folder / index_of("model")).write_text(json.dumps({"weight_map": weights or usual}))
+    (folder / index_file_name("model")).write_text(json.dumps({"weight_map": weights or usual}))
 
 
 def test_folders_whose_files_do_not_fit_are_sentences(tmp_path):
     write_two(tmp_path)
-    assert TensorFiles(tmp_path).shapes == {"x": (2,), "y": (2,)}
+    assert TensorReader(tmp_path).shapes == {"x": (2,), "y": (2,)}
     write_two(tmp_path, {"x": "model-00002-of-00002.safetensors"})
     with pytest.raises(ConfigError, match=r"says that `x` is in .*00002-of-00002.*is not"):
-        TensorFiles(tmp_path)
+        TensorReader(tmp_path)
     write_two(tmp_path, {"z": "model-00003-of-00003.safetensors"})
     with pytest.raises(ConfigError, match=r"no model-00003-of-00003.*1 of 1 files are missing"):
-        TensorFiles(tmp_path)
+        TensorReader(tmp_path)
     for weights in ({"x": "../secret.safetensors"}, {"x": 3}):
         write_two(tmp_path, weights)
         with pytest.raises(ConfigError, match="does not say which tensor is in which file"):
-            TensorFiles(tmp_path)
+            TensorReader(tmp_path)
     write_two(tmp_path)
     save_file(
         {"x": torch.zeros(2), "y": torch.ones(2)}, tmp_path / "model-00001-of-00002.safetensors"
     )
     with pytest.raises(ConfigError, match=r"`y` is both in .*00001.* and in .*00002"):
-        TensorFiles(tmp_path)
-    (tmp_path / index_of("model")).unlink()
+        TensorReader(tmp_path)
+    (tmp_path / index_file_name("model")).unlink()
     with pytest.raises(ConfigError, match=r"no model.*index.json, which is written last"):
-        TensorFiles(tmp_path)
+        TensorReader(tmp_path)
 
 
 def test_a_file_that_becomes_shorter_is_a_sentence(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.zeros(100)}, path)
-    files = TensorFiles(tmp_path)
+    files = TensorReader(tmp_path)
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(ConfigError, match="ended inside `x`"):
         files.read("x", ((0, 100),), torch.empty(100))
-    assert TensorFiles(tmp_path / "nowhere").shapes == {}
+    assert TensorReader(tmp_path / "nowhere").shapes == {}

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.parallel.sequence_parallel import Reading
-from hybridrl.parallel.zigzag import ranges, rank_places, ring_rows
+from hybridrl.parallel.sequence_parallel import TokenOwnership
+from hybridrl.parallel.zigzag import compute_rank_positions, concatenate_ranges, split_over_ring
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6)
 
@@ -16,10 +16,10 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1,
 def test_every_response_token_is_read_once_and_comes_back_in_order(samples, ring, ulysses, shift):
     cu_seqlens = torch.tensor([0, *itertools.accumulate(map(sum, samples))])
     prompts, responses = torch.tensor(samples).unbind(1)
-    read_at = ranges(cu_seqlens[:-1] + prompts - 1 + shift, responses)
-    places = rank_places(ring_rows(cu_seqlens, ring), ulysses)
+    read_at = concatenate_ranges(cu_seqlens[:-1] + prompts - 1 + shift, responses)
+    places = compute_rank_positions(split_over_ring(cu_seqlens, ring), ulysses)
     readings = [
-        Reading.of(read_at, places, rank, torch.device("cpu")) for rank in range(len(places))
+        TokenOwnership.of(read_at, places, rank, torch.device("cpu")) for rank in range(len(places))
     ]
     most = readings[0].most
     assert most == max(len(reading.mine) for reading in readings)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import Segments, token_weights
+from hybridrl.algorithms import TokenSegments, token_weights
 from hybridrl.errors import ConfigError
 
 MODES = (
@@ -60,10 +60,10 @@ def test_packed_equals_padded(mode, mask):
     padded = token_weights(mask, mode, length_norm=7)
     cu_seqlens = torch.arange(rows + 1) * time
     with_holes = token_weights(
-        mask.flatten(), mode, length_norm=7, segments=Segments.from_cu_seqlens(cu_seqlens)
+        mask.flatten(), mode, length_norm=7, segments=TokenSegments.from_cu_seqlens(cu_seqlens)
     )
     assert torch.equal(with_holes.view(rows, time), padded)
-    dense = Segments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
+    dense = TokenSegments.from_cu_seqlens(torch.tensor([0, *mask.sum(-1).cumsum(0).tolist()]))
     packed = token_weights(mask[mask], mode, length_norm=7, segments=dense)
     assert torch.equal(packed, padded[mask])
     assert packed.dtype == torch.float32
@@ -81,7 +81,7 @@ def test_wrong_settings_are_refused():
     mask = torch.ones(2, 3)
     with pytest.raises(ConfigError, match="Did you mean `token-mean`"):
         token_weights(mask, "token_mean")
-    packed = Segments.from_cu_seqlens(torch.tensor([0, 2, 3]))
+    packed = TokenSegments.from_cu_seqlens(torch.tensor([0, 2, 3]))
     with pytest.raises(ConfigError, match="length_norm"):
         token_weights(torch.ones(3), "seq-mean-token-sum-norm", segments=packed)
     with pytest.raises(ConfigError, match="length_norm"):

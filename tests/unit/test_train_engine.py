@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from hybridrl.algorithms import DirectPreference, TokenLoss, negative_log_likelihood
-from hybridrl.algorithms.loss_weights import MODES
-from hybridrl.config.schema import CHECKPOINTING, OptimizerConfig
-from hybridrl.controller.worker import Context
-from hybridrl.engine.optimizer import SCHEDULES, make_optimizer, rate_factor
-from hybridrl.engine.train_engine import MOST_SKIPPED
+from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
+from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
+from hybridrl.controller.worker import WorkerContext
+from hybridrl.engine.optimizer import SCHEDULES, learning_rate_factor, make_optimizer
+from hybridrl.engine.train_engine import MAX_SKIPPED_UPDATES
 from hybridrl.errors import ConfigError, DataError, TrainingError
-from hybridrl.models.packed_attention import NAME
+from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel import fsdp
 from hybridrl.workers.actor_worker import ActorWorker
 
@@ -52,7 +52,7 @@ def engine(mesh):
 def test_any_budget_and_order_gives_one_gradient(engine, plain, budget, order):
     engine.config.tokens_per_microbatch = budget
     found, metrics = update(engine, make_batch().take(order))
-    gradient, expected = plain(MODES[0], CLIPPED)
+    gradient, expected = plain(AGGREGATION_MODES[0], CLIPPED)
     assert_same_gradient(found, gradient)
     assert_same_metrics(metrics, expected)
 
@@ -80,17 +80,17 @@ def test_forward_equals_the_log_probs_of_update(engine):
 
 
 @pytest.mark.parametrize("small", [True, False])
-@pytest.mark.parametrize("checkpointing", [*CHECKPOINTING, True])
+@pytest.mark.parametrize("checkpointing", [*CHECKPOINTING_MODES, True])
 def test_checkpointing_and_units_change_nothing(mesh, plain, monkeypatch, small, checkpointing):
     monkeypatch.setattr(fsdp, "SMALL_MODEL_BYTES", 1 << 20 if small else 0)
     engine = make_engine(mesh, gradient_checkpointing=checkpointing, tokens_per_microbatch=60)
-    assert_same_gradient(update(engine, make_batch())[0], plain(MODES[0], CLIPPED)[0])
+    assert_same_gradient(update(engine, make_batch())[0], plain(AGGREGATION_MODES[0], CLIPPED)[0])
 
 
 def test_half_precision_computes_near_the_float32_master_weights(mesh, plain):
     engine = make_engine(mesh, dtype="bfloat16")
     found, metrics = update(engine, make_batch())
-    gradient, expected = plain(MODES[0], CLIPPED)
+    gradient, expected = plain(AGGREGATION_MODES[0], CLIPPED)
     assert found.dtype == parameters(engine).dtype == torch.float32
     assert torch.cosine_similarity(found, gradient, dim=0) > 0.98
     assert metrics["entropy"] == pytest.approx(expected["entropy"], rel=0.05)
@@ -99,7 +99,7 @@ def test_half_precision_computes_near_the_float32_master_weights(mesh, plain):
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 1.0), (0.25, 0.25), (3.0, 1.0)])
 def test_clipping(mesh, plain, share, kept):
     """`max_grad_norm` as a share of the norm there is; 0 switches it off."""
-    gradient, expected = plain(MODES[0], CLIPPED)
+    gradient, expected = plain(AGGREGATION_MODES[0], CLIPPED)
     norm = expected["grad_norm"]
     settings = OptimizerConfig(max_grad_norm=share * norm)
     engine = make_engine(mesh, optimizer=settings, tokens_per_microbatch=60)
@@ -133,7 +133,7 @@ def test_what_stands_off_the_mask_does_not_matter(engine, plain):
         values = column.values.masked_fill(off, math.nan)
         batch = batch.with_columns({name: column._replace(values=values)})
     found, metrics = update(engine, batch)
-    gradient, expected = plain(MODES[0], CLIPPED)
+    gradient, expected = plain(AGGREGATION_MODES[0], CLIPPED)
     assert_same_gradient(found, gradient)
     assert_same_metrics(metrics, expected)
 
@@ -173,7 +173,7 @@ def test_a_saved_model_is_the_model(mesh, tmp_path):
     engine = make_engine(mesh, optimizer=LEARNING)
     engine.update(make_batch(), CLIPPED)
     engine.save(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=PACKED_ATTENTION)
     state = dict(engine.full_parameters())
     assert state.keys() == dict(loaded.named_parameters()).keys()
     assert all(torch.equal(value, state[name]) for name, value in loaded.named_parameters())
@@ -228,12 +228,14 @@ def test_updates_that_are_skipped_are_counted_and_end_the_job(mesh):
     engine = make_engine(mesh)
     bad = make_batch().with_columns({"advantages": torch.full((len(LENGTHS),), math.nan)})
     assert engine.update(make_batch(), CLIPPED)["skipped_updates"] == 0.0
-    for _ in range(MOST_SKIPPED - 1):
+    for _ in range(MAX_SKIPPED_UPDATES - 1):
         assert engine.update(bad, CLIPPED)["skipped_updates"] == 1.0
     assert engine.update(make_batch(), CLIPPED)["skipped_updates"] == 0.0
-    for _ in range(MOST_SKIPPED - 1):
+    for _ in range(MAX_SKIPPED_UPDATES - 1):
         engine.update(bad, CLIPPED)
-    with pytest.raises(TrainingError, match=rf"{MOST_SKIPPED} updates in a row .*learning_rate"):
+    with pytest.raises(
+        TrainingError, match=rf"{MAX_SKIPPED_UPDATES} updates in a row .*learning_rate"
+    ):
         engine.update(bad, CLIPPED)
 
 
@@ -277,7 +279,7 @@ def test_the_learning_rate_is_reported_and_a_phase_begins_anew(mesh):
 )
 def test_rate_factor(schedule, updates, warmup, least):
     config = OptimizerConfig(schedule=schedule, warmup_steps=warmup, min_ratio=least)
-    factors = [rate_factor(step, config, updates) for step in range(updates + warmup + 5)]
+    factors = [learning_rate_factor(step, config, updates) for step in range(updates + warmup + 5)]
     assert 0 < factors[0] <= 1
     rise, fall = factors[:warmup], factors[warmup:]
     assert rise == sorted(rise) and fall == sorted(fall, reverse=True)
@@ -343,7 +345,7 @@ def test_a_column_of_other_lengths_is_named(engine, column):
 def test_columns_of_the_data_may_have_any_lengths(engine, plain):
     batch = make_batch().with_columns({"numbers": [[1, 2, 3]] * len(LENGTHS)})
     engine.config.tokens_per_microbatch = LONGEST
-    assert_same_gradient(update(engine, batch)[0], plain(MODES[0], CLIPPED)[0])
+    assert_same_gradient(update(engine, batch)[0], plain(AGGREGATION_MODES[0], CLIPPED)[0])
 
 
 def test_a_loss_may_change_its_columns_in_place(engine):
@@ -362,10 +364,10 @@ def test_a_loss_may_change_its_columns_in_place(engine):
 
 def test_a_loss_of_pairs_and_one_of_samples_are_not_mixed_up():
     worker = ActorWorker.__new__(ActorWorker)
-    worker.context = Context("actor", 0, 1)
+    worker.context = WorkerContext("actor", 0, 1)
     worker._objective = CLIPPED
     with pytest.raises(ConfigError, match=r"actor.update_preference .*policy_loss=ppo_clip"):
         worker.update_preference(make_batch())
-    worker._objective = DirectPreference()
+    worker._objective = PreferenceObjective()
     with pytest.raises(ConfigError, match=r"actor.update_actor .*preference.loss=sigmoid"):
         worker.update_actor(make_batch())

@@ -5,7 +5,7 @@ import torch
 from engine_cases import make_model
 from safetensors.torch import load_file, save_file
 
-from hybridrl.models import load_config, trained_parts
+from hybridrl.models import load_model_config, trained_parts
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def folder(tmp_path):
 
 
 def said_of(folder, adapters=False):
-    return trained_parts(str(folder), load_config(str(folder)), adapters=adapters)
+    return trained_parts(str(folder), load_model_config(str(folder)), adapters=adapters)
 
 
 def test_what_is_not_trained_is_kept(folder):

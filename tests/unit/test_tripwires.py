@@ -10,14 +10,14 @@ from settings import configured
 from watching import finished, watched
 
 from hybridrl.batch.trends import variance_of_sums
-from hybridrl.run.watchers.tripwires import Tripwires, window_of
+from hybridrl.run.watchers.tripwires import TripwireWatcher, resolve_tripwire_window
 
 WINDOW = 10
 
 
 def wires(*overrides, prompts=200):
     given = [f"guard.tripwires={WINDOW}", "reward.check=contains", *overrides]
-    return Tripwires(configured(given), prompts)
+    return TripwireWatcher(configured(given), prompts)
 
 
 def told(found, steps, **figures):
@@ -203,9 +203,9 @@ def test_few_prompts_tell_nothing():
 
 
 def test_nothing_is_watched_unless_asked():
-    assert window_of(configured([])) == 0
-    assert window_of(configured(["reward.check=exact"])) == 20
-    assert window_of(configured(["reward.check=exact", "guard.tripwires=0"])) == 0
+    assert resolve_tripwire_window(configured([])) == 0
+    assert resolve_tripwire_window(configured(["reward.check=exact"])) == 20
+    assert resolve_tripwire_window(configured(["reward.check=exact", "guard.tripwires=0"])) == 0
 
 
 def test_a_step_without_a_number_is_as_the_one_before():

@@ -5,12 +5,17 @@ import inspect
 import pyarrow as pa
 import pytest
 
-from hybridrl.data.character_tokenizer import build_tokenizer
-from hybridrl.data.preference_pairs import tokenize_pairs
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_conversations, tokenize_examples
-from hybridrl.rewards.signature import arguments_of, called_for, check_columns, rows_of_all
+from hybridrl.rewards.signature import (
+    check_parameters_in_columns,
+    find_call_scope,
+    merge_all_rows,
+    select_arguments,
+)
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}({{ m.content }}){% endfor %}"
@@ -20,7 +25,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    tokenizer = build_tokenizer()
+    tokenizer = build_character_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -38,9 +43,9 @@ def test_prompts_reach_a_function_as_they_stand_in_the_data(tokenizer):
         table = pa.Table.from_pylist([{"prompt": prompt, "ground_truth": "2"}])
         batch = tokenize_prompts(RowReader(tokenizer), table, "prompt", None)
         parameters = list(inspect.signature(of_trl).parameters.values())
-        check_columns("of_trl", parameters, batch.columns)
+        check_parameters_in_columns("of_trl", parameters, batch.columns)
         rows = [{**row, "response": "2"} for row in batch.rows_for_users()]
-        given = arguments_of(parameters, rows_of_all(rows))
+        given = select_arguments(parameters, merge_all_rows(rows))
         answer = "2" if isinstance(prompt, str) else said("assistant", "2")
         assert given["prompts"] == [expected] and given["completions"] == [answer]
         assert given["ground_truth"] == ["2"] and given["trainer_state"].global_step == 0
@@ -73,7 +78,9 @@ def test_prompt_completion_language_modelling_and_preference(tokenizer):
     pairs = {"chosen": question + answer, "rejected": question + said("assistant", "3")}
     explicit = {"chosen": answer, "rejected": said("assistant", "3"), "prompt": question}
     found = [
-        tokenize_pairs(RowReader(tokenizer), rows(**cells), "prompt", "chosen", "rejected")
+        tokenize_preference_pairs(
+            RowReader(tokenizer), rows(**cells), "prompt", "chosen", "rejected"
+        )
         for cells in (pairs, explicit)
     ]
     assert found[0]["chosen_ids"].values.tolist() == found[1]["chosen_ids"].values.tolist()
@@ -81,7 +88,7 @@ def test_prompt_completion_language_modelling_and_preference(tokenizer):
 
 def test_what_a_function_is_called_for_follows_from_what_it_names():
     def of(function):
-        return called_for(list(inspect.signature(function).parameters.values()))
+        return find_call_scope(list(inspect.signature(function).parameters.values()))
 
     assert of(lambda completions, **k: 0) == of(lambda answer, completions: 0) == "rows"
     assert of(lambda completion_ids, **k: 0) == "rows"

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.loss_weights import MODES
-from hybridrl.algorithms.registry import ADVANTAGES
-from hybridrl.batch.batch import Batch, Ragged
-from hybridrl.batch.row_balancing import blocks_of_runs
+from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.registry import ADVANTAGE_ESTIMATORS
+from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
 from hybridrl.rollout.engine_requests import ragged
-from hybridrl.rollout.episode_batch import EpisodeSample, episode_batch
-from hybridrl.rollout.transcript import Transcript
-from hybridrl.trainers.episode_branches import own_branches
+from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
+from hybridrl.rollout.transcript import TokenTranscript
+from hybridrl.trainers.episode_branches import select_branch_tokens
 from hybridrl.trainers.update_columns import (
     constrained_advantages,
     critic_advantages,
@@ -79,7 +79,7 @@ def episodes(draw):
 
 
 def packed(values, lengths):
-    return Ragged(values, torch.tensor([0, *itertools.accumulate(lengths)]))
+    return RaggedColumn(values, torch.tensor([0, *itertools.accumulate(lengths)]))
 
 
 def assert_same(function, batches, *names):
@@ -95,7 +95,7 @@ CREDITS = ("episode", "turn")
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", ADVANTAGE_ESTIMATORS)
 @pytest.mark.parametrize("credit", CREDITS)
 @SEVERAL
 @given(batches=episodes(), with_kl=st.booleans())
@@ -130,7 +130,7 @@ def test_nor_those_of_values_and_of_greedy_answers(credit, batches):
         assert_same(lambda b: greedy_advantages(b, config, 5, 0.1), batches, *shared)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATION_MODES)
 @SEVERAL
 @given(batches=episodes())
 def test_nor_the_weights_of_its_tokens(mode, batches):
@@ -173,7 +173,7 @@ def test_rewards_of_turns_lie_at_their_ends_for_a_critic():
 
 def transcript(prompt, *turns, first=0):
     """Alternately sampled and given tokens."""
-    found = Transcript(prompt)
+    found = TokenTranscript(prompt)
     for number, tokens in enumerate(turns):
         if number % 2:
             found.add_given(tokens)
@@ -192,12 +192,12 @@ def test_each_row_gets_the_tokens_of_its_branch():
             *([], 0.5, "stop"),
         ),
     ]
-    batch = episode_batch(samples, [[1, 2], [5], [1]], branching=True)
+    batch = build_episode_batch(samples, [[1, 2], [5], [1]], branching=True)
     assert batch["branches"].tolist() == [1, 0, 3] and batch["turns"].tolist() == [2, 0, 3]
     assert [p.tolist() for p in batch["prompt_ids"].rows()] == [[1, 2], [5], [2]]
     assert batch["environment/n"][0] == 2.0 and batch["environment/n"][1:].isnan().all()
     rows = batch.take([0, 2, 2, 2]).with_columns({"branch": torch.tensor([0, 0, 1, 2])})
-    own = own_branches(rows)
+    own = select_branch_tokens(rows)
 
     def column(name):
         return [row.tolist() for row in own[name].rows()]
@@ -206,14 +206,14 @@ def test_each_row_gets_the_tokens_of_its_branch():
     assert column("response_ids") == [[3, 4, 5, 6], [7, 8], [1], [3, 4]]
     assert column("response_mask") == [[1, 0, 1, 1], [1, 1], [1], [1, 0]]
     assert column("turn") == [[0, 0, 1, 1], [0, 0], [1], [0, 0]]
-    assert len(own_branches(rows.slice(0, 0))) == 0
-    assert len(episode_batch([], [], branching=True)) == 0
+    assert len(select_branch_tokens(rows.slice(0, 0))) == 0
+    assert len(build_episode_batch([], [], branching=True)) == 0
 
 
 @given(st.lists(st.integers(1, 4), max_size=8), st.integers(1, 5))
 def test_no_block_has_a_part_of_an_episode(sizes, parts):
     episodes = [number for number, size in enumerate(sizes) for _ in range(size)]
-    found = blocks_of_runs(episodes, parts)
+    found = split_by_runs(episodes, parts)
     assert [row for block in found for row in block] == list(range(len(episodes)))
     having = [{episodes[row] for row in block} for block in found]
     assert sum(map(len, having)) == len(sizes)

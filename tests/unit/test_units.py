@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.fsdp import units
+from hybridrl.parallel.fsdp import list_fsdp_units
 
 LAYERS = 2
 
@@ -22,7 +22,7 @@ def test_embedding_and_head_are_gathered_for_themselves_unless_they_are_one(
     inner = engine.model.inner
     ends = (inner.get_input_embeddings(), inner.get_output_embeddings())
     assert [isinstance(end, FSDPModule) for end in ends] == [not tied] * 2
-    assert len(units(engine.model)) == 1 + LAYERS + (0 if tied else 2)
+    assert len(list_fsdp_units(engine.model)) == 1 + LAYERS + (0 if tied else 2)
 
 
 @pytest.mark.parametrize("small", [True, False])

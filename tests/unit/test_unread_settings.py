@@ -5,10 +5,10 @@ from flips import another_value, default_at
 from settings import configured
 
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
-from hybridrl.config.effective_settings import idle
-from hybridrl.config.setting_names import leaves
+from hybridrl.config.effective_settings import find_ineffective_settings
+from hybridrl.config.setting_names import list_settings
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.objectives import policy_objective
+from hybridrl.trainers.objectives import build_policy_objective
 
 TEACHER = "models.teacher.path=some/model"
 TEXTS = {"advantage": "leave_one_out", "policy_loss": "sapo", "loss_options": "{a: 1}"}
@@ -21,7 +21,7 @@ def test_what_a_program_does_not_read_of_the_objective_is_told(algorithm):
     job = [f"algorithm={algorithm}", *([TEACHER] if "distillation" in algorithm else [])]
     check_algorithm(configured(job))
     read = set()
-    for name, hint in leaves().items():
+    for name, hint in list_settings().items():
         group, _, leaf = name.partition(".")
         if group != "algorithm":
             continue
@@ -29,7 +29,7 @@ def test_what_a_program_does_not_read_of_the_objective_is_told(algorithm):
         config = configured([*job, f"{name}={value}"])
         try:
             check_algorithm(config)
-            told = idle(config)
+            told = find_ineffective_settings(config)
         except ConfigError as error:
             told = [str(error)]
         if not any(name in said for said in told):
@@ -41,7 +41,7 @@ def test_a_teacher_is_the_only_one_that_samples_are_held_to():
     job = ["algorithm=distillation", TEACHER, "distillation.loss=sampled"]
     terms = ["algorithm.kl_coefficient=0.1", "algorithm.entropy_coefficient=0.1"]
     config = configured([*job, *terms])
-    (said,) = idle(config)
+    (said,) = find_ineffective_settings(config)
     assert said.startswith("algorithm.kl_coefficient=0.1 does nothing in this job")
 
 
@@ -53,15 +53,15 @@ def test_every_setting_of_the_loss_reaches_it():
         **{"correction_low": 0.66, "correction_high": 7.7},
     }
     job = [f"algorithm.{name}={value}" for name, value in settings.items()]
-    objective = policy_objective(configured(job))
+    objective = build_policy_objective(configured(job))
     options = {name: settings.pop(name) for name in ("clip_low", "clip_high", "dual_clip")}
     assert objective.options == options and not objective.off_policy
     assert {name: getattr(objective, name) for name in settings} == settings
-    in_reward = policy_objective(configured([*job, "algorithm.kl_in_reward=true"]))
+    in_reward = build_policy_objective(configured([*job, "algorithm.kl_in_reward=true"]))
     assert in_reward.kl_coefficient == 0 and in_reward.entropy_coefficient == 0.55
     options = "algorithm.loss_options={tau_positive: 2.0, tau_negative: 3.0}"
-    sapo = policy_objective(configured(["algorithm=sapo", options]))
+    sapo = build_policy_objective(configured(["algorithm=sapo", options]))
     assert sapo.policy_loss == "sapo"
     assert sapo.options == {"tau_positive": 2.0, "tau_negative": 3.0}
     older = ["placement=separation", "placement.staleness=1"]
-    assert policy_objective(configured([*job, *older])).off_policy
+    assert build_policy_objective(configured([*job, *older])).off_policy

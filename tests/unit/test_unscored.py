@@ -5,16 +5,16 @@ import math
 import pytest
 from watching import finished, watched
 
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.errors import RewardError
-from hybridrl.run.watchers.unscored_samples import Unscored
+from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
 from hybridrl.run.watchers.watcher import FinishedEvaluation
 from hybridrl.run_files.summary import RunSummary
 
 
 def record(kind="reward", scored=0, dropped=0, notice="", role=None):
     metrics = {f"{kind}_count": scored, f"{kind}_dropped": dropped}
-    return Record(
+    return CallRecord(
         role or kind, 0, "compute_reward", notices=[notice][: bool(notice)], metrics=metrics
     )
 
@@ -24,12 +24,18 @@ def at_step_0(records):
 
 
 def test_what_is_scored_is_not_spoken_of():
-    assert watched(Unscored(), finished(1, [])) == []
-    assert watched(Unscored(), finished(1, [Record("actor", 0, "update"), record(scored=4)])) == []
+    assert watched(UnscoredSamplesWatcher(), finished(1, [])) == []
+    assert (
+        watched(
+            UnscoredSamplesWatcher(),
+            finished(1, [CallRecord("actor", 0, "update"), record(scored=4)]),
+        )
+        == []
+    )
 
 
 def test_the_first_failure_of_each_role_is_told_once():
-    unscored = Unscored()
+    unscored = UnscoredSamplesWatcher()
     some = [record(scored=3, dropped=1, notice="row 2: no"), record(scored=4, notice="row 1: no")]
     (said,) = watched(unscored, finished(1, some))
     assert said.startswith("step 1: row 2: no") and "reward.on_error" in said
@@ -41,29 +47,29 @@ def test_the_first_failure_of_each_role_is_told_once():
 
 
 def test_ranks_without_a_score_do_not_matter_while_others_have_some():
-    watched(Unscored(), finished(1, [record(dropped=4), record(scored=1, dropped=3)]))
+    watched(UnscoredSamplesWatcher(), finished(1, [record(dropped=4), record(scored=1, dropped=3)]))
 
 
 def test_functions_that_give_no_score_are_told_from_failures():
     with pytest.raises(RewardError, match=r"none of the 2 .*function returned None"):
-        watched(Unscored(), finished(1, [record(dropped=2)]))
+        watched(UnscoredSamplesWatcher(), finished(1, [record(dropped=2)]))
 
 
 @pytest.mark.parametrize("kind", ["reward", "cost"])
 def test_none_scored_is_an_error_that_quotes_the_first_failure(kind):
     ranks = [record(kind, dropped=2), record(kind, dropped=3, notice="row 1: ValueError")]
     with pytest.raises(RewardError, match=f"evaluation at step 0: none of the 5 .*{kind}.on_error"):
-        list(Unscored(trains=False).on_evaluation(at_step_0(ranks)))
+        list(UnscoredSamplesWatcher(trains=False).on_evaluation(at_step_0(ranks)))
     with pytest.raises(RewardError, match="row 1: ValueError"):
-        watched(Unscored(), finished(1, ranks))
+        watched(UnscoredSamplesWatcher(), finished(1, ranks))
 
 
 def test_an_evaluation_by_the_way_that_says_nothing_is_told_of():
     ranks = [record(dropped=2), record(dropped=3, notice="row 1: KeyError: {x}")]
-    told = list(Unscored().on_evaluation(at_step_0(ranks)))
+    told = list(UnscoredSamplesWatcher().on_evaluation(at_step_0(ranks)))
     assert any("none of the 5 samples could be scored" in said for said in told)
     assert any("its figures say nothing. row 1: KeyError: {x}" in said for said in told)
-    assert list(Unscored().on_evaluation(at_step_0([record(scored=1)]))) == []
+    assert list(UnscoredSamplesWatcher().on_evaluation(at_step_0([record(scored=1)]))) == []
 
 
 def test_the_summary_knows_figures_that_are_numbers():

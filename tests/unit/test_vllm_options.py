@@ -5,20 +5,20 @@ from transformers import AutoConfig
 
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.vllm_options import (
-    OURS,
-    TAKEN,
+    FIXED_OPTIONS,
+    OPTIONS_WITH_SETTINGS,
     check_engine_options,
     check_served,
-    engine_options,
     known_architectures,
+    read_engine_options,
 )
 
 GUESSES = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 
 
 def test_every_name_here_is_one_of_the_installed_engine():
-    known = engine_options().keys()
-    assert not set(OURS) - known and not TAKEN.keys() - known
+    known = read_engine_options().keys()
+    assert not set(FIXED_OPTIONS) - known and not OPTIONS_WITH_SETTINGS.keys() - known
     assert {"max_num_batched_tokens", "kv_cache_dtype", "async_scheduling", *GUESSES} <= known
 
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import torch
 
 from hybridrl.weights.encoded_parcels import ParcelEncoder
-from hybridrl.weights.encoded_reshard import CodedTraffic
-from hybridrl.weights.parcel_transfer import Parcel
-from hybridrl.weights.sync_choice import SyncChoice
+from hybridrl.weights.encoded_reshard import EncodedTraffic
+from hybridrl.weights.parcel_transfer import WeightParcel
+from hybridrl.weights.sync_choice import SyncMethodChoice
 from hybridrl.weights.weight_channel import WeightChannel
-from hybridrl.weights.weight_message import METHODS
+from hybridrl.weights.weight_message import SYNC_METHODS
 
 CPU = torch.device("cpu")
 
@@ -20,12 +20,12 @@ class OneParcel:
     rank = 0
 
     def pack(self, read, device):
-        yield Parcel(0, 0, read("weight").view(torch.uint8))
+        yield WeightParcel(0, 0, read("weight").view(torch.uint8))
 
 
 def channel():
     made = WeightChannel.__new__(WeightChannel)
-    made._choice, made._by_parcels = SyncChoice("int4_delta", refresh=3), True
+    made._choice, made._by_parcels = SyncMethodChoice("int4_delta", refresh=3), True
     made._sync = SimpleNamespace(coded=None)
     made._encoder = ParcelEncoder(OneParcel(), torch.bfloat16, CPU)
     return made
@@ -37,8 +37,8 @@ def sent(by, updates):
     for seed in updates:
         values = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).bfloat16()
         read, method = {"weight": values}.__getitem__, by._choice.method()
-        ((_, message),) = by._encoder.encode(read, method, seed, CodedTraffic())
-        found.append((METHODS[message.header.method], message.data.tolist()))
+        ((_, message),) = by._encoder.encode(read, method, seed, EncodedTraffic())
+        found.append((SYNC_METHODS[message.header.method], message.data.tolist()))
     return found
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from hybridrl.weights.weight_message import (
-    METHODS,
+    SYNC_METHODS,
     DamagedMessageError,
-    Message,
-    Record,
-    checksum,
+    WeightMessage,
+    WeightRecord,
+    compute_checksum,
 )
 
 SIZE = 3001
@@ -28,9 +28,9 @@ def same_bits(one, other):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SYNC_METHODS)
 def test_receivers_hold_the_senders_record_at_every_version(method, dtype):
-    sender, receiver, values = Record(), Record(), weights(dtype)
+    sender, receiver, values = WeightRecord(), WeightRecord(), weights(dtype)
     for version in range(1, 5):
         message = sender.encode(values, method, version)
         found = receiver.decode(message, SIZE, dtype)
@@ -39,7 +39,7 @@ def test_receivers_hold_the_senders_record_at_every_version(method, dtype):
         if method in ("full", "delta"):
             assert same_bits(found, values)
         first = version == 1 and method != "int8"
-        assert METHODS[message.header.method] == ("full" if first else method)
+        assert SYNC_METHODS[message.header.method] == ("full" if first else method)
         assert (message.changed is None) == (first or method in ("full", "int8"))
         values = updated(values, version)
     assert receiver.nbytes == values.nbytes
@@ -51,7 +51,7 @@ def test_receivers_hold_the_senders_record_at_every_version(method, dtype):
 def test_errors_of_differences_do_not_add_up_and_vanish():
     """The step from one version to the next is rounded to a fifteenth of the largest, but what was
     lost is part of the next difference."""
-    sender, values = Record(), weights(torch.float32)
+    sender, values = WeightRecord(), weights(torch.float32)
     sender.encode(values, "int4_delta", 1)
     errors = []
     for version in range(2, 22):
@@ -64,9 +64,9 @@ def test_errors_of_differences_do_not_add_up_and_vanish():
     assert same_bits(sender.values, values) or (sender.values - values).norm() < 1e-6 * errors[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", SYNC_METHODS)
 def test_a_damaged_message_changes_nothing_and_whole_values_mend_it(method):
-    sender, receiver = Record(), Record()
+    sender, receiver = WeightRecord(), WeightRecord()
     old = weights(torch.bfloat16)
     receiver.decode(sender.encode(old, method, 1), SIZE, torch.bfloat16)
     held = receiver.values.clone()
@@ -75,11 +75,11 @@ def test_a_damaged_message_changes_nothing_and_whole_values_mend_it(method):
         wrong = data.clone()
         wrong[at] ^= 1
         with pytest.raises(DamagedMessageError):
-            receiver.decode(Message(header, wrong), SIZE, torch.bfloat16)
+            receiver.decode(WeightMessage(header, wrong), SIZE, torch.bfloat16)
     with pytest.raises(DamagedMessageError):
-        receiver.decode(Message(header, data[:-1]), SIZE, torch.bfloat16)
+        receiver.decode(WeightMessage(header, data[:-1]), SIZE, torch.bfloat16)
     with pytest.raises(DamagedMessageError, match="no method 99"):
-        receiver.decode(Message(header._replace(method=99), data), SIZE, torch.bfloat16)
+        receiver.decode(WeightMessage(header._replace(method=99), data), SIZE, torch.bfloat16)
     assert same_bits(receiver.values, held) and receiver.version == 1
     receiver.decode(sender.whole(), SIZE, torch.bfloat16)
     assert same_bits(receiver.values, sender.values) and receiver.version == 2
@@ -87,11 +87,11 @@ def test_a_damaged_message_changes_nothing_and_whole_values_mend_it(method):
 
 @pytest.mark.parametrize("method", ["delta", "int4_delta"])
 def test_differences_to_what_is_not_held_are_refused(method):
-    sender, values = Record(), weights(torch.bfloat16)
+    sender, values = WeightRecord(), weights(torch.bfloat16)
     first = sender.encode(values, method, 1)
     second = sender.encode(updated(values, 1), method, 2)
     third = sender.encode(updated(values, 2), method, 3)
-    receiver = Record()
+    receiver = WeightRecord()
     with pytest.raises(DamagedMessageError, match="to version 1, where 0 is held"):
         receiver.decode(second, SIZE, torch.bfloat16)
     receiver.decode(first, SIZE, torch.bfloat16)
@@ -99,12 +99,12 @@ def test_differences_to_what_is_not_held_are_refused(method):
         receiver.decode(third, SIZE, torch.bfloat16)
     sender.forget()
     assert sender.nbytes == 0
-    assert METHODS[sender.encode(values, method, 4).header.method] == "full"
+    assert SYNC_METHODS[sender.encode(values, method, 4).header.method] == "full"
 
 
 @pytest.mark.parametrize("method", ["int8", "int4_delta"])
 def test_what_is_not_finite_travels_exactly(method):
-    sender, receiver = Record(), Record()
+    sender, receiver = WeightRecord(), WeightRecord()
     values = weights(torch.bfloat16)
     receiver.decode(sender.encode(values, method, 1), SIZE, torch.bfloat16)
     broken = values.clone()
@@ -113,17 +113,24 @@ def test_what_is_not_finite_travels_exactly(method):
         message = sender.encode(now, method, version)
         assert same_bits(receiver.decode(message, SIZE, torch.bfloat16), sender.values)
         if now is broken:
-            assert METHODS[message.header.method] == "full" and same_bits(sender.values, broken)
+            assert SYNC_METHODS[message.header.method] == "full" and same_bits(
+                sender.values, broken
+            )
     assert (receiver.values - values).abs().max() < 1e-3
 
 
 def test_checksums_know_order_ends_and_every_bit():
     values = weights(torch.bfloat16)[:9]
-    found = {checksum(values), checksum(values.flip(0)), checksum(values[:8]), checksum(values[:0])}
+    found = {
+        compute_checksum(values),
+        compute_checksum(values.flip(0)),
+        compute_checksum(values[:8]),
+        compute_checksum(values[:0]),
+    }
     for bit in range(16):
         other = values.clone()
         other.view(torch.int16)[8] ^= -(2**15) if bit == 15 else 1 << bit
-        found.add(checksum(other))
+        found.add(compute_checksum(other))
     assert len(found) == 20
 
 
@@ -133,4 +140,4 @@ def test_a_bit_that_is_turned_over_in_two_places_is_seen(dtype):
     for place in range(1, 9):
         other = values.clone()
         other[[place, 40 + place]] *= -1  # the highest bit, also of wider words
-        assert checksum(other) != checksum(values)
+        assert compute_checksum(other) != compute_checksum(values)

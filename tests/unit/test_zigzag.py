@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.parallel.zigzag import even_bounds, ranges, rank_places, ring_rows
+from hybridrl.parallel.zigzag import (
+    compute_rank_positions,
+    concatenate_ranges,
+    split_bounds,
+    split_over_ring,
+)
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 
@@ -26,8 +31,8 @@ def realistic(seed, samples=64):
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 4))
 def test_the_ranks_hold_each_place_once(lengths, ring, ulysses):
     cu_seqlens = bounds_of(lengths)
-    rows = ring_rows(cu_seqlens, ring)
-    places = rank_places(rows, ulysses)
+    rows = split_over_ring(cu_seqlens, ring)
+    places = compute_rank_positions(rows, ulysses)
     assert len(places) == ring * ulysses
     assert sorted(torch.cat(places).tolist()) == list(range(sum(lengths)))
     for rank, row in enumerate(rows):
@@ -41,7 +46,7 @@ def test_the_ranks_hold_each_place_once(lengths, ring, ulysses):
 @given(LENGTHS, st.integers(1, 5))
 def test_a_ring_rank_holds_an_early_and_a_late_chunk_of_each_sample(lengths, ring):
     cu_seqlens = bounds_of(lengths)
-    for rank, row in enumerate(ring_rows(cu_seqlens, ring)):
+    for rank, row in enumerate(split_over_ring(cu_seqlens, ring)):
         expected = []
         for sample, (start, length) in enumerate(zip(cu_seqlens.tolist(), lengths, strict=False)):
             chunks = []
@@ -67,13 +72,15 @@ def test_causal_attention_is_even_work_where_consecutive_parts_are_not(seed):
     whole = visible_pairs(cu_seqlens, torch.arange(int(cu_seqlens[-1])))
     assert whole == int((lengths * (lengths + 1) // 2).sum())
 
-    zigzag = [visible_pairs(cu_seqlens, row.places) for row in ring_rows(cu_seqlens, 4)]
+    zigzag = [visible_pairs(cu_seqlens, row.places) for row in split_over_ring(cu_seqlens, 4)]
     assert sum(zigzag) == whole
     assert max(zigzag) <= 1.05 * whole / 4
 
     quarters = lengths[:, None] * torch.arange(5) // 4
     consecutive = [
-        visible_pairs(cu_seqlens, ranges(cu_seqlens[:-1] + quarters[:, k], quarters.diff()[:, k]))
+        visible_pairs(
+            cu_seqlens, concatenate_ranges(cu_seqlens[:-1] + quarters[:, k], quarters.diff()[:, k])
+        )
         for k in range(4)
     ]
     assert sum(consecutive) == whole
@@ -83,17 +90,23 @@ def test_causal_attention_is_even_work_where_consecutive_parts_are_not(seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_tokens_are_even_too(seed):
     cu_seqlens = realistic(seed)
-    counts = [len(places) for places in rank_places(ring_rows(cu_seqlens, 4), 2)]
+    counts = [len(places) for places in compute_rank_positions(split_over_ring(cu_seqlens, 4), 2)]
     assert max(counts) <= 1.02 * sum(counts) / len(counts)
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_even_bounds(tokens, parts):
-    bounds = even_bounds(tokens, parts)
+    bounds = split_bounds(tokens, parts)
     sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
     assert (bounds[0], bounds[-1], len(sizes)) == (0, tokens, parts)
     assert max(sizes) - min(sizes) <= 1
 
 
 def test_ranges():
-    assert ranges(torch.tensor([5, 0, 9]), torch.tensor([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+    assert concatenate_ranges(torch.tensor([5, 0, 9]), torch.tensor([2, 0, 3])).tolist() == [
+        5,
+        6,
+        9,
+        10,
+        11,
+    ]

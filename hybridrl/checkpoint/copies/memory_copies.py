@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridrl.checkpoint.pruning import KeepRule
-from hybridrl.checkpoint.store import StepFolders
+from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import HybridRLError
-from hybridrl.system.locations import Location, copy_files, sizes_below
+from hybridrl.system.locations import Location, copy_files, list_file_sizes
 
 
 class MemoryCopies:
@@ -19,14 +19,14 @@ class MemoryCopies:
     """
 
     def __init__(self, place: Location) -> None:
-        self._copies = StepFolders(place)
+        self._copies = CheckpointStore(place)
 
     def at(self, step: int) -> Location:
         """Return the folder of a step, whether it exists or not."""
         return self._copies.at(step)
 
     def complete(
-        self, step: int, fault: str, files: StepFolders, figures: Mapping[str, float]
+        self, step: int, fault: str, files: CheckpointStore, figures: Mapping[str, float]
     ) -> str:
         """Add what the ranks have not written of a step, and remove the copy before it; return why
         there is none, else an empty text.
@@ -38,7 +38,7 @@ class MemoryCopies:
         """
         if not fault:
             try:
-                there = sizes_below(self.at(step))
+                there = list_file_sizes(self.at(step))
                 listed = files.completed(step).files
                 # Tensors have their checksums in lists of the ranks.
                 small = [name for name, file in listed.items() if "crc32" in file]

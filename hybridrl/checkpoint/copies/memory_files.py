@@ -16,12 +16,12 @@ from typing import IO, Any, ClassVar
 import numpy as np
 from fsspec import AbstractFileSystem
 
-SCHEME = "host-memory"
-_PART_BYTES = 16 << 20
+URL_SCHEME = "host-memory"
+_UPLOAD_PART_BYTES = 16 << 20
 """The approximate size of a part."""
 
 
-class Keeper:
+class MemoryKeeper:
     """A keeper of files in the memory of its process."""
 
     def __init__(self) -> None:
@@ -64,11 +64,11 @@ class Keeper:
                 del files[name]
 
 
-class KeptFiles(AbstractFileSystem):
+class KeeperFileSystem(AbstractFileSystem):
     """A file system over several keepers. A file is written to several of them and read from any
     that has it, so that one keeper may be lost."""
 
-    protocol: ClassVar[str] = SCHEME
+    protocol: ClassVar[str] = URL_SCHEME
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -95,7 +95,7 @@ class KeptFiles(AbstractFileSystem):
             if answer is not None:
                 raise answer
 
-    def open(self, path: str, mode: str = "rb", **_: Any) -> IO[bytes] | Sending:
+    def open(self, path: str, mode: str = "rb", **_: Any) -> IO[bytes] | KeeperUpload:
         path = self._strip_protocol(path)
         if mode == "rb":
             return io.BytesIO(self.cat_file(path))
@@ -103,7 +103,7 @@ class KeptFiles(AbstractFileSystem):
         holders = self.keepers(job)[: int(job.partition("-")[0])]
         if not holders:
             raise OSError("no process that keeps copies is left")
-        return Sending(self, holders, path)
+        return KeeperUpload(self, holders, path)
 
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
         sending = self.open(path, "wb")
@@ -130,7 +130,7 @@ class KeptFiles(AbstractFileSystem):
                 if name not in found:
                     found[name] = size
                     self._known[name] = keeper
-        entries = {name: _entry(name, size) for name, size in sorted(found.items())}
+        entries = {name: _make_entry(name, size) for name, size in sorted(found.items())}
         return entries if detail else list(entries)
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
@@ -139,7 +139,7 @@ class KeptFiles(AbstractFileSystem):
         for name, entry in self.find(path, detail=True).items():
             inner = name.removeprefix(path).lstrip("/")
             child = f"{path}/{inner.partition('/')[0]}" if inner else name
-            entries[child] = entry if child == name else _entry(child, None)
+            entries[child] = entry if child == name else _make_entry(child, None)
         if not entries:
             raise FileNotFoundError(path)
         return list(entries.values()) if detail else list(entries)
@@ -149,7 +149,7 @@ class KeptFiles(AbstractFileSystem):
         found = self.find(path, detail=True)
         if not found:
             raise FileNotFoundError(path)
-        return found.get(path) or _entry(path, None)
+        return found.get(path) or _make_entry(path, None)
 
     def rm(self, path: str, **_: Any) -> None:  # a keeper that is lost has nothing any more
         path = self._strip_protocol(path)
@@ -165,14 +165,14 @@ class KeptFiles(AbstractFileSystem):
         yield from self.keepers(path.partition("/")[0])
 
 
-class Sending:
+class KeeperUpload:
     """An upload of a file to several keepers.
 
     Args:
         holders: Those that are to have it.
     """
 
-    def __init__(self, files: KeptFiles, holders: Sequence[Any], path: str) -> None:
+    def __init__(self, files: KeeperFileSystem, holders: Sequence[Any], path: str) -> None:
         self._files, self._holders, self._path = files, holders, path
         self._begun, self._sent = bytearray(), 0
         self.closed = False
@@ -180,7 +180,7 @@ class Sending:
     def write(self, content: bytes | memoryview) -> None:
         """Send content in large parts; less is kept until there is enough."""
         self._begun += content
-        if len(self._begun) >= _PART_BYTES:
+        if len(self._begun) >= _UPLOAD_PART_BYTES:
             self._send()
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ def _is_below(name: str, path: str) -> bool:
     return name == path or name.startswith(f"{path}/")
 
 
-def _entry(name: str, size: int | None) -> dict[str, Any]:
+def _make_entry(name: str, size: int | None) -> dict[str, Any]:
     """Return the entry that fsspec expects for a file, or for a folder, which has no size."""
     kind = "directory" if size is None else "file"
     return {"name": name, "size": size or 0, "type": kind}

@@ -14,31 +14,31 @@ from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import FilePart
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles
-from hybridrl.checkpoint.tensors.tensor_writer import values_of
-from hybridrl.layout.boxes import extent
-from hybridrl.system.device_traits import host_memory, mark
+from hybridrl.checkpoint.tensors.tensor_writer import slice_part
+from hybridrl.layout.boxes import box_shape
+from hybridrl.system.device_traits import allocate_host_memory, record_event
 
-T = TypeVar("T")
-NICENESS = 10
+_T = TypeVar("_T")
+_THREAD_NICENESS = 10
 """Of the thread, on Linux: work in the foreground comes first where cores are scarce."""
 
 
-class Background(Generic[T]):
+class BackgroundTask(Generic[_T]):
     """A task on a thread of its own; the next one begins when the one before is done."""
 
     def __init__(self) -> None:
-        self._last: Future[T] | None = None
+        self._last: Future[_T] | None = None
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
-    def start(self, work: Callable[[Callable[[], bool]], T]) -> None:
+    def start(self, work: Callable[[Callable[[], bool]], _T]) -> None:
         """Start a task after the one before is done; raises as `wait` does.
 
         Args:
             work: Called on the thread, with a function that says whether it is to give up.
         """
         self.settle()
-        self._last = last = Future[T]()
+        self._last = last = Future[_T]()
 
         def run() -> None:
             _give_way()
@@ -51,7 +51,7 @@ class Background(Generic[T]):
         self._thread = threading.Thread(target=run, name="background", daemon=True)
         self._thread.start()
 
-    def result(self, wait: bool) -> T | None:
+    def result(self, wait: bool) -> _T | None:
         """Return what the last task returned; None if none was started, or if it still runs and is
         not to be waited for.
 
@@ -79,7 +79,7 @@ class Background(Generic[T]):
             self._thread.join()
 
 
-class HostCopy:
+class StagingBuffer:
     """A buffer in host memory for the values of these parts, one after the other, reused for every
     checkpoint.
 
@@ -90,11 +90,11 @@ class HostCopy:
     def __init__(self, parts: Sequence[FilePart], device: torch.device) -> None:
         self._parts, self._device = parts, device
         self.values: list[Tensor] = []
-        memory = host_memory(sum(part.size for part in parts), device)
+        memory = allocate_host_memory(sum(part.size for part in parts), device)
         at = 0
         for part in parts:
             flat = memory[at : at + part.size].view(part.entry.dtype)
-            self.values.append(flat.view(extent(part.box)))
+            self.values.append(flat.view(box_shape(part.box)))
             at += part.size
 
     @torch.no_grad()
@@ -114,10 +114,10 @@ class HostCopy:
             if source is None:
                 into.zero_()
             else:
-                into.copy_(values_of(part, source), non_blocking=True)
-        return mark(self._device)
+                into.copy_(slice_part(part, source), non_blocking=True)
+        return record_event(self._device)
 
 
 def _give_way() -> None:
     with contextlib.suppress(AttributeError, OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _THREAD_NICENESS)

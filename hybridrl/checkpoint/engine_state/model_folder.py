@@ -17,38 +17,38 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.tensors.remote_files import TensorsApart
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.remote_files import RemoteTensorReader
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
-from hybridrl.checkpoint.tensors.write_errors import agreed, explained
+from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.layout.boxes import intersection
-from hybridrl.layout.tensor_layout import Layout, Piece
+from hybridrl.layout.boxes import intersect_boxes
+from hybridrl.layout.tensor_layout import Piece, TensorLayout
 from hybridrl.models import PackedModel
-from hybridrl.models.lora import ADAPTER, has_adapters
+from hybridrl.models.lora import ADAPTER_NAME, has_adapters
 from hybridrl.models.stored_tensors import (
-    StoredForm,
-    StoredPart,
-    index_of,
-    is_converted,
+    StorageFormat,
+    StoredTensor,
+    find_stored_tensors,
+    has_converted_tensors,
     is_replaced,
-    most_bytes,
-    parts_in_files,
-    stored_name,
+    limit_file_bytes,
+    remove_adapter_prefix,
+    select_local_tensor,
 )
 from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.parameter_layout import pieces_of, whole_shape
-from hybridrl.parallel.tensor_parallel import Cut
+from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
+from hybridrl.parallel.tensor_parallel import ParameterCut
 from hybridrl.system.dtypes import with_dtype
 
 GENERATION = "generation_config.json"
 _log = logging.getLogger(__name__)
 
 
-def save_model(
+def save_model_folder(
     model: PreTrainedModel,
-    form: StoredForm,
-    layout: Layout,
+    form: StorageFormat,
+    layout: TensorLayout,
     parts: Mapping[str, Tensor],
     mesh: ParallelMesh,
     folder: Path,
@@ -68,33 +68,33 @@ def save_model(
     Raises:
         StorageError: on all ranks, if one could not write.
     """
-    with agreed(mesh.group()), explained(folder):
+    with raise_on_all_ranks(mesh.group()), convert_write_errors(folder):
         if mesh.is_first:
-            describe(model, folder, dtype, form.source)
+            write_model_config(model, folder, dtype, form.source)
     carried = form.carried_tensors()
     write_tensors(
         folder,
         form.all_tensors(layout),
         mesh.place,
-        lambda name: carried[name] if name in carried else index_of(parts, name),
+        lambda name: carried[name] if name in carried else select_local_tensor(parts, name),
         dtype,
         mesh.group(),
-        file_bytes=most_bytes(form.stem, file_bytes),
+        file_bytes=limit_file_bytes(form.stem, file_bytes),
         stem=form.stem,
         dtypes=form.dtypes(),
     )
-    with agreed(mesh.group()):
+    with raise_on_all_ranks(mesh.group()):
         if mesh.is_first and form.source is not None:
             _check_kept(model, folder, form.source)
 
 
-def _check_kept(model: PreTrainedModel, folder: Path, source: TensorFiles) -> None:
+def _check_kept(model: PreTrainedModel, folder: Path, source: TensorReader) -> None:
     """Holds a folder that was written against the one that the model came from.
 
     Raises:
         StorageError: if a tensor is missing.
     """
-    written = TensorFiles(folder).shapes
+    written = TensorReader(folder).shapes
     if lost := [n for n in source.shapes if n not in written and not is_replaced(model, n)]:
         raise StorageError(
             f"{folder} lacks {len(lost)} of the tensors of {source.folder}, among them "
@@ -103,15 +103,15 @@ def _check_kept(model: PreTrainedModel, folder: Path, source: TensorFiles) -> No
         )
 
 
-def describe(
-    model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: TensorFiles | None = None
+def write_model_config(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: TensorReader | None = None
 ) -> None:
     """Writes what a folder has beside weights of this precision and a tokenizer: the files of the
     folder that the model came from, or what `save_pretrained` would write, which cannot do without
     the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     if has_adapters(model):
-        model.peft_config[ADAPTER].save_pretrained(str(folder))
+        model.peft_config[ADAPTER_NAME].save_pretrained(str(folder))
     else:
         name = str(dtype).removeprefix("torch.")
         model.config.dtype = name
@@ -139,10 +139,10 @@ def is_unread(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def fill(
+def materialize_parameters(
     model: PackedModel,
-    files: TensorFiles,
-    cuts: Mapping[str, Cut],
+    files: TensorReader,
+    cuts: Mapping[str, ParameterCut],
     index: int,
     device: torch.device,
 ) -> None:
@@ -161,25 +161,27 @@ def fill(
         # The same object: it may be tied, and FSDP knows it.
         torch.utils.swap_tensors(parameter, real)
     model._apply(lambda tensor: tensor)  # has FSDP look at what it shards again
-    _read(files, empty, _in_files(model.inner, empty, files, cuts), cuts, index)
+    _read(files, empty, _find_stored_parts(model.inner, empty, files, cuts), cuts, index)
 
 
-def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int) -> None:
+def load_model_folder(
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, ParameterCut], index: int
+) -> None:
     """Load the weights that a folder and this rank's part of a model have in common. Parameters
     that the folder lacks stay as they are, with a warning in the log.
 
     Args:
-        cuts, index: See `fill`.
+        cuts, index: See `materialize_parameters`.
 
     Raises:
         ConfigError: if they have none in common, one has another shape, or a file is damaged;
             names it.
     """
-    files = TensorFiles(folder)
+    files = TensorReader(folder)
     parameters = dict(model.named_parameters())
-    parts = _in_files(model, parameters, files, cuts)
+    parts = _find_stored_parts(model, parameters, files, cuts)
     found = {name: parameter for name, parameter in parameters.items() if name in parts}
-    if files.shapes and len(found) < len(parameters) and is_converted(model):
+    if files.shapes and len(found) < len(parameters) and has_converted_tensors(model):
         found = _load_whole(model, folder, cuts, index)
     elif found:
         _read(files, found, parts, cuts, index)
@@ -196,36 +198,34 @@ def load_weights(model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], 
         )
 
 
-def _in_files(
+def _find_stored_parts(
     model: PreTrainedModel,
     parameters: Mapping[str, nn.Parameter],
-    files: TensorFiles,
-    cuts: Mapping[str, Cut],
-) -> dict[str, tuple[StoredPart, ...]]:
-    shapes = {
-        name: whole_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()
-    }
-    return parts_in_files(model, shapes, files.shapes)
+    files: TensorReader,
+    cuts: Mapping[str, ParameterCut],
+) -> dict[str, tuple[StoredTensor, ...]]:
+    shapes = {name: full_shape(parameter, cuts.get(name)) for name, parameter in parameters.items()}
+    return find_stored_tensors(model, shapes, files.shapes)
 
 
 def _read(
-    files: TensorFiles,
+    files: TensorReader,
     parameters: Mapping[str, nn.Parameter],
-    parts: Mapping[str, tuple[StoredPart, ...]],
-    cuts: Mapping[str, Cut],
+    parts: Mapping[str, tuple[StoredTensor, ...]],
+    cuts: Mapping[str, ParameterCut],
     index: int,
 ) -> None:
     for name in parameters:
         for part in parts[name]:
             _check_shape(files.folder, part.name, files.shapes[part.name], part.shape)
     for name, parameter in parameters.items():
-        pieces = pieces_of(name, parameter, cuts.get(name), index)
-        read_parts(files, parts[name], pieces, _local(parameter))
+        pieces = find_parameter_pieces(name, parameter, cuts.get(name), index)
+        read_parameter_pieces(files, parts[name], pieces, _local(parameter))
 
 
-def read_parts(
-    files: TensorFiles | TensorsApart,
-    parts: Iterable[StoredPart],
+def read_parameter_pieces(
+    files: TensorReader | RemoteTensorReader,
+    parts: Iterable[StoredTensor],
     pieces: Iterable[Piece],
     local: Tensor,
 ) -> None:
@@ -236,7 +236,7 @@ def read_parts(
         pieces: What the rank holds, in `local`.
     """
     for piece, part in itertools.product(pieces, parts):
-        if (shared := intersection(piece.box, part.box)) is None:
+        if (shared := intersect_boxes(piece.box, part.box)) is None:
             continue
         place = tuple(
             slice(at, at + stop - start)
@@ -247,7 +247,7 @@ def read_parts(
 
 @torch.no_grad()
 def _load_whole(
-    model: PreTrainedModel, folder: Path, cuts: Mapping[str, Cut], index: int
+    model: PreTrainedModel, folder: Path, cuts: Mapping[str, ParameterCut], index: int
 ) -> dict[str, nn.Parameter]:
     """Load a model that transformers saves under other names, and return the parameters that the
     folder has. Every rank reads the whole folder."""
@@ -260,13 +260,13 @@ def _load_whole(
     found = {
         name: parameter
         for name, parameter in parameters.items()
-        if stored_name(name) in values.keys() - set(report["missing_keys"])
+        if remove_adapter_prefix(name) in values.keys() - set(report["missing_keys"])
     }
     for name, parameter in found.items():
-        whole, cut = values[stored_name(name)], cuts.get(name)
-        _check_shape(folder, name, tuple(whole.shape), whole_shape(parameter, cut))
+        whole, cut = values[remove_adapter_prefix(name)], cuts.get(name)
+        _check_shape(folder, name, tuple(whole.shape), full_shape(parameter, cut))
         local = _local(parameter)
-        for piece in pieces_of(name, parameter, cut, index):
+        for piece in find_parameter_pieces(name, parameter, cut, index):
             values_here = whole[tuple(slice(*side) for side in piece.box)]
             inner = zip(piece.start, values_here.shape, strict=True)
             local[tuple(slice(at, at + n) for at, n in inner)].copy_(values_here)

@@ -22,17 +22,17 @@ from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models.stored_tensors import StoredForm, as_named
+from hybridrl.models.stored_tensors import StorageFormat, plain_storage_format
 
-NUMBERS = "training.json"
+NUMBERS_FILE = "training.json"
 MOMENTS_STEM = "moments"
 WEIGHTS_STEM = "weights"
 """Of weights under the names of parameters, where transformers keeps tensors of another kind."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 """As AdamW calls them."""
 
 
-class StateFiles(NamedTuple):
+class EngineStateFiles(NamedTuple):
     """The tensors of an engine that a training state holds.
 
     Attributes:
@@ -40,31 +40,31 @@ class StateFiles(NamedTuple):
         trained: Parameters that have moments, on any rank.
     """
 
-    weights: StoredForm
+    weights: StorageFormat
     trained: tuple[str, ...]
 
 
-def state_files(engine: TrainEngine) -> StateFiles:
+def plan_state_files(engine: TrainEngine) -> EngineStateFiles:
     """Return the tensors of an engine to save. Collective."""
     shapes = engine.layout().shapes
-    form = engine.stored_form() or as_named(WEIGHTS_STEM, shapes)
-    mine, group = set(trained_parameters(engine)), engine.mesh.group()
+    form = engine.stored_form() or plain_storage_format(WEIGHTS_STEM, shapes)
+    mine, group = set(list_trained_parameters(engine)), engine.mesh.group()
     found = [mine]
     if group is not None:  # a rank of a pipeline has the parameters of its stages only
         found *= dist.get_world_size(group)
         dist.all_gather_object(found, mine, group=group)
     everybody = set().union(*found)
-    return StateFiles(form, tuple(name for name in shapes if name in everybody))
+    return EngineStateFiles(form, tuple(name for name in shapes if name in everybody))
 
 
-def trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
+def list_trained_parameters(engine: TrainEngine) -> dict[str, nn.Parameter]:
     """Return the trained parameters of this rank by name."""
     parameters = engine.model.inner.named_parameters()
     return {name: parameter for name, parameter in parameters if parameter.requires_grad}
 
 
-def local_state(
-    engine: TrainEngine, weights: StoredForm
+def read_local_state(
+    engine: TrainEngine, weights: StorageFormat
 ) -> dict[str, Tensor | TensorInFiles | None]:
     """Return this rank's tensors: weights by parameter name, or by parts of a parameter where the
     files have parts (`StoredForm.layout`), and moments. A parameter has no moments before its first
@@ -73,13 +73,13 @@ def local_state(
     found: dict[str, Tensor | TensorInFiles | None] = {**parameters, **weights.carried_tensors()}
     for name in {part.parameter for part in weights.parts if part.lacking}:
         found |= {f"{name}/{index}": part for index, part in enumerate(parameters[name])}
-    for name, parameter in trained_parameters(engine).items():
+    for name, parameter in list_trained_parameters(engine).items():
         state = engine.optimizer.state.get(parameter) or {}
-        for kind in MOMENTS:
-            found[f"{kind}/{name}"] = local_tensor(state[kind]) if state else None
+        for kind in MOMENT_NAMES:
+            found[f"{kind}/{name}"] = to_local(state[kind]) if state else None
     return found
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, for reading or writing."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
 """A saver of a TrainEngine's training state, either blocking or in the background.
 
 Every rank writes the boxes that it was dealt, at their places of files that all ranks share, and
-none waits for another. See `state_files` for what stands where.
+none waits for another. See `plan_state_files` for what stands where.
 """
 
 from __future__ import annotations
@@ -17,49 +17,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.engine_state.async_saving import Background, HostCopy
-from hybridrl.checkpoint.engine_state.model_folder import describe
+from hybridrl.checkpoint.engine_state.async_saving import BackgroundTask, StagingBuffer
+from hybridrl.checkpoint.engine_state.model_folder import write_model_config
 from hybridrl.checkpoint.engine_state.state_files import (
-    MOMENTS,
+    MOMENT_NAMES,
     MOMENTS_STEM,
-    NUMBERS,
+    NUMBERS_FILE,
     WEIGHTS_STEM,
-    StateFiles,
-    local_state,
-    state_files,
-    trained_parameters,
+    EngineStateFiles,
+    list_trained_parameters,
+    plan_state_files,
+    read_local_state,
 )
 from hybridrl.checkpoint.tensors import rank_manifest as written
-from hybridrl.checkpoint.tensors.file_plan import FILE_BYTES, FilePart, FilePlan, plan_files, share
+from hybridrl.checkpoint.tensors.file_plan import (
+    MAX_FILE_BYTES,
+    FilePart,
+    FilePlan,
+    assign_boxes,
+    plan_files,
+)
 from hybridrl.checkpoint.tensors.rank_manifest import (
-    Saved,
-    Written,
+    RankManifest,
+    SaveResult,
     WrittenBox,
     WrittenHeader,
-    list_of,
+    manifest_path,
 )
-from hybridrl.checkpoint.tensors.remote_files import write_apart
-from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_of
+from hybridrl.checkpoint.tensors.remote_files import write_remote_file
+from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_file_name
 from hybridrl.checkpoint.tensors.tensor_writer import (
-    headers_of,
-    values_of,
-    write_bytes,
+    make_header_entries,
+    make_written_box,
+    slice_part,
     write_headers,
     write_parts,
-    written_box,
+    write_small_file,
 )
-from hybridrl.checkpoint.tensors.write_errors import explained
+from hybridrl.checkpoint.tensors.write_errors import convert_write_errors
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import StorageError
-from hybridrl.layout.boxes import Place, extent
-from hybridrl.models.stored_tensors import CARRIED, most_bytes
+from hybridrl.layout.boxes import Place, box_shape
+from hybridrl.models.stored_tensors import CARRIED, limit_file_bytes
 from hybridrl.system.locations import Location
 
-Numbers = Mapping[str, Any]
+JsonNumbers = Mapping[str, Any]
 """What becomes a JSON file."""
 
 
-class StateSaver:
+class EngineStateSaver:
     """A saver that writes the state of one engine to a new folder at each save.
 
     Who writes what is worked out the first time, which is collective, and holds for the life of the
@@ -74,14 +80,16 @@ class StateSaver:
         self,
         engine: TrainEngine,
         tokenizer: Callable[[Path], None] | None = None,
-        file_bytes: int = FILE_BYTES,
+        file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._file_bytes = file_bytes
-        self._background: Background[Saved] = Background()
+        self._background: BackgroundTask[SaveResult] = BackgroundTask()
 
-    def save(self, folder: Location, counters: Numbers, beside: Mapping[str, Numbers]) -> Saved:
+    def save(
+        self, folder: Location, counters: JsonNumbers, beside: Mapping[str, JsonNumbers]
+    ) -> SaveResult:
         """Write the state without copying it first.
 
         Args:
@@ -96,14 +104,14 @@ class StateSaver:
         self._check_unused(folder)
         self._engine.gather_anew()  # as a run does that goes on from here
         write = self._writing(counters, beside)
-        sources = local_state(self._engine, self._files.weights)
+        sources = read_local_state(self._engine, self._files.weights)
         return write(folder, _values(self.parts, sources), lambda: False)
 
     def start(
         self,
         folder: Location,
-        counters: Numbers,
-        beside: Mapping[str, Numbers],
+        counters: JsonNumbers,
+        beside: Mapping[str, JsonNumbers],
         copy: Location | None = None,
     ) -> None:
         """Copy the state and write the copy on another thread, after earlier writes; see `save`.
@@ -115,9 +123,9 @@ class StateSaver:
         self._check_unused(folder)
         self._engine.gather_anew()  # as a run does that goes on from here
         write = self._writing(counters, beside)
-        copied = self._copy.fill(local_state(self._engine, self._files.weights))
+        copied = self._copy.fill(read_local_state(self._engine, self._files.weights))
 
-        def work(stop: Callable[[], bool]) -> Saved:
+        def work(stop: Callable[[], bool]) -> SaveResult:
             copied()
             saved = write(folder, self._copied(), stop)
             if copy is None:
@@ -130,7 +138,7 @@ class StateSaver:
 
         self._background.start(work)
 
-    def finish(self, wait: bool) -> Saved | None:
+    def finish(self, wait: bool) -> SaveResult | None:
         """Return the result of the save in the background; None while it is under way and `wait` is
         false. Raises as `save` does."""
         return self._background.result(wait)
@@ -140,7 +148,7 @@ class StateSaver:
         self._background.close()
 
     def _check_unused(self, folder: Location) -> None:
-        mine = list_of(folder, self._engine.mesh.place)
+        mine = manifest_path(folder, self._engine.mesh.place)
         if mine.is_file():
             raise StorageError(
                 f"{folder} holds a state already, of which {mine.name} is a part. Give each save a "
@@ -148,31 +156,33 @@ class StateSaver:
             )
 
     def _writing(
-        self, counters: Numbers, beside: Mapping[str, Numbers]
-    ) -> Callable[[Location, Iterable[Tensor], Callable[[], bool]], Saved]:
+        self, counters: JsonNumbers, beside: Mapping[str, JsonNumbers]
+    ) -> Callable[[Location, Iterable[Tensor], Callable[[], bool]], SaveResult]:
         """Return a function that writes the values of `file_parts` to a folder; all else that it
         writes is captured now."""
         parts, steps = self.parts, self._steps()
         small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
         if self._engine.mesh.place == 0:
-            numbers = {NUMBERS: self._numbers(counters), **beside}
+            numbers = {NUMBERS_FILE: self._numbers(counters), **beside}
             small = {name: json.dumps(value).encode() for name, value in numbers.items()}
             small |= self._description | self._indices
-            headers = {f: h for plan in self._plans for f, h in headers_of(plan).items()}
+            headers = {f: h for plan in self._plans for f, h in make_header_entries(plan).items()}
 
-        def write(folder: Location, values: Iterable[Tensor], stop: Callable[[], bool]) -> Saved:
+        def write(
+            folder: Location, values: Iterable[Tensor], stop: Callable[[], bool]
+        ) -> SaveResult:
             begin = time.perf_counter()
             for name, content in small.items():
-                write_bytes(folder / name, content)
+                write_small_file(folder / name, content)
             if isinstance(folder, Path):
                 own, boxes = {}, self._write_together(folder, values, stop)
             else:
-                own, boxes = write_apart(folder, self._engine.mesh.place, parts, values, stop)
+                own, boxes = write_remote_file(folder, self._engine.mesh.place, parts, values, stop)
             if len(boxes) < len(parts):
                 raise StorageError(f"{folder} was not written: the worker ended before.")
-            mine = list_of(folder, self._engine.mesh.place)
-            write_bytes(mine, Written(boxes, headers, steps, own).to_json().encode())
-            return Saved(sum(part.size for part in parts), time.perf_counter() - begin)
+            mine = manifest_path(folder, self._engine.mesh.place)
+            write_small_file(mine, RankManifest(boxes, headers, steps, own).to_json().encode())
+            return SaveResult(sum(part.size for part in parts), time.perf_counter() - begin)
 
         return write
 
@@ -180,17 +190,19 @@ class StateSaver:
         self, folder: Path, values: Iterable[Tensor], stop: Callable[[], bool]
     ) -> list[WrittenBox]:
         """Write the values of `file_parts` to the files that all ranks share."""
-        with explained(folder):
+        with convert_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         if self._engine.mesh.place == 0:
             for plan in self._plans:
                 write_headers(folder, plan)
         sums = write_parts(folder.__truediv__, self.parts, values, stop)
-        return [written_box(part, crc32) for part, crc32 in zip(self.parts, sums, strict=False)]
+        return [
+            make_written_box(part, crc32) for part, crc32 in zip(self.parts, sums, strict=False)
+        ]
 
     @cached_property
-    def _files(self) -> StateFiles:
-        return state_files(self._engine)
+    def _files(self) -> EngineStateFiles:
+        return plan_state_files(self._engine)
 
     @cached_property
     def _plans(self) -> tuple[FilePlan, FilePlan]:
@@ -199,18 +211,22 @@ class StateSaver:
         stored, stem = files.weights.all_tensors(layout), files.weights.stem
         weights = plan_files(
             stored.shapes,
-            [(move.name, move) for move in share(stored, stored.shapes, place)],
+            [(move.name, move) for move in assign_boxes(stored, stored.shapes, place)],
             torch.float32,
-            most_bytes(stem, self._file_bytes),
+            limit_file_bytes(stem, self._file_bytes),
             stem,
             files.weights.dtypes(),
         )
-        moves = share(layout, files.trained, place)
+        moves = assign_boxes(layout, files.trained, place)
         moments = plan_files(
-            {f"{kind}/{name}": layout.shapes[name] for kind in MOMENTS for name in files.trained},
+            {
+                f"{kind}/{name}": layout.shapes[name]
+                for kind in MOMENT_NAMES
+                for name in files.trained
+            },
             [
-                (f"{kind}/{move.name}", move._replace(source=_moment(kind, move.source)))
-                for kind in MOMENTS
+                (f"{kind}/{move.name}", move._replace(source=_moment_offset(kind, move.source)))
+                for kind in MOMENT_NAMES
                 for move in moves
             ],
             torch.float32,
@@ -226,16 +242,16 @@ class StateSaver:
         return weights.parts + moments.parts
 
     @cached_property
-    def _copy(self) -> HostCopy:
+    def _copy(self) -> StagingBuffer:
         changing = [part for part in self.parts if not part.source.tensor.startswith(CARRIED)]
-        return HostCopy(changing, self._engine.device)
+        return StagingBuffer(changing, self._engine.device)
 
     def _copied(self) -> Iterator[Tensor]:
         """Values of `parts`: copies, and what never changes from the files in which it is."""
         copies, carried = iter(self._copy.values), self._files.weights.carried_tensors()
         for part in self.parts:
             source = carried.get(part.source.tensor)
-            yield next(copies) if source is None else values_of(part, source)
+            yield next(copies) if source is None else slice_part(part, source)
 
     @cached_property
     def _description(self) -> dict[str, bytes]:
@@ -245,7 +261,7 @@ class StateSaver:
         with TemporaryDirectory() as name:
             folder = Path(name)
             source = self._files.weights.source
-            describe(self._engine.model.inner, folder, torch.float32, source)
+            write_model_config(self._engine.model.inner, folder, torch.float32, source)
             if self._tokenizer is not None:
                 self._tokenizer(folder)
             return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -254,19 +270,19 @@ class StateSaver:
     def _indices(self) -> dict[str, bytes]:
         """The index files of weights and of moments, where several files hold them."""
         plans = zip((self._files.weights.stem, MOMENTS_STEM), self._plans, strict=True)
-        return {index_of(stem): plan.index.encode() for stem, plan in plans if plan.index}
+        return {index_file_name(stem): plan.index.encode() for stem, plan in plans if plan.index}
 
     def _steps(self) -> dict[str, float | None]:
         """Return the optimizer's step count of each parameter whose moments this rank writes."""
-        prefix, states = f"{MOMENTS[0]}/", self._engine.optimizer.state
+        prefix, states = f"{MOMENT_NAMES[0]}/", self._engine.optimizer.state
         mine = {p.name.removeprefix(prefix) for p in self.parts if p.name.startswith(prefix)}
         return {
             name: float(states[parameter]["step"]) if states.get(parameter) else None
-            for name, parameter in trained_parameters(self._engine).items()
+            for name, parameter in list_trained_parameters(self._engine).items()
             if name in mine
         }
 
-    def _numbers(self, counters: Numbers) -> dict[str, Any]:
+    def _numbers(self, counters: JsonNumbers) -> dict[str, Any]:
         return {
             "schedule": self._engine.schedule.last_epoch,
             "skipped_in_a_row": self._engine.skipped_in_a_row,
@@ -281,10 +297,10 @@ def _values(
     for part in parts:
         source = sources[part.source.tensor]
         if source is None:
-            yield torch.zeros(extent(part.box))
+            yield torch.zeros(box_shape(part.box))
         else:
-            yield values_of(part, source).to(part.entry.dtype)
+            yield slice_part(part, source).to(part.entry.dtype)
 
 
-def _moment(kind: str, weight: Place) -> Place:
+def _moment_offset(kind: str, weight: Place) -> Place:
     return Place(f"{kind}/{weight.tensor}", weight.start)

@@ -1,5 +1,5 @@
 """Saving and loading the training state of a TrainEngine, on any number of ranks and with any
-sharding. See `state_files` for its files."""
+sharding. See `plan_state_files` for its files."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from typing import Any
 
 import torch
 
-from hybridrl.checkpoint.engine_state.model_folder import read_parts
+from hybridrl.checkpoint.engine_state.model_folder import read_parameter_pieces
 from hybridrl.checkpoint.engine_state.state_files import (
-    MOMENTS,
+    MOMENT_NAMES,
     MOMENTS_STEM,
-    NUMBERS,
-    StateFiles,
-    local_tensor,
-    state_files,
-    trained_parameters,
+    NUMBERS_FILE,
+    EngineStateFiles,
+    list_trained_parameters,
+    plan_state_files,
+    to_local,
 )
-from hybridrl.checkpoint.engine_state.state_saver import StateSaver
-from hybridrl.checkpoint.tensors.rank_manifest import lacking
-from hybridrl.checkpoint.tensors.remote_files import TensorsApart, open_lists, open_tensors
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.checkpoint.tensors.tensor_writer import write_bytes
+from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
+from hybridrl.checkpoint.tensors.rank_manifest import find_missing_data
+from hybridrl.checkpoint.tensors.remote_files import (
+    RemoteTensorReader,
+    load_manifests,
+    open_tensor_reader,
+)
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import extent
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.models.stored_tensors import parts_in_files
+from hybridrl.layout.boxes import box_shape
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.models.stored_tensors import find_stored_tensors
 from hybridrl.system.locations import Location
 
 
@@ -44,7 +48,7 @@ def save_training_state(
     Raises:
         StorageError: if a file cannot be written; names it.
     """
-    StateSaver(engine).save(folder, counters or {}, {})
+    EngineStateSaver(engine).save(folder, counters or {}, {})
 
 
 @torch.no_grad()
@@ -59,33 +63,33 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
         ConfigError: if a file is damaged, or the state is that of another model; names the folder
             and the parameter.
     """
-    numbers, lists = read_numbers(folder / NUMBERS), open_lists(folder)
-    if fault := lacking(folder, lists):
+    numbers, lists = read_state_numbers(folder / NUMBERS_FILE), load_manifests(folder)
+    if fault := find_missing_data(folder, lists):
         raise ConfigError(f"{fault}: saving did not come to its end. Resume from another step.")
     steps = {name: count for written in lists for name, count in written.steps.items()}
-    files, layout = state_files(engine), engine.layout()
+    files, layout = plan_state_files(engine), engine.layout()
     stems = files.weights.stem, MOMENTS_STEM
-    weights, moments = (open_tensors(folder, stem, lists) for stem in stems)
+    weights, moments = (open_tensor_reader(folder, stem, lists) for stem in stems)
     _check_parameters(folder, moments, layout, files)
     parts = files.weights.by_parameter()
     if not weights.shapes.keys() >= {part.name for each in parts.values() for part in each}:
         # Of an older version, or the model's folder has changed since: names may be others.
-        found = parts_in_files(engine.model.inner, layout.shapes, weights.shapes)
+        found = find_stored_tensors(engine.model.inner, layout.shapes, weights.shapes)
         parts |= {name: list(tensors) for name, tensors in found.items()}
     local, states = engine.local_parameters(), engine.optimizer.state
     held = layout.pieces.get(engine.mesh.place, {})
-    for name, parameter in trained_parameters(engine).items():
-        read_parts(weights, parts[name], held.get(name, ()), local[name])
+    for name, parameter in list_trained_parameters(engine).items():
+        read_parameter_pieces(weights, parts[name], held.get(name, ()), local[name])
         targets = {}
         states.pop(parameter, None)
         if steps.get(name) is not None:
-            values = {kind: torch.empty_like(parameter) for kind in MOMENTS}
+            values = {kind: torch.empty_like(parameter) for kind in MOMENT_NAMES}
             step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
             states[parameter] = {"step": step, **values}
             for kind, value in values.items():
-                targets[f"{kind}/{name}"] = local_tensor(value)
+                targets[f"{kind}/{name}"] = to_local(value)
         for piece in held.get(name, ()):
-            inner = zip(piece.start, extent(piece.box), strict=True)
+            inner = zip(piece.start, box_shape(piece.box), strict=True)
             place = tuple(slice(at, at + n) for at, n in inner)
             for stored, tensor in targets.items():
                 moments.read(stored, piece.box, tensor[place])
@@ -100,16 +104,16 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     return numbers["counters"]
 
 
-def write_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
+def write_state_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
     """Write numbers as JSON and wait until they are on the disk. Creates the folder.
 
     Raises:
         StorageError: if that fails; names the file.
     """
-    write_bytes(file, json.dumps(numbers).encode())
+    write_small_file(file, json.dumps(numbers).encode())
 
 
-def read_numbers(file: Location) -> dict[str, Any]:
+def read_state_numbers(file: Location) -> dict[str, Any]:
     """Read the JSON that `write_state_numbers` wrote.
 
     Raises:
@@ -124,10 +128,13 @@ def read_numbers(file: Location) -> dict[str, Any]:
 
 
 def _check_parameters(
-    folder: Location, moments: TensorFiles | TensorsApart, layout: Layout, files: StateFiles
+    folder: Location,
+    moments: TensorReader | RemoteTensorReader,
+    layout: TensorLayout,
+    files: EngineStateFiles,
 ) -> None:
     cure = "Resume with the model and the adapters (actor.lora) of that run."
-    prefix, trained = f"{MOMENTS[0]}/", set(files.trained)
+    prefix, trained = f"{MOMENT_NAMES[0]}/", set(files.trained)
     stored = {
         name.removeprefix(prefix): shape
         for name, shape in moments.shapes.items()

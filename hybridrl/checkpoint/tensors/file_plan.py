@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import torch
 
-from hybridrl.checkpoint.tensors.safetensors_header import NO_OTHERS, Entry, make_header
-from hybridrl.layout.boxes import Box, Piece, Place, volume, whole, windows
-from hybridrl.layout.tensor_layout import Layout, Move
-from hybridrl.layout.transfer_planner import plan
+from hybridrl.checkpoint.tensors.safetensors_header import NO_OTHERS, TensorEntry, build_header
+from hybridrl.layout.boxes import Box, Piece, Place, box_numel, full_box, split_box
+from hybridrl.layout.tensor_layout import TensorLayout, TensorMove
+from hybridrl.layout.transfer_planner import plan_transfer
 
-MODEL = "model"
+MODEL_STEM = "model"
 """What the names of a model's files begin with, as transformers has it."""
-FILE_BYTES = 5 << 30
+MAX_FILE_BYTES = 5 << 30
 """Largest file, unless one tensor is larger."""
-PIECE_ELEMENTS = 4 << 20
+_MAX_PIECE_ELEMENTS = 4 << 20
 """Most that is written at once, and dealt to a rank of several that hold it: 16 MiB of float32."""
 _FILES = -1
 """The files' number in layouts: a rank that is to hold every tensor whole."""
@@ -42,14 +42,14 @@ class FilePart(NamedTuple):
 
     file: str
     name: str
-    entry: Entry
+    entry: TensorEntry
     box: Box
     source: Place
 
     @property
     def size(self) -> int:
         """Return the bytes of the box in the file."""
-        return volume(self.box) * self.entry.dtype.itemsize
+        return box_numel(self.box) * self.entry.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FilePlan:
     parts: tuple[FilePart, ...]
 
 
-def share(layout: Layout, names: Iterable[str], rank: int) -> list[Move]:
+def assign_boxes(layout: TensorLayout, names: Iterable[str], rank: int) -> list[TensorMove]:
     """Assign to a rank of the layout the boxes of these tensors that it writes.
 
     Together the ranks write everything once. What several of them hold is dealt over these in
@@ -82,16 +82,16 @@ def share(layout: Layout, names: Iterable[str], rank: int) -> list[Move]:
     pieces = {
         name: tuple(
             Piece(box, name, tuple(start for start, _ in box))
-            for box in windows(whole(shape), PIECE_ELEMENTS)
+            for box in split_box(full_box(shape), _MAX_PIECE_ELEMENTS)
         )
         for name, shape in shapes.items()
     }
-    return list(plan(layout, Layout(shapes, {_FILES: pieces}), rank).moves)
+    return list(plan_transfer(layout, TensorLayout(shapes, {_FILES: pieces}), rank).moves)
 
 
 def plan_files(
     shapes: Mapping[str, tuple[int, ...]],
-    mine: Iterable[tuple[str, Move]],
+    mine: Iterable[tuple[str, TensorMove]],
     dtype: torch.dtype,
     file_bytes: int,
     stem: str,
@@ -110,12 +110,12 @@ def plan_files(
     sizes = {
         name: math.prod(shape) * dtypes.get(name, dtype).itemsize for name, shape in shapes.items()
     }
-    entries: dict[str, tuple[str, Entry]] = {}
+    entries: dict[str, tuple[str, TensorEntry]] = {}
     for file, inside in _split(sizes, file_bytes, stem).items():
         # Wide values first: readers want each tensor at a multiple of its own width.
         inside.sort(key=lambda name: -dtypes.get(name, dtype).itemsize)
         here = {name: shapes[name] for name in inside}
-        headers[file], found, lengths[file] = make_header(here, dtype, dtypes)
+        headers[file], found, lengths[file] = build_header(here, dtype, dtypes)
         entries |= {name: (file, entry) for name, entry in found.items()}
         named |= dict.fromkeys(inside, file)
     index = ""

@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
-from hybridrl.layout.boxes import Box, runs, volume
+from hybridrl.layout.boxes import Box, box_numel, contiguous_runs
 from hybridrl.system.bounded_files import parse_json, read_text
-from hybridrl.system.locations import Location, ranges_of, sizes_below
+from hybridrl.system.locations import Location, list_file_sizes, open_range_reader
 
-ITEM_BYTES = {
+DTYPE_BYTES = {
     **{"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
     **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
 }
 """Of the number formats that are written, by the names that safetensors headers use."""
-LISTS = "rank-*.json"
+MANIFEST_PATTERN = "rank-*.json"
 CARRIED = "carried"
 """In the plain numbers of a state: names of the tensors that are as the model's own files have
 them."""
@@ -43,7 +43,7 @@ class WrittenBox(NamedTuple):
 
     Attributes:
         tensor: Its name in the file.
-        dtype: A key of `ITEM_BYTES`.
+        dtype: A key of `DTYPE_BYTES`.
         shape: Of the whole tensor.
         box: Which part.
         file: Name of the file, in the folder of the list.
@@ -65,7 +65,7 @@ class WrittenBox(NamedTuple):
     @property
     def size(self) -> int:
         """The number of bytes."""
-        return volume(self.box) * ITEM_BYTES[self.dtype]
+        return box_numel(self.box) * DTYPE_BYTES[self.dtype]
 
     def ranges(self) -> Iterator[tuple[int, int]]:
         """Yield the byte ranges of its values: the first byte and the number of bytes of each
@@ -73,8 +73,8 @@ class WrittenBox(NamedTuple):
         if self.own_start is not None:
             yield self.own_start, self.size
             return
-        size = ITEM_BYTES[self.dtype]
-        for first, count in runs(self.shape, self.box):
+        size = DTYPE_BYTES[self.dtype]
+        for first, count in contiguous_runs(self.shape, self.box):
             yield self.offset + first * size, count * size
 
 
@@ -93,7 +93,7 @@ class WrittenHeader(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Written:
+class RankManifest:
     """The manifest of one rank: the boxes and headers that it wrote.
 
     Attributes:
@@ -125,7 +125,7 @@ class Written:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> Written:
+    def from_json(cls, text: str) -> RankManifest:
         """Parse the JSON of `to_json`.
 
         Raises:
@@ -142,7 +142,7 @@ class Written:
             raise ValueError(f"it is no list of boxes ({error})") from error
 
 
-class Saved(NamedTuple):
+class SaveResult(NamedTuple):
     """The result of a rank's save: bytes written and seconds taken.
 
     Attributes:
@@ -158,32 +158,32 @@ class Saved(NamedTuple):
     copy_fault: str = ""
 
 
-def list_of(folder: Location, rank: int) -> Location:
+def manifest_path(folder: Location, rank: int) -> Location:
     """Return the path of a rank's manifest."""
-    return folder / LISTS.replace("*", f"{rank:05}")
+    return folder / MANIFEST_PATTERN.replace("*", f"{rank:05}")
 
 
 def is_list(name: str) -> bool:
     """Return whether this is the name of such a list."""
-    return fnmatch(name, LISTS)
+    return fnmatch(name, MANIFEST_PATTERN)
 
 
-def read_lists(folder: Location) -> list[Written]:
+def read_manifests(folder: Location) -> list[RankManifest]:
     """Read the manifests of all ranks in a folder; an empty list if it has none.
 
     Raises:
         OSError, ValueError: if one cannot be read; names it.
     """
     found = []
-    for name in filter(is_list, sizes_below(folder)):
+    for name in filter(is_list, list_file_sizes(folder)):
         try:
-            found.append(Written.from_json(read_text(folder / name, _MOST_LIST_BYTES)))
+            found.append(RankManifest.from_json(read_text(folder / name, _MOST_LIST_BYTES)))
         except ValueError as error:
             raise ValueError(f"{folder / name}: {error}") from error
     return found
 
 
-def files_there(lists: Iterable[Written]) -> dict[str, WrittenHeader]:
+def list_written_files(lists: Iterable[RankManifest]) -> dict[str, WrittenHeader]:
     """Return the header of every file that was written, by file name."""
     apart = any(one.own for one in lists)
     return {
@@ -193,19 +193,19 @@ def files_there(lists: Iterable[Written]) -> dict[str, WrittenHeader]:
     }
 
 
-def lacking(folder: Location, lists: Sequence[Written]) -> str:
+def find_missing_data(folder: Location, lists: Sequence[RankManifest]) -> str:
     """Return a sentence about the first file that was not written completely; empty if all were.
     Reads no tensor file."""
     headers = {file: header for one in lists for file, header in one.headers.items()}
     if not headers:
-        return f"{folder} has no list of its first rank, {list_of(folder, 0).name}"
+        return f"{folder} has no list of its first rank, {manifest_path(folder, 0).name}"
     written = Counter({file: header.size for file, header in headers.items()})
     for one in lists:
         for box in one.boxes:
             written[box.file] += box.size
-    sizes = sizes_below(folder)
-    for file, header in {**headers, **files_there(lists)}.items():
-        found = sizes.get(file, 0) if file in files_there(lists) else header.length
+    sizes = list_file_sizes(folder)
+    for file, header in {**headers, **list_written_files(lists)}.items():
+        found = sizes.get(file, 0) if file in list_written_files(lists) else header.length
         listed = written.get(file, header.length)
         if not listed == found == header.length:
             return (
@@ -215,12 +215,12 @@ def lacking(folder: Location, lists: Sequence[Written]) -> str:
     return ""
 
 
-def damage(folder: Location, lists: Sequence[Written]) -> str:
+def find_damage(folder: Location, lists: Sequence[RankManifest]) -> str:
     """Return a sentence about the first file that differs from what was written; empty if none
     does. Reads all files."""
     checks: list[tuple[str, str, Iterable[tuple[int, int]], int]] = [
         (file, "its header", [(0, header.size)], header.crc32)
-        for file, header in files_there(lists).items()
+        for file, header in list_written_files(lists).items()
     ]
     checks += [
         (one.file_of(box), f"`{box.tensor}`", box.ranges(), box.crc32)
@@ -238,7 +238,7 @@ def damage(folder: Location, lists: Sequence[Written]) -> str:
 
 def crc32_of(file: Location, ranges: Iterable[tuple[int, int]]) -> int:
     found = 0
-    with ranges_of(file) as read:
+    with open_range_reader(file) as read:
         for start, size in ranges:
             for at in range(start, start + size, _READ_BYTES):
                 found = zlib.crc32(read(at, min(_READ_BYTES, start + size - at)), found)
@@ -248,6 +248,8 @@ def crc32_of(file: Location, ranges: Iterable[tuple[int, int]]) -> int:
 def _box(read: Any) -> WrittenBox:
     read["shape"], read["box"] = tuple(read["shape"]), tuple(map(tuple, read["box"]))
     found = WrittenBox(**read)
-    if found.dtype not in ITEM_BYTES or [len(side) for side in found.box] != [2] * len(found.shape):
+    if found.dtype not in DTYPE_BYTES or [len(side) for side in found.box] != [2] * len(
+        found.shape
+    ):
         raise KeyError(f"`{found.tensor}`")
     return found

@@ -15,17 +15,26 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import FilePart
-from hybridrl.checkpoint.tensors.rank_manifest import Written, WrittenBox, WrittenHeader, read_lists
-from hybridrl.checkpoint.tensors.safetensors_header import DTYPES, bytes_of, make_header
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
-from hybridrl.checkpoint.tensors.tensor_writer import written_box
-from hybridrl.checkpoint.tensors.write_errors import explained
+from hybridrl.checkpoint.tensors.rank_manifest import (
+    RankManifest,
+    WrittenBox,
+    WrittenHeader,
+    read_manifests,
+)
+from hybridrl.checkpoint.tensors.safetensors_header import (
+    SAFETENSORS_DTYPES,
+    build_header,
+    view_as_bytes,
+)
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.checkpoint.tensors.tensor_writer import make_written_box
+from hybridrl.checkpoint.tensors.write_errors import convert_write_errors
 from hybridrl.errors import ConfigError, StorageError
-from hybridrl.layout.boxes import Box, extent, intersection, relative, runs
+from hybridrl.layout.boxes import Box, box_shape, contiguous_runs, intersect_boxes, rebase_box
 from hybridrl.system.locations import Location, RemotePath
 
 
-def write_apart(
+def write_remote_file(
     folder: RemotePath,
     rank: int,
     parts: Sequence[FilePart],
@@ -46,50 +55,50 @@ def write_apart(
     """
     file = folder / f"rank-{rank:05}.safetensors"
     names = [f"{part.name}{list(map(list, part.box))}" for part in parts]
-    shapes = {name: extent(part.box) for name, part in zip(names, parts, strict=True)}
+    shapes = {name: box_shape(part.box) for name, part in zip(names, parts, strict=True)}
     dtypes = {name: part.entry.dtype for name, part in zip(names, parts, strict=True)}
-    header, entries, length = make_header(shapes, torch.float32, dtypes)
+    header, entries, length = build_header(shapes, torch.float32, dtypes)
     boxes: list[WrittenBox] = []
-    with explained(file), file.writing() as sent:
+    with convert_write_errors(file), file.writing() as sent:
         sent.write(header)
         for name, part, tensor in zip(names, parts, values, strict=True):
             if stop():
                 raise StorageError(f"{file} was not written: the worker ended before.")
-            memory = bytes_of(tensor.to("cpu", part.entry.dtype))
+            memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
             sent.write(memory)
-            box = written_box(part, zlib.crc32(memory))
+            box = make_written_box(part, zlib.crc32(memory))
             boxes.append(box._replace(own_start=entries[name].start))
     return {file.name: WrittenHeader(len(header), zlib.crc32(header), length)}, boxes
 
 
-def open_lists(folder: Location) -> list[Written]:
+def load_manifests(folder: Location) -> list[RankManifest]:
     """Read the manifests of all ranks that wrote to a folder.
 
     Raises:
         ConfigError: if that cannot be read.
     """
     try:
-        return read_lists(folder)
+        return read_manifests(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{folder} could not be read: {error}. Resume from another step."
         ) from error
 
 
-def open_tensors(
-    folder: Location, stem: str, lists: Sequence[Written]
-) -> TensorFiles | TensorsApart:
+def open_tensor_reader(
+    folder: Location, stem: str, lists: Sequence[RankManifest]
+) -> TensorReader | RemoteTensorReader:
     """Open the tensors of a folder, on a disk or at a URL.
 
     Args:
         stem: What the names of their files begin with.
         lists: Of the folder.
     """
-    kind = TensorFiles if isinstance(folder, Path) else TensorsApart
+    kind = TensorReader if isinstance(folder, Path) else RemoteTensorReader
     return kind(folder, stem, lists)
 
 
-class TensorsApart:
+class RemoteTensorReader:
     """A reader of the tensors of a folder at a URL; see `TensorReader`.
 
     Args:
@@ -97,39 +106,43 @@ class TensorsApart:
         lists: Of the folder.
     """
 
-    def __init__(self, folder: RemotePath, stem: str, lists: Iterable[Written]) -> None:
+    def __init__(self, folder: RemotePath, stem: str, lists: Iterable[RankManifest]) -> None:
         self.folder = folder
         self.bytes_read = 0
-        self._boxes: dict[str, list[tuple[Written, WrittenBox]]] = {}
+        self._boxes: dict[str, list[tuple[RankManifest, WrittenBox]]] = {}
         for one in lists:
             for box in one.boxes:
                 if box.file.startswith((f"{stem}.", f"{stem}-")):
                     self._boxes.setdefault(box.tensor, []).append((one, box))
         self.shapes = {name: found[0][1].shape for name, found in self._boxes.items()}
-        self.dtypes = {name: DTYPES[found[0][1].dtype] for name, found in self._boxes.items()}
+        self.dtypes = {
+            name: SAFETENSORS_DTYPES[found[0][1].dtype] for name, found in self._boxes.items()
+        }
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:
         """Read a box of a tensor; see `TensorReader.read`. Of another rank's box it reads the bytes
         from the first wanted value to the last."""
         for one, written in self._boxes[name]:
-            wanted = intersection(written.box, box)
+            wanted = intersect_boxes(written.box, box)
             if wanted is None:
                 continue
             values, first = self._fetch(self.folder / one.file_of(written), written, wanted)
             at = 0
-            part = torch.empty(extent(wanted), dtype=DTYPES[written.dtype])
+            part = torch.empty(box_shape(wanted), dtype=SAFETENSORS_DTYPES[written.dtype])
             flat = part.view(-1)
-            for start, count in runs(extent(written.box), relative(wanted, written.box)):
+            for start, count in contiguous_runs(
+                box_shape(written.box), rebase_box(wanted, written.box)
+            ):
                 flat[at : at + count] = values[start - first : start - first + count]
                 at += count
-            into[tuple(slice(*sides) for sides in relative(wanted, box))].copy_(part)
+            into[tuple(slice(*sides) for sides in rebase_box(wanted, box))].copy_(part)
 
     def _fetch(self, file: RemotePath, written: WrittenBox, wanted: Box) -> tuple[Tensor, int]:
         """Read the values of a written box from the first wanted one to the last; return also the
         index of the first in the box."""
-        dtype = DTYPES[written.dtype]
-        found = list(runs(extent(written.box), relative(wanted, written.box)))
+        dtype = SAFETENSORS_DTYPES[written.dtype]
+        found = list(contiguous_runs(box_shape(written.box), rebase_box(wanted, written.box)))
         first, stop = found[0][0], sum(found[-1])
         start = (written.own_start or 0) + first * dtype.itemsize
         length = (stop - first) * dtype.itemsize

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -33,15 +33,15 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """The number formats that are read here, by the names that headers use."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 NO_OTHERS: Mapping[str, torch.dtype] = {}
 """All tensors have one dtype."""
 _LENGTH = struct.Struct("<Q")
-MOST_HEADER_BYTES = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 """What safetensors itself allows."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """The dtype, shape and place of a tensor in a file.
 
     Attributes:
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
     start: int
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """Read the header of a file: its tensors, by name.
 
     Raises:
@@ -69,7 +69,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             if len(prefix) < _LENGTH.size:
                 raise _damaged(path, f"it has {length} bytes, fewer than the length of a header")
             (size,) = _LENGTH.unpack(prefix)
-            if size > min(MOST_HEADER_BYTES, length - _LENGTH.size):
+            if size > min(_MAX_HEADER_BYTES, length - _LENGTH.size):
                 raise _damaged(path, f"its header should have {size} bytes, and it has {length}")
             text = file.read(size)
     except OSError as error:
@@ -97,11 +97,11 @@ def read_header(path: Path) -> dict[str, Entry]:
     return found
 
 
-def make_header(
+def build_header(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
-) -> tuple[bytes, dict[str, Entry], int]:
+) -> tuple[bytes, dict[str, TensorEntry], int]:
     """Build the first bytes of a file; return also the entry of each tensor and the length of the
     file.
 
@@ -115,7 +115,7 @@ def make_header(
         starts[name] = end
         end += math.prod(shape) * own.itemsize
         described[name] = {
-            "dtype": NAMES[own],
+            "dtype": SAFETENSORS_NAMES[own],
             "shape": list(shape),
             "data_offsets": [starts[name], end],
         }
@@ -123,19 +123,19 @@ def make_header(
     text += b" " * (-len(text) % 8)  # values are aligned, for those who map the file
     first = _LENGTH.size + len(text)
     entries = {
-        name: Entry(shapes[name], dtypes.get(name, dtype), first + start)
+        name: TensorEntry(shapes[name], dtypes.get(name, dtype), first + start)
         for name, start in starts.items()
     }
     return _LENGTH.pack(len(text)) + text, entries, first + end
 
 
-def bytes_of(values: Tensor) -> memoryview:
+def view_as_bytes(values: Tensor) -> memoryview:
     """View a host tensor as the bytes that stand in a file, in the order of its elements."""
     flat = values.contiguous().view(values.numel()).view(torch.uint8)
     return flat.numpy().data
 
 
-def _entry(path: Path, name: str, described: Any) -> tuple[Entry, int]:
+def _entry(path: Path, name: str, described: Any) -> tuple[TensorEntry, int]:
     """Parse the entry of a tensor; its start and the stop returned with it count from the first
     value."""
     try:
@@ -146,14 +146,14 @@ def _entry(path: Path, name: str, described: Any) -> tuple[Entry, int]:
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"what it says of `{name}` is no dtype, shape and place") from error
-    if dtype not in DTYPES:
+    if dtype not in SAFETENSORS_DTYPES:
         raise ConfigError(
             f"{path} has `{name}` as {dtype}, which is not read here; save the model in one of "
-            f"{', '.join(DTYPES)}."
+            f"{', '.join(SAFETENSORS_DTYPES)}."
         )
-    if stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
+    if stop - start != math.prod(shape) * SAFETENSORS_DTYPES[dtype].itemsize:
         raise _damaged(path, f"`{name}` of shape {shape} as {dtype} has {stop - start} bytes")
-    return Entry(tuple(shape), DTYPES[dtype], start), stop
+    return TensorEntry(tuple(shape), SAFETENSORS_DTYPES[dtype], start), stop
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,18 +13,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.tensors.file_plan import MODEL
-from hybridrl.checkpoint.tensors.rank_manifest import Written, WrittenBox
-from hybridrl.checkpoint.tensors.safetensors_header import Entry, bytes_of, read_header
+from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
+from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, WrittenBox
+from hybridrl.checkpoint.tensors.safetensors_header import TensorEntry, read_header, view_as_bytes
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import Box, extent, intersection, relative, runs, volume, windows
+from hybridrl.layout.boxes import (
+    Box,
+    box_numel,
+    box_shape,
+    contiguous_runs,
+    intersect_boxes,
+    rebase_box,
+    split_box,
+)
 
-WINDOW_BYTES = 8 << 20
+_WINDOW_BYTES = 8 << 20
 """What is read at once; with it reading needs no more memory than what is read."""
 _PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
-class TensorFiles:
+class TensorReader:
     """A reader of the safetensors files of a folder: of `model.safetensors`, else of the files in
     `model.safetensors.index.json`, else of all that are there.
 
@@ -45,10 +53,12 @@ class TensorFiles:
             them.
     """
 
-    def __init__(self, folder: Path, stem: str = MODEL, lists: Iterable[Written] = ()) -> None:
+    def __init__(
+        self, folder: Path, stem: str = MODEL_STEM, lists: Iterable[RankManifest] = ()
+    ) -> None:
         self.folder = folder
         self.bytes_read = 0
-        self._entries: dict[str, tuple[Path, Entry]] = {}
+        self._entries: dict[str, tuple[Path, TensorEntry]] = {}
         files, index = _files(folder, stem)
         for path in files:
             for name, entry in read_header(path).items():
@@ -61,8 +71,8 @@ class TensorFiles:
         for name, path in index.items():
             if self._entries.get(name, (None,))[0] != path:
                 raise ConfigError(
-                    f"{folder / index_of(stem)} says that `{name}` is in {path}, and it is not. "
-                    "The files are not of one model; copy, download or save it again."
+                    f"{folder / index_file_name(stem)} says that `{name}` is in {path}, and it is "
+                    "not. The files are not of one model; copy, download or save it again."
                 )
         self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
         self.dtypes = {name: entry.dtype for name, (_, entry) in self._entries.items()}
@@ -93,13 +103,13 @@ class TensorFiles:
             self._fill(file, path, name, entry, box, values)
             self._check(path, name, box, into)
             return
-        if len(self._window) < min(WINDOW_BYTES, volume(box) * size):
-            self._window = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
-        for part in windows(box, WINDOW_BYTES // size):
-            values = self._window[: volume(part) * size]
+        if len(self._window) < min(_WINDOW_BYTES, box_numel(box) * size):
+            self._window = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
+        for part in split_box(box, _WINDOW_BYTES // size):
+            values = self._window[: box_numel(part) * size]
             self._fill(file, path, name, entry, part, values)
-            place = tuple(slice(*side) for side in relative(part, box))
-            into[place].copy_(values.view(entry.dtype).view(extent(part)))
+            place = tuple(slice(*side) for side in rebase_box(part, box))
+            into[place].copy_(values.view(entry.dtype).view(box_shape(part)))
         self._check(path, name, box, into)
 
     def _check(self, path: Path, name: str, box: Box, values: Tensor) -> None:
@@ -107,10 +117,10 @@ class TensorFiles:
         whole."""
         is_cast = values.dtype != self._entries[name][1].dtype
         for one in self._written.get(name, ()):
-            if is_cast or intersection(one.box, box) != one.box:
+            if is_cast or intersect_boxes(one.box, box) != one.box:
                 continue
-            place = tuple(slice(*side) for side in relative(one.box, box))
-            if zlib.crc32(bytes_of(values[place].cpu())) != one.crc32:
+            place = tuple(slice(*side) for side in rebase_box(one.box, box))
+            if zlib.crc32(view_as_bytes(values[place].cpu())) != one.crc32:
                 raise ConfigError(
                     f"{path} is damaged: `{name}` in it is not what was written. Resume from "
                     "another step."
@@ -123,11 +133,11 @@ class TensorFiles:
         return self._opened[path]
 
     def _fill(
-        self, file: int, path: Path, name: str, entry: Entry, box: Box, values: Tensor
+        self, file: int, path: Path, name: str, entry: TensorEntry, box: Box, values: Tensor
     ) -> None:
         """Read the runs of a box into a buffer of as many bytes."""
         memory, at, size = values.numpy().data, 0, entry.dtype.itemsize
-        for first, count in runs(entry.shape, box):
+        for first, count in contiguous_runs(entry.shape, box):
             start, stop = entry.start + first * size, at + count * size
             while at < stop:  # the system may give less than was asked for
                 got = os.preadv(file, [memory[at:stop]], start)
@@ -142,17 +152,17 @@ class TensorFiles:
 class TensorInFiles:
     """A tensor of files, of which a box is read when it is asked for, as slices."""
 
-    def __init__(self, files: TensorFiles, name: str) -> None:
+    def __init__(self, files: TensorReader, name: str) -> None:
         self._files, self._name = files, name
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         box = tuple((side.start, side.stop) for side in place)
-        values = torch.empty(extent(box), dtype=self._files.dtypes[self._name])
+        values = torch.empty(box_shape(box), dtype=self._files.dtypes[self._name])
         self._files.read(self._name, box, values)
         return values
 
 
-def index_of(stem: str) -> str:
+def index_file_name(stem: str) -> str:
     """Return the name of the index, which says which tensor is in which of several files."""
     return f"{stem}.safetensors.index.json"
 
@@ -167,21 +177,21 @@ def _files(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
     tensor."""
     if (whole := folder / f"{stem}.safetensors").is_file():
         return [whole], {}
-    if (folder / index_of(stem)).is_file():
-        index = dict(_index(folder / index_of(stem)))
+    if (folder / index_file_name(stem)).is_file():
+        index = dict(_index(folder / index_file_name(stem)))
         files = sorted(set(index.values()))
         if absent := [path for path in files if not path.is_file()]:
             raise ConfigError(
-                f"{folder} has no {absent[0].name}, which is named in {index_of(stem)} "
+                f"{folder} has no {absent[0].name}, which is named in {index_file_name(stem)} "
                 f"({len(absent)} of {len(files)} files are missing). Was the download or the copy "
                 "cut short? Do it again."
             )
         return files, index
-    found = sorted(folder.glob("*.safetensors" if stem == MODEL else f"{stem}-*.safetensors"))
+    found = sorted(folder.glob("*.safetensors" if stem == MODEL_STEM else f"{stem}-*.safetensors"))
     if parts := [path.name for path in found if _PART.fullmatch(path.name)]:
         raise ConfigError(
-            f"{folder} has {parts[0]} and no {index_of(stem)}, which is written last: saving or "
-            "copying the model did not come to its end. Save or copy it again."
+            f"{folder} has {parts[0]} and no {index_file_name(stem)}, which is written last: "
+            "saving or copying the model did not come to its end. Save or copy it again."
         )
     return found, {}
 

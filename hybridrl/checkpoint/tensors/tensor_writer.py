@@ -15,31 +15,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import (
-    FILE_BYTES,
-    MODEL,
+    MAX_FILE_BYTES,
+    MODEL_STEM,
     FilePart,
     FilePlan,
+    assign_boxes,
     plan_files,
-    share,
 )
 from hybridrl.checkpoint.tensors.rank_manifest import WrittenBox, WrittenHeader
-from hybridrl.checkpoint.tensors.safetensors_header import NAMES, NO_OTHERS, bytes_of
-from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_of
-from hybridrl.checkpoint.tensors.write_errors import agreed, explained
-from hybridrl.layout.boxes import extent, runs
-from hybridrl.layout.tensor_layout import Layout
-from hybridrl.system.locations import Location, sync_names, write_whole
+from hybridrl.checkpoint.tensors.safetensors_header import (
+    NO_OTHERS,
+    SAFETENSORS_NAMES,
+    view_as_bytes,
+)
+from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_file_name
+from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
+from hybridrl.layout.boxes import box_shape, contiguous_runs
+from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.system.locations import Location, sync_directory, write_atomically
 
 
 def write_tensors(
     folder: Path,
-    layout: Layout,
+    layout: TensorLayout,
     rank: int,
     read: Callable[[str], Tensor | TensorInFiles],
     dtype: torch.dtype,
     group: dist.ProcessGroup | None,
-    file_bytes: int = FILE_BYTES,
-    stem: str = MODEL,
+    file_bytes: int = MAX_FILE_BYTES,
+    stem: str = MODEL_STEM,
     dtypes: Mapping[str, torch.dtype] = NO_OTHERS,
 ) -> None:
     """Write all tensors of a layout, in the order of its `shapes`. Collective.
@@ -65,20 +69,20 @@ def write_tensors(
         StorageError: on all ranks, if one of them could not write; names the file.
         LayoutError: if nobody holds some part of a tensor.
     """
-    mine = [(move.name, move) for move in share(layout, layout.shapes, rank)]
+    mine = [(move.name, move) for move in assign_boxes(layout, layout.shapes, rank)]
     plan = plan_files(layout.shapes, mine, dtype, file_bytes, stem, dtypes)
     try:
-        with agreed(group), explained(folder):
+        with raise_on_all_ranks(group), convert_write_errors(folder):
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 for file, header in plan.headers.items():
                     with _part(folder, file).open("wb") as begun:
                         begun.write(header)
                         begun.truncate(plan.lengths[file])
-        with agreed(group):
-            values = (values_of(part, read(part.source.tensor)) for part in plan.parts)
+        with raise_on_all_ranks(group):
+            values = (slice_part(part, read(part.source.tensor)) for part in plan.parts)
             write_parts(lambda file: _part(folder, file), plan.parts, values)
-        with agreed(group), explained(folder):
+        with raise_on_all_ranks(group), convert_write_errors(folder):
             if rank == 0:
                 _publish(folder, plan, stem)
     finally:
@@ -113,13 +117,13 @@ def write_parts(
     sums = []
     pairs = zip(parts, values, strict=True)
     for file, some in itertools.groupby(pairs, key=lambda pair: pair[0].file):
-        with explained(path(file)):
+        with convert_write_errors(path(file)):
             opened = os.open(path(file), os.O_WRONLY | os.O_CREAT, 0o666)
             try:
                 for part, tensor in some:
                     if stop():
                         return sums
-                    memory = bytes_of(tensor.to("cpu", part.entry.dtype))
+                    memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
                     _write_box(opened, part, memory)
                     sums.append(zlib.crc32(memory))
                 os.fsync(opened)
@@ -135,7 +139,7 @@ def write_headers(folder: Path, plan: FilePlan) -> None:
         StorageError: if one cannot be written; names it.
     """
     for file, header in plan.headers.items():
-        with explained(folder / file):
+        with convert_write_errors(folder / file):
             opened = os.open(folder / file, os.O_WRONLY | os.O_CREAT, 0o666)
             try:
                 os.pwrite(opened, header, 0)
@@ -144,7 +148,7 @@ def write_headers(folder: Path, plan: FilePlan) -> None:
                 os.close(opened)
 
 
-def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
+def make_header_entries(plan: FilePlan) -> dict[str, WrittenHeader]:
     """Build the entries of a rank's manifest for the headers of a plan."""
     return {
         file: WrittenHeader(len(header), zlib.crc32(header), plan.lengths[file])
@@ -152,31 +156,31 @@ def headers_of(plan: FilePlan) -> dict[str, WrittenHeader]:
     }
 
 
-def written_box(part: FilePart, crc32: int) -> WrittenBox:
+def make_written_box(part: FilePart, crc32: int) -> WrittenBox:
     """Build the entry of a rank's manifest for a part."""
-    name, shape, start = NAMES[part.entry.dtype], part.entry.shape, part.entry.start
+    name, shape, start = SAFETENSORS_NAMES[part.entry.dtype], part.entry.shape, part.entry.start
     return WrittenBox(part.name, name, shape, part.box, part.file, start, crc32)
 
 
-def values_of(part: FilePart, tensor: Tensor | TensorInFiles) -> Tensor:
+def slice_part(part: FilePart, tensor: Tensor | TensorInFiles) -> Tensor:
     """Return the slice of a local tensor that a part takes."""
-    inner = zip(part.source.start, extent(part.box), strict=True)
+    inner = zip(part.source.start, box_shape(part.box), strict=True)
     return tensor[tuple(slice(at, at + n) for at, n in inner)]
 
 
-def write_bytes(path: Location, content: bytes) -> None:
+def write_small_file(path: Location, content: bytes) -> None:
     """Write a small file atomically, and wait until it is on the disk.
 
     Raises:
         StorageError: if that fails; names the file.
     """
-    with explained(path):
-        write_whole(path, content)
+    with convert_write_errors(path):
+        write_atomically(path, content)
 
 
 def _write_box(file: int, part: FilePart, memory: memoryview) -> None:
     at, size = 0, part.entry.dtype.itemsize
-    for first, count in runs(part.entry.shape, part.box):
+    for first, count in contiguous_runs(part.entry.shape, part.box):
         start, stop = part.entry.start + first * size, at + count * size
         while at < stop:  # the system may take less than it was given
             taken = os.pwrite(file, memory[at:stop], start)
@@ -185,7 +189,7 @@ def _write_box(file: int, part: FilePart, memory: memoryview) -> None:
 
 def _publish(folder: Path, plan: FilePlan, stem: str) -> None:
     """Give the files their names, and remove what is left of an earlier model."""
-    index = folder / index_of(stem)
+    index = folder / index_file_name(stem)
     if plan.index:
         # From here to its return the folder is one that is not finished, not a mixture of two
         # models; one that was a single file stays what readers take until that file goes.
@@ -194,13 +198,13 @@ def _publish(folder: Path, plan: FilePlan, stem: str) -> None:
         _part(folder, file).replace(folder / file)
     kept = {*plan.headers, *([index.name] if plan.index else [])}
     if plan.index:
-        write_bytes(_part(folder, index.name), plan.index.encode())
+        write_small_file(_part(folder, index.name), plan.index.encode())
         _part(folder, index.name).replace(index)
     ours = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     for path in folder.iterdir():
         if path.name not in kept and (path.name == index.name or ours.fullmatch(path.name)):
             path.unlink()
-    sync_names(folder)
+    sync_directory(folder)
 
 
 def _part(folder: Path, file: str) -> Path:

@@ -8,29 +8,29 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from hybridrl.errors import HybridRLError, StorageError
-from hybridrl.system.formatting import readable_bytes
-from hybridrl.system.locations import UNREACHABLE, Location, RemotePath, free_bytes
-from hybridrl.system.storage import as_os_errors
+from hybridrl.system.formatting import format_bytes
+from hybridrl.system.locations import UNREACHABLE_HINT, Location, RemotePath, find_free_bytes
+from hybridrl.system.storage import translate_os_errors
 
 
 @contextmanager
-def explained(path: Location) -> Iterator[None]:
+def convert_write_errors(path: Location) -> Iterator[None]:
     """Raise `StorageError`, naming `path`, in place of an `OSError` while `path` is written."""
     try:
-        with as_os_errors():
+        with translate_os_errors():
             yield
     except OSError as error:
         cure = "Free some space there, or save in a folder that every rank can write to."
         why = error.strerror or str(error)
         if isinstance(path, RemotePath):
-            cure = UNREACHABLE
-        elif (free := free_bytes(path)) is not None:
-            why += f" ({readable_bytes(free)} free there)"
+            cure = UNREACHABLE_HINT
+        elif (free := find_free_bytes(path)) is not None:
+            why += f" ({format_bytes(free)} free there)"
         raise StorageError(f"Cannot write {path}: {why}. {cure}") from error
 
 
 @contextmanager
-def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Wait for all ranks at the end of the block and raise on all of them if the block failed on
     one. Collective.
 

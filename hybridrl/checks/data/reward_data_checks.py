@@ -13,43 +13,43 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridrl.batch.batch import is_of_data
-from hybridrl.config.eval_sets import eval_sets, needs_held_out
+from hybridrl.batch.batch import is_user_column
+from hybridrl.config.eval_sets import needs_held_out_rows, resolve_eval_sets
 from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
 from hybridrl.config.setting import Setting
-from hybridrl.data.mixture import COLUMN as SOURCE
-from hybridrl.data.mixture import rewards_of, source_names, sources_of
-from hybridrl.errors import ConfigError, DataError, Problems, RewardError
+from hybridrl.data.mixture import SOURCE_COLUMN as SOURCE
+from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
+from hybridrl.errors import ConfigError, DataError, ErrorCollector, RewardError
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.loading import (
-    check_fit,
-    functions_of,
-    is_builtin,
-    load_function,
-    short_names,
+    check_functions_fit_columns,
+    is_builtin_function,
+    load_reward_function,
+    make_short_names,
+    resolve_functions,
 )
-from hybridrl.rewards.options import REWARD, FunctionSettings, options_of
-from hybridrl.rewards.source_rewards import settings_by_source
+from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
+from hybridrl.rewards.source_rewards import resolve_source_settings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
 
-COMPARE = ("contains", "numeric", "boxed")
+_STRICT_COMPARERS = ("contains", "numeric", "boxed")
 """Built-in functions that refuse answers, and take a moment for a hundred thousand."""
-TO_ANSWERS = ("exact", "math", *COMPARE)
+_COMPARERS = ("exact", "math", *_STRICT_COMPARERS)
 """Built-in functions that compare responses with answers."""
 OF_SHAPE = ("format", "length", "target_length")
 """Built-in functions that do not look at the answer."""
-WITHOUT_PROCESS = {"exact", *COMPARE, *OF_SHAPE}
+WITHOUT_PROCESS = {"exact", *_STRICT_COMPARERS, *OF_SHAPE}
 """Built-in functions that are quick to try in this process."""
-LONGEST_S = 10.0
+_TRIAL_TIMEOUT_S = 10.0
 """Of a trial: a function that takes longer is not waited for."""
-LONGEST_IMPORT_S = 20.0
+_IMPORT_TIMEOUT_S = 20.0
 """Of the user's file; `reward.timeout_s` if that is longer."""
 
 
-def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
+def check_reward_data(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
     """Holds the parameters of reward functions against the columns of the data, and has the user's
     checked in a reward process (`check_reward` of their modules). Tries them on the first row that
     has an answer, with that as the response; built-in ones on every answer. A failure is an error
@@ -71,7 +71,7 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
         MachineError: if a function cannot work on this machine.
     """
     trains = load_trainer(config.trainer.name).TRAINS
-    if "prompt" not in prompts.columns or not (trains or needs_held_out(config, trains)):
+    if "prompt" not in prompts.columns or not (trains or needs_held_out_rows(config, trains)):
         return []
     kinds = {spec.worker for spec in load_roles(config).values()}
     plays = config.rollout.episode or is_served(config.rollout, config.environment)
@@ -79,22 +79,22 @@ def check_rewards(config: Config, prompts: Batch, held_out: Batch | None = None)
     for kind in sorted(kinds & {"reward", "cost"}):
         settings = getattr(config, kind)
         if settings is not None:
-            own = rewards_of(config.data) if kind == "reward" else {}
-            names = source_names(config.data)
+            own = find_source_rewards(config.data) if kind == "reward" else {}
+            names = list_source_names(config.data)
             group = Setting(kind)
-            for name, one in settings_by_source(settings, own, names, group).items():
+            for name, one in resolve_source_settings(settings, own, names, group).items():
                 named = FunctionSettings.of(group, name)
-                _check_compares(_data_of(config, name, own), one, named)
-                mine, kept = (_of_source(rows, name, own) for rows in (prompts, held_out))
+                _check_reference_answers_exist(_find_source_settings(config, name, own), one, named)
+                mine, kept = (_select_source_rows(rows, name, own) for rows in (prompts, held_out))
                 assert mine is not None
                 reports = kind == "reward"
-                remarks += check_scoring(one, mine, named, tries=not plays, reports=reports)
+                remarks += check_reward_rows(one, mine, named, tries=not plays, reports=reports)
                 if kept is not None:
-                    _check_answers(one, kept, named)
+                    _check_reference_answers(one, kept, named)
     return list(dict.fromkeys(remarks))
 
 
-def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
+def check_eval_set_rewards(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
     """Check that the responses to each set's prompts can be scored; see `check_reward_data`.
 
     Returns:
@@ -104,8 +104,8 @@ def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
         HybridRLError: names the set.
     """
     remarks: list[str] = []
-    problems = Problems()
-    for name, one in eval_sets(config).items():
+    problems = ErrorCollector()
+    for name, one in resolve_eval_sets(config).items():
         rows = sets.get(name)
         if rows is None or (one.own.function is not None and not one.is_verified):
             continue
@@ -115,7 +115,7 @@ def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
                 tries, named = one.is_verified and not plays, REWARD
                 if one.is_verified:
                     named = FunctionSettings.of(one.setting / "reward")
-                remarks += check_scoring(one.reward, rows, named, tries=tries)
+                remarks += check_reward_rows(one.reward, rows, named, tries=tries)
             except (ConfigError, DataError, RewardError) as error:
                 if one.is_verified:  # then it names the set's settings already
                     raise
@@ -124,7 +124,7 @@ def check_sets(config: Config, sets: Mapping[str, Batch | None]) -> list[str]:
     return remarks
 
 
-def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
+def _select_source_rows(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
     """Select the rows of a source that has its own reward functions, or all other rows."""
     if rows is None or not own or SOURCE not in rows.columns:
         return rows
@@ -132,15 +132,17 @@ def _of_source(rows: Batch | None, name: str | None, own: Collection[str]) -> Ba
     return rows.take(np.flatnonzero(chosen))
 
 
-def _data_of(config: Config, name: str | None, own: Collection[str]) -> list[DataConfig]:
+def _find_source_settings(
+    config: Config, name: str | None, own: Collection[str]
+) -> list[DataConfig]:
     """Return the data settings that a source's reward functions, or `reward.function`, apply to."""
-    found = sources_of(config.data)
+    found = parse_sources(config.data)
     return [s.data for s in found if (s.name == name if name else s.name not in own)] or [
         config.data
     ]
 
 
-def check_scoring(
+def check_reward_rows(
     settings: RewardConfig,
     prompts: Batch,
     named: FunctionSettings = REWARD,
@@ -155,14 +157,16 @@ def check_scoring(
         tries: Call the functions on a row.
         reports: Say what they gave its right answer.
     """
-    functions, weights = functions_of(settings)
-    names = short_names(functions)
-    check_fit(functions, settings.options, filter(is_of_data, prompts.columns), named)
+    functions, weights = resolve_functions(settings)
+    names = make_short_names(functions)
+    check_functions_fit_columns(
+        functions, settings.options, filter(is_user_column, prompts.columns), named
+    )
     answers = prompts["answer"] if "answer" in prompts.columns else []
     first = next((number for number, answer in enumerate(answers) if answer), 0)
     row = prompts.slice(first, first + 1).rows_for_users()[0] if len(prompts) else None
-    _check_options(functions, settings, row or {}, named)
-    _check_answers(settings, prompts, named)
+    _try_builtin_options(functions, settings, row or {}, named)
+    _check_reference_answers(settings, prompts, named)
     answer = "" if row is None else row.get("answer") or ""
     reports = reports and tries and bool(answer)
     if row is not None:
@@ -171,14 +175,14 @@ def check_scoring(
         row = None
     scores: Sequence[float] = []
     remarks: list[str] = []
-    if not all(map(is_builtin, functions)) or (
+    if not all(map(is_builtin_function, functions)) or (
         reports and not WITHOUT_PROCESS.issuperset(functions)
     ):
-        remarks, scores = _try(functions, settings, row, named)
+        remarks, scores = _try_functions(functions, settings, row, named)
     elif reports and row is not None:
         scores = [
             _score(name, row | given)
-            for name, given in zip(functions, options_of(names, settings.options), strict=True)
+            for name, given in zip(functions, resolve_options(names, settings.options), strict=True)
         ]
     if not (reports and scores):
         return remarks
@@ -188,7 +192,7 @@ def check_scoring(
 def _score(name: str, row: Mapping[str, Any]) -> float:
     """What a built-in function gives a row, in this process; NaN: it failed."""
     try:
-        return float(load_function(name)(**row))
+        return float(load_reward_function(name)(**row))
     except (TypeError, ValueError):
         return math.nan
 
@@ -214,12 +218,12 @@ def _on_right_answer(
     return said
 
 
-def _check_compares(
+def _check_reference_answers_exist(
     sources: Sequence[DataConfig], settings: RewardConfig, named: FunctionSettings
 ) -> None:
     """Refuse functions that compare with reference answers where the data has none: an empty
     response would be correct."""
-    names = [name for name in functions_of(settings)[0] if name in TO_ANSWERS]
+    names = [name for name in resolve_functions(settings)[0] if name in _COMPARERS]
     without = any(data.task is None and data.answer_column is None for data in sources)
     if names and without:
         raise ConfigError(
@@ -229,7 +233,7 @@ def _check_compares(
         )
 
 
-def _check_options(
+def _try_builtin_options(
     functions: Sequence[Any],
     settings: RewardConfig,
     row: Mapping[str, Any],
@@ -241,13 +245,13 @@ def _check_options(
         row: One of the data.
     """
     trial = {**row, "prompt": "1", "response": "1", "answer": "1"}
-    names = short_names(functions)
-    for name, given in zip(functions, options_of(names, settings.options), strict=True):
-        if not is_builtin(name) or not given:
+    names = make_short_names(functions)
+    for name, given in zip(functions, resolve_options(names, settings.options), strict=True):
+        if not is_builtin_function(name) or not given:
             continue
         try:
             beside = {given["column"]: 1} if "column" in given else {"target": 1}
-            load_function(name)(**trial | beside | given)
+            load_reward_function(name)(**trial | beside | given)
         except (TypeError, ValueError) as error:
             shown = ", ".join(
                 f"{named.group / 'options' / name / key}={value}" for key, value in given.items()
@@ -255,11 +259,13 @@ def _check_options(
             raise ConfigError(f"{shown}: `{name}` cannot work with that: {error}.") from error
 
 
-def _check_answers(settings: RewardConfig, prompts: Batch, named: FunctionSettings) -> None:
+def _check_reference_answers(
+    settings: RewardConfig, prompts: Batch, named: FunctionSettings
+) -> None:
     """Refuse reference answers that a function cannot compare, if that would end the job."""
-    compared = [name for name in functions_of(settings)[0] if name in COMPARE]
+    compared = [name for name in resolve_functions(settings)[0] if name in _STRICT_COMPARERS]
     for name in compared if settings.on_error == "fail" else ():
-        check = partial(load_function(name), prompt="", response="")
+        check = partial(load_reward_function(name), prompt="", response="")
         for answer, prompt in zip(prompts["answer"], prompts["prompt"], strict=True):
             try:
                 check(answer=answer)
@@ -271,7 +277,7 @@ def _check_answers(settings: RewardConfig, prompts: Batch, named: FunctionSettin
                 ) from error
 
 
-def _try(
+def _try_functions(
     functions: Sequence[Any],
     settings: RewardConfig,
     row: dict[str, Any] | None,
@@ -280,16 +286,16 @@ def _try(
     """What the functions' modules remark, and what the functions give a row, if there is one."""
     limits = {"timeout_s": settings.timeout_s, "on_error": "drop", "env": settings.env}
     with RewardPool(functions, None, settings.options, settings=named, **limits) as pool:
-        pool.start(LONGEST_IMPORT_S)
+        pool.start(_IMPORT_TIMEOUT_S)
         if row is None:
             return pool.remarks, []
-        found = pool.score([row], within_s=LONGEST_S)
-    is_slow = found.timeouts and settings.timeout_s > LONGEST_S
+        found = pool.score([row], within_s=_TRIAL_TIMEOUT_S)
+    is_slow = found.timeouts and settings.timeout_s > _TRIAL_TIMEOUT_S
     if found.first_failure and not is_slow and settings.on_error == "fail":
         raise RewardError(
             "Tried before the start, on the first row of the data with its answer as the response: "
             f"{found.first_failure.rstrip()}\nMend the function; or set `{named.group}.on_error` "
             "to `drop` or `value`, to go on in spite of such rows."
         )
-    names = short_names(functions)
+    names = make_short_names(functions)
     return pool.remarks, [found.columns[f"reward/{name}"][0] for name in names]

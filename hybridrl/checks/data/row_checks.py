@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridrl.batch.batch import Batch, is_of_data
+from hybridrl.batch.batch import Batch, is_user_column
 from hybridrl.config.schema import Config
 from hybridrl.config.setting import Setting
 from hybridrl.data.job_data import JobData
-from hybridrl.data.row_schedule import deck_of
-from hybridrl.data.samplers import BUILT_IN
-from hybridrl.errors import ConfigError, nearest
-from hybridrl.rewards.rubrics import load_rubric, rubric_of
-from hybridrl.trainers.distillation import rows_by_teacher
+from hybridrl.data.row_schedule import build_row_schedule
+from hybridrl.data.samplers import BUILT_IN_SAMPLERS
+from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.rewards.rubrics import load_rubric, read_row_rubric
+from hybridrl.trainers.distillation import group_rows_by_teacher
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def check_teachers(config: Config, prompts: Batch) -> None:
+def check_teacher_columns(config: Config, prompts: Batch) -> None:
     """Check `distillation.*` against the data's columns.
 
     Raises:
@@ -35,10 +35,10 @@ def check_teachers(config: Config, prompts: Batch) -> None:
             raise ConfigError(
                 f"distillation.teacher_prompt={settings.teacher_prompt}: there is no column "
                 f"`{name}` in the data; a row has "
-                f"{', '.join(filter(is_of_data, known))}.{nearest(name, known)}"
+                f"{', '.join(filter(is_user_column, known))}.{suggest_name(name, known)}"
             )
     if settings.by is not None and settings.by in known:
-        rows_by_teacher(prompts[settings.by], settings.by, list(config.models))
+        group_rows_by_teacher(prompts[settings.by], settings.by, list(config.models))
 
 
 def check_rubrics(config: Config, prompts: Batch) -> None:
@@ -59,13 +59,13 @@ def check_rubrics(config: Config, prompts: Batch) -> None:
             if column not in prompts.columns:
                 raise ConfigError(
                     f"{judge / 'rubric_column'}={column}: there is no such column in the data; a "
-                    f"row has {', '.join(filter(is_of_data, prompts.columns))}."
+                    f"row has {', '.join(filter(is_user_column, prompts.columns))}."
                 )
             for prompt, given in zip(prompts["prompt"], prompts[column], strict=True):
-                rubric_of({"prompt": prompt, column: given}, column, judge / "rubric_column")
+                read_row_rubric({"prompt": prompt, column: given}, column, judge / "rubric_column")
 
 
-def check_by_column(config: Config, held_out: Batch | None) -> None:
+def check_eval_column(config: Config, held_out: Batch | None) -> None:
     """Check that the held-out rows have the column by which evaluations are grouped
     (`eval.by_column`).
 
@@ -77,11 +77,11 @@ def check_by_column(config: Config, held_out: Batch | None) -> None:
         return
     raise ConfigError(
         f"eval.by_column is `{by}`, but the held-out rows have no such column; they have "
-        f"{', '.join(held_out.columns)}.{nearest(by, held_out.columns)}"
+        f"{', '.join(held_out.columns)}.{suggest_name(by, held_out.columns)}"
     )
 
 
-def check_normalise_by(config: Config, prompts: Batch) -> None:
+def check_normalization_column(config: Config, prompts: Batch) -> None:
     """Check that the data has the column by which rewards are normalized (`reward.normalise_by`).
 
     Raises:
@@ -92,11 +92,11 @@ def check_normalise_by(config: Config, prompts: Batch) -> None:
         return
     raise ConfigError(
         f"reward.normalise_by is `{by}`, but the data has no such column; it has "
-        f"{', '.join(prompts.columns)}.{nearest(by, prompts.columns)}"
+        f"{', '.join(prompts.columns)}.{suggest_name(by, prompts.columns)}"
     )
 
 
-def check_lengths(
+def check_sample_lengths(
     config: Config,
     kind: str,
     rows: JobData,
@@ -142,8 +142,8 @@ def check_lengths(
 
 def check_dealing(config: Config, prompts: Batch) -> None:
     """Refuse rows that a sampler, or a mixture, cannot deal out."""
-    if config.data.sampler in BUILT_IN or config.data.sources:
-        deck_of(config, prompts)
+    if config.data.sampler in BUILT_IN_SAMPLERS or config.data.sources:
+        build_row_schedule(config, prompts)
 
 
-ROW_CHECKS = (check_by_column, check_dealing, check_normalise_by, check_lengths)
+ROW_CHECKS = (check_eval_column, check_dealing, check_normalization_column, check_sample_lengths)

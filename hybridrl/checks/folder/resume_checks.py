@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.checkpoint.resume import find_checkpoint
+from hybridrl.checkpoint.resume import find_resume_point
 from hybridrl.config.schema import Config
 from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.trainers.role_spec import RoleSpec
@@ -20,4 +20,4 @@ def check_source(
     config: Config, roles: Mapping[str, RoleSpec], plain_settings: Mapping[str, Any]
 ) -> None:
     """Refuse a checkpoint that is not there, or does not fit the job."""
-    find_checkpoint(config, plain_settings, roles)
+    find_resume_point(config, plain_settings, roles)

@@ -10,9 +10,9 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hybridrl.system.cluster_spec import Cluster
+    from hybridrl.system.cluster_spec import ClusterSpec
 
-LEAST_OPEN_FILES = 256
+MIN_OPEN_FILES = 256
 """With so many a job with Ray was seen to run."""
 
 
@@ -24,11 +24,11 @@ def check_open_files() -> None:
         ConfigError: if there may be fewer than a job needs.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < LEAST_OPEN_FILES:
+    if 0 <= limit < MIN_OPEN_FILES:
         can = limit < most or most < 0  # the shell may raise it as far as that
         raise ConfigError(
             f"A process may open {limit} files here (ulimit -n), and a job needs "
-            f"{LEAST_OPEN_FILES} or more. Write `ulimit -n 4096` before the command"
+            f"{MIN_OPEN_FILES} or more. Write `ulimit -n 4096` before the command"
             f"{'' if can else ', as far as whoever set the limit lets you (ulimit -Hn)'}."
         )
 
@@ -51,7 +51,7 @@ def check_min_devices(config: Config, devices: int | None = None) -> None:
         )
 
 
-def devices_here(config: Config) -> Cluster:
+def devices_here(config: Config) -> ClusterSpec:
     """Return the devices that a job gets on this machine.
 
     Raises:
@@ -59,21 +59,21 @@ def devices_here(config: Config) -> Cluster:
     """
     import torch
 
-    from hybridrl.system.cluster_spec import Cluster, choose_devices
-    from hybridrl.system.cpu_cores import usable_cores
+    from hybridrl.system.cluster_spec import ClusterSpec, resolve_devices
+    from hybridrl.system.cpu_cores import count_usable_cores
 
     inline = config.executor == "inline"
-    cpus = 1 if inline else usable_cores()
+    cpus = 1 if inline else count_usable_cores()
     number = 1 if inline else config.num_devices
     gpus = torch.accelerator.device_count()
-    return Cluster.of_one_node(*choose_devices(config.devices, number, gpus, cpus))
+    return ClusterSpec.of_one_node(*resolve_devices(config.devices, number, gpus, cpus))
 
 
-def devices_to_check(config: Config) -> Cluster | None:
+def build_preflight_cluster(config: Config) -> ClusterSpec | None:
     """Return the devices to check a placement against: those of this machine, or imaginary ones
     where it has fewer than requested, since a recipe may be checked on a laptop; None if only a
     cluster can tell."""
-    from hybridrl.system.cluster_spec import Cluster
+    from hybridrl.system.cluster_spec import ClusterSpec
 
     if config.ray.address is not None and config.num_devices is None:
         return None
@@ -83,4 +83,4 @@ def devices_to_check(config: Config) -> Cluster | None:
         if config.num_devices is None or config.num_devices < 1:
             return None
         kind = "cpu" if config.devices == "cpu" else "cuda"
-        return Cluster.of_one_node(kind, config.num_devices)
+        return ClusterSpec.of_one_node(kind, config.num_devices)

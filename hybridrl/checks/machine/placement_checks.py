@@ -10,29 +10,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybridrl.checks.machine.device_checks import check_min_devices, devices_here
-from hybridrl.checks.settings.role_checks import check_models
-from hybridrl.config.role_models import model_settings
+from hybridrl.checks.settings.role_checks import check_role_models
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config, ParallelConfig, RolloutParallelConfig
-from hybridrl.errors import ConfigError, nearest
-from hybridrl.layout.training_mesh import check_sizes
-from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace, place
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.systems.low_bits.precision_checks import check_precision
-from hybridrl.systems.low_bits.role_plans import plan_setting
+from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.layout.training_mesh import check_parallel_sizes
+from hybridrl.placement import (
+    ACTOR_ROLE,
+    GENERATOR_ROLE,
+    Placement,
+    RolePlace,
+    RoleRequirements,
+    place_roles,
+)
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.systems.low_bits.precision_checks import check_precision_plan
+from hybridrl.systems.low_bits.role_plans import find_precision_setting
 from hybridrl.trainers import load_roles
-from hybridrl.trainers.role_spec import RoleSpec, checked_roles, played_by
+from hybridrl.trainers.role_spec import RoleSpec, find_playing_role, validate_roles
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Model: TypeAlias = "Callable[[], PretrainedConfig]"
-Roles = Mapping[str, RoleSpec] | Sequence[str]
+_Roles = Mapping[str, RoleSpec] | Sequence[str]
 
 
-def check_placement(
+def resolve_placement(
     config: Config,
-    cluster: Cluster,
-    roles: Roles | None = None,
+    cluster: ClusterSpec,
+    roles: _Roles | None = None,
     chosen: Placement | None = None,
 ) -> Placement:
     """Return the placement of these roles on the cluster (None: the trainer's roles), with every
@@ -45,31 +52,31 @@ def check_placement(
         ConfigError: naming the setting and what would fit.
     """
     check_min_devices(config, len(cluster.devices))
-    specs = wanted_roles(config, roles)
+    specs = resolve_roles(config, roles)
     for name in config.placement.roles:
-        if name not in (*specs, GENERATOR):
+        if name not in (*specs, GENERATOR_ROLE):
             raise ConfigError(
                 f"placement.roles.{name} is set, but the job has no role `{name}`; it has "
-                f"{', '.join(specs)}.{nearest(name, specs)}"
+                f"{', '.join(specs)}.{suggest_name(name, specs)}"
             )
-    _check_generates(config, specs)
-    placed = placed_roles(config, specs)
-    placement = place(placed, cluster, config.placement, chosen)
-    _check_flow(config, placement)
+    _check_generating_role(config, specs)
+    placed = list_placed_roles(config, specs)
+    placement = place_roles(placed, cluster, config.placement, chosen)
+    _check_weight_flow(config, placement)
     for name, where in placement.roles.items():
         role = next((role for role in placed if role.name == name), None)
-        moved = name == ACTOR and placement.is_separated  # its generation
+        moved = name == ACTOR_ROLE and placement.is_separated  # its generation
         generates = role is not None and role.generation is not None and not moved
-        setting = _setting(config, name)
+        setting = _find_cut_setting(config, name)
         generation = config.rollout.parallel if generates else RolloutParallelConfig()
-        check_sizes(
+        check_parallel_sizes(
             len(where.devices),
             where.parallel,
             generation.ranks,
             setting,
             f"rollout.parallel.{'pp' if generation.pp > 1 else 'tp'}",
         )
-        if name != GENERATOR:
+        if name != GENERATOR_ROLE:
             _check_model(config, cluster.kind, name, specs.get(name), where, setting)
     return placement
 
@@ -77,30 +84,30 @@ def check_placement(
 def check_devices(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """Look at the folders of models, and place the roles on the devices of this machine. A
     cluster's are counted when it has been joined."""
-    check_models(config, load_roles(config) if roles is None else roles)
+    check_role_models(config, load_roles(config) if roles is None else roles)
     if config.ray.address is None and "RAY_ADDRESS" not in os.environ:
-        check_placement(config, devices_here(config))
+        resolve_placement(config, devices_here(config))
 
 
-def wanted_roles(config: Config, roles: Roles | None) -> dict[str, RoleSpec]:
+def resolve_roles(config: Config, roles: _Roles | None) -> dict[str, RoleSpec]:
     """Return the specs of the named roles: the trainer's own, else standard ones; None: all of the
     trainer's."""
     known = load_roles(config)
     if roles is None:
         return known
     if isinstance(roles, Mapping):
-        return checked_roles(roles, "Job(roles=...)")
+        return validate_roles(roles, "Job(roles=...)")
     return {
-        name: known[name] if name in known else checked_roles([name], "Job(roles=...)")[name]
+        name: known[name] if name in known else validate_roles([name], "Job(roles=...)")[name]
         for name in roles
     }
 
 
-def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
+def _check_generating_role(config: Config, roles: Mapping[str, RoleSpec]) -> None:
     """Refuse a separate generator without the role that generates, which `Job(roles=...)` can leave
     out."""
     generates = any(spec.generates for spec in load_roles(config).values())
-    if config.placement.strategy == "separation" and generates and ACTOR not in roles:
+    if config.placement.strategy == "separation" and generates and ACTOR_ROLE not in roles:
         raise ConfigError(
             "placement=separation gives generation its own devices, but it is the role `actor` "
             f"that generates there, and the job's roles are only {', '.join(roles)}. Add `actor` "
@@ -108,32 +115,32 @@ def _check_generates(config: Config, roles: Mapping[str, RoleSpec]) -> None:
         )
 
 
-def placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[Role]:
+def list_placed_roles(config: Config, roles: Mapping[str, RoleSpec]) -> list[RoleRequirements]:
     """List the roles that need devices, with their cuts and whether they train."""
     generation = ParallelConfig(tp=config.rollout.parallel.tp, pp=config.rollout.parallel.pp)
-    players = dict.fromkeys(played_by(roles, name, config) for name in roles)
+    players = dict.fromkeys(find_playing_role(roles, name, config) for name in roles)
     return [
-        Role(
+        RoleRequirements(
             name,
             trains=bool(roles[name].trains),
-            parallel=_parallel(config, name, roles[name]),
+            parallel=_resolve_parallel(config, name, roles[name]),
             generation=generation if roles[name].generates else None,
         )
         for name in players
     ]
 
 
-def check_model_fits(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
+def check_model_cut(parallel: ParallelConfig, model: PretrainedConfig, path: str) -> None:
     """Refuse cuts that the model's heads or layers do not allow."""
     from hybridrl.parallel import pipeline_schedule as stages
     from hybridrl.parallel import tensor_parallel as tensor
     from hybridrl.parallel import ulysses
 
-    tensor.check_heads(model, parallel.tp, path)
+    tensor.check_tensor_parallel_heads(model, parallel.tp, path)
     text = model.get_text_config()
     heads = text.num_attention_heads
     key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    ulysses.check_heads(
+    ulysses.check_ulysses_heads(
         heads // parallel.tp, max(1, key_value_heads // parallel.tp), parallel.ulysses
     )
     stages.check_stages(text.num_hidden_layers, parallel.pp, parallel.chunks, "actor.parallel.pp")
@@ -153,40 +160,44 @@ def _check_model(
 
     @cache
     def model() -> PretrainedConfig:  # of which many jobs ask nothing
-        from hybridrl.models import load_config, tiny_config
+        from hybridrl.models import load_model_config, make_tiny_config
 
-        return tiny_config(**asdict(config.model.tiny)) if path is None else load_config(path)
+        return (
+            make_tiny_config(**asdict(config.model.tiny))
+            if path is None
+            else load_model_config(path)
+        )
 
     is_folder = path is not None and Path(path).expanduser().is_dir()
     is_known = path is None or is_folder
     if max(parallel.tp, parallel.pp, parallel.ulysses, parallel.ring) > 1:
-        check_model_fits(parallel, model(), who)
-    if role == ACTOR:
+        check_model_cut(parallel, model(), who)
+    if role == ACTOR_ROLE:
         _check_quantization(config, kind, model if is_known else None, who)
-    if role == ACTOR and is_known:
+    if role == ACTOR_ROLE and is_known:
         _check_routers(config, model, who)
-        _check_stages(config, model, who)
+        _check_pipeline_stages(config, model, who)
     if spec is not None and spec.generates and is_folder and config.rollout.engine == "vllm":
         _check_served(config, kind, model(), who)
     if spec is not None and spec.has_model(role, config):
-        if plan_setting(config, role) is not None:
+        if find_precision_setting(config, role) is not None:
             known = model() if is_known else None
-            check_precision(config, role, spec, parallel, len(where.devices), known)
+            check_precision_plan(config, role, spec, parallel, len(where.devices), known)
         if is_folder:
-            from hybridrl.models import admit
-            from hybridrl.parallel.sequence_parallel import check_rows
+            from hybridrl.models import resolve_sample_layout
+            from hybridrl.parallel.sequence_parallel import check_rows_divisible
 
-            rows = admit(model(), who, scalar=bool(spec.scalar))
-            check_rows(rows, parallel.ring * parallel.ulysses)
+            rows = resolve_sample_layout(model(), who, scalar=bool(spec.scalar))
+            check_rows_divisible(rows, parallel.ring * parallel.ulysses)
 
 
 def _check_routers(config: Config, model: Model, who: str) -> None:
     weight, replays = config.actor.router_loss_weight, config.rollout.routing_replay
     wanted = {f"actor.router_loss_weight={weight}": weight, "rollout.routing_replay=true": replays}
     for setting in (setting for setting, is_set in wanted.items() if is_set):
-        from hybridrl.models.expert_routing import check_routing
+        from hybridrl.models.expert_routing import check_routers
 
-        check_routing(model(), setting, who)
+        check_routers(model(), setting, who)
 
 
 def _check_quantization(config: Config, kind: str, model: Model | None, who: str) -> None:
@@ -207,9 +218,9 @@ def _check_quantization(config: Config, kind: str, model: Model | None, who: str
             "16. Set model.dtype=bfloat16, or rollout.quantization=none."
         )
     if model is not None:
-        from hybridrl.quantization.low_bit_linear import check_linear
+        from hybridrl.quantization.low_bit_linear import check_linear_layers
 
-        check_linear(model(), setting, who)
+        check_linear_layers(model(), setting, who)
 
 
 def _check_served(config: Config, kind: str, model: Any, who: str) -> None:
@@ -224,25 +235,28 @@ def _check_served(config: Config, kind: str, model: Any, who: str) -> None:
     check_served(model, who, kind, config.model.dtype, is_known=runs_in_vllm)
 
 
-def _check_stages(config: Config, model: Model, who: str) -> None:
+def _check_pipeline_stages(config: Config, model: Model, who: str) -> None:
     rollout = config.rollout
     if rollout.engine != "pipeline":
         return
-    from hybridrl.systems.unequal_generation.decoder_stage import check_stages
-    from hybridrl.systems.unequal_generation.generation_plan import equal_plan, read_plan
+    from hybridrl.systems.unequal_generation.decoder_stage import check_decoder_stages
+    from hybridrl.systems.unequal_generation.generation_plan import (
+        load_generation_plan,
+        make_equal_plan,
+    )
 
     layers = model().get_text_config().num_hidden_layers
     if rollout.plan is None:
-        equal_plan(layers, rollout.parallel.pp)
-    elif (plan := read_plan(rollout.plan)).layers != layers:
+        make_equal_plan(layers, rollout.parallel.pp)
+    elif (plan := load_generation_plan(rollout.plan)).layers != layers:
         raise ConfigError(
             f"rollout.plan={rollout.plan} is for a model of {plan.layers} layers, and {who} has "
             f"{layers}. Make the plan again: hybridrl plan generation model.path={who}."
         )
-    check_stages(model(), "rollout=pipeline", who)
+    check_decoder_stages(model(), "rollout=pipeline", who)
 
 
-def _check_flow(config: Config, placement: Placement) -> None:
+def _check_weight_flow(config: Config, placement: Placement) -> None:
     settings = config.placement
     if settings.transport == "collective" and settings.staleness > 1:
         raise ConfigError(
@@ -265,20 +279,20 @@ def _check_flow(config: Config, placement: Placement) -> None:
             )
 
 
-def _setting(config: Config, role: str) -> str:
+def _find_cut_setting(config: Config, role: str) -> str:
     """Return the setting that determines how a role is cut."""
-    if role == GENERATOR:
+    if role == GENERATOR_ROLE:
         return "rollout.parallel"
-    own = model_settings(config, role).parallel is not None
+    own = parse_role_model(config, role).parallel is not None
     return f"models.{role}.parallel" if own else "actor.parallel"
 
 
-def _parallel(config: Config, role: str, spec: RoleSpec) -> ParallelConfig:
+def _resolve_parallel(config: Config, role: str, spec: RoleSpec) -> ParallelConfig:
     """Return how a role's model is cut; `dp` and `shards` apply to the actor only, because other
     roles may have fewer devices."""
-    if (own := model_settings(config, role).parallel) is not None:
+    if (own := parse_role_model(config, role).parallel) is not None:
         return own
     if not spec.has_model(role, config):
         return ParallelConfig()  # functions and judges are not cut
     parallel = config.actor.parallel
-    return parallel if role == ACTOR else replace(parallel, dp=None, shards=None)
+    return parallel if role == ACTOR_ROLE else replace(parallel, dp=None, shards=None)

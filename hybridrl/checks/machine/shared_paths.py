@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.config.role_models import model_settings
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.system import user_code
-from hybridrl.system.locations import is_url, location_of
+from hybridrl.system.locations import is_url, parse_location
 
 
-def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
+def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
     """List the paths of workers by setting. Hub names are left out, because each node downloads
     them."""
     paths = {_run_setting(config): run_directory}
     models = {
         "model.path": config.model.path,
         "model.tokenizer": config.model.tokenizer,
-        **{f"models.{role}.path": model_settings(config, role).path for role in config.models},
+        **{f"models.{role}.path": parse_role_model(config, role).path for role in config.models},
     }
     code = {
         "rollout.episode": [config.rollout.episode],
@@ -38,8 +38,8 @@ def paths_of_workers(config: Config, run_directory: Path) -> dict[str, Path]:
             paths[setting] = Path(path).expanduser()
     for setting, specs in code.items():
         for spec in specs:
-            place = user_code.split(spec) if isinstance(spec, str) else None
-            if place and user_code.is_file(place[0]):
+            place = user_code.split_spec(spec) if isinstance(spec, str) else None
+            if place and user_code.is_file_path(place[0]):
                 paths[setting] = Path(place[0]).expanduser()
     return paths
 
@@ -50,7 +50,7 @@ def folders_of_workers(config: Config, run_directory: Path) -> tuple[dict[str, s
     checkpoints = config.checkpoint
     written = {_run_setting(config): str(run_directory.absolute())}
     if checkpoints.folder is not None and checkpoints.wanted:
-        written["checkpoint.folder"] = str(location_of(checkpoints.folder).absolute())
+        written["checkpoint.folder"] = str(parse_location(checkpoints.folder).absolute())
     named = {"resume": config.resume, "fork": config.fork}
     read = {setting: url for setting, url in named.items() if url and is_url(url)}
     return written | read, list(written)

@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.errors import ConfigError, nearest
-from hybridrl.system.hub_access import why_not_on_hub
+from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.system.hub_access import find_hub_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-NO_WRITERS = ("Classification", "MaskedLM", "QuestionAnswering")
+_WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
+_NON_GENERATIVE_CLASSES = ("Classification", "MaskedLM", "QuestionAnswering")
 """In the names of classes that transformers would load as a language model, and that are none."""
-DEQUANTISED = ("mxfp4",)
+_DEQUANTIZED_METHODS = ("mxfp4",)
 """Quantised folders that transformers reads as plain weights."""
 
 
@@ -23,7 +23,7 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
     """Refuse a model that cannot be trained, or cannot score.
 
     A path that is no folder here is taken for a hub name, of which nothing is known; see
-    `check_reachable`.
+    `check_hub_model`.
 
     Args:
         scalar: It is to end in one number: a critic or a reward model.
@@ -32,15 +32,20 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
     Raises:
         ConfigError: naming `setting`, and what is wrong with the folder or its files.
     """
-    _check_place(path, setting)
+    _check_model_path(path, setting)
     if not Path(path).is_dir():
         return
-    from hybridrl.models import check_complete, check_files, check_labels, load_config
+    from hybridrl.models import (
+        check_model_tensors,
+        check_single_label,
+        check_weight_files,
+        load_model_config,
+    )
     from hybridrl.models.language_model import check_scalar
 
-    described = _described(path, setting)
-    _check_type(described, path, setting)
-    config = load_config(path, setting)
+    described = _read_model_config(path, setting)
+    _check_model_type(described, path, setting)
+    config = load_model_config(path, setting)
     if getattr(config.get_text_config(), "num_attention_heads", None) is None:
         raise ConfigError(
             f"{setting}={path} is of the type `{config.model_type}`, which has no attention heads, "
@@ -48,21 +53,21 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
             "has both kinds of layers."
         )
     if not scalar:
-        _check_writes(config, path, setting)
+        _check_causal(config, path, setting)
     if said := refusal_of_quantised(path, setting):
         raise ConfigError(said)
-    if _quantised(described) is None:
-        check_files(path, setting)
+    if _find_quantization_method(described) is None:
+        check_weight_files(path, setting)
     if scalar:
-        check_labels(config, f"{setting}={path}")
+        check_single_label(config, f"{setting}={path}")
         check_scalar(config, f"{setting}={path}")
-    check_complete(path, setting, config, scalar=scalar, needs_head=scalar and not learns)
+    check_model_tensors(path, setting, config, scalar=scalar, needs_head=scalar and not learns)
 
 
 def refusal_of_quantised(path: str, setting: str) -> str:
     """What a start says of weights in few bits that cannot be trained; empty if it takes them."""
-    method = _quantised(_described(path, setting))
-    if method in (None, *DEQUANTISED):
+    method = _find_quantization_method(_read_model_config(path, setting))
+    if method in (None, *_DEQUANTIZED_METHODS):
         return ""
     return (
         f"{setting}={path} is quantised ({method}), and models are trained, and score, with "
@@ -76,21 +81,21 @@ def check_generator(path: str, setting: str) -> None:
     Raises:
         ConfigError: naming `setting`, and what is wrong with the folder or its files.
     """
-    _check_place(path, setting)
-    if Path(path).is_dir() and _quantised(_described(path, setting)) is None:
-        from hybridrl.models import check_files
+    _check_model_path(path, setting)
+    if Path(path).is_dir() and _find_quantization_method(_read_model_config(path, setting)) is None:
+        from hybridrl.models import check_weight_files
 
-        check_files(path, setting)
+        check_weight_files(path, setting)
 
 
-def check_reachable(path: str, setting: str) -> None:
+def check_hub_model(path: str, setting: str) -> None:
     """Ask the Hugging Face hub for a model that is not a local folder; takes a few seconds at most.
 
     Raises:
         ConfigError: there is no such folder, and the hub has none of that name or cannot be
             asked; names `setting`.
     """
-    if not Path(path).is_dir() and (why := why_not_on_hub(path, "model")) is not None:
+    if not Path(path).is_dir() and (why := find_hub_problem(path, "model")) is not None:
         raise ConfigError(
             f"{setting}={path}: there is no such folder (seen from {Path.cwd()}), and the Hugging "
             f"Face hub {why}. Give the path of a folder, or put the model into the hub's cache on "
@@ -98,20 +103,20 @@ def check_reachable(path: str, setting: str) -> None:
         )
 
 
-def may_be_on_hub(path: str) -> bool:
+def may_be_hub_name(path: str) -> bool:
     """Return whether a path has the form of a hub name."""
     return bool(path) and not path.startswith((".", "/", "~")) and path.count("/") <= 1
 
 
-def _check_place(path: str, setting: str) -> None:
+def _check_model_path(path: str, setting: str) -> None:
     """Refuse a path that is neither a model folder nor a hub name."""
     folder = Path(path)
     if not folder.exists():
-        if not may_be_on_hub(path):
+        if not may_be_hub_name(path):
             near = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
             raise ConfigError(
                 f"{setting}={path}: there is no such folder (seen from {Path.cwd()})."
-                f"{nearest(folder.name, near)}"
+                f"{suggest_name(folder.name, near)}"
             )
         return
     if not folder.is_dir():
@@ -130,16 +135,16 @@ def _check_place(path: str, setting: str) -> None:
     if not has_weights(folder):
         raise ConfigError(
             f"{setting}={path} has a config.json but no weights "
-            f"({' or '.join(WEIGHT_FILES)}). Was the download cut short?"
+            f"({' or '.join(_WEIGHT_PATTERNS)}). Was the download cut short?"
         )
 
 
 def has_weights(folder: Path) -> bool:
     """Return whether the folder holds weight files."""
-    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+    return any(any(folder.glob(pattern)) for pattern in _WEIGHT_PATTERNS)
 
 
-def _described(path: str, setting: str) -> dict[str, Any]:
+def _read_model_config(path: str, setting: str) -> dict[str, Any]:
     """Read `config.json` as a dictionary."""
     file = Path(path) / "config.json"
     try:
@@ -154,14 +159,14 @@ def _described(path: str, setting: str) -> dict[str, Any]:
     return described
 
 
-def _quantised(described: dict[str, Any]) -> str | None:
+def _find_quantization_method(described: dict[str, Any]) -> str | None:
     """Return the quantization method of a model; None if it is not quantized."""
     if "quantization_config" not in described:
         return None
     return str((described["quantization_config"] or {}).get("quant_method", "in an unknown way"))
 
 
-def _check_type(described: dict[str, Any], path: str, setting: str) -> None:
+def _check_model_type(described: dict[str, Any], path: str, setting: str) -> None:
     """Refuse a model type that transformers does not implement."""
     import transformers
     from transformers import CONFIG_MAPPING
@@ -182,16 +187,18 @@ def _check_type(described: dict[str, Any], path: str, setting: str) -> None:
     raise ConfigError(
         f"{setting}={path} is of the type `{kind}`, which transformers "
         f"{transformers.__version__} does not have. Install a newer one, or take another model."
-        f"{nearest(str(kind), CONFIG_MAPPING.keys())}"
+        f"{suggest_name(str(kind), CONFIG_MAPPING.keys())}"
     )
 
 
-def _check_writes(config: PretrainedConfig, path: str, setting: str) -> None:
+def _check_causal(config: PretrainedConfig, path: str, setting: str) -> None:
     """Refuse a model that is not a causal language model."""
     from hybridrl.models.language_model import class_of
 
     classes = list(config.architectures or ())
-    wrong = next((name for name in classes if any(no in name for no in NO_WRITERS)), None)
+    wrong = next(
+        (name for name in classes if any(no in name for no in _NON_GENERATIVE_CLASSES)), None
+    )
     if getattr(config, "is_encoder_decoder", False):
         why = f"an encoder-decoder ({config.model_type})"
     elif wrong is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.config.schema import Config
 from hybridrl.conversations.turn_ends import closing_token
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.role_spec import SCORING, RoleSpec
+from hybridrl.trainers.role_spec import SCORING_WORKERS, RoleSpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -48,14 +48,14 @@ def check_tokenizer(
             f"never seen {beyond[min(beyond)]!r} (token {min(beyond)}), nor has it a row for it. "
             "Take the model's own tokenizer, or enlarge the model with resize_token_embeddings."
         )
-    if not end_tokens(path, tokenizer) and not config.rollout.stop:
+    if not find_end_tokens(path, tokenizer) and not config.rollout.stop:
         raise ConfigError(
             f"{where}: the tokenizer has no end-of-sequence token, so a model trained with it "
             "would never stop. Set `eos_token` in its tokenizer_config.json."
         )
 
 
-def check_tokenizers(
+def check_vocabularies(
     config: Config, roles: Mapping[str, RoleSpec], tokenizer: Any, path: str
 ) -> None:
     """Check that every model that scores, such as a reward model or a teacher, has the policy's
@@ -70,7 +70,7 @@ def check_tokenizers(
         own = spec.path(role, config)
         if not own or load_tokenizer(own).get_vocab() == tokenizer.get_vocab():
             continue
-        scores = spec.worker in SCORING
+        scores = spec.worker in SCORING_WORKERS
         setting = f"{spec.worker}.model" if scores else f"models.{role}.path"
         cure = f", or a judge ({spec.worker}.judge.path), which reads text" if scores else ""
         raise ConfigError(
@@ -79,7 +79,7 @@ def check_tokenizers(
         )
 
 
-def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def find_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end a response: those that config.json, generation_config.json and the
     tokenizer name, and the one that closes an assistant's turn in the chat template."""
     closing = closing_token(tokenizer)
@@ -103,9 +103,9 @@ def remark_on_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
 def _named(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     from transformers import GenerationConfig
 
-    from hybridrl.models import load_config
+    from hybridrl.models import load_model_config
 
-    config = load_config(path)
+    config = load_model_config(path)
     places = [config, config.get_text_config(), tokenizer]
     with contextlib.suppress(OSError):  # a folder without generation_config.json
         places.append(GenerationConfig.from_pretrained(path))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from hybridrl.config.effective_settings import unread
 from hybridrl.config.schema import Config, CostConfig, CriticConfig, is_served
-from hybridrl.errors import ConfigError, check_all, nearest
+from hybridrl.errors import ConfigError, run_all_checks, suggest_name
 
-OF_TASKS = "hybridrl.data.tasks."
+_TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
 OF_PARTS = ("cost", "preference", "critic.value_clip", "critic.warmup_steps")
-"""Settings of parts that a trainer has or has not, which `_check_parts` tells of."""
-ESTIMATORS_OF_STEPS = ("group_relative", "reinforce_plus_plus")
+"""Settings of parts that a trainer has or has not, which `_check_program_groups` tells of."""
+_STEP_ESTIMATORS = ("group_relative", "reinforce_plus_plus")
 
 
 def check_algorithm(config: Config) -> None:
@@ -19,10 +19,23 @@ def check_algorithm(config: Config) -> None:
     Raises:
         ConfigError: names the settings and the cure.
     """
-    checks = [_check_parts, _check_unread, _check_cost, _check_lora, _check_steps, _check_shaping]
+    checks = [
+        _check_program_groups,
+        _check_unread,
+        _check_cost,
+        _check_lora,
+        _check_step_credit,
+        _check_shaping,
+    ]
     if _learns_from_samples(config):
-        checks += [_check_advantages, _check_turns, _check_kl, _check_loss, _check_samples]
-    check_all(checks, config)
+        checks += [
+            _check_advantages,
+            _check_turn_credit,
+            _check_kl,
+            _check_loss,
+            _check_on_policy_sampling,
+        ]
+    run_all_checks(checks, config)
 
 
 def _uses(config: Config) -> frozenset[str]:
@@ -33,9 +46,9 @@ def _uses(config: Config) -> frozenset[str]:
 
 
 def _is_built_in(config: Config) -> bool:
-    from hybridrl.trainers import PROGRAMS
+    from hybridrl.trainers import PROGRAM_NAMES
 
-    return config.trainer.name in PROGRAMS
+    return config.trainer.name in PROGRAM_NAMES
 
 
 def _check_unread(config: Config) -> None:
@@ -57,9 +70,9 @@ def _learns_from_samples(config: Config) -> bool:
     return bool(load_trainer(config.trainer.name).TRAINS and generates)
 
 
-def _check_parts(config: Config) -> None:
+def _check_program_groups(config: Config) -> None:
     from hybridrl.trainers import load_roles
-    from hybridrl.trainers.grpo import most_replayed
+    from hybridrl.trainers.grpo import compute_max_replayed_prompts
 
     name = config.trainer.name
     kinds = [spec.worker for spec in load_roles(config).values()]
@@ -88,7 +101,7 @@ def _check_parts(config: Config) -> None:
             "one update of each step's pairs. Lower data.prompts_per_step for more updates."
         )
     share, prompts = config.algorithm.replay_share, config.data.prompts_per_step
-    if share and not most_replayed(config):
+    if share and not compute_max_replayed_prompts(config):
         raise ConfigError(
             f"algorithm.replay_share={share} of a step with data.prompts_per_step={prompts} is "
             f"less than one prompt. Set it to {1 / (prompts + 1):.2g} or more, or leave it out."
@@ -99,7 +112,7 @@ def _check_cost(config: Config) -> None:
     cost = config.cost
     if cost is None:
         return
-    if config.data.task is None and str(cost.function).startswith(OF_TASKS):
+    if config.data.task is None and str(cost.function).startswith(_TASK_FUNCTION_PREFIX):
         raise ConfigError(
             f"cost.function={cost.function} is the cost of a built-in task, and the data is yours. "
             "Name a cost of yours: cost.function=path/to/file.py:name, or cost.function=null "
@@ -135,12 +148,16 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_advantages(config: Config) -> None:
-    from hybridrl.algorithms.registry import ADVANTAGES, advantage_estimator, takes
+    from hybridrl.algorithms.registry import (
+        ADVANTAGE_ESTIMATORS,
+        find_advantage_estimator,
+        has_parameter,
+    )
     from hybridrl.trainers import load_trainer
 
     algorithm, name = config.algorithm, config.trainer.name
     per_prompt = config.rollout.samples_per_prompt
-    estimator = advantage_estimator(algorithm.advantage)
+    estimator = find_advantage_estimator(algorithm.advantage)
     if not _is_built_in(config):
         return
     if "algorithm.advantage" not in _uses(config):
@@ -150,7 +167,7 @@ def _check_advantages(config: Config) -> None:
                 "worst sample of a prompt, so it needs at least 2."
             )
         return
-    if per_prompt == 1 and takes(estimator, "groups"):
+    if per_prompt == 1 and has_parameter(estimator, "groups"):
         raise ConfigError(
             f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the "
             "samples of one prompt with each other, so it needs at least 2."
@@ -160,8 +177,10 @@ def _check_advantages(config: Config) -> None:
             "algorithm.dynamic_sampling=true with rollout.samples_per_prompt=1: a single sample "
             "never differs from itself, so every prompt would be thrown away. Draw 2 or more."
         )
-    if algorithm.advantage_scale != "std" and not takes(estimator, "scale"):
-        scaled = [name for name, known in ADVANTAGES.items() if takes(known, "scale")]
+    if algorithm.advantage_scale != "std" and not has_parameter(estimator, "scale"):
+        scaled = [
+            name for name, known in ADVANTAGE_ESTIMATORS.items() if has_parameter(known, "scale")
+        ]
         raise ConfigError(
             f"algorithm.advantage_scale={algorithm.advantage_scale}: "
             f"algorithm.advantage={algorithm.advantage} has no scale of its own; only "
@@ -169,7 +188,7 @@ def _check_advantages(config: Config) -> None:
         )
 
 
-def _check_turns(config: Config) -> None:
+def _check_turn_credit(config: Config) -> None:
     rollout = config.rollout
     if config.algorithm.turn_credit != "turn":
         return
@@ -180,7 +199,7 @@ def _check_turns(config: Config) -> None:
         )
 
 
-def _check_steps(config: Config) -> None:
+def _check_step_credit(config: Config) -> None:
     """Refuse step rewards if the program or advantage estimator does not use them."""
     algorithm = config.algorithm
     if config.reward.model_steps is not None and algorithm.step_credit is None:
@@ -202,11 +221,11 @@ def _check_steps(config: Config) -> None:
             "steps. Leave it out."
         )
     compares = _is_built_in(config) and "algorithm.advantage" in _uses(config)
-    if compares and algorithm.advantage not in ESTIMATORS_OF_STEPS:
+    if compares and algorithm.advantage not in _STEP_ESTIMATORS:
         raise ConfigError(
             f"algorithm.step_credit={algorithm.step_credit}: algorithm.advantage="
             f"{algorithm.advantage} compares whole samples. Use one of "
-            f"{', '.join(ESTIMATORS_OF_STEPS)}, or leave it out."
+            f"{', '.join(_STEP_ESTIMATORS)}, or leave it out."
         )
 
 
@@ -253,10 +272,10 @@ def _check_kl(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    from hybridrl.algorithms.registry import options_of, policy_loss
-    from hybridrl.trainers.objectives import correction_of
+    from hybridrl.algorithms.registry import find_policy_loss, list_loss_options
+    from hybridrl.trainers.objectives import resolve_correction
 
-    algorithm, correction = config.algorithm, correction_of(config)
+    algorithm, correction = config.algorithm, resolve_correction(config)
     bounds = {"truncate": [algorithm.correction_high]}.get(
         correction, [algorithm.correction_low, algorithm.correction_high]
     )
@@ -270,13 +289,13 @@ def _check_loss(config: Config) -> None:
             f"algorithm.correction_low={low}: must be less than algorithm.correction_high={high}, "
             "or every weight would be masked."
         )
-    options = options_of(policy_loss(algorithm.policy_loss))
+    options = list_loss_options(find_policy_loss(algorithm.policy_loss))
     for option in algorithm.loss_options:
         if option not in options:
             raise ConfigError(
                 f"algorithm.loss_options has `{option}`, which algorithm.policy_loss="
                 f"{algorithm.policy_loss} does not take; it takes {', '.join(options) or 'none'}."
-                f"{nearest(option, options)}"
+                f"{suggest_name(option, options)}"
             )
     longest = config.rollout.max_tokens
     if algorithm.overlong_buffer > longest:
@@ -286,10 +305,10 @@ def _check_loss(config: Config) -> None:
         )
 
 
-def _check_samples(config: Config) -> None:
+def _check_on_policy_sampling(config: Config) -> None:
     """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
     checked."""
-    from hybridrl.algorithms.registry import weighs_by_ratio
+    from hybridrl.algorithms.registry import uses_policy_ratio
 
     algorithm, rollout = config.algorithm, config.rollout
     if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
@@ -308,11 +327,11 @@ def _check_samples(config: Config) -> None:
             "not fit. Set rollout.min_tokens=0 for training, and let the reward say that responses "
             "are too short; or, to measure speed, guard.most_mismatch to what may not fit."
         )
-    from hybridrl.trainers.objectives import correction_of, is_off_policy
+    from hybridrl.trainers.objectives import is_off_policy, resolve_correction
 
-    if not is_off_policy(config) or correction_of(config) != "none":
+    if not is_off_policy(config) or resolve_correction(config) != "none":
         return
-    if not weighs_by_ratio(algorithm.policy_loss):
+    if not uses_policy_ratio(algorithm.policy_loss):
         flow = config.placement
         found = {
             "placement.staleness": flow.staleness,

@@ -8,7 +8,7 @@ from pathlib import Path
 from hybridrl.checkpoint.resume import AUTO, find_source
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.system.locations import location_of
+from hybridrl.system.locations import parse_location
 from hybridrl.trainers import load_roles, load_trainer
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -43,7 +43,7 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
             )
         return
     if checkpoint.folder is not None:
-        folder = location_of(checkpoint.folder)  # refuses what nothing is known of
+        folder = parse_location(checkpoint.folder)  # refuses what nothing is known of
         run = config.run.directory
         if run is not None and isinstance(folder, Path) and folder.resolve() == Path(run).resolve():
             raise ConfigError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.config.schema import Config, is_served
-from hybridrl.data.environment_tasks import NO_ENVIRONMENT
-from hybridrl.environments.adapter_registry import adapter_of, interpreter
+from hybridrl.data.environment_tasks import refuse_missing_environment
+from hybridrl.environments.adapter_registry import find_interpreter, resolve_adapter
 from hybridrl.errors import ConfigError
 
-CHATS = ("verifiers", "gymnasium", "openenv", "mcp")
+_CHAT_ADAPTERS = ("verifiers", "gymnasium", "openenv", "mcp")
 """Adapters that send messages; functions and commands may send plain texts."""
 
 
@@ -21,16 +21,16 @@ def check_environment(config: Config) -> None:
     """
     environment = config.environment
     if environment.name is None and config.data.task == "environment":
-        raise ConfigError(NO_ENVIRONMENT)
+        raise ConfigError(refuse_missing_environment)
     if not is_served(config.rollout, environment):
         return
     if environment.name is None:
-        _check_played(config, "rollout.serve=true")
+        _check_environment_rollout(config, "rollout.serve=true")
         return
-    adapter_of(environment)
-    interpreter(environment)
+    resolve_adapter(environment)
+    find_interpreter(environment)
     shown = f"environment.name={environment.name}"
-    _check_played(config, shown)
+    _check_environment_rollout(config, shown)
     if config.rollout.routing_replay:
         raise ConfigError(
             f"{shown} with rollout.routing_replay=true: of samples of several turns experts are "
@@ -43,7 +43,7 @@ def check_environment(config: Config) -> None:
         )
 
 
-def _check_played(config: Config, shown: str) -> None:
+def _check_environment_rollout(config: Config, shown: str) -> None:
     """Refuse settings that conflict with samples played by an environment or over an endpoint.
 
     Args:
@@ -77,14 +77,14 @@ def _check_played(config: Config, shown: str) -> None:
         )
 
 
-def check_template(config: Config, tokenizer: Any) -> None:
+def check_chat_template(config: Config, tokenizer: Any) -> None:
     """Refuse a tokenizer without a chat template if the environment sends chat messages.
 
     Raises:
         ConfigError: names the model.
     """
     name = config.environment.name
-    if name in CHATS and not tokenizer.chat_template:
+    if name in _CHAT_ADAPTERS and not tokenizer.chat_template:
         path = config.model.tokenizer or config.model.path
         raise ConfigError(
             f"environment.name={name} sends chat messages, but the tokenizer `{path}` has no chat "

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridrl.config.eval_sets import HELD_OUT, SetSettings, eval_sets, evaluates_held_out
+from hybridrl.config.eval_sets import (
+    HELD_OUT_SET,
+    ResolvedEvalSet,
+    evaluates_held_out,
+    resolve_eval_sets,
+)
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, Problems, nearest
-from hybridrl.evaluation.answer_extraction import extraction
-from hybridrl.evaluation.baseline import Baseline
-from hybridrl.evaluation.evaluation_function import check_own
-from hybridrl.rewards import function_list
-from hybridrl.rewards.loading import check_functions
+from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
+from hybridrl.evaluation.answer_extraction import resolve_extractor
+from hybridrl.evaluation.baseline import EvalBaseline
+from hybridrl.evaluation.evaluation_function import check_evaluation_function
+from hybridrl.rewards import parse_function_list
+from hybridrl.rewards.loading import check_reward_functions
 from hybridrl.rewards.options import FunctionSettings
 from hybridrl.trainers import load_roles, load_trainer
 
@@ -19,7 +24,7 @@ if TYPE_CHECKING:
     pass
 
 
-def _check_program(config: Config) -> None:
+def _check_evaluated_program(config: Config) -> None:
     trains = load_trainer(config.trainer.name).TRAINS
     if not config.eval.sets:
         if config.eval.held_out is False and not trains:
@@ -39,15 +44,15 @@ def _check_program(config: Config) -> None:
 
 
 def _check_sets(config: Config) -> None:
-    problems = Problems()
-    for one in eval_sets(config).values():
+    problems = ErrorCollector()
+    for one in resolve_eval_sets(config).values():
         for check in (_check_interval, _check_scoring, _check_function):
             with problems.noted():
                 check(config, one)
     problems.raise_if_any()
 
 
-def _check_interval(config: Config, one: SetSettings) -> None:
+def _check_interval(config: Config, one: ResolvedEvalSet) -> None:
     steps, own = config.trainer.steps, one.own
     if not load_trainer(config.trainer.name).TRAINS or own.at_start or own.at_end:
         return
@@ -60,15 +65,15 @@ def _check_interval(config: Config, one: SetSettings) -> None:
         )
 
 
-def _check_scoring(config: Config, one: SetSettings) -> None:
-    functions = function_list(one.reward.function)
-    extraction(f"{one.setting}.extract", one.own.extract, functions)
+def _check_scoring(config: Config, one: ResolvedEvalSet) -> None:
+    functions = parse_function_list(one.reward.function)
+    resolve_extractor(f"{one.setting}.extract", one.own.extract, functions)
     if one.is_verified:
         named = FunctionSettings.of(one.setting / "reward")
-        check_functions(functions, one.reward.weights, one.reward.options, 0, named)
+        check_reward_functions(functions, one.reward.weights, one.reward.options, 0, named)
 
 
-def _check_function(config: Config, one: SetSettings) -> None:
+def _check_function(config: Config, one: ResolvedEvalSet) -> None:
     if one.own.function is None:
         return
     for name in ("metrics", "by_column", "extract"):
@@ -77,12 +82,12 @@ def _check_function(config: Config, one: SetSettings) -> None:
                 f"{one.setting}.{name} with {one.setting}.function={one.own.function}: what a "
                 f"function measures it says itself. Leave {one.setting}.{name} out."
             )
-    check_own(f"{one.setting}.function", one.own.function)
+    check_evaluation_function(f"{one.setting}.function", one.own.function)
 
 
 def _check_baseline(config: Config) -> None:
     if config.eval.baseline is not None:
-        Baseline.named(config.eval.baseline)
+        EvalBaseline.named(config.eval.baseline)
 
 
 def _check_stop(config: Config) -> None:
@@ -100,7 +105,7 @@ def _check_stop(config: Config) -> None:
             f"{setting} says what is looked at, but not when the run ends. Set "
             "eval.stop.patience=<evaluations>, or eval.stop.target=<value>."
         )
-    every = _check_figure(config, "eval.stop.metric", stop.metric)
+    every = _check_metric_exists(config, "eval.stop.metric", stop.metric)
     if not every or every >= config.trainer.steps:
         raise ConfigError(
             f"{setting}: it is evaluated every {every} steps (0: never between the first and the "
@@ -111,7 +116,7 @@ def _check_stop(config: Config) -> None:
 
 def _check_best(config: Config) -> None:
     if config.checkpoint.best is not None:
-        _check_figure(config, "checkpoint.best", config.checkpoint.best)
+        _check_metric_exists(config, "checkpoint.best", config.checkpoint.best)
 
 
 def _check_tripwires(config: Config) -> None:
@@ -131,12 +136,12 @@ def _check_tripwires(config: Config) -> None:
         )
 
 
-def _check_figure(config: Config, setting: str, named: str) -> int:
+def _check_metric_exists(config: Config, setting: str, named: str) -> int:
     """Check that a set measures the metric, as far as known before evaluation; return the steps
     between its evaluations."""
     head, _, rest = named.removeprefix("-").partition("/")
     name, _, metric = rest.partition("/")
-    sets = eval_sets(config)
+    sets = resolve_eval_sets(config)
     if head != "eval" or not metric:
         if named.removeprefix("-") == "accuracy" and not evaluates_held_out(config, trains=True):
             raise ConfigError(
@@ -145,22 +150,29 @@ def _check_figure(config: Config, setting: str, named: str) -> int:
             )
         return config.eval.every
     if name not in sets:
-        if name in ("loss", HELD_OUT) or "@" in name:
+        if name in ("loss", HELD_OUT_SET) or "@" in name:
             return config.eval.every
         raise ConfigError(
             f"{setting}={named}: there is no set `{name}`; there are "
-            f"{', '.join(sets) or 'none'}.{nearest(name, sets)}"
+            f"{', '.join(sets) or 'none'}.{suggest_name(name, sets)}"
         )
     one = sets[name]
     known = list(map(str, one.metrics))
     if one.own.function is None and metric not in known and "/" not in metric:
         raise ConfigError(
             f"{setting}={named}: the set `{name}` does not measure `{metric}`; it measures "
-            f"{', '.join(known)}. Set {one.setting}.metrics.{nearest(metric, known)}"
+            f"{', '.join(known)}. Set {one.setting}.metrics.{suggest_name(metric, known)}"
         )
     return one.every
 
 
 EVALUATION_CHECKS = (
-    *(_check_program, _check_sets, _check_baseline, _check_stop, _check_best, _check_tripwires),
+    *(
+        _check_evaluated_program,
+        _check_sets,
+        _check_baseline,
+        _check_stop,
+        _check_best,
+        _check_tripwires,
+    ),
 )

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from hybridrl.checks.machine.device_checks import check_min_devices
 from hybridrl.checks.models.model_folder_checks import check_generator
-from hybridrl.config.eval_sets import needs_held_out
+from hybridrl.config.eval_sets import needs_held_out_rows
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 
 
-def _check_names(config: Config) -> None:
-    from hybridrl.algorithms.registry import policy_loss
-    from hybridrl.data.samplers import BUILT_IN, check_sampler
+def _check_program_settings(config: Config) -> None:
+    from hybridrl.algorithms.registry import find_policy_loss
+    from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
     from hybridrl.trainers import load_trainer
 
     if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
@@ -25,22 +25,22 @@ def _check_names(config: Config) -> None:
         )
     check_sampler(config)
     sampler, learns = config.data.sampler, load_trainer(config.trainer.name).DATA
-    if sampler in BUILT_IN and learns != "prompts":
+    if sampler in BUILT_IN_SAMPLERS and learns != "prompts":
         raise ConfigError(
             f"data.sampler={sampler} goes by what samples score, and trainer.name="
             f"{config.trainer.name} learns from {learns}, which have no scores. Leave it out."
         )
-    policy_loss(config.algorithm.policy_loss)
+    find_policy_loss(config.algorithm.policy_loss)
 
 
-def _check_data(config: Config) -> None:
-    from hybridrl.data.mixture import sources_of
+def _check_data_source(config: Config) -> None:
+    from hybridrl.data.mixture import parse_sources
 
     data = config.data
     if data.sources and (data.task is not None or data.path is not None):
         raise ConfigError(
-            f"data.sources={', '.join(data.sources)} and data.{_place(data)} are set. Write "
-            "data=mixture, and put what is to be learned into the sources."
+            f"data.sources={', '.join(data.sources)} and data.{_format_data_source(data)} are set. "
+            "Write data=mixture, and put what is to be learned into the sources."
         )
     has_rows = data.task is not None or data.path or data.sources
     if not has_rows and _reads_rows(config):
@@ -53,7 +53,7 @@ def _check_data(config: Config) -> None:
             f"Both data.task={data.task} and data.path={data.path} are set. Write data=jsonl to "
             "read the file, or leave data.path out."
         )
-    tasks = [source.data.task for source in sources_of(data)] or [data.task]
+    tasks = [source.data.task for source in parse_sources(data)] or [data.task]
     supervised = {
         "warmup.steps": config.warmup.steps,
         "algorithm.ptx_coefficient": config.algorithm.ptx_coefficient,
@@ -76,23 +76,23 @@ def _reads_rows(config: Config) -> bool:
     from hybridrl.trainers import load_trainer
 
     trains = load_trainer(config.trainer.name).TRAINS
-    return trains or needs_held_out(config, trains)
+    return trains or needs_held_out_rows(config, trains)
 
 
 def lacks_model(config: Config) -> bool:
     """Return whether no model is named although some prompts come from neither a built-in task nor
     an environment."""
-    from hybridrl.data.mixture import sources_of
+    from hybridrl.data.mixture import parse_sources
 
-    tasks = [source.data.task for source in sources_of(config.data)] or [config.data.task]
+    tasks = [source.data.task for source in parse_sources(config.data)] or [config.data.task]
     return None in tasks and config.model.path is None and config.environment.name is None
 
 
-def _place(data: DataConfig) -> str:
+def _format_data_source(data: DataConfig) -> str:
     return f"path={data.path}" if data.path is not None else f"task={data.task}"
 
 
-def _check_devices_asked(config: Config) -> None:
+def _check_inline_devices(config: Config) -> None:
     if config.executor == "inline" and (config.num_devices or 1) > 1:
         raise ConfigError(
             f"num_devices={config.num_devices}: executor=inline runs on one device, in the "
@@ -100,12 +100,12 @@ def _check_devices_asked(config: Config) -> None:
         )
 
 
-def _check_rewards(config: Config) -> None:
-    from hybridrl.data.mixture import rewards_of, source_names
-    from hybridrl.rewards import function_list
-    from hybridrl.rewards.loading import check_functions, functions_of
+def _check_reward_settings(config: Config) -> None:
+    from hybridrl.data.mixture import find_source_rewards, list_source_names
+    from hybridrl.rewards import parse_function_list
+    from hybridrl.rewards.loading import check_reward_functions, resolve_functions
     from hybridrl.rewards.options import FunctionSettings
-    from hybridrl.rewards.source_rewards import settings_by_source
+    from hybridrl.rewards.source_rewards import resolve_source_settings
     from hybridrl.trainers import load_roles
 
     kinds = [spec.worker for spec in load_roles(config).values()]
@@ -127,14 +127,16 @@ def _check_rewards(config: Config) -> None:
         played = config.rollout.episode or is_served(config.rollout, config.environment)
         played = played or config.data.task == "environment"  # whose name is missed elsewhere
         played = played and config.environment.name != "mcp"  # which rewards nothing by itself
-        own = rewards_of(config.data) if kind == "reward" else {}
-        by_source = settings_by_source(settings, own, source_names(config.data), Setting(kind))
+        own = find_source_rewards(config.data) if kind == "reward" else {}
+        by_source = resolve_source_settings(
+            settings, own, list_source_names(config.data), Setting(kind)
+        )
         for source, one in by_source.items():
-            every, weights = functions_of(one)
-            watched = len(every) - len(function_list(one.function))
+            every, weights = resolve_functions(one)
+            watched = len(every) - len(parse_function_list(one.function))
             if every or not (settings.model or judge.path or played):
                 named = FunctionSettings.of(Setting(kind), source)
-                check_functions(every, weights, one.options, watched, named)
+                check_reward_functions(every, weights, one.options, watched, named)
 
 
 def _check_packages(config: Config) -> None:
@@ -165,12 +167,18 @@ def _check_packages(config: Config) -> None:
 
 
 def _check_trackers(config: Config) -> None:
-    from hybridrl.run_files.metric_writers import check_packages, trackers_of
+    from hybridrl.run_files.metric_writers import check_tracker_packages, parse_trackers
 
-    check_packages(trackers_of(config.metrics))
+    check_tracker_packages(parse_trackers(config.metrics))
 
 
 JOB_CHECKS = (
-    *(_check_names, _check_data, _check_devices_asked, check_min_devices, _check_rewards),
+    *(
+        _check_program_settings,
+        _check_data_source,
+        _check_inline_devices,
+        check_min_devices,
+        _check_reward_settings,
+    ),
     *(_check_packages, _check_trackers),
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from hybridrl.checks.models.model_folder_checks import check_model
-from hybridrl.config.role_models import model_settings
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.trainers import load_roles, load_trainer
-from hybridrl.trainers.role_spec import ACTOR, SCORING, RoleSpec
+from hybridrl.trainers.role_spec import ACTOR_ROLE, SCORING_WORKERS, RoleSpec
 
-OF_ACTOR = {
+_ACTOR_SETTING_NAMES = {
     "path": "model.path",
     "parallel": "actor.parallel",
     "optimizer": "actor.optimizer",
@@ -34,18 +34,20 @@ def check_roles(config: Config, chosen: Mapping[str, RoleSpec] | None = None) ->
         if role not in roles:
             raise ConfigError(
                 f"models.{role} is set, but trainer.name={config.trainer.name} has no role "
-                f"`{role}`; it has {', '.join(roles)}.{nearest(role, roles)}"
+                f"`{role}`; it has {', '.join(roles)}.{suggest_name(role, roles)}"
             )
-        _check_settings(config, role, roles[role])
+        _check_role_settings(config, role, roles[role])
     warms_up = config.warmup.steps and load_trainer(config.trainer.name).DATA == "prompts"
-    if warms_up and load_trainer(config.trainer.name).TRAINS and ACTOR not in own:
+    if warms_up and load_trainer(config.trainer.name).TRAINS and ACTOR_ROLE not in own:
         raise ConfigError(
-            f"warmup.steps={config.warmup.steps} trains the role `{ACTOR}`, but "
+            f"warmup.steps={config.warmup.steps} trains the role `{ACTOR_ROLE}`, but "
             f"trainer.name={config.trainer.name} has only {', '.join(own)}. Set warmup.steps=0."
         )
 
 
-def check_models(config: Config, roles: Mapping[str, RoleSpec], but: Collection[str] = ()) -> None:
+def check_role_models(
+    config: Config, roles: Mapping[str, RoleSpec], but: Collection[str] = ()
+) -> None:
     """Check the model folders of these roles for what each role does with its model.
 
     Args:
@@ -58,32 +60,32 @@ def check_models(config: Config, roles: Mapping[str, RoleSpec], but: Collection[
     for role, spec in roles.items():
         if not spec.has_model(role, config):
             continue
-        setting, path = model_of(config, role, spec)
+        setting, path = find_model_setting(config, role, spec)
         use = (path, bool(spec.scalar), bool(spec.trains))
         if path is not None and path not in but and use not in seen:
             seen.add(use)
             check_model(path, setting, scalar=use[1], learns=use[2])
 
 
-def model_of(config: Config, role: str, spec: RoleSpec) -> tuple[str, str | None]:
+def find_model_setting(config: Config, role: str, spec: RoleSpec) -> tuple[str, str | None]:
     """Return the setting that names a role's model, and its value."""
-    if spec.worker in SCORING:
+    if spec.worker in SCORING_WORKERS:
         return f"{spec.worker}.model", spec.path(role, config)
     if (path := spec.path(role, config)) is not None:
         return f"models.{role}.path", path
     return "model.path", config.model.path
 
 
-def _check_settings(config: Config, role: str, spec: RoleSpec) -> None:
-    model_settings(config, role)  # refuses values of the wrong kind
+def _check_role_settings(config: Config, role: str, spec: RoleSpec) -> None:
+    parse_role_model(config, role)  # refuses values of the wrong kind
     for name in config.models[role] or {}:
         setting = f"models.{role}.{name}"
-        if role == ACTOR and name in OF_ACTOR:
-            raise ConfigError(f"{setting} is called {OF_ACTOR[name]}. Set that.")
-        if name == "path" and spec.worker in SCORING:
+        if role == ACTOR_ROLE and name in _ACTOR_SETTING_NAMES:
+            raise ConfigError(f"{setting} is called {_ACTOR_SETTING_NAMES[name]}. Set that.")
+        if name == "path" and spec.worker in SCORING_WORKERS:
             raise ConfigError(f"{setting} is called {spec.worker}.model. Set that.")
         if name not in spec.takes:
             raise ConfigError(
                 f"There is no setting `{setting}`; the role `{role}` takes "
-                f"{', '.join(spec.takes)}.{nearest(name, spec.takes)}"
+                f"{', '.join(spec.takes)}.{suggest_name(name, spec.takes)}"
             )

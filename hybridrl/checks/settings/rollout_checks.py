@@ -17,10 +17,10 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    from hybridrl.trainers.objectives import syncs_roughly
+    from hybridrl.trainers.objectives import has_lossy_weight_sync
 
     rollout = config.rollout
-    if rollout.verify_weights and syncs_roughly(config):
+    if rollout.verify_weights and has_lossy_weight_sync(config):
         raise ConfigError(
             f"rollout.weight_sync={rollout.weight_sync} brings weights to the generator that are "
             "not quite the trainer's, and rollout.verify_weights=true ends the job for that. Set "
@@ -56,8 +56,8 @@ def _check_engine(config: Config) -> None:
         )
 
 
-def _check_pipeline(config: Config) -> None:
-    from hybridrl.systems.unequal_generation.generation_plan import read_plan
+def _check_pipeline_plan(config: Config) -> None:
+    from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
 
     rollout = config.rollout
     if rollout.engine != "pipeline":
@@ -71,7 +71,7 @@ def _check_pipeline(config: Config) -> None:
         return
     if rollout.plan is None:
         return
-    plan = read_plan(rollout.plan)
+    plan = load_generation_plan(rollout.plan)
     if len(plan.stages) != rollout.parallel.pp:
         raise ConfigError(
             f"rollout.plan={rollout.plan} has {len(plan.stages)} stages, and rollout.parallel.pp="
@@ -86,14 +86,14 @@ def _check_pipeline(config: Config) -> None:
 
 
 def _check_episode(config: Config) -> None:
-    from hybridrl.rollout.episode_class import check_episode
+    from hybridrl.rollout.episode_class import check_episode_class
 
     rollout = config.rollout
     if rollout.episode is not None:
-        check_episode(rollout.episode)
+        check_episode_class(rollout.episode)
 
 
-def _check_replay(config: Config) -> None:
+def _check_routing_replay(config: Config) -> None:
     rollout = config.rollout
     if not rollout.routing_replay:
         return
@@ -116,4 +116,10 @@ def _check_replay(config: Config) -> None:
         )
 
 
-ROLLOUT_CHECKS = (_check_sampling, _check_engine, _check_pipeline, _check_episode, _check_replay)
+ROLLOUT_CHECKS = (
+    _check_sampling,
+    _check_engine,
+    _check_pipeline_plan,
+    _check_episode,
+    _check_routing_replay,
+)

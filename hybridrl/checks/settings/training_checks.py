@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridrl.config.role_models import model_settings
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.trainers.role_spec import ACTOR, RoleSpec
+from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
 
-SLOWEST_OF_BFLOAT16 = 0.99
+_MAX_BFLOAT16_BETA = 0.99
 """Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4% may be lost."""
 
-IDLE = (
+_ENCODING_PURPOSES = (
     ("gradients", "gradients", "sums over ranks that share parameters"),
     ("weights", "new weights", "weights that ranks share"),
 )
@@ -39,21 +39,21 @@ def _check_experts(config: Config) -> None:
 
 def _check_moments(config: Config) -> None:
     actor = config.actor.optimizer
-    others = {f"models.{r}": model_settings(config, r).optimizer_of(actor) for r in config.models}
+    others = {f"models.{r}": parse_role_model(config, r).optimizer_of(actor) for r in config.models}
     for name, optimizer in {"actor": actor, **others}.items():
         setting = f"{name}.optimizer.moments"
         slowest = max(optimizer.betas, default=0.0)
-        if optimizer.moments == "bfloat16" and slowest > SLOWEST_OF_BFLOAT16:
+        if optimizer.moments == "bfloat16" and slowest > _MAX_BFLOAT16_BETA:
             raise ConfigError(
                 f"{setting}=bfloat16: with {name}.optimizer.betas={optimizer.betas} a step changes "
                 f"a moment by {1 - slowest:.2g} of it or less, which bfloat16 rounds away. Set "
-                f"betas of {SLOWEST_OF_BFLOAT16} or less, or {setting}=float32."
+                f"betas of {_MAX_BFLOAT16_BETA} or less, or {setting}=float32."
             )
 
 
 def _check_weights(config: Config) -> None:
     actor = config.actor
-    for name, cut in _cuts(config).items():
+    for name, cut in _list_parallel_settings(config).items():
         setting = f"{name}.parallel.weights"
         if cut.weights == "full":
             continue
@@ -70,7 +70,7 @@ def _check_weights(config: Config) -> None:
 
 
 def _check_chunks(config: Config) -> None:
-    for name, cut in _cuts(config).items():
+    for name, cut in _list_parallel_settings(config).items():
         if cut.chunks > 1 and cut.pp == 1:
             raise ConfigError(
                 f"{name}.parallel.chunks={cut.chunks}: these are stages of a pipeline, and "
@@ -78,19 +78,19 @@ def _check_chunks(config: Config) -> None:
             )
 
 
-def idle_encodings(
+def find_ineffective_encodings(
     config: Config, roles: Mapping[str, RoleSpec], placement: Placement
 ) -> list[str]:
     """Return a sentence for each `parallel.gradients` and `parallel.weights` without effect,
     because the role does not train or has no rank to share with."""
     found = []
     for role, place in placement.roles.items():
-        own = role in config.models and model_settings(config, role).parallel is not None
-        if not (own or role == ACTOR) or role not in roles:
+        own = role in config.models and parse_role_model(config, role).parallel is not None
+        if not (own or role == ACTOR_ROLE) or role not in roles:
             continue
-        name = ACTOR if role == ACTOR else f"models.{role}"
+        name = ACTOR_ROLE if role == ACTOR_ROLE else f"models.{role}"
         ranks = len(place.devices) // (place.parallel.tp * place.parallel.pp)
-        for what, lacking, purpose in IDLE:
+        for what, lacking, purpose in _ENCODING_PURPOSES:
             if (value := getattr(place.parallel, what)) == "full":
                 continue
             setting = f"{name}.parallel.{what}={value} does nothing in this job"
@@ -104,9 +104,9 @@ def idle_encodings(
     return found
 
 
-def _cuts(config: Config) -> dict[str, ParallelConfig]:
+def _list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
     """Return the parallel settings by the group that sets them: `actor`, `models.<role>`."""
-    cuts = {f"models.{role}": model_settings(config, role).parallel for role in config.models}
+    cuts = {f"models.{role}": parse_role_model(config, role).parallel for role in config.models}
     return {"actor": config.actor.parallel} | {name: cut for name, cut in cuts.items() if cut}
 
 
@@ -115,7 +115,7 @@ def _check_ring(config: Config) -> None:
     ring attention changes in place what is kept."""
     if config.actor.gradient_checkpointing != "selective":
         return
-    for name, cut in _cuts(config).items():
+    for name, cut in _list_parallel_settings(config).items():
         if cut.ring > 1:
             raise ConfigError(
                 f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="

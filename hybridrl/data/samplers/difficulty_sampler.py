@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch, is_right
 from hybridrl.config.schema import Config
-from hybridrl.data.samplers.difficulty_columns import difficulty_columns, ranks
+from hybridrl.data.samplers.difficulty_columns import find_difficulty_columns, rank_values
 from hybridrl.errors import ConfigError
 
 
-class Difficulty:
+class DifficultySampler:
     """A curriculum sampler. A row's level is the sum of the ranks of its difficulty columns; the
     present level rises when enough samples are correct and falls when few are. It rises when enough
     of the samples of the present level are right, and falls when few are.
@@ -50,7 +50,7 @@ class Difficulty:
                 f"data.sampler_options.review={review} must be a share below 1, and samples="
                 f"{samples} 1 or more."
             )
-        names = difficulty_columns(rows, columns)
+        names = find_difficulty_columns(rows, columns)
         if not names:
             raise ConfigError(
                 "data.sampler=difficulty needs columns that say how hard a row is, and the data "
@@ -58,7 +58,7 @@ class Difficulty:
                 "them: data.sampler_options.columns=[level]."
             )
         # A column that a row has not says nothing against it: -1 counts as the lowest.
-        added = sum(np.maximum(ranks(rows, name), 0) for name in names)
+        added = sum(np.maximum(rank_values(rows, name), 0) for name in names)
         self._level = np.unique(added, return_inverse=True)[1].reshape(-1)
         self._top = int(self._level.max(initial=0))
         self._raise_at, self._lower_at = raise_at, lower_at

@@ -11,16 +11,16 @@ import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch, is_right
 from hybridrl.config.schema import Config
-from hybridrl.data.samplers.difficulty_columns import buckets, difficulty_columns
+from hybridrl.data.samplers.difficulty_columns import assign_buckets, find_difficulty_columns
 from hybridrl.errors import ConfigError
 
-LIKE_ITS_BUCKET = 8.0
+BUCKET_PRIOR_SAMPLES = 8.0
 """So many samples is worth, to a row, what is known of the rows of its source and difficulty."""
-SMALLEST = 1e-3
+MIN_BETA_PARAMETER = 1e-3
 """Of the parameters of a beta distribution."""
 
 
-class PassRate:
+class PassRateSampler:
     """A sampler that prefers rows with a pass rate near one half: groups that are all correct or
     all wrong have no advantage (Bae et al. 2025, arXiv:2504.03380).
 
@@ -62,7 +62,7 @@ class PassRate:
         self._memory, self._half_life = memory, half_life
         self._correct_at = config.reward.correct_at
         self._random = np.random.default_rng([seed, 1])
-        self._bucket = buckets(rows, difficulty_columns(rows, columns))
+        self._bucket = assign_buckets(rows, find_difficulty_columns(rows, columns))
         self._of_buckets = np.zeros((int(self._bucket.max(initial=0)) + 1, 2))  # right, wrong
         self._of_rows = np.zeros((len(rows), 2))
         self._seen = np.zeros(len(rows), np.int64)
@@ -121,9 +121,11 @@ class PassRate:
         right, wrong = self._of_buckets.T + 1.0
         shared = self._random.beta(right, wrong)[self._bucket]
         own = self._of_rows * self._remembered(np.arange(len(self._seen)))[:, None]
-        right = LIKE_ITS_BUCKET * shared + own[:, 0]
-        wrong = LIKE_ITS_BUCKET * (1 - shared) + own[:, 1]
-        return self._random.beta(np.maximum(right, SMALLEST), np.maximum(wrong, SMALLEST))
+        right = BUCKET_PRIOR_SAMPLES * shared + own[:, 0]
+        wrong = BUCKET_PRIOR_SAMPLES * (1 - shared) + own[:, 1]
+        return self._random.beta(
+            np.maximum(right, MIN_BETA_PARAMETER), np.maximum(wrong, MIN_BETA_PARAMETER)
+        )
 
     def _remembered(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the weight of earlier samples of these rows, which halves every `half_life`

@@ -17,10 +17,10 @@ import pkgutil
 from types import ModuleType
 
 from hybridrl.config.setting import Setting
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 
 
-def task_names() -> list[str]:
+def list_tasks() -> list[str]:
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
@@ -30,7 +30,7 @@ def load_task(name: str, setting: Setting = Setting("data.task")) -> ModuleType:
     Raises:
         ConfigError: if there is no such task, or the module is no task; names the nearest one.
     """
-    known = task_names()
+    known = list_tasks()
     if "." in name:
         try:
             task = importlib.import_module(name)
@@ -45,7 +45,8 @@ def load_task(name: str, setting: Setting = Setting("data.task")) -> ModuleType:
     else:
         raise ConfigError(
             f"`{setting}` is `{name}`, which is no built-in task; there is {', '.join(known)}. A "
-            "task of your own is given as the dotted name of its module." + nearest(name, known)
+            "task of your own is given as the dotted name of its module."
+            + suggest_name(name, known)
         )
     missing = [part for part in ("CHARACTERS", "problems") if not hasattr(task, part)]
     if missing:

@@ -49,16 +49,22 @@ def pairs(
     """
     training, held_out = problems(count_held_out, seed)
     random = np.random.default_rng([seed, 1])
-    hardest = [_pair(row, str(random.choice(_mistakes(row["answer"])))) for row in held_out]
+    hardest = [
+        _pair(row, str(random.choice(_plausible_mistakes(row["answer"])))) for row in held_out
+    ]
     varied = []
     for row in training:
         right = row["answer"]
-        worse = [*_mistakes(right), _other_number(right, random), _no_number(right, random)]
+        worse = [
+            *_plausible_mistakes(right),
+            _other_number(right, random),
+            _malformed_answer(right, random),
+        ]
         varied += [_pair(row, wrong) for wrong in worse]
     return varied, hardest
 
 
-def odd(prompt: str, response: str, **row: object) -> float:
+def odd_answer(prompt: str, response: str, **row: object) -> float:
     """Return 1 for a response that ends in an odd digit: a cost that half of the correct responses
     have, so that it conflicts with the reward."""
     return float(response[-1:] in tuple("13579"))
@@ -72,7 +78,7 @@ def _pair(problem: dict[str, str], wrong: str) -> dict[str, str]:
     return {"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong}
 
 
-def _mistakes(answer: str) -> list[str]:
+def _plausible_mistakes(answer: str) -> list[str]:
     """Return plausible wrong answers: not negative, without leading zeros."""
     right = int(answer)
     near = {str(right + off) for off in (-10, -1, 1, 10) if right + off >= 0}
@@ -86,7 +92,7 @@ def _other_number(answer: str, random: np.random.Generator) -> str:
     return str(other + (other >= int(answer)))
 
 
-def _no_number(answer: str, random: np.random.Generator) -> str:
+def _malformed_answer(answer: str, random: np.random.Generator) -> str:
     """Return a malformed answer: empty, cut short, continued, or other characters."""
     tail = "".join(random.choice(list(CHARACTERS), random.integers(1, _LONGEST_TAIL + 1)))
     return str(random.choice(sorted({"", answer[:-1], answer + tail, tail} - {answer})))

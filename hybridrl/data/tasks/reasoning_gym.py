@@ -14,22 +14,25 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from hybridrl.data.character_tokenizer import TEXT
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
 from hybridrl.data.row_origin import DATA, RowOrigin
-from hybridrl.errors import ConfigError, nearest
-from hybridrl.rewards.reasoning_gym_reward import check_installed, dataset
+from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.rewards.reasoning_gym_reward import (
+    build_reasoning_gym_dataset,
+    check_reasoning_gym_installed,
+)
 
-CHARACTERS = TEXT
+CHARACTERS = PRINTABLE_CHARACTERS
 DIFFICULTY = "difficulty_"
 """How columns of a problem's difficulty begin; NaN for problems of tasks without that parameter."""
 LARGEST_SHARE = 0.2
 """Of the problems of a task, held out where it has few different ones."""
-_TRIES = 4
+_OVERSAMPLING = 4
 """Problems that are made for each one that is wanted, for some repeat others."""
-_NO_TASKS = ("composite",)
+_EXCLUDED_TASKS = ("composite",)
 
 _log = logging.getLogger(__name__)
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 
 
 def problems(
@@ -40,7 +43,7 @@ def problems(
     task_options: Mapping[str, Any] | None = None,
     rows: int = 2000,
     origin: RowOrigin = DATA,
-) -> tuple[list[Row], list[Row]]:
+) -> tuple[list[TaskRow], list[TaskRow]]:
     """Return problems to learn from and to evaluate on, without repeated questions and about as
     many of each task.
 
@@ -59,15 +62,17 @@ def problems(
         MissingPackageError: if reasoning-gym is not installed.
         ConfigError: for a task or a parameter that there is not.
     """
-    check_installed()
-    options = _checked(tasks, task_options or {}, origin)
-    training: list[Row] = []
-    held_out: list[Row] = []
+    check_reasoning_gym_installed()
+    options = _check_tasks(tasks, task_options or {}, origin)
+    training: list[TaskRow] = []
+    held_out: list[TaskRow] = []
     for number, task in enumerate(tasks):
-        learned = _share(rows, number, len(tasks))
-        kept = _share(count_held_out, number, len(tasks))
-        text = json.dumps(options.get(task, {}) | {"seed": seed, "size": _TRIES * (learned + kept)})
-        found = _different(task, text, learned + kept)
+        learned = _split_evenly(rows, number, len(tasks))
+        kept = _split_evenly(count_held_out, number, len(tasks))
+        text = json.dumps(
+            options.get(task, {}) | {"seed": seed, "size": _OVERSAMPLING * (learned + kept)}
+        )
+        found = _make_distinct_rows(task, text, learned + kept)
         if len(found) < learned + kept:
             kept = min(kept, int(LARGEST_SHARE * len(found)))
             _log.warning(
@@ -75,42 +80,42 @@ def problems(
                 "%s ask for.",
                 task,
                 len(found),
-                learned + _share(count_held_out, number, len(tasks)),
+                learned + _split_evenly(count_held_out, number, len(tasks)),
                 *(origin / "rows", origin.held_out),
             )
         held_out += found[:kept]
         training += found[kept : kept + learned]
     names = sorted({name for row in (*training, *held_out) for name in row})
     return tuple(
-        [{n: row.get(n, _missing(n)) for n in names} for row in part]  # type: ignore[return-value]
+        [{n: row.get(n, _missing_value(n)) for n in names} for row in part]  # type: ignore[return-value]
         for part in (training, held_out)
     )
 
 
-def _missing(name: str) -> Any:
+def _missing_value(name: str) -> Any:
     return math.nan if name.startswith(DIFFICULTY) else None
 
 
-def _share(number: int, place: int, parts: int) -> int:
+def _split_evenly(number: int, place: int, parts: int) -> int:
     """Return the size of one of `parts` parts of a number, which differ by at most one."""
     return number // parts + (place < number % parts)
 
 
 @lru_cache(maxsize=64)  # rows to sample from and rows to warm up with are the same
-def _different(task: str, options: str, number: int) -> list[Row]:
+def _make_distinct_rows(task: str, options: str, number: int) -> list[TaskRow]:
     """Generate `number` rows with distinct questions, or as many as there are."""
-    made = dataset(task, options)
+    made = build_reasoning_gym_dataset(task, options)
     given = {k: v for k, v in json.loads(options).items() if k not in ("seed", "size")}
-    found: dict[str, Row] = {}
-    for place in range(_TRIES * number):
+    found: dict[str, TaskRow] = {}
+    for place in range(_OVERSAMPLING * number):
         if len(found) == number:
             break
         entry = made[place]
-        found.setdefault(entry["question"], _row(task, given, entry))
+        found.setdefault(entry["question"], _make_row(task, given, entry))
     return list(found.values())
 
 
-def _row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> Row:
+def _make_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> TaskRow:
     metadata = entry["metadata"]
     kept = {name: entry[name] for name in ("question", "answer", "metadata")}
     return {
@@ -119,11 +124,11 @@ def _row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -> Row
         "entry": json.dumps({"task": task, "options": options, **kept}, default=str),
         "task": task,
         "source": task,
-        **_difficulty(metadata),
+        **_read_difficulty(metadata),
     }
 
 
-def _difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
+def _read_difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric difficulty parameters of a problem; ranges count only if the metadata has
     the value drawn from them. A parameter that is a range says nothing of the problem, unless the
     metadata has the number that was drawn from it."""
@@ -137,13 +142,13 @@ def _difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _checked(
+def _check_tasks(
     tasks: Sequence[str], options: Mapping[str, Any], origin: RowOrigin
 ) -> dict[str, dict[str, Any]]:
     """Check tasks and parameters, and return the parameters of each task."""
     from reasoning_gym.factory import DATASETS
 
-    known, named = sorted(set(DATASETS) - set(_NO_TASKS)), origin / "tasks"
+    known, named = sorted(set(DATASETS) - set(_EXCLUDED_TASKS)), origin / "tasks"
     if not tasks:
         raise ConfigError(
             f"{named} is empty: name tasks of reasoning-gym, as in {named}=[chain_sum, gcd]. There "
@@ -153,7 +158,7 @@ def _checked(
         if task not in known:
             raise ConfigError(
                 f"{named} names `{task}`, which is no task of reasoning-gym ({len(known)} are "
-                f"there).{nearest(task, known)}"
+                f"there).{suggest_name(task, known)}"
             )
     if len(set(tasks)) < len(tasks):
         raise ConfigError(f"{named}={list(tasks)} names a task twice. Leave one out.")
@@ -161,7 +166,7 @@ def _checked(
         setting = origin / "task_options" / task
         if task not in tasks:
             raise ConfigError(
-                f"{setting} is set, but {named} has {', '.join(tasks)}.{nearest(task, tasks)}"
+                f"{setting} is set, but {named} has {', '.join(tasks)}.{suggest_name(task, tasks)}"
             )
         if not isinstance(given, Mapping):
             raise ConfigError(f"{setting}={given}: must be parameters, {setting}.<name>=<value>.")
@@ -175,7 +180,7 @@ def _check_parameters(task: str, setting: str, given: Mapping[str, Any], config:
         if name not in names:
             raise ConfigError(
                 f"{setting}.{name}: `{task}` has no such parameter; it has {', '.join(names)}."
-                + nearest(str(name), names)
+                + suggest_name(str(name), names)
             )
     try:
         made = config(**given)

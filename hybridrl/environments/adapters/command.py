@@ -16,25 +16,25 @@ from pathlib import Path
 from typing import Any
 
 from .environment_adapter import (
-    MODEL,
-    BaseAdapter,
-    Episode,
+    MODEL_NAME,
+    AdapterEpisode,
+    EnvironmentAdapter,
+    EnvironmentSetupError,
     EpisodeError,
-    Returned,
-    Score,
-    SetupError,
+    EpisodeReturn,
+    EpisodeScore,
 )
 
-_LONGEST = 1 << 20
+_KEPT_OUTPUT_BYTES = 1 << 20
 """Bytes of its standard output that are kept, and of its errors: what comes last."""
-_MOST = 16 << 20
+_MAX_OUTPUT_BYTES = 16 << 20
 """Bytes that a program may write."""
 _LAUNCHER = str(Path(__file__).resolve().parents[2] / "processes" / "launcher.py")
 _LINGER_S = 5.0
 """So long what a program wrote is waited for when it has ended: others may hold its pipes."""
 
 
-class Adapter(BaseAdapter):
+class Adapter(EnvironmentAdapter):
     """Options: `command`, a list of words or a line for the shell's rules of quoting; `cwd`;
     `report` and `isolate`, true or false.
 
@@ -55,30 +55,34 @@ class Adapter(BaseAdapter):
         self._command = shlex.split(command) if isinstance(command, str) else command
         is_list = isinstance(self._command, list) and self._command
         if not is_list or not all(isinstance(word, str) for word in self._command):
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.command={command!r}: must be the program to run and its "
                 "arguments, such as [python, agent.py]."
             )
         if shutil.which(self._command[0], path=None) is None:
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.command={command!r}: there is no program "
                 f"`{self._command[0]}`."
             )
         self._cwd = own["cwd"]
         if self._cwd is not None and not Path(self._cwd).is_dir():
-            raise SetupError(f"environment.options.cwd={self._cwd}: there is no such folder.")
+            raise EnvironmentSetupError(
+                f"environment.options.cwd={self._cwd}: there is no such folder."
+            )
         for option in ("report", "isolate"):
             if not isinstance(own[option], bool):
-                raise SetupError(f"environment.options.{option}={own[option]}: true or false.")
+                raise EnvironmentSetupError(
+                    f"environment.options.{option}={own[option]}: true or false."
+                )
         self._reports, self._isolates = own["report"], own["isolate"]
         asking = [sys.executable, "-IS", _LAUNCHER, "can-isolate"]
         if self._isolates and subprocess.run(asking).returncode != 0:
-            raise SetupError(
+            raise EnvironmentSetupError(
                 "environment.options.isolate=true needs a Landlock that knows scopes: Linux 6.12 "
                 "or later. Here only another user or a container keeps programs apart."
             )
 
-    async def play(self, episode: Episode) -> Returned:
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
         row = episode.row
         if self._reports:
             url = f"{episode.url.removesuffix('/v1')}/reward"
@@ -87,11 +91,11 @@ class Adapter(BaseAdapter):
         told = {
             "OPENAI_BASE_URL": episode.url,
             "OPENAI_API_KEY": episode.token,
-            "HYBRIDRL_MODEL": MODEL,
+            "HYBRIDRL_MODEL": MODEL_NAME,
             "HYBRIDRL_SESSION": episode.session,
         }
         variables = {**os.environ, **told}
-        output, errors, given = _Output(), _Output(), _Input(json.dumps(row).encode())
+        output, errors, given = _OutputPipe(), _OutputPipe(), _Input(json.dumps(row).encode())
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-IS", _LAUNCHER, json.dumps(settings)),
@@ -122,16 +126,16 @@ class Adapter(BaseAdapter):
         for one in (output, errors):
             if one.flood.is_set():
                 raise EpisodeError(
-                    f"The program wrote more than {_MOST >> 20} MiB and was stopped. It ends in:\n"
-                    f"{_tail(one.text)}",
+                    f"The program wrote more than {_MAX_OUTPUT_BYTES >> 20} MiB and was stopped. "
+                    f"It ends in:\n{_format_tail(one.text)}",
                     "output",
                 )
         if status != 0:
             raise EpisodeError(
-                f"The program {_how_it_ended(status)}.\n{_tail(errors.text or output.text)}"
+                f"The program {_describe_end(status)}.\n{_format_tail(errors.text or output.text)}"
             )
         # Without a number the endpoint may have been told, which is known there.
-        return Score(None if self._reports else _number(output.text))
+        return EpisodeScore(None if self._reports else _parse_final_number(output.text))
 
 
 class _Input:
@@ -161,7 +165,7 @@ class _Input:
             os.close(self._source)
 
 
-class _Output:
+class _OutputPipe:
     """A pipe that a program writes to, limited in length.
 
     Attributes:
@@ -189,8 +193,8 @@ class _Output:
         while piece := await self._stream.read(1 << 16):
             self._kept += piece
             length += len(piece)
-            del self._kept[:-_LONGEST]
-            if length > _MOST:
+            del self._kept[:-_KEPT_OUTPUT_BYTES]
+            if length > _MAX_OUTPUT_BYTES:
                 self.flood.set()
                 return
 
@@ -212,7 +216,7 @@ class _Output:
         return self._kept.decode("utf-8", "replace")
 
 
-def _number(output: str) -> float | None:
+def _parse_final_number(output: str) -> float | None:
     lines = output.split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:
@@ -221,11 +225,11 @@ def _number(output: str) -> float | None:
         return None
 
 
-def _how_it_ended(status: int) -> str:
+def _describe_end(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
 
 
-def _tail(text: str) -> str:
+def _format_tail(text: str) -> str:
     return text.strip()[-2000:] or "It wrote nothing."

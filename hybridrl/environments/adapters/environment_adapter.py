@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-MODEL = "policy"
+MODEL_NAME = "policy"
 """The name by which programs ask for the model, if they name one; the endpoint knows no other."""
 
 LARGEST_REWARD = 1e6
@@ -17,7 +17,7 @@ MOST_METRICS, LONGEST_NAME = 256, 128
 
 
 @dataclass
-class Episode:
+class AdapterEpisode:
     """An episode for an adapter to play.
 
     Attributes:
@@ -43,7 +43,7 @@ class Episode:
 
 
 @dataclass
-class Score:
+class EpisodeScore:
     """The score of an episode.
 
     Attributes:
@@ -72,15 +72,15 @@ class EpisodeError(Exception):
         self.kind = kind
 
 
-class SetupError(Exception):
+class EnvironmentSetupError(Exception):
     """A failure to build an environment from its settings; the message is shown without a
     traceback."""
 
 
-Returned = Union[float, "dict[str, Any]", Score, None]
+EpisodeReturn = Union[float, "dict[str, Any]", EpisodeScore, None]
 
 
-class BaseAdapter:
+class EnvironmentAdapter:
     """The base class of adapters, which play episodes of one kind of environment.
 
     Args:
@@ -95,7 +95,7 @@ class BaseAdapter:
     async def start(self) -> None:
         """Prepare for episodes; called once, first, in the loop that plays them."""
 
-    async def play(self, episode: Episode) -> Returned:
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
         """Play an episode; the call is cancelled at the time limit. It is cancelled when it takes
         too long.
 
@@ -106,7 +106,7 @@ class BaseAdapter:
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
         """Return at most `count` of the environment's own tasks, each with a `prompt`."""
-        raise SetupError(
+        raise EnvironmentSetupError(
             f"data=environment: environment.name={self.name} has no tasks of its own. Name rows by "
             "data=jsonl data.path=<file>."
         )
@@ -122,21 +122,21 @@ class BaseAdapter:
         """
         unknown = [key for key in self.options if key not in known]
         if unknown:
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.{unknown[0]}: environment.name={self.name} has no such "
                 f"option; it has {', '.join(known) or 'none'}."
             )
         return {**known, **self.options}
 
 
-def scored(returned: Returned) -> Score:
+def parse_episode_score(returned: EpisodeReturn) -> EpisodeScore:
     """Convert what an episode returned into an `EpisodeScore`.
 
     Raises:
         EpisodeError: if it is neither a number nor a dictionary with a `reward`, or has a number
             that nothing can be learned from.
     """
-    score = _score(returned)
+    score = _convert_score(returned)
     fault = fault_of(score.reward, score.turn_rewards, score.metrics)
     if fault is not None:
         raise EpisodeError(f"An episode returned {fault}.")
@@ -164,15 +164,15 @@ def fault_of(
     return None
 
 
-def _score(returned: Returned) -> Score:
-    if isinstance(returned, Score):
+def _convert_score(returned: EpisodeReturn) -> EpisodeScore:
+    if isinstance(returned, EpisodeScore):
         return returned
     if returned is None or isinstance(returned, int | float):
-        return Score(None if returned is None else _float(returned))
+        return EpisodeScore(None if returned is None else _float(returned))
     if isinstance(returned, dict) and set(returned) <= {"reward", "turn_rewards", "metrics"}:
         try:
             reward, turns = returned.get("reward"), returned.get("turn_rewards")
-            return Score(
+            return EpisodeScore(
                 None if reward is None else _float(reward),
                 None if turns is None else [_float(turn) for turn in turns],
                 {str(name): _float(value) for name, value in returned.get("metrics", {}).items()},
@@ -180,7 +180,7 @@ def _score(returned: Returned) -> Score:
         except (TypeError, ValueError, AttributeError):
             pass
     if hasattr(returned, "item"):  # a number of numpy's or torch's
-        return Score(float(returned.item()))
+        return EpisodeScore(float(returned.item()))
     raise EpisodeError(
         f"An episode returned {str(returned)[:200]!r} ({type(returned).__name__}), expected a "
         "number, or a dictionary with `reward`, and `turn_rewards` (a list of numbers) "

@@ -13,11 +13,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from .environment_adapter import BaseAdapter, Episode, Returned, SetupError
-from .model_client import AsyncModel, Model
+from .environment_adapter import (
+    AdapterEpisode,
+    EnvironmentAdapter,
+    EnvironmentSetupError,
+    EpisodeReturn,
+)
+from .model_client import AsyncModelClient, ModelClient
 
 
-class Adapter(BaseAdapter):
+class Adapter(EnvironmentAdapter):
     """An adapter for `async def play(row, model)`, or for a plain function, which gets a thread per
     episode.
 
@@ -29,11 +34,11 @@ class Adapter(BaseAdapter):
     def __init__(self, options: dict[str, Any], name: str) -> None:
         super().__init__(options, name)
         place, _, attribute = name.rpartition(":")
-        self._module = _load(place)
+        self._module = _load_module(place)
         self._play = getattr(self._module, attribute, None)
         if not callable(self._play):
             known = [one for one in vars(self._module) if not one.startswith("_")]
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.name={name}: {place} defines no function `{attribute}`; it defines "
                 f"{', '.join(known) or 'nothing'}."
             )
@@ -41,20 +46,20 @@ class Adapter(BaseAdapter):
             inspect.signature(self._play).bind({}, None, **options)
         except TypeError as error:
             shown = "".join(f", {key}={value!r}" for key, value in options.items())
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.name={name} cannot be called as {attribute}(row, model{shown}): "
                 f"{error}."
             ) from error
 
-    async def play(self, episode: Episode) -> Returned:
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
         inner = self._play if inspect.isroutine(self._play) else type(self._play).__call__
         if inspect.iscoroutinefunction(inner):
-            return await self._play(episode.row, AsyncModel(episode), **self.options)
+            return await self._play(episode.row, AsyncModelClient(episode), **self.options)
         return await self._in_thread(episode)
 
-    async def _in_thread(self, episode: Episode) -> Returned:
+    async def _in_thread(self, episode: AdapterEpisode) -> EpisodeReturn:
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[Returned] = loop.create_future()
+        done: asyncio.Future[EpisodeReturn] = loop.create_future()
 
         def finish(setter: Any, value: Any) -> None:
             if not done.done():
@@ -62,7 +67,7 @@ class Adapter(BaseAdapter):
 
         def run() -> None:
             try:
-                returned = self._play(episode.row, Model(episode), **self.options)
+                returned = self._play(episode.row, ModelClient(episode), **self.options)
             except BaseException as error:
                 if isinstance(error, StopIteration):  # a future cannot hold one
                     error = RuntimeError(f"StopIteration: {error}")
@@ -85,13 +90,13 @@ class Adapter(BaseAdapter):
         return list(itertools.islice(await found if inspect.isawaitable(found) else found, count))
 
 
-def _load(place: str) -> Any:
+def _load_module(place: str) -> Any:
     """Import the module at a path or of a dotted name."""
     if not (place.endswith(".py") or "/" in place):
         return importlib.import_module(place)
     file = Path(place).expanduser().resolve()
     if not file.is_file():
-        raise SetupError(f"environment.name: there is no file {file}.")
+        raise EnvironmentSetupError(f"environment.name: there is no file {file}.")
     sys.path.append(str(file.parent))  # like a script, it may import its neighbours
     found = importlib.util.spec_from_file_location(f"environment_of_{file.stem}", file)
     assert found is not None and found.loader is not None

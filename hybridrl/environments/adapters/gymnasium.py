@@ -8,14 +8,20 @@ from typing import Any
 
 import gymnasium
 
-from .environment_adapter import BaseAdapter, Episode, Returned, Score, SetupError
-from .model_client import AsyncModel
+from .environment_adapter import (
+    AdapterEpisode,
+    EnvironmentAdapter,
+    EnvironmentSetupError,
+    EpisodeReturn,
+    EpisodeScore,
+)
+from .model_client import AsyncModelClient
 
-_COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)
+_ANSI_COLOR = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?")
 
 
-class Adapter(BaseAdapter):
+class Adapter(EnvironmentAdapter):
     """An adapter for environments of Gymnasium. Options:
 
     * `id`, `kwargs`: of `gymnasium.make`; `import`: a module that registers it, if one has to;
@@ -51,10 +57,10 @@ class Adapter(BaseAdapter):
         )
         self._own = own
         if not own["id"]:
-            raise SetupError("environment.name=gymnasium needs environment.options.id.")
+            raise EnvironmentSetupError("environment.name=gymnasium needs environment.options.id.")
         for option, known in (("invalid", ("end", "continue")), ("observation", ("ansi", "state"))):
             if own[option] is not None and own[option] not in known:
-                raise SetupError(
+                raise EnvironmentSetupError(
                     f"environment.options.{option}={own[option]}: must be one of "
                     f"{', '.join(known)}."
                 )
@@ -63,11 +69,11 @@ class Adapter(BaseAdapter):
         try:
             known = gymnasium.spec(own["id"])
         except gymnasium.error.Error as error:
-            raise SetupError(f"environment.options.id={own['id']}: {error}") from error
+            raise EnvironmentSetupError(f"environment.options.id={own['id']}: {error}") from error
         try:
             environment = gymnasium.make(known, **own["kwargs"])
         except Exception as error:  # whatever its constructor says of its arguments
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.id={own['id']} cannot be made with "
                 f"environment.options.kwargs={own['kwargs']}: {error}"
             ) from error
@@ -80,20 +86,20 @@ class Adapter(BaseAdapter):
         self._space = space
         spaces = gymnasium.spaces
         if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.Box | spaces.Text):
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.id={own['id']} takes actions of {space}, which cannot be "
                 "written as a text."
             )
         if names is not None and (not isinstance(space, spaces.Discrete) or len(names) != space.n):
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.actions={names}: must name the actions of {space}, in their "
                 "order."
             )
         self._names = None if names is None else [str(one) for one in names]
-        self._said = _list_of(space, self._names)
+        self._said = _describe_actions(space, self._names)
 
-    async def play(self, episode: Episode) -> Returned:
-        own, model = self._own, AsyncModel(episode)
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
+        own, model = self._own, AsyncModelClient(episode)
         environment, observation = self._begin(int(episode.row.get("seed", 0)))
         messages = [{"role": "system", "content": own["system"]}] if own["system"] else []
         messages.append({"role": "user", "content": self._first(observation)})
@@ -103,7 +109,7 @@ class Adapter(BaseAdapter):
             while len(rewards) < own["max_turns"]:
                 if (text := await model.reply(messages, **own["request"])) is None:
                     break
-                action = action_of(text, self._space, self._names)
+                action = parse_action(text, self._space, self._names)
                 if action is None:
                     invalid += 1
                     rewards.append(float(own["invalid_reward"]))
@@ -122,7 +128,7 @@ class Adapter(BaseAdapter):
         finally:
             environment.close()
         metrics = {"return": total, "turns": float(len(rewards)), "invalid": float(invalid)}
-        return Score(sum(rewards), rewards, metrics)
+        return EpisodeScore(sum(rewards), rewards, metrics)
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
         found = []
@@ -144,26 +150,32 @@ class Adapter(BaseAdapter):
 
     def _text(self, environment: Any, observation: Any) -> str:
         if self._draws:  # what is coloured is where the player is
-            return _COLOURED.sub(r"[\1]", str(environment.render())).strip()
-        return text_of(observation)
+            return _ANSI_COLOR.sub(r"[\1]", str(environment.render())).strip()
+        return format_observation(observation)
 
 
-def text_of(observation: Any) -> str:
+def format_observation(observation: Any) -> str:
     """Format an observation as text: numbers separated by commas, parts of a dictionary with their
     names."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, dict):
-        return "\n".join(f"{name}: {text_of(part)}" for name, part in observation.items())
+        return "\n".join(
+            f"{name}: {format_observation(part)}" for name, part in observation.items()
+        )
     if isinstance(observation, tuple | list):
-        return ", ".join(map(text_of, observation))
+        return ", ".join(map(format_observation, observation))
     if hasattr(observation, "tolist"):
         found = observation.tolist()
-        return text_of(found) if isinstance(found, list) else text_of(float(found))
+        return (
+            format_observation(found)
+            if isinstance(found, list)
+            else format_observation(float(found))
+        )
     return f"{observation:.4g}" if isinstance(observation, float) else str(observation)
 
 
-def action_of(answer: str, space: Any, names: list[str] | None = None) -> Any:
+def parse_action(answer: str, space: Any, names: list[str] | None = None) -> Any:
     """Return the action that a response ends with; None if there is none. None if there is none.
 
     Of a discrete space, the last word that is a name or a number of an action; of others, the
@@ -189,7 +201,7 @@ def action_of(answer: str, space: Any, names: list[str] | None = None) -> Any:
     return action if action in space else None
 
 
-def _list_of(space: Any, names: list[str] | None) -> str:
+def _describe_actions(space: Any, names: list[str] | None) -> str:
     if names is not None:
         return ", ".join(names)
     if isinstance(space, gymnasium.spaces.Discrete):

@@ -5,12 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .environment_adapter import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
-from .model_client import AsyncModel, ModelError
+from .environment_adapter import (
+    AdapterEpisode,
+    EnvironmentAdapter,
+    EnvironmentSetupError,
+    EpisodeError,
+    EpisodeReturn,
+    EpisodeScore,
+)
+from .model_client import AsyncModelClient, EndpointError
 from .tool_servers import ToolServers
 
 
-class Adapter(BaseAdapter):
+class Adapter(EnvironmentAdapter):
     """An adapter for conversations with tools of MCP servers. Options:
 
     * `servers`: by name, `{command: [python, server.py]}` or `{url: http://...}`;
@@ -27,19 +34,19 @@ class Adapter(BaseAdapter):
         known = {"servers": {}, "column": None, "system": None, "max_turns": 16, "request": {}}
         self._own = self.take(known)
         if not self._own["servers"] or not isinstance(self._own["servers"], dict):
-            raise SetupError(
+            raise EnvironmentSetupError(
                 "environment.name=mcp needs environment.options.servers, such as "
                 "{files: {command: [python, server.py]}}."
             )
         for server, how in self._own["servers"].items():
             if not isinstance(how, dict) or len({"command", "url"} & set(how)) != 1:
-                raise SetupError(
+                raise EnvironmentSetupError(
                     f"environment.options.servers.{server}={how}: must have a `command`, which is "
                     "a list, or a `url`."
                 )
 
-    async def play(self, episode: Episode) -> Returned:
-        own, model, row = self._own, AsyncModel(episode), episode.row
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
+        own, model, row = self._own, AsyncModelClient(episode), episode.row
         messages = list(row.get("messages") or [{"role": "user", "content": str(row["prompt"])}])
         if own["system"]:
             messages.insert(0, {"role": "system", "content": own["system"]})
@@ -49,7 +56,7 @@ class Adapter(BaseAdapter):
             while turns < own["max_turns"]:
                 try:
                     message = await model.chat(messages, **described, **own["request"])
-                except ModelError as error:
+                except EndpointError as error:
                     if error.is_too_long:
                         break
                     raise
@@ -60,7 +67,7 @@ class Adapter(BaseAdapter):
                     break
                 calls += len(wanted)
                 messages += await tools.call(wanted)
-        return Score(0.0, None, {"turns": float(turns), "tool_calls": float(calls)})
+        return EpisodeScore(0.0, None, {"turns": float(turns), "tool_calls": float(calls)})
 
     def _servers_of(self, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         servers, column = self._own["servers"], self._own["column"]

@@ -9,10 +9,10 @@ import json
 from typing import Any
 from urllib.parse import urlsplit
 
-from .environment_adapter import MODEL, Episode
+from .environment_adapter import MODEL_NAME, AdapterEpisode
 
 
-class ModelError(Exception):
+class EndpointError(Exception):
     """An HTTP error of the model's endpoint.
 
     Attributes:
@@ -35,13 +35,13 @@ class ModelError(Exception):
         return self.status == 400 and self.code == "context_length_exceeded"
 
 
-class _Client:
+class _BaseModelClient:
     """The address and credentials of an episode's model."""
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: AdapterEpisode) -> None:
         self.base_url = episode.url
         self.api_key = episode.token
-        self.name = MODEL
+        self.name = MODEL_NAME
         self.session = episode.session
         self.greedy = episode.greedy
 
@@ -49,7 +49,7 @@ class _Client:
         return {"model": self.name, "messages": messages, **further}
 
 
-class AsyncModel(_Client):
+class AsyncModelClient(_BaseModelClient):
     """The model as `async def play(row, model)` gets it."""
 
     async def chat(self, messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class AsyncModel(_Client):
         conversation exceeds the context length. None if the conversation no longer fits."""
         try:
             answer = await self.chat(messages, **further)
-        except ModelError as error:
+        except EndpointError as error:
             if error.is_too_long:
                 return None
             raise
@@ -80,10 +80,10 @@ class AsyncModel(_Client):
 
     async def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post a JSON body to a path below `base_url`."""
-        return await post(f"{self.base_url}{path}", self.api_key, body, self.session)
+        return await post_json(f"{self.base_url}{path}", self.api_key, body, self.session)
 
 
-class Model(_Client):
+class ModelClient(_BaseModelClient):
     """The model as a plain `def play(row, model)` gets it."""
 
     def chat(self, messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
@@ -95,22 +95,24 @@ class Model(_Client):
         parts = urlsplit(f"{self.base_url}{path}")
         connection = http.client.HTTPConnection(str(parts.hostname), parts.port)
         try:
-            content, headers = _message(body, self.api_key, self.session)
+            content, headers = _encode_request(body, self.api_key, self.session)
             connection.request("POST", parts.path, content, headers)
             response = connection.getresponse()
-            return _parsed(response.status, response.read())
+            return _parse_reply(response.status, response.read())
         finally:
             connection.close()
 
 
-async def post(url: str, token: str, body: dict[str, Any], session: str = "") -> dict[str, Any]:
+async def post_json(
+    url: str, token: str, body: dict[str, Any], session: str = ""
+) -> dict[str, Any]:
     """Post a JSON body to an `http://` address and return the JSON reply.
 
     Raises:
         ModelError: if the status is not 200.
     """
     parts = urlsplit(url)
-    content, headers = _message(body, token, session)
+    content, headers = _encode_request(body, token, session)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port or 80)
     try:
         lines = [f"POST {parts.path} HTTP/1.0", f"Host: {parts.netloc}"]  # so nothing is chunked
@@ -124,15 +126,15 @@ async def post(url: str, token: str, body: dict[str, Any], session: str = "") ->
     head, _, text = answer.partition(b"\r\n\r\n")
     if not head:
         raise ConnectionError(f"{url} closed the connection.")
-    return _parsed(int(head.split(None, 2)[1]), text)
+    return _parse_reply(int(head.split(None, 2)[1]), text)
 
 
-def _message(body: dict[str, Any], token: str, session: str) -> tuple[bytes, dict[str, str]]:
+def _encode_request(body: dict[str, Any], token: str, session: str) -> tuple[bytes, dict[str, str]]:
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     return json.dumps(body).encode(), headers | ({"X-Session-ID": session} if session else {})
 
 
-def _parsed(status: int, text: bytes) -> dict[str, Any]:
+def _parse_reply(status: int, text: bytes) -> dict[str, Any]:
     if status != 200:
-        raise ModelError(status, text.decode("utf-8", "replace"))
+        raise EndpointError(status, text.decode("utf-8", "replace"))
     return json.loads(text)

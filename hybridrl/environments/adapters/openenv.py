@@ -8,11 +8,18 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from .environment_adapter import BaseAdapter, Episode, EpisodeError, Returned, Score, SetupError
-from .model_client import AsyncModel
+from .environment_adapter import (
+    AdapterEpisode,
+    EnvironmentAdapter,
+    EnvironmentSetupError,
+    EpisodeError,
+    EpisodeReturn,
+    EpisodeScore,
+)
+from .model_client import AsyncModelClient
 
 
-class Adapter(BaseAdapter):
+class Adapter(EnvironmentAdapter):
     """An adapter for environments on an OpenEnv server. Options:
 
     * `url`: of the server, `http://host:port`, or a list of them, which share the episodes;
@@ -31,7 +38,7 @@ class Adapter(BaseAdapter):
         own = self.take({**known, "max_turns": 50, "request": {}})
         urls = own["url"] if isinstance(own["url"], list) else [own["url"]]
         if not all(isinstance(url, str) and urlsplit(url).scheme in ("http", "ws") for url in urls):
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.url={own['url']}: must be the address of an OpenEnv server, "
                 "http://host:port."
             )
@@ -46,8 +53,8 @@ class Adapter(BaseAdapter):
             required = schema.get("required") or []
             self._field = required[0] if len(required) == 1 else None
 
-    async def play(self, episode: Episode) -> Returned:
-        own, model = self._own, AsyncModel(episode)
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
+        own, model = self._own, AsyncModelClient(episode)
         url = self._urls[self._next % len(self._urls)]
         self._next += 1
         row = episode.row
@@ -55,23 +62,23 @@ class Adapter(BaseAdapter):
         messages = [{"role": "system", "content": own["system"]}] if own["system"] else []
         rewards: list[float] = []
         async with self._http.ws_connect(f"{url}/ws", max_msg_size=64 << 20) as socket:
-            found = await _ask(socket, {"type": "reset", "data": reset})
+            found = await _send_and_receive(socket, {"type": "reset", "data": reset})
             while not found.get("done") and len(rewards) < own["max_turns"]:
                 messages.append({"role": "user", "content": self._text(found)})
                 if (text := await model.reply(messages, **own["request"])) is None:
                     break
                 action = self._action(text)
-                found = await _ask(socket, {"type": "step", "data": action})
+                found = await _send_and_receive(socket, {"type": "step", "data": action})
                 rewards.append(float(found.get("reward") or 0.0))
             await socket.send_json({"type": "close"})
-        return Score(sum(rewards), rewards, {"turns": float(len(rewards))})
+        return EpisodeScore(sum(rewards), rewards, {"turns": float(len(rewards))})
 
     async def _schema(self) -> dict[str, Any]:
         try:
             async with self._http.get(f"{self._urls[0]}/schema") as answer:
                 return dict((await answer.json()).get("action") or {})
         except (aiohttp.ClientError, ValueError) as error:
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.url={self._urls[0]}: no OpenEnv server answers there "
                 f"({type(error).__name__}: {error}). Start it first."
             ) from error
@@ -98,7 +105,7 @@ class Adapter(BaseAdapter):
         await self._http.close()
 
 
-async def _ask(socket: Any, message: dict[str, Any]) -> dict[str, Any]:
+async def _send_and_receive(socket: Any, message: dict[str, Any]) -> dict[str, Any]:
     await socket.send_json(message)
     answer = await socket.receive_json()
     if answer.get("type") == "error":

@@ -22,19 +22,19 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessConfig
 from verifiers.v1.utils.loaders import default_harness_id, load_environment, resolve_env_config
 
 from .environment_adapter import (
-    MODEL,
-    BaseAdapter,
-    Episode,
+    MODEL_NAME,
+    AdapterEpisode,
+    EnvironmentAdapter,
+    EnvironmentSetupError,
     EpisodeError,
-    Returned,
-    Score,
-    SetupError,
+    EpisodeReturn,
+    EpisodeScore,
 )
-from .model_client import ModelError, post
+from .model_client import EndpointError, post_json
 from .tool_servers import ToolServers
 
-_HARNESS = "hybridrl_chat"
-_KEY = "HYBRIDRL_API_KEY"
+_HARNESS_MODULE = "hybridrl_chat"
+_TOKEN_VARIABLE = "HYBRIDRL_API_KEY"
 """verifiers keeps variables of such names from the programs that it starts."""
 
 
@@ -70,8 +70,8 @@ class ChatHarness(Harness[HarnessConfig]):
             while True:
                 asked = {"model": ctx.model, "messages": messages, **body}
                 try:
-                    answer = await post(f"{endpoint}/chat/completions", secret, asked)
-                except ModelError as error:  # the trace knows why
+                    answer = await post_json(f"{endpoint}/chat/completions", secret, asked)
+                except EndpointError as error:  # the trace knows why
                     said = str(error).casefold()
                     is_full = error.status in (400, 413) and any(
                         marker in said for marker in CONTEXT_OVERFLOW_MARKERS
@@ -86,7 +86,7 @@ class ChatHarness(Harness[HarnessConfig]):
                 messages += await tools.call(message["tool_calls"])
 
 
-class Adapter(BaseAdapter):
+class Adapter(EnvironmentAdapter):
     """An adapter for environments of verifiers. Options:
 
     * `id`: of the taskset: an installed package, one that ships with verifiers, or a file of yours,
@@ -106,40 +106,40 @@ class Adapter(BaseAdapter):
         own = {"id": None, "taskset": {}, "env": {}, "client": "chat", "tokenizer": None}
         own = self.take(own)
         if not own["id"]:
-            raise SetupError(
+            raise EnvironmentSetupError(
                 "environment.name=verifiers needs environment.options.id: a taskset that is "
                 "installed, or path/to/file.py."
             )
         if own["client"] not in ("tokens", "chat"):
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.client={own['client']}: must be `tokens` or `chat`."
             )
         self._client, self._tokenizer = own["client"], own["tokenizer"]
         self._keys: dict[str, str] = {}
-        harness = types.ModuleType(_HARNESS)
+        harness = types.ModuleType(_HARNESS_MODULE)
         harness.__all__ = ["ChatHarness"]  # type: ignore[attr-defined]
         harness.ChatHarness = ChatHarness  # type: ignore[attr-defined]
-        sys.modules[_HARNESS] = harness
-        taskset = {"id": _module_of(own["id"]), **own["taskset"]}
+        sys.modules[_HARNESS_MODULE] = harness
+        taskset = {"id": _import_taskset(own["id"]), **own["taskset"]}
         try:
             config = resolve_env_config({"taskset": taskset, **own["env"]})
         except ValidationError as error:
             wrong = "; ".join(
                 f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()
             )
-            raise SetupError(
+            raise EnvironmentSetupError(
                 f"environment.options.taskset and environment.options.env: {wrong}. verifiers says "
                 f"so of {own['id']}."
             ) from error
-        self._env = load_environment(_with_defaults(config, own["env"]))
+        self._env = load_environment(_apply_role_defaults(config, own["env"]))
 
     async def start(self) -> None:
         self._serving = self._env.serving()
         await self._serving.__aenter__()
 
-    async def play(self, episode: Episode) -> Returned:
+    async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
         context = vf.ModelContext(
-            model=MODEL, client=await self._client_of(episode), sampling=vf.SamplingConfig()
+            model=MODEL_NAME, client=await self._client_of(episode), sampling=vf.SamplingConfig()
         )
         numbers = itertools.count()
 
@@ -158,14 +158,14 @@ class Adapter(BaseAdapter):
                 "timeout" if is_late and not errors else "error",
             )
         rewards = {trace.id: trace.reward for trace in traces}
-        metrics = _mean([trace.metrics for trace in traces])
+        metrics = _mean_metrics([trace.metrics for trace in traces])
         for trace in traces:
             if len(trace.rewards) > 1:
                 parts = {f"reward_{name}": one.value for name, one in trace.rewards.items() if one}
                 metrics |= parts
         mean = sum(rewards.values()) / len(rewards) if rewards else 0.0
         is_plain = len(played.traces) == 1 and set(rewards) == {episode.session}
-        return Score(mean, None, metrics, None if is_plain else rewards)
+        return EpisodeScore(mean, None, metrics, None if is_plain else rewards)
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
         found = []
@@ -185,26 +185,26 @@ class Adapter(BaseAdapter):
         known = {name: value for name, value in row.items() if name in data.model_fields}
         return kind(data.model_validate(known), config)
 
-    async def _client_of(self, episode: Episode) -> Any:
-        key = self._keys.setdefault(episode.token, f"{_KEY}_{len(self._keys)}")
+    async def _client_of(self, episode: AdapterEpisode) -> Any:
+        key = self._keys.setdefault(episode.token, f"{_TOKEN_VARIABLE}_{len(self._keys)}")
         os.environ[key] = episode.token
         # One address for all episodes, so that they share connections: the header `X-Session-ID`,
         # which verifiers sends with the name of a trace, tells them apart.
-        settings = {"base_url": _root(episode.url), "api_key_var": key}
+        settings = {"base_url": _endpoint_root(episode.url), "api_key_var": key}
         if self._client == "chat":
             return EvalClientConfig(**settings)
         if self._tokenizer is None:
-            self._tokenizer = await _named_tokenizer(episode)
+            self._tokenizer = await _fetch_tokenizer_name(episode)
         return TrainClientConfig(renderer_model_name=self._tokenizer, **settings)
 
 
-async def _named_tokenizer(episode: Episode) -> str:
+async def _fetch_tokenizer_name(episode: AdapterEpisode) -> str:
     """Return the tokenizer that the endpoint reports, which `client: tokens` needs."""
     import httpx
 
     async with httpx.AsyncClient() as client:
         headers = {"Authorization": f"Bearer {episode.token}"}
-        answer = (await client.get(f"{_root(episode.url)}/models", headers=headers)).json()
+        answer = (await client.get(f"{_endpoint_root(episode.url)}/models", headers=headers)).json()
     found = answer["data"][0].get("root")
     if not found:
         raise EpisodeError(
@@ -215,18 +215,18 @@ async def _named_tokenizer(episode: Episode) -> str:
     return str(found)
 
 
-def _root(url: str) -> str:
+def _endpoint_root(url: str) -> str:
     return f"{url.partition('/session/')[0]}/v1"
 
 
-def _module_of(taskset: str) -> str:
+def _import_taskset(taskset: str) -> str:
     """Return the module name under which verifiers finds a taskset; a file is imported under its
     stem."""
     if not taskset.endswith(".py"):
         return taskset
     file = Path(taskset).expanduser().resolve()
     if not file.is_file():
-        raise SetupError(f"environment.options.id={taskset}: there is no such file.")
+        raise EnvironmentSetupError(f"environment.options.id={taskset}: there is no such file.")
     sys.path.append(str(file.parent))
     name = file.stem.lower().replace("-", "_")
     spec = importlib.util.spec_from_file_location(name, file)
@@ -236,7 +236,7 @@ def _module_of(taskset: str) -> str:
     return name
 
 
-def _with_defaults(config: Any, given: dict[str, Any]) -> Any:
+def _apply_role_defaults(config: Any, given: dict[str, Any]) -> Any:
     """Return the settings in which roles without a harness use `ChatHarness`, and run in this
     process."""
     bundled = default_harness_id(config.taskset.id) != "bash"
@@ -245,14 +245,14 @@ def _with_defaults(config: Any, given: dict[str, Any]) -> Any:
         own = given.get(role) or {}
         changed: dict[str, Any] = {}
         if agent.harness is None and not bundled:
-            changed["harness"] = HarnessConfig(id=_HARNESS)
+            changed["harness"] = HarnessConfig(id=_HARNESS_MODULE)
         if "runtime" not in own and type(agent.runtime).__name__ == "PrimeConfig":
             changed["runtime"] = SubprocessConfig()
         update[role] = agent.model_copy(update=changed)
     return config.model_copy(update=update)
 
 
-def _mean(found: list[dict[str, Any]]) -> dict[str, float]:
+def _mean_metrics(found: list[dict[str, Any]]) -> dict[str, float]:
     names = {name for one in found for name, value in one.items() if value is not None}
     values = {name: [one[name] for one in found if one.get(name) is not None] for name in names}
     return {name: sum(each) / len(each) for name, each in sorted(values.items())}

@@ -14,28 +14,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.planner.machine.device_catalog import present
-from hybridrl.planner.machine.device_probe import collectives, mean_of_all, memory_rate, small_op
-from hybridrl.quantization.int8_products import int8_product
+from hybridrl.planner.machine.device_catalog import add_device_memory
+from hybridrl.planner.machine.device_probe import (
+    collectives,
+    mean_of_all,
+    measure_memory_rate,
+    measure_small_op,
+)
+from hybridrl.quantization.int8_products import int8_matmul_once
 from hybridrl.quantization.rounded_matrix import Rows
-from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host, Link
-from hybridrl.system.device_traits import make_current
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
+from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.timing import measure_seconds
 
-SIDE = {"cpu": 256}
-SIDE_OF_ACCELERATORS = 4096
+_MATRIX_SIDE = {"cpu": 256}
+_ACCELERATOR_MATRIX_SIDE = 4096
 """Of the matrices that are multiplied."""
-MESSAGE = 32 << 20
+_LINK_MESSAGE_BYTES = 32 << 20
 """Bytes of a message that fills a link."""
-TURNS = 20
+_COLLECTIVE_TURNS = 20
 """Of what the ranks do together: as many on each."""
 FEW_ROWS = 8
 """Of a matrix that is multiplied as in generation, in float32."""
-STORE_BYTES = 64 << 20
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_STORE_BYTES = 64 << 20
+_PROBED_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
-def probe_cluster(cluster: Cluster, folder: Path) -> Cluster:
+def probe_cluster(cluster: ClusterSpec, folder: Path) -> ClusterSpec:
     """Measure the devices of this machine, all at once, and return their cluster with the measured
     rates.
 
@@ -45,30 +50,30 @@ def probe_cluster(cluster: Cluster, folder: Path) -> Cluster:
     Args:
         folder: Where the store is measured.
     """
-    here = present(cluster)
+    here = add_device_memory(cluster)
     mean = mean_of_all(_measure, here)
     (name,) = here.model_names
-    model = DeviceModel(
+    model = DeviceSpec(
         here.memory,
-        {precision: mean[precision] for precision in PRECISIONS if precision in mean},
+        {precision: mean[precision] for precision in _PROBED_PRECISIONS if precision in mean},
         mean["memory"],
         mean["small_op"],
         measured=True,
         few_rows=mean["few_rows"],
         date=time.time(),
     )
-    inside = Link(mean["link"], mean["latency"])
-    host = Host(inside, inside, _store(folder))
+    inside = LinkSpec(mean["link"], mean["latency"])
+    host = NodeSpec(inside, inside, _store(folder))
     return replace(here, models={name: model}, hosts=dict.fromkeys(here.nodes, host))
 
 
 def _measure(rank: int, world: int, kind: str, threads: int) -> dict[str, float]:
-    device = make_current(kind, rank)
+    device = set_current_device(kind, rank)
     if world > 1:
         torch.set_num_threads(threads)
-    side = SIDE.get(kind, SIDE_OF_ACCELERATORS)
+    side = _MATRIX_SIDE.get(kind, _ACCELERATOR_MATRIX_SIDE)
     names, runs = [], []
-    for name, dtype in PRECISIONS.items():
+    for name, dtype in _PROBED_PRECISIONS.items():
         run = _product(side, dtype, device)
         with contextlib.suppress(RuntimeError):  # the ranks of a machine lack the same kernels
             run()
@@ -79,14 +84,17 @@ def _measure(rank: int, world: int, kind: str, threads: int) -> dict[str, float]
     *seconds, few_s = measure_seconds([*runs, lambda: few @ square], device, world=world)
     found = {name: 2 * side**3 / s for name, s in zip(names, seconds, strict=True)}
     found["few_rows"] = 2 * FEW_ROWS * side**2 / few_s
-    found["memory"] = memory_rate(device, world)
-    found["small_op"] = small_op(world)
+    found["memory"] = measure_memory_rate(device, world)
+    found["small_op"] = measure_small_op(world)
     if world == 1:
         return found | {"link": found["memory"], "latency": found["small_op"]}
     number = torch.zeros(1, device=device)
     reduce = [lambda: dist.all_reduce(number)]
-    (latency,) = measure_seconds(reduce, device, world=world, turns=TURNS, least=0.0)
-    return found | {"link": collectives(device, world, MESSAGE)["link"], "latency": latency}
+    (latency,) = measure_seconds(reduce, device, world=world, turns=_COLLECTIVE_TURNS, least=0.0)
+    return found | {
+        "link": collectives(device, world, _LINK_MESSAGE_BYTES)["link"],
+        "latency": latency,
+    }
 
 
 def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -95,10 +103,10 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
         return lambda: x @ x
     scales = torch.ones(side, 1, device=device)
     left, right = Rows(x, scales), Rows(x, scales.t())
-    return lambda: int8_product(left, right, torch.float32)
+    return lambda: int8_matmul_once(left, right, torch.float32)
 
 
-def _store(folder: Path) -> Link:
+def _store(folder: Path) -> LinkSpec:
     """Measure the rate and latency of writing a file in this folder, until it is on the disk."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
 
@@ -110,4 +118,4 @@ def _store(folder: Path) -> Link:
             return time.perf_counter() - begin
 
         latency = seconds(b"0")
-        return Link(STORE_BYTES / seconds(bytes(STORE_BYTES)), latency)
+        return LinkSpec(_STORE_BYTES / seconds(bytes(_STORE_BYTES)), latency)

@@ -16,12 +16,12 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_config
-from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.models import load_model_config
+from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.machine.cluster_probe import probe_cluster
-from hybridrl.planner.machine.device_catalog import ACCELERATORS, present
+from hybridrl.planner.machine.device_catalog import ACCELERATORS, add_device_memory
 from hybridrl.planner.machine.device_probe import mean_of_all
-from hybridrl.planner.machine.device_rates import Rates
+from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.machine.layer_probe import LayerRuns, measure_layers
 from hybridrl.planner.machine.measurements import (
     CLUSTER,
@@ -33,12 +33,12 @@ from hybridrl.planner.machine.measurements import (
     unread_files,
 )
 from hybridrl.planner.step.operator_work import CostPredictor
-from hybridrl.planner.step.step_calls import Lengths, sizes_of
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.planner.step.step_calls import SampleLengths, compute_step_sizes
+from hybridrl.system.cluster_spec import ClusterSpec
 
 MeasureLayers = Callable[[LayerRuns], dict[str, float]]
 
-COST_SOURCES: list[Callable[[Cluster, str], CostPredictor | None]] = []
+COST_SOURCES: list[Callable[[ClusterSpec, str], CostPredictor | None]] = []
 """Asked for what pieces of work take on the devices of a cluster in a precision, where that was
 measured; `systems.operator_costs` is one."""
 
@@ -47,12 +47,12 @@ NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "architectures", "d
 
 def resolve_rates(
     config: Config,
-    cluster: Cluster,
-    lengths: Lengths | None = None,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None = None,
     measure: MeasureLayers | None = None,
     *,
     makers_first: bool = False,
-) -> list[Rates]:
+) -> list[DeviceRates]:
     """Return the rates of each device, from the first of these that there is: what the cluster says
     of its devices and links; the work that `hybridrl calibrate` has measured here; layers of the
     job's model, measured here lately; and else layers that are measured now, and kept for all that
@@ -67,52 +67,56 @@ def resolve_rates(
     Raises:
         ConfigError: for devices that are not known, and are not here to be measured.
     """
-    dtype = with_dtype(config, cluster.kind).model.dtype
+    dtype = resolve_dtype(config, cluster.kind).model.dtype
     if cluster.rates_known:
-        return Rates.known(cluster, dtype)
-    here = present(cluster)
+        return DeviceRates.known(cluster, dtype)
+    here = add_device_memory(cluster)
     for source in COST_SOURCES:
         if (costs := source(here, dtype)) is not None:
-            return Rates.known(with_rates(here), dtype, costs)
-    sizes, path, devices = sizes_of(config, lengths), str(config.model.path), len(here.devices)
+            return DeviceRates.known(resolve_cluster_rates(here), dtype, costs)
+    sizes, path, devices = (
+        compute_step_sizes(config, lengths),
+        str(config.model.path),
+        len(here.devices),
+    )
     tokens = min(config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens // devices + 1)
     runs = LayerRuns.of_job(path, dtype, tokens, sizes.sample_tokens)
     about = {**describe_devices(here), **runs._asdict(), "path": _architecture(path)}
     kept, unread = find_measurement(LAYERS, about), ""
     if kept is None:
-        known = with_makers_rates(here) if makers_first else None
+        known = apply_vendor_rates(here) if makers_first else None
         if known is not None:
-            return Rates.known(known, dtype)
+            return DeviceRates.known(known, dtype)
         kept = begin_measurement(LAYERS, about)
         found = _measure_here(here, runs) if measure is None else measure(runs)
         kept = replace(kept, data=found)
         keep_measurement(kept)
         unread = unread_files()
     source = f"a probe of {devices} device(s) with layers of this model, {kept}{unread}"
-    return [Rates(**kept.data, source=source)] * devices
+    return [DeviceRates(**kept.data, source=source)] * devices
 
 
-def with_rates(cluster: Cluster) -> Cluster:
+def resolve_cluster_rates(cluster: ClusterSpec) -> ClusterSpec:
     """Return a job's devices with all that is known of them without a model: of accelerators what
     their makers say, else what a probe of this machine has found, now or earlier."""
-    here = present(cluster)
-    if (known := with_makers_rates(here)) is not None:
+    here = add_device_memory(cluster)
+    if (known := apply_vendor_rates(here)) is not None:
         return known
     kept = find_measurement(CLUSTER, describe_devices(here))
     found = None
     if kept is not None:
         with contextlib.suppress(ConfigError):
-            found = Cluster.from_json(json.dumps(kept.data))
+            found = ClusterSpec.from_json(json.dumps(kept.data))
     if found is None or found.model_names != here.model_names:
         with tempfile.TemporaryDirectory() as folder:
             found = measure_cluster(
-                Cluster.of_one_node(here.kind, here.devices_per_node), Path(folder)
+                ClusterSpec.of_one_node(here.kind, here.devices_per_node), Path(folder)
             )[0]
     host = found.hosts[found.nodes[0]]
     return replace(here, models=found.models, hosts=dict.fromkeys(here.nodes, host))
 
 
-def measure_cluster(cluster: Cluster, folder: Path) -> tuple[Cluster, Path | None]:
+def measure_cluster(cluster: ClusterSpec, folder: Path) -> tuple[ClusterSpec, Path | None]:
     """Probe this machine and keep what was found; return it, and the file that has it.
 
     Args:
@@ -123,7 +127,7 @@ def measure_cluster(cluster: Cluster, folder: Path) -> tuple[Cluster, Path | Non
     return found, keep_measurement(replace(measurement, data=json.loads(found.to_json())))
 
 
-def with_makers_rates(here: Cluster) -> Cluster | None:
+def apply_vendor_rates(here: ClusterSpec) -> ClusterSpec | None:
     """Return a job's devices with what their makers say; None where some are not known."""
     if not here.is_cuda:
         return None
@@ -148,7 +152,7 @@ def _known_as(name: str, memory: float) -> str | None:
     return min(found, key=lambda known: abs(ACCELERATORS[known][0].memory - memory), default=None)
 
 
-def _measure_here(cluster: Cluster, runs: LayerRuns) -> dict[str, float]:
+def _measure_here(cluster: ClusterSpec, runs: LayerRuns) -> dict[str, float]:
     if cluster.is_cuda and not torch.accelerator.is_available():
         raise ConfigError(
             f"The job has {cluster.kind} devices that nobody knows and that are not here to be "
@@ -160,7 +164,7 @@ def _measure_here(cluster: Cluster, runs: LayerRuns) -> dict[str, float]:
 
 def _architecture(path: str) -> str:
     """What tells models apart whose layers take other time."""
-    config: dict[str, Any] = load_config(path).to_dict()
+    config: dict[str, Any] = load_model_config(path).to_dict()
     text = {name: value for name, value in config.items() if name not in NOT_ARCHITECTURE}
     written = json.dumps(text, sort_keys=True, default=str)
     return hashlib.sha256(written.encode()).hexdigest()[:16]

@@ -9,22 +9,29 @@ from pathlib import Path
 import psutil
 import torch
 
-from hybridrl.errors import ConfigError, nearest
-from hybridrl.system.cluster_spec import MOST_DEVICES, Cluster, Device, DeviceModel, Host, Link
-from hybridrl.system.cpu_cores import usable_cores
-from hybridrl.system.device_traits import name_and_memory
+from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.system.cluster_spec import (
+    MAX_DEVICES,
+    ClusterSpec,
+    DeviceSlot,
+    DeviceSpec,
+    LinkSpec,
+    NodeSpec,
+)
+from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.device_traits import read_gpu_name_and_memory
 
 GIB = 2**30
-DEVICES_PER_NODE = 8
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-CPU_SLOT = "CPU slot"
-INSIDE_LATENCY, NETWORK_LATENCY = 5e-6, 20e-6
+_DEFAULT_DEVICES_PER_NODE = 8
+_CGROUP_MEMORY_FILE = Path("/sys/fs/cgroup/memory.max")
+_CPU_SLOT = "CPU slot"
+_INTRA_NODE_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6
 """Seconds until the first byte of a message is there, of links that were not measured."""
 
 
 def _maker(
     memory: float, flops: tuple[float, float, float], bandwidth: float, link: float, network: float
-) -> tuple[DeviceModel, Host]:
+) -> tuple[DeviceSpec, NodeSpec]:
     """Build the specification of a device, and of the host that it is usually in, from its maker's
     figures.
 
@@ -36,8 +43,10 @@ def _maker(
         network: Its share of the node's network, 10^9 bytes per second.
     """
     rates = dict(zip(("float32", "bfloat16", "int8"), (f * 1e12 for f in flops), strict=True))
-    model = DeviceModel(memory * GIB, rates, bandwidth * 1e12)
-    return model, Host(Link(link * 1e9, INSIDE_LATENCY), Link(network * 1e9, NETWORK_LATENCY))
+    model = DeviceSpec(memory * GIB, rates, bandwidth * 1e12)
+    return model, NodeSpec(
+        LinkSpec(link * 1e9, _INTRA_NODE_LATENCY), LinkSpec(network * 1e9, _NETWORK_LATENCY)
+    )
 
 
 ACCELERATORS = {
@@ -50,7 +59,7 @@ ACCELERATORS = {
     "L4": _maker(22.0, (30.3, 121, 242), 0.3, 32, 12.5),
     "RTX4090": _maker(23.5, (82.6, 165, 660), 1.008, 32, 12.5),
 }
-ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "A100-SXM4-80GB": "A100-80GB"}
+_ACCELERATOR_ALIASES = {"A100": "A100-80GB", "H100-80GB": "H100", "A100-SXM4-80GB": "A100-80GB"}
 
 _GROUP = re.compile(
     r"(?:([1-9]\d*)x)?([1-9]\d*)x([A-Za-z][^@]*)(?:@([1-9]\d*(?:\.\d+)?)([GM])bps)?"
@@ -59,7 +68,7 @@ _BYTES = {"G": 1e9 / 8, "M": 1e6 / 8}
 _RATE = re.compile(r"([1-9]\d*(?:\.\d+)?)([GM])(?:bps|bit/s)")
 
 
-def named(text: str) -> Cluster:
+def parse_cluster(text: str) -> ClusterSpec:
     """Parse a `--devices` text: `64xH200`; `16x8xH100`, 16 nodes of 8; `8xL4,16xH100@400Gbps`,
     several kinds with the network rate of each device; or a JSON file of a cluster.
 
@@ -67,46 +76,46 @@ def named(text: str) -> Cluster:
         ConfigError: for anything else.
     """
     if text.endswith(".json"):
-        return from_file(text)
-    devices: list[Device] = []
-    models: dict[str, DeviceModel] = {}
-    hosts: dict[str, Host] = {}
+        return load_cluster(text)
+    devices: list[DeviceSlot] = []
+    models: dict[str, DeviceSpec] = {}
+    hosts: dict[str, NodeSpec] = {}
     for group in text.split(","):
         number, per_node, name, network = _group(text, group.strip())
-        if len(devices) + number > MOST_DEVICES:
-            raise ConfigError(f"--devices {text}: there may be up to {MOST_DEVICES:,} devices.")
+        if len(devices) + number > MAX_DEVICES:
+            raise ConfigError(f"--devices {text}: there may be up to {MAX_DEVICES:,} devices.")
         models[name], host = ACCELERATORS[name]
         if network:
-            host = replace(host, network=Link(network, NETWORK_LATENCY))
+            host = replace(host, network=LinkSpec(network, _NETWORK_LATENCY))
         first = len(hosts)
         for index in range(number):
             node = f"node{first + index // per_node}"
             hosts[node] = host
-            devices.append(Device("cuda", node, index % per_node, name))
-    return Cluster(devices, models, hosts)
+            devices.append(DeviceSlot("cuda", node, index % per_node, name))
+    return ClusterSpec(devices, models, hosts)
 
 
 def _group(text: str, group: str) -> tuple[int, int, str, float]:
     """Parse one group of a `--devices` text: the number of devices, devices per node, their model,
     and network bytes per second (0: as usual)."""
-    names = {name.lower(): name for name in (*ACCELERATORS, *ALIASES)}
+    names = {name.lower(): name for name in (*ACCELERATORS, *_ACCELERATOR_ALIASES)}
     found = _GROUP.fullmatch(group)
     if found is None or found[3].lower() not in names:
         kind = found[3] if found else group
         raise ConfigError(
             f"--devices {text}: write a number and one of {', '.join(ACCELERATORS)}, such as "
             "64xH200, or 16x8xH100 for 16 nodes of 8, or 8xL4,16xH100@400Gbps; or name a JSON "
-            f"file of a cluster.{nearest(kind, ACCELERATORS)}"
+            f"file of a cluster.{suggest_name(kind, ACCELERATORS)}"
         )
     nodes, per_node, name = found[1], int(found[2]), names[found[3].lower()]
     number = int(nodes) * per_node if nodes else per_node
     if not nodes:
-        per_node = min(per_node, DEVICES_PER_NODE)
+        per_node = min(per_node, _DEFAULT_DEVICES_PER_NODE)
     network = float(found[4]) * _BYTES[found[5]] if found[4] else 0.0
-    return number, per_node, ALIASES.get(name, name), network
+    return number, per_node, _ACCELERATOR_ALIASES.get(name, name), network
 
 
-def link_of(setting: str, text: str) -> Link:
+def parse_link(setting: str, text: str) -> LinkSpec:
     """Parse a rate such as `400Gbps` as a link between nodes.
 
     Args:
@@ -117,10 +126,10 @@ def link_of(setting: str, text: str) -> Link:
     """
     if (found := _RATE.fullmatch(text)) is None:
         raise ConfigError(f"{setting}: write a rate such as 400Gbps or 100Mbps, or 2x.")
-    return Link(float(found[1]) * _BYTES[found[2]], NETWORK_LATENCY)
+    return LinkSpec(float(found[1]) * _BYTES[found[2]], _NETWORK_LATENCY)
 
 
-def from_file(path: str) -> Cluster:
+def load_cluster(path: str) -> ClusterSpec:
     """Load a cluster from a JSON file.
 
     Raises:
@@ -130,13 +139,13 @@ def from_file(path: str) -> Cluster:
     if not file.is_file():
         raise ConfigError(f"--devices {path}: there is no such file.")
     try:
-        cluster = Cluster.from_json(file.read_text(encoding="utf-8"))
+        cluster = ClusterSpec.from_json(file.read_text(encoding="utf-8"))
     except ConfigError as error:
         raise ConfigError(f"--devices {path}: {error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--devices {path}: this is no text in UTF-8.") from error
     # CPU slots are what this machine has, too, and can be measured here.
-    if not cluster.rates_known and cluster.model_names != [CPU_SLOT]:
+    if not cluster.rates_known and cluster.model_names != [_CPU_SLOT]:
         raise ConfigError(
             f"--devices {path}: it does not say how fast its devices and links are. Write `flops` "
             "and `bandwidth` of each model and an entry in `hosts` for each node, as `hybridrl "
@@ -145,7 +154,7 @@ def from_file(path: str) -> Cluster:
     return cluster
 
 
-def present(cluster: Cluster) -> Cluster:
+def add_device_memory(cluster: ClusterSpec) -> ClusterSpec:
     """Return the job's cluster with the memory of its devices, as their hosts reported it, or like
     that of this machine's devices.
 
@@ -155,29 +164,29 @@ def present(cluster: Cluster) -> Cluster:
     if all(name in cluster.models for name in cluster.model_names):
         return cluster
     if not cluster.is_cuda:
-        name, memory = CPU_SLOT, node_memory() / cluster.devices_per_node
+        name, memory = _CPU_SLOT, read_node_memory() / cluster.devices_per_node
     elif torch.accelerator.is_available():
-        name, memory = name_and_memory()
+        name, memory = read_gpu_name_and_memory()
     else:
         raise ConfigError(
             "There is no GPU here to see what the job's GPUs are like. Name them: --devices 8xH100."
         )
     devices = [replace(device, model=name) for device in cluster.devices]
-    return Cluster(devices, {name: DeviceModel(memory)})
+    return ClusterSpec(devices, {name: DeviceSpec(memory)})
 
 
-def is_seen(cluster: Cluster) -> bool:
+def is_seen(cluster: ClusterSpec) -> bool:
     """Whether this machine can tell what the devices of a job have."""
     return not cluster.is_cuda or torch.accelerator.is_available()
 
 
-def node_memory() -> float:
+def read_node_memory() -> float:
     """Return the bytes that the processes of this machine may use together."""
-    limit = CGROUP_LIMIT.read_text().strip() if CGROUP_LIMIT.is_file() else "max"
+    limit = _CGROUP_MEMORY_FILE.read_text().strip() if _CGROUP_MEMORY_FILE.is_file() else "max"
     total = float(psutil.virtual_memory().total)
     return total if limit == "max" else min(total, float(limit))
 
 
-def cores_per_device(cluster: Cluster) -> int:
+def count_cores_per_device(cluster: ClusterSpec) -> int:
     """Return the number of threads of each CPU slot."""
-    return max(1, usable_cores() // cluster.devices_per_node)
+    return max(1, count_usable_cores() // cluster.devices_per_node)

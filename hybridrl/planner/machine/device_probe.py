@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybridrl.errors import HybridRLError
-from hybridrl.planner.machine.device_catalog import cores_per_device
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.system.device_traits import COLLECTIVES
+from hybridrl.planner.machine.device_catalog import count_cores_per_device
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.device_traits import COLLECTIVE_BACKENDS
 from hybridrl.system.timing import measure_seconds
 
 STREAM = 64 << 20
@@ -29,16 +29,16 @@ LIMIT_S = 60
 TURNS_TOGETHER = 5
 """Of what the ranks do together: as many on each."""
 
-Measure = Callable[..., dict[str, float]]
+MeasureFunction = Callable[..., dict[str, float]]
 
 
-def mean_of_all(measure: Measure, cluster: Cluster, *job: Any) -> dict[str, float]:
+def mean_of_all(measure: MeasureFunction, cluster: ClusterSpec, *job: Any) -> dict[str, float]:
     """Return the mean of each figure that this machine's devices find; see `measure_on_all`."""
     found = measure_on_all(measure, cluster, *job)
     return {name: sum(one[name] for one in found) / len(found) for name in found[0]}
 
 
-def measure_on_all(measure: Callable[..., Any], cluster: Cluster, *job: Any) -> list[Any]:
+def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any) -> list[Any]:
     """Return what `measure(rank, world, kind, threads, *job)` finds on each device of this machine
     that a cluster is made of, all at once, in processes that are a world to torch.distributed.
 
@@ -49,7 +49,7 @@ def measure_on_all(measure: Callable[..., Any], cluster: Cluster, *job: Any) -> 
     if cluster.is_cuda:
         here = min(here, torch.accelerator.device_count())
     # One device has this process's own threads, whatever their number.
-    threads = torch.get_num_threads() if here == 1 else cores_per_device(cluster)
+    threads = torch.get_num_threads() if here == 1 else count_cores_per_device(cluster)
     job = (cluster.kind, threads, *job)
     if here == 1:
         return [measure(0, 1, *job)]
@@ -76,7 +76,7 @@ def measure_on_all(measure: Callable[..., Any], cluster: Cluster, *job: Any) -> 
 def _child(measure: Callable[..., Any], rank: int, world: int, *job: Any) -> None:
     *job_, meet, queue = job
     dist.init_process_group(
-        COLLECTIVES[job_[0]],
+        COLLECTIVE_BACKENDS[job_[0]],
         init_method=f"file://{meet}",
         rank=rank,
         world_size=world,
@@ -87,7 +87,7 @@ def _child(measure: Callable[..., Any], rank: int, world: int, *job: Any) -> Non
     dist.destroy_process_group()
 
 
-def memory_rate(device: torch.device, world: int) -> float:
+def measure_memory_rate(device: torch.device, world: int) -> float:
     """Measure the bytes of memory that are read and written per second."""
     source = torch.zeros(STREAM // 4, device=device)
     target = torch.zeros_like(source)
@@ -95,7 +95,7 @@ def memory_rate(device: torch.device, world: int) -> float:
     return 2 * STREAM / seconds
 
 
-def small_op(world: int) -> float:
+def measure_small_op(world: int) -> float:
     """Measure the seconds of an operation on a few numbers."""
     x = torch.zeros(4)
 

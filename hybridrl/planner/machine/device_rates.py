@@ -8,20 +8,27 @@ from dataclasses import dataclass, fields
 
 from hybridrl.errors import ConfigError
 from hybridrl.planner.step.operator_work import CostPredictor
-from hybridrl.system.cluster_spec import Cluster, DeviceModel, Host
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSpec, NodeSpec
+from hybridrl.system.formatting import format_seconds
 
-COMPUTE, BANDWIDTH, WIRE = 0.45, 0.7, 0.7
+_COMPUTE_SHARE, _BANDWIDTH_SHARE, _LINK_SHARE = 0.45, 0.7, 0.7
 """Of what the makers promise, the shares that training reaches in matrix products, and memory and
 links in streaming; for machines that cannot be probed."""
-LAUNCH_OPS = 15
+_LAUNCH_SMALL_OPS = 15
 """A layer's kernels are launched in so many small operations; a backward takes twice as many."""
-TAKEN = ("forward_overhead", "training_overhead", "sums", "small_op", "hop", "network_hop")
+_LOWER_IS_FASTER = (
+    "forward_overhead",
+    "training_overhead",
+    "sums",
+    "small_op",
+    "hop",
+    "network_hop",
+)
 """Of the rates, those of which less is quicker."""
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """The rates of one device while all devices work.
 
     Attributes:
@@ -53,7 +60,9 @@ class Rates:
     costs: CostPredictor | None = None
 
     @classmethod
-    def known(cls, cluster: Cluster, dtype: str, costs: CostPredictor | None = None) -> list[Rates]:
+    def known(
+        cls, cluster: ClusterSpec, dtype: str, costs: CostPredictor | None = None
+    ) -> list[DeviceRates]:
         """Return the rates of each device of a cluster whose rates are known.
 
         Args:
@@ -64,7 +73,7 @@ class Rates:
             ConfigError: if nobody knows how fast a device is in this precision.
         """
         precision = "float32" if dtype == "float32" else "bfloat16"
-        made: dict[tuple[str, Host], Rates] = {}
+        made: dict[tuple[str, NodeSpec], DeviceRates] = {}
         found = []
         for device in cluster.devices:
             key = device.model, cluster.hosts[device.node]
@@ -81,30 +90,34 @@ class Rates:
         return found
 
     @classmethod
-    def of_slowest(cls, several: Iterable[Rates]) -> Rates:
+    def of_slowest(cls, several: Iterable[DeviceRates]) -> DeviceRates:
         """Return the rates of devices that work together: each waits for the slowest of them."""
         found = set(several)
         if len(found) == 1:
             return found.pop()
         rates = {
-            one.name: (max if one.name in TAKEN else min)(getattr(each, one.name) for each in found)
+            one.name: (max if one.name in _LOWER_IS_FASTER else min)(
+                getattr(each, one.name) for each in found
+            )
             for one in fields(cls)
             if one.name != "costs"
         }
         return cls(**rates)
 
 
-def _known(model: DeviceModel, host: Host, precision: str, costs: CostPredictor | None) -> Rates:
-    compute, bandwidth, wire, said = COMPUTE, BANDWIDTH, WIRE, "known rates"
+def _known(
+    model: DeviceSpec, host: NodeSpec, precision: str, costs: CostPredictor | None
+) -> DeviceRates:
+    compute, bandwidth, wire, said = _COMPUTE_SHARE, _BANDWIDTH_SHARE, _LINK_SHARE, "known rates"
     if model.measured:
         compute = bandwidth = wire = 1.0
-        age = f" {readable_seconds(time.time() - model.date)} ago" if model.date else ""
+        age = f" {format_seconds(time.time() - model.date)} ago" if model.date else ""
         said = f"rates measured{age}"
-    return Rates(
+    return DeviceRates(
         forward=compute * model.flops[precision],
         training=compute * model.flops[precision],
-        forward_overhead=LAUNCH_OPS * model.small_op,
-        training_overhead=3 * LAUNCH_OPS * model.small_op,
+        forward_overhead=_LAUNCH_SMALL_OPS * model.small_op,
+        training_overhead=3 * _LAUNCH_SMALL_OPS * model.small_op,
         memory=bandwidth * model.bandwidth,
         link=wire * host.inside.bandwidth,
         network=wire * host.network.bandwidth,

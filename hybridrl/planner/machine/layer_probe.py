@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PretrainedConfig
 
-from hybridrl.models import Packing, load_config
+from hybridrl.models import PackingMetadata, load_model_config
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.packed_attention import NAME
-from hybridrl.planner.machine.device_probe import collectives, memory_rate, small_op
-from hybridrl.planner.memory.model_shape import ModelShape, narrowed, shape_of
-from hybridrl.system.device_traits import make_current
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.planner.machine.device_probe import collectives, measure_memory_rate, measure_small_op
+from hybridrl.planner.memory.model_shape import ModelShape, compute_model_shape, narrow_config
+from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 
-LAYERS = 2
-WORK = 1e10
+PROBED_LAYERS = 2
+_MAX_OPERATIONS = 1e10
 """Operations of the longest run: the tokens of a whole micro-batch if that is no more, because what
 fits into a cache is quicker by token than what does not."""
 
@@ -44,8 +44,12 @@ class LayerRuns(NamedTuple):
     def of_job(cls, path: str, dtype: str, tokens: int, length: float) -> LayerRuns:
         """Return the runs for micro-batches of so many tokens."""
         few = max(1, round(length))
-        work = LAYERS * 3 * _operations(shape_of(load_config(path), dtype), few)
-        longest = max(8 * few, 512, round(WORK / work))
+        work = (
+            PROBED_LAYERS
+            * 3
+            * _operations(compute_model_shape(load_model_config(path), dtype), few)
+        )
+        longest = max(8 * few, 512, round(_MAX_OPERATIONS / work))
         return cls(path, dtype, few, max(2, min(tokens, longest) // few) * few)
 
 
@@ -57,19 +61,19 @@ def measure_layers(
     Args:
         threads: Of this process, where there is more than one.
     """
-    device = make_current(kind, rank)
+    device = set_current_device(kind, rank)
     if world > 1:
         torch.set_num_threads(threads)
-    config = load_config(runs.path)
+    config = load_model_config(runs.path)
     body = build_layers(config, runs.dtype, device)
-    shape, few, many = shape_of(config, runs.dtype), runs.length, runs.many
+    shape, few, many = compute_model_shape(config, runs.dtype), runs.length, runs.many
     operations = _operations(shape, few)
     timed = [
         packed_run(body, device, number, few, trains)
         for trains in (False, True)
         for number in (few, many)
     ]
-    seconds = [found / LAYERS for found in measure_seconds(timed, device, world=world)]
+    seconds = [found / PROBED_LAYERS for found in measure_seconds(timed, device, world=world)]
     found = {}
     for name, (low, high), passes in (("forward", seconds[:2], 1), ("training", seconds[2:], 3)):
         low = min(low, high)
@@ -79,8 +83,8 @@ def measure_layers(
         found[name] = passes * operations / per_token
         found[f"{name}_overhead"] = max(0.0, low - per_token * few)
     del body, timed
-    found["memory"] = memory_rate(device, world)
-    found["small_op"] = small_op(world)
+    found["memory"] = measure_memory_rate(device, world)
+    found["small_op"] = measure_small_op(world)
     return found | collectives(device, world, shape.item * shape.layer.all)
 
 
@@ -90,11 +94,11 @@ def _operations(shape: ModelShape, length: int) -> float:
 
 
 def build_layers(config: PretrainedConfig, dtype: str, device: torch.device) -> Any:
-    """Return `LAYERS` layers of a model, in training mode."""
-    few = narrowed(config, 1, LAYERS)
+    """Return `PROBED_LAYERS` layers of a model, in training mode."""
+    few = narrow_config(config, 1, PROBED_LAYERS)
     few.get_text_config().vocab_size = min(few.get_text_config().vocab_size, 1024)
     with device:
-        model = build_language_model(few, dtype=DTYPES[dtype], attn_implementation=NAME)
+        model = build_language_model(few, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION)
     return decoder_of(model).train()
 
 
@@ -103,7 +107,7 @@ def packed_run(
 ) -> Callable[[], None]:
     """Return what runs layers forward over packed samples, and backward if it trains."""
     bounds = _sample_bounds(tokens, length)
-    packing = Packing.of(bounds, device)
+    packing = PackingMetadata.of(bounds, device)
     ids = torch.zeros(1, int(bounds[-1]), dtype=torch.int64, device=device)
     positions = packing.position_ids(ids.numel())[None]
 

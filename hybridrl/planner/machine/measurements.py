@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.system.cpu_cores import usable_cores
-from hybridrl.system.formatting import readable_seconds
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.formatting import format_seconds
 
 CLUSTER, LAYERS, OPERATORS, PREDICTIONS = "cluster", "layers", "operators", "predictions"
 """Kinds of measurements: rates of devices and links, layers of a model, pieces of work, and how far
@@ -51,7 +51,7 @@ class Measurement:
 
     def __str__(self) -> str:
         age = time.time() - self.date
-        when = "just now" if age < JUST_NOW_S else f"{readable_seconds(age)} ago"
+        when = "just now" if age < JUST_NOW_S else f"{format_seconds(age)} ago"
         return f"measured {when} at a load of {self.load:.1f}"
 
 
@@ -60,11 +60,11 @@ def begin_measurement(kind: str, about: Mapping[str, Any]) -> Measurement:
     return Measurement(kind, about, None, time.time(), os.getloadavg()[0])
 
 
-def describe_devices(cluster: Cluster) -> dict[str, Any]:
+def describe_devices(cluster: ClusterSpec) -> dict[str, Any]:
     """Return what tells measurements of these devices apart: their kind, their number on a node
     and the cores that they share."""
     devices = {"devices": cluster.kind, "number": cluster.devices_per_node}
-    return devices | {"nodes": len(cluster.nodes), "cores": usable_cores()}
+    return devices | {"nodes": len(cluster.nodes), "cores": count_usable_cores()}
 
 
 def keep_measurement(measurement: Measurement) -> Path | None:

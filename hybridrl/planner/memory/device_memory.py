@@ -6,25 +6,25 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from hybridrl.placement import GENERATOR
-from hybridrl.planner.job_roles import Planner, shape_at
+from hybridrl.placement import GENERATOR_ROLE
+from hybridrl.planner.job_roles import JobRoles, load_model_shape
 from hybridrl.planner.machine.device_catalog import GIB
 from hybridrl.planner.memory.model_part import (
-    Parts,
-    cache_bytes,
-    generating_with_transformers,
-    generation_copy,
+    MemoryParts,
+    estimate_transformers_generation,
+    generation_copy_bytes,
+    kv_cache_bytes,
 )
-from hybridrl.system.device_traits import message_bytes
-from hybridrl.system.formatting import readable_bytes
-from hybridrl.trainers.role_spec import SCORING
+from hybridrl.system.device_traits import default_bucket_bytes
+from hybridrl.system.formatting import format_bytes
+from hybridrl.trainers.role_spec import SCORING_WORKERS
 
-PROCESS = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
+_PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
 """Of a process that holds nothing yet: on CPUs what Python, torch and transformers have loaded and
 keep, on GPUs the context, the kernels and the buffers of NCCL."""
-VLLM_PROCESS = {"cpu": 0.35 * GIB, "cuda": 0.0}
+_VLLM_IMPORT_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """What importing vLLM adds."""
-ENGINE_ROOM = GIB
+_VLLM_RESERVED_BYTES = GIB
 """What vLLM takes of its share on a GPU beside weights and cache: activations, captured graphs."""
 
 
@@ -46,7 +46,7 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
-class DeviceMemory:
+class MemoryEstimate:
     """The predicted memory of a group of devices that hold the same roles.
 
     Attributes:
@@ -63,7 +63,7 @@ class DeviceMemory:
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
-def memory_of(planner: Planner) -> list[DeviceMemory]:
+def estimate_device_memory(planner: JobRoles) -> list[MemoryEstimate]:
     """Estimate the memory of every device that holds a role; equal devices are one entry."""
     alike: defaultdict[tuple[tuple[tuple[str, int], ...], str], list[int]] = defaultdict(list)
     for device, made in enumerate(planner.cluster.devices):
@@ -74,21 +74,22 @@ def memory_of(planner: Planner) -> list[DeviceMemory]:
         )
         alike[here, made.model].append(device)
     return [
-        DeviceMemory(tuple(devices), tuple(_phases(planner, dict(here), devices[0])))
+        MemoryEstimate(tuple(devices), tuple(_phases(planner, dict(here), devices[0])))
         for (here, _), devices in alike.items()
         if here
     ]
 
 
-def lacking_of(planner: Planner) -> str:
+def find_generator_shortage(planner: JobRoles) -> str:
     """Return a sentence if the generator's share of a GPU cannot hold its weights and the cache of
     one sample; else an empty one."""
     if not planner.generators or not planner.sleeps:
         return ""
     shapes = [planner.generation_shape(role) for role in planner.generators]
     share, tokens = planner.config.rollout.memory_share, planner.sizes.sample_tokens
-    least = ENGINE_ROOM + max(
-        generation_copy(shape, planner.config.rollout.quantization) + cache_bytes(shape, tokens)
+    least = _VLLM_RESERVED_BYTES + max(
+        generation_copy_bytes(shape, planner.config.rollout.quantization)
+        + kv_cache_bytes(shape, tokens)
         for shape in shapes
     )
     places = [planner.placement.roles[role].devices for role in planner.generators]
@@ -96,8 +97,8 @@ def lacking_of(planner: Planner) -> str:
     if room >= least:
         return ""
     return (
-        f"rollout.memory_share={share} of a device is {readable_bytes(room)}, but the generator's "
-        f"weights with the cache of one sample take {readable_bytes(least)}"
+        f"rollout.memory_share={share} of a device is {format_bytes(room)}, but the generator's "
+        f"weights with the cache of one sample take {format_bytes(least)}"
     )
 
 
@@ -113,13 +114,13 @@ class RoleMemory:
         working: What each phase adds.
     """
 
-    resident: Parts
-    loaded: Parts
-    awake: Parts
-    working: Mapping[str, Parts]
+    resident: MemoryParts
+    loaded: MemoryParts
+    awake: MemoryParts
+    working: Mapping[str, MemoryParts]
 
 
-def role_memory(planner: Planner, role: str, stage: int, memory: float) -> RoleMemory:
+def estimate_role_memory(planner: JobRoles, role: str, stage: int, memory: float) -> RoleMemory:
     """Estimate the memory of a role on a device.
 
     Args:
@@ -136,21 +137,23 @@ def role_memory(planner: Planner, role: str, stage: int, memory: float) -> RoleM
     )
 
 
-def process_bytes(planner: Planner, roles: Collection[str]) -> float:
+def estimate_process_bytes(planner: JobRoles, roles: Collection[str]) -> float:
     """Estimate the bytes of a device's process with these roles before they are built."""
     kind = planner.cluster.kind
     generates = planner.generators.intersection(roles)
     is_vllm = generates and planner.config.rollout.engine == "vllm"
-    return PROCESS[kind] + (VLLM_PROCESS[kind] if is_vllm else 0.0)
+    return _PROCESS_BYTES[kind] + (_VLLM_IMPORT_BYTES[kind] if is_vllm else 0.0)
 
 
-def _phases(planner: Planner, stages: Mapping[str, int], device: int) -> Iterable[PhaseMemory]:
+def _phases(planner: JobRoles, stages: Mapping[str, int], device: int) -> Iterable[PhaseMemory]:
     """List the memory of each phase of the roles on a device, each with its pipeline stage."""
     memory = planner.cluster.memory_of(device)
-    process = {"process": process_bytes(planner, stages)}
-    taken = {role: role_memory(planner, role, stage, memory) for role, stage in stages.items()}
+    process = {"process": estimate_process_bytes(planner, stages)}
+    taken = {
+        role: estimate_role_memory(planner, role, stage, memory) for role, stage in stages.items()
+    }
     found = {}
-    before: Parts = process
+    before: MemoryParts = process
     for role, own in taken.items():  # built one after the other, each beside those before
         if own.loaded or role in planner.generators:
             before = _sum([before, own.loaded])
@@ -165,33 +168,33 @@ def _phases(planner: Planner, stages: Mapping[str, int], device: int) -> Iterabl
     return found.values() or [PhaseMemory(next(iter(stages)), "idle", idle)]
 
 
-def _resident(planner: Planner, role: str, stage: int, memory: float) -> Parts:
+def _resident(planner: JobRoles, role: str, stage: int, memory: float) -> MemoryParts:
     """Return what a role keeps on a device between calls."""
-    rollout, found = planner.config.rollout, Parts()
-    if role != GENERATOR and planner.has_model(role):
+    rollout, found = planner.config.rollout, MemoryParts()
+    if role != GENERATOR_ROLE and planner.has_model(role):
         found = planner.part(role, stage).resident()
     if not planner.cluster.is_cuda and (size := planner.checkpoint_bytes(role)):
         found["checkpoint"] = size
     if not planner.cluster.is_cuda and (size := planner.record_bytes(role)):
         found["weight record"] = size
     if role in planner.generators and not planner.sleeps:
-        found["generation copy"] = generation_copy(
+        found["generation copy"] = generation_copy_bytes(
             planner.generation_shape(role), rollout.quantization
         )
         if rollout.engine == "vllm":
             found["kv_cache"] = rollout.kv_cache_gib * GIB
-    kind = None if role == GENERATOR else planner.roles[role].worker
-    judge = getattr(planner.config, str(kind)).judge if kind in SCORING else None
+    kind = None if role == GENERATOR_ROLE else planner.roles[role].worker
+    judge = getattr(planner.config, str(kind)).judge if kind in SCORING_WORKERS else None
     if judge is not None and judge.path:
         if planner.sleeps:
             found["judge"] = judge.memory_share * memory
         else:
-            copy = generation_copy(shape_at(judge.path, planner.config))
+            copy = generation_copy_bytes(load_model_shape(judge.path, planner.config))
             found["judge"] = copy + rollout.kv_cache_gib * GIB
     return found
 
 
-def _working(planner: Planner, role: str, stage: int, phase: str, memory: float) -> Parts:
+def _working(planner: JobRoles, role: str, stage: int, phase: str, memory: float) -> MemoryParts:
     """Return what a phase adds to the resident memory of a role."""
     if phase in ("sync", "generate"):
         return _generating(planner, role, phase, memory)
@@ -201,25 +204,25 @@ def _working(planner: Planner, role: str, stage: int, phase: str, memory: float)
     return (part.training if phase == "train" else part.scoring)(batch, planner.sizes)
 
 
-def _generating(planner: Planner, role: str, phase: str, memory: float) -> Parts:
+def _generating(planner: JobRoles, role: str, phase: str, memory: float) -> MemoryParts:
     rollout, shape = planner.config.rollout, planner.generation_shape(role)
-    found: Parts = {}
+    found: MemoryParts = {}
     if phase == "sync":  # at most all that comes in and goes out
-        room = message_bytes(planner.cluster.kind)
+        room = default_bucket_bytes(planner.cluster.kind)
         found["messages"] = min(room, 2 * planner.sync_bytes(role))
     if planner.sleeps:
-        found["generation copy"] = generation_copy(shape, rollout.quantization)
+        found["generation copy"] = generation_copy_bytes(shape, rollout.quantization)
         if phase == "generate":
             room = rollout.memory_share * memory - found["generation copy"]
             found["kv_cache"] = max(0.0, room)
     elif rollout.engine != "vllm" and phase == "generate":
         replicas = len(planner.placement.roles[role].devices) // planner.rollout_tp(role)
         rows = min(-(-planner.sizes.samples // replicas), rollout.max_sequences)
-        return generating_with_transformers(shape, planner.sizes, rows)
+        return estimate_transformers_generation(shape, planner.sizes, rows)
     return found
 
 
-def _sum(several: Iterable[Parts]) -> Parts:
+def _sum(several: Iterable[MemoryParts]) -> MemoryParts:
     found: defaultdict[str, float] = defaultdict(float)
     for parts in several:
         for name, size in parts.items():

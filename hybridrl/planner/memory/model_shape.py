@@ -2,7 +2,8 @@
 
 Both are counted on torch's meta device, without memory. The transformers model is built whole, so
 that every layer counts as what it is, and once more a few layers deep, to run forward and backward
-(`token_bytes`). No table per architecture is needed, and what autograd saves is what it will save.
+(`measure_token_bytes`). No table per architecture is needed, and what autograd saves is what it
+will save.
 """
 
 from __future__ import annotations
@@ -18,19 +19,33 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.config.schema import LoraSettings
+from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.errors import HybridRLError, NotPlannedError
-from hybridrl.models.activation_checkpointing import FULL, NONE, OFFLOAD, set_checkpointing
+from hybridrl.models.activation_checkpointing import (
+    FULL_CHECKPOINTING,
+    NO_CHECKPOINTING,
+    OFFLOAD_CHECKPOINTING,
+    set_activation_checkpointing,
+)
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.lora import add_adapters
-from hybridrl.planner.memory.token_bytes import ALIKE, ATTENTION, TokenBytes, token_bytes
+from hybridrl.planner.memory.token_bytes import (
+    META_ATTENTION,
+    UNIFORM_LAYER_TYPES,
+    TokenBytes,
+    measure_token_bytes,
+)
 from hybridrl.system.dtypes import DTYPES
 
-DEPTHS = (2, 3)
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-CHOSEN = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
+_COUNTED_DEPTHS = (2, 3)
+_EXPERT_COUNT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ACTIVE_EXPERT_FIELDS = ("num_experts_per_tok", "experts_per_token", "top_k_experts")
 """What configurations call the number of experts, and of those that a token goes to."""
-WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_SHARDED_WIDTH_FIELDS = (
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 """What they call the widths that are cut over tensor-parallel ranks."""
 WITHOUT_CACHE = ("linear_attention", "mamba", "conv")
 """Kinds of layers whose states do not grow with a sample."""
@@ -39,20 +54,20 @@ REPEATED = 0.9
 
 
 @dataclass(frozen=True)
-class Counts:
+class ParameterCounts:
     """A number of parameters: all of them, and those that are trained."""
 
     all: int
     trained: int
 
-    def __add__(self, other: Counts) -> Counts:
-        return Counts(self.all + other.all, self.trained + other.trained)
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(self.all + other.all, self.trained + other.trained)
 
-    def __sub__(self, other: Counts) -> Counts:
-        return Counts(self.all - other.all, self.trained - other.trained)
+    def __sub__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(self.all - other.all, self.trained - other.trained)
 
-    def times(self, number: float) -> Counts:
-        return Counts(round(self.all * number), round(self.trained * number))
+    def times(self, number: float) -> ParameterCounts:
+        return ParameterCounts(round(self.all * number), round(self.trained * number))
 
 
 @dataclass(frozen=True)
@@ -80,10 +95,10 @@ class ModelShape:
     vocabulary: int
     key_value: int
     query: int
-    layer: Counts
-    embedding: Counts
-    head: Counts
-    norm: Counts
+    layer: ParameterCounts
+    embedding: ParameterCounts
+    head: ParameterCounts
+    norm: ParameterCounts
     tied: bool
     tensors: int
     active_of_layer: int
@@ -92,7 +107,7 @@ class ModelShape:
     scoring: TokenBytes
 
     @property
-    def parameters(self) -> Counts:
+    def parameters(self) -> ParameterCounts:
         """Return the parameters of this rank, over all layers and what is around them."""
         return self.layer.times(self.layers) + self._around
 
@@ -102,21 +117,21 @@ class ModelShape:
         return self.active_of_layer * self.layers + self._around.all
 
     @property
-    def _around(self) -> Counts:
-        return self.embedding + self.norm + (Counts(0, 0) if self.tied else self.head)
+    def _around(self) -> ParameterCounts:
+        return self.embedding + self.norm + (ParameterCounts(0, 0) if self.tied else self.head)
 
 
 _counted: dict[str, ModelShape] = {}
 
 
-def shape_of(
+def compute_model_shape(
     config: PretrainedConfig,
     dtype: str,
     *,
     tp: int = 1,
     scalar: bool = False,
-    checkpointing: str = NONE,
-    lora: LoraSettings | None = None,
+    checkpointing: str = NO_CHECKPOINTING,
+    lora: LoraAdapterConfig | None = None,
 ) -> ModelShape:
     """Compute the shape of the part that one of `tp` ranks holds; cached by configuration.
 
@@ -149,10 +164,10 @@ def _count(
     tp: int,
     scalar: bool,
     checkpointing: str,
-    lora: LoraSettings | None,
+    lora: LoraAdapterConfig | None,
 ) -> ModelShape:
     number = config.get_text_config().num_hidden_layers
-    whole = narrowed(config, tp, number)
+    whole = narrow_config(config, tp, number)
     item = DTYPES[dtype].itemsize
     if _has_experts(whole):  # whose products torch can count in this precision only
         dtype = "bfloat16"
@@ -160,7 +175,7 @@ def _count(
     layers = _layers(model, number)
     kinds = [_kind_of(layer, n, whole) for n, layer in enumerate(layers)]
     depths = _depths(kinds)
-    shallow, deep = (_build(narrowed(whole, 1, n), dtype, scalar, lora) for n in depths)
+    shallow, deep = (_build(narrow_config(whole, 1, n), dtype, scalar, lora) for n in depths)
     text = whole.get_text_config()
     layer = _counts(p for one in layers for p in one.parameters()).times(1 / number)
     embedding = model.get_input_embeddings().weight
@@ -168,12 +183,14 @@ def _count(
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
-    if checkpointing != NONE:
+    if checkpointing != NO_CHECKPOINTING:
         for few in (shallow, deep):
-            set_checkpointing(few, FULL if checkpointing == OFFLOAD else checkpointing)
+            set_activation_checkpointing(
+                few, FULL_CHECKPOINTING if checkpointing == OFFLOAD_CHECKPOINTING else checkpointing
+            )
     share = item / DTYPES[dtype].itemsize
-    training = token_bytes(shallow, deep, depths, trains=True)
-    if checkpointing == OFFLOAD:  # the states between layers are on the host
+    training = measure_token_bytes(shallow, deep, depths, trains=True)
+    if checkpointing == OFFLOAD_CHECKPOINTING:  # the states between layers are on the host
         states = text.hidden_size * DTYPES[dtype].itemsize
         training = replace(training, per_layer=max(0.0, training.per_layer - states))
     types = getattr(text, "layer_types", None) or ()
@@ -193,7 +210,7 @@ def _count(
         active_of_layer=layer.all - round(_idle(model) / number),
         item=item,
         training=training.times(share),
-        scoring=token_bytes(shallow, deep, depths, trains=False).times(share),
+        scoring=measure_token_bytes(shallow, deep, depths, trains=False).times(share),
     )
 
 
@@ -206,12 +223,12 @@ def _layers(model: PreTrainedModel, number: int) -> Sequence[nn.Module]:
 def _kind_of(layer: nn.Module, number: int, config: PretrainedConfig) -> tuple[object, ...]:
     """What layers have in common that take the same: kinds of states, and shapes of parameters."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
-    kind = types[number] if number < len(types) and types[number] not in ALIKE else ""
+    kind = types[number] if number < len(types) and types[number] not in UNIFORM_LAYER_TYPES else ""
     return kind, *((name, p.shape) for name, p in layer.named_parameters())
 
 
 def _has_experts(config: PretrainedConfig) -> bool:
-    return _first(config, EXPERTS) > 1
+    return _first(config, _EXPERT_COUNT_FIELDS) > 1
 
 
 def _first(config: PretrainedConfig, names: Sequence[str]) -> int:
@@ -223,7 +240,9 @@ def _first(config: PretrainedConfig, names: Sequence[str]) -> int:
 def _idle(model: nn.Module) -> float:
     """Count the parameters of experts that a token is not sent to."""
     here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    return here * (1 - _first(model.config, CHOSEN) / _first(model.config, EXPERTS))
+    return here * (
+        1 - _first(model.config, _ACTIVE_EXPERT_FIELDS) / _first(model.config, _EXPERT_COUNT_FIELDS)
+    )
 
 
 def _depths(kinds: Sequence[object]) -> tuple[int, int]:
@@ -233,8 +252,8 @@ def _depths(kinds: Sequence[object]) -> tuple[int, int]:
     for period in range(1, number):
         again = sum(kinds[n] == kinds[n + period] for n in range(number - period))
         if again >= REPEATED * (number - period):
-            return DEPTHS if period == 1 else (period, 2 * period)
-    return (number, 2 * number) if number > 1 else DEPTHS
+            return _COUNTED_DEPTHS if period == 1 else (period, 2 * period)
+    return (number, 2 * number) if number > 1 else _COUNTED_DEPTHS
 
 
 def _head_width(text: PretrainedConfig) -> int:
@@ -263,7 +282,7 @@ def _key_value_heads(text: PretrainedConfig) -> int:
     return getattr(text, "num_key_value_heads", None) or _heads(text)
 
 
-def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
+def narrow_config(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig:
     """A model of so many layers, the last of all, that is as wide as a rank's part: its matrices
     are those of a narrower model."""
     config = copy.deepcopy(config)
@@ -273,7 +292,7 @@ def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig
         text.head_dim = _head_width(text)
         text.num_key_value_heads = max(1, _key_value_heads(text) // tp)
         text.num_attention_heads //= tp
-        for name in WIDTHS:
+        for name in _SHARDED_WIDTH_FIELDS:
             if width := getattr(text, name, None):
                 setattr(text, name, math.ceil(width / tp))
         text.vocab_size = math.ceil(text.vocab_size / tp)
@@ -296,13 +315,13 @@ def narrowed(config: PretrainedConfig, tp: int, layers: int) -> PretrainedConfig
 
 
 def _build(
-    config: PretrainedConfig, dtype: str, scalar: bool, lora: LoraSettings | None
+    config: PretrainedConfig, dtype: str, scalar: bool, lora: LoraAdapterConfig | None
 ) -> PreTrainedModel:
     if scalar:
         config.num_labels = 1
     with torch.device("meta"):
         model = build_language_model(
-            config, scalar=scalar, dtype=DTYPES[dtype], attn_implementation=ATTENTION
+            config, scalar=scalar, dtype=DTYPES[dtype], attn_implementation=META_ATTENTION
         )
     if not scalar:
         model.tie_weights()
@@ -313,7 +332,7 @@ def _build(
     return model.train()
 
 
-def _counts(parameters: Any) -> Counts:
+def _counts(parameters: Any) -> ParameterCounts:
     parameters = list(parameters)
     trained = sum(p.numel() for p in parameters if p.requires_grad)
-    return Counts(sum(p.numel() for p in parameters), trained)
+    return ParameterCounts(sum(p.numel() for p in parameters), trained)

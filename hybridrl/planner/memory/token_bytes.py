@@ -13,14 +13,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from hybridrl.models.language_model import decoder_of
 
-ATTENTION = "hybridrl_planned"
-TOKENS = 1 << 20
+META_ATTENTION = "hybridrl_planned"
+_LONG_ROW_TOKENS = 1 << 20
 """Of the row that is run, and of one twice as long: their difference is what grows with tokens."""
-FEW_TOKENS = 1 << 8
+_SHORT_ROW_TOKENS = 1 << 8
 """Of a model whose layers do more than attention: as many as are worked on together, or more."""
-LEAST_TOKENS = 1 << 3
+MIN_ROW_TOKENS = 1 << 3
 """Of one that goes from token to token in Python, where there is no kernel for it."""
-ALIKE = {"full_attention", "sliding_attention", "chunked_attention"}
+UNIFORM_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers that have the same parameters and cost a token the same."""
 
 
@@ -40,7 +40,7 @@ class TokenBytes:
         return self.per_layer * layers + self.fixed
 
 
-def token_bytes(
+def measure_token_bytes(
     shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int], trains: bool
 ) -> TokenBytes:
     """Measure the bytes that a token takes, by the difference of two models of different depth.
@@ -50,10 +50,10 @@ def token_bytes(
         trains: Also what is kept for the backward, and what that takes.
     """
     kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
-    few, more = (_run(shallow, n * LEAST_TOKENS, trains=False).operations for n in (1, 2))
-    tokens = TOKENS
-    if few != more or not set(kinds) <= ALIKE:
-        tokens = FEW_TOKENS if few == more else LEAST_TOKENS
+    few, more = (_run(shallow, n * MIN_ROW_TOKENS, trains=False).operations for n in (1, 2))
+    tokens = _LONG_ROW_TOKENS
+    if few != more or not set(kinds) <= UNIFORM_LAYER_TYPES:
+        tokens = _SHORT_ROW_TOKENS if few == more else MIN_ROW_TOKENS
         for parameter in (*shallow.parameters(), *deep.parameters()):
             if parameter.requires_grad and trains:  # its gradient would be the larger part
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -142,5 +142,5 @@ def _attention(
     return _Attention.apply(query, key, value).transpose(1, 2), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
-AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+AttentionInterface.register(META_ATTENTION, _attention)
+AttentionMaskInterface.register(META_ATTENTION, lambda *_, **__: None)

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import le
 from typing import NamedTuple
 
-from hybridrl.planner.search.search_terms import Option
-from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_time import FLOW
+from hybridrl.planner.search.search_terms import CutOption
+from hybridrl.planner.step.step_calls import PlannedCall
+from hybridrl.planner.step.step_time import STEP_FLOW
 
 
 class MemoryState(NamedTuple):
@@ -26,7 +26,7 @@ class MemoryState(NamedTuple):
 
     seconds: tuple[float, ...]
     memory: tuple[tuple[str, float, float, float, float, float], ...]
-    chosen: tuple[Option, ...]
+    chosen: tuple[CutOption, ...]
     process: float
     offloads: bool = False
 
@@ -37,7 +37,7 @@ class MemoryState(NamedTuple):
         return cls((), memory, (), process)
 
     def with_option(
-        self, option: Option, seconds: Sequence[float], offloads: bool, apart: bool = False
+        self, option: CutOption, seconds: Sequence[float], offloads: bool, apart: bool = False
     ) -> MemoryState:
         """Return the state with one more role.
 
@@ -76,7 +76,7 @@ class MemoryState(NamedTuple):
         )
 
 
-def undominated_states(
+def prune_memory_states(
     states: Sequence[MemoryState], room: Mapping[str, float]
 ) -> list[MemoryState]:
     """Return the states that fit and that no other state dominates."""
@@ -90,27 +90,27 @@ def undominated_states(
     return [state for _, state in kept]
 
 
-def stages_of(calls: Sequence[Call], seconds: Sequence[float]) -> list[float]:
+def sum_by_flow_stage(calls: Sequence[PlannedCall], seconds: Sequence[float]) -> list[float]:
     """Sum the seconds of calls by stage of the flow."""
     found: defaultdict[str, float] = defaultdict(float)
     for call, taken in zip(calls, seconds, strict=True):
         found[call.phase] += taken
-    return [sum(found[phase] for phase in phases) for phases, _, _ in FLOW]
+    return [sum(found[phase] for phase in phases) for phases, _, _ in STEP_FLOW]
 
 
-def leanness(option: Option) -> float:
+def compute_peak_bytes(option: CutOption) -> float:
     """Compute the peak bytes of an option on the device that it fills most."""
     return max(taken.fullest for taken in option.taken.values())
 
 
-def undominated(options: Sequence[Option]) -> list[Option]:
+def prune_options(options: Sequence[CutOption]) -> list[CutOption]:
     """Return the options that no other one dominates, in the time of each call and in memory."""
 
-    def numbers(option: Option) -> tuple[float, ...]:
+    def numbers(option: CutOption) -> tuple[float, ...]:
         taken = [(t.resident, t.loaded, t.awake, *t.working) for t in option.taken.values()]
         return (*option.seconds, *(number for one in taken for number in one))
 
-    kept: list[tuple[tuple[float, ...], Option]] = []
+    kept: list[tuple[tuple[float, ...], CutOption]] = []
     for found, _, option in sorted((numbers(o), n, o) for n, o in enumerate(options)):
         if not any(all(map(le, known, found)) for known, _ in kept):
             kept.append((found, option))

@@ -19,17 +19,29 @@ from typing import Any, NamedTuple
 
 from hybridrl.planner.search.memory_states import (
     MemoryState,
-    leanness,
-    stages_of,
-    undominated,
-    undominated_states,
+    compute_peak_bytes,
+    prune_memory_states,
+    prune_options,
+    sum_by_flow_stage,
 )
-from hybridrl.planner.search.placement_space import Shape, marks, ranges, shapes
-from hybridrl.planner.search.search_terms import Costs, Found, Objective, Option, Report, Settings
-from hybridrl.planner.step.step_calls import Call
-from hybridrl.planner.step.step_time import FLOW, SteadySteps
+from hybridrl.planner.search.placement_space import (
+    PlacementShape,
+    list_device_ranges,
+    list_shapes,
+    list_split_points,
+)
+from hybridrl.planner.search.search_terms import (
+    CutOption,
+    FoundPlacement,
+    SearchCosts,
+    SearchObjective,
+    SearchReport,
+    SettingChanges,
+)
+from hybridrl.planner.step.step_calls import PlannedCall
+from hybridrl.planner.step.step_time import STEP_FLOW, SteadyStateReplay
 
-SHOWN = 5
+_SHOWN_PLACEMENTS = 5
 
 
 class _Way(NamedTuple):
@@ -37,20 +49,20 @@ class _Way(NamedTuple):
 
     bound: tuple[float, ...]
     number: int
-    shape: Shape
+    shape: PlacementShape
     variant: int
     devices: tuple[range, ...]
 
 
-def search(
-    costs: Costs,
-    objective: Objective | None = None,
+def search_placements(
+    costs: SearchCosts,
+    objective: SearchObjective | None = None,
     *,
     deadline_s: float = 60.0,
-    accept: Callable[[Found], bool] = lambda found: True,
-    shown: int = SHOWN,
-    among: Sequence[Shape] | None = None,
-) -> Report:
+    accept: Callable[[FoundPlacement], bool] = lambda found: True,
+    shown: int = _SHOWN_PLACEMENTS,
+    among: Sequence[PlacementShape] | None = None,
+) -> SearchReport:
     """Find the best placements of the roles, one for each shape.
 
     Args:
@@ -60,33 +72,33 @@ def search(
         among: Shapes to look at; None: all that there are.
     """
     if among is None:
-        among = list(shapes(costs.roles, costs.learning, costs.generator))
-    return _Search(costs, objective or Objective(), deadline_s, accept, shown, among).run()
+        among = list(list_shapes(costs.roles, costs.learning, costs.generator))
+    return _Search(costs, objective or SearchObjective(), deadline_s, accept, shown, among).run()
 
 
 class _Search:
     def __init__(
         self,
-        costs: Costs,
-        objective: Objective,
+        costs: SearchCosts,
+        objective: SearchObjective,
         deadline_s: float,
-        accept: Callable[[Found], bool],
+        accept: Callable[[FoundPlacement], bool],
         shown: int,
-        among: Sequence[Shape],
+        among: Sequence[PlacementShape],
     ) -> None:
         self.costs, self.objective, self.accept, self.shown = costs, objective, accept, shown
         self.among = among
         self.begin = time.monotonic()
         self.until = self.begin + deadline_s
-        self._options: dict[Any, list[Option]] = {}
+        self._options: dict[Any, list[CutOption]] = {}
         self._least: dict[Any, tuple[float, ...] | None] = {}
-        self._fronts: dict[Any, list[tuple[Option, ...]]] = {}
+        self._fronts: dict[Any, list[tuple[CutOption, ...]]] = {}
         self._lacks: dict[Any, float] = {}
         self._refused: set[Any] = set()
-        self._best: dict[Shape, Found] = {}
+        self._best: dict[PlacementShape, FoundPlacement] = {}
 
-    def run(self) -> Report:
-        report = Report()
+    def run(self) -> SearchReport:
+        report = SearchReport()
         ways = self._ways()
         report.ways = len(ways) * len(self.costs.variants)
         report.complete = time.monotonic() <= self.until  # else there may be more of them
@@ -136,16 +148,16 @@ class _Search:
 
     def _totals(self) -> list[int]:
         """List the numbers of devices that may be used."""
-        found = marks(self.costs.devices)[1:]
+        found = list_split_points(self.costs.devices)[1:]
         return found if self.objective.with_fewer else found[-1:]
 
     def _ways(self) -> list[_Way]:
         found: list[_Way] = []
         for total in self._totals():
-            borders = marks(total)
+            borders = list_split_points(total)
             for shape in self.among:
                 calls = self.costs.calls(shape)
-                for parts in ranges(borders, len(shape.sets), self.costs.differ):
+                for parts in list_device_ranges(borders, len(shape.sets), self.costs.differ):
                     bound = self._bound(shape, calls, self.costs.variants[0], parts, total)
                     if bound is not None:
                         value = self.objective.of(bound, total)
@@ -156,15 +168,15 @@ class _Search:
 
     def _bound(
         self,
-        shape: Shape,
-        calls: Sequence[Call],
-        variant: Settings,
+        shape: PlacementShape,
+        calls: Sequence[PlannedCall],
+        variant: SettingChanges,
         parts: Sequence[range],
         total: int,
     ) -> float | None:
         """Return a lower bound of the seconds of a step; None if a role cannot be cut over its
         devices."""
-        common = [0.0] * len(FLOW)
+        common = [0.0] * len(STEP_FLOW)
         for role in shape.everywhere:
             least = self._least_of(shape, calls, variant, role, range(total))
             if least is None:
@@ -172,7 +184,7 @@ class _Search:
             common = [a + b for a, b in zip(common, least, strict=True)]
         sums = []
         for roles, devices in zip(shape.sets, parts, strict=True):
-            of_set = [0.0] * len(FLOW)
+            of_set = [0.0] * len(STEP_FLOW)
             for role in roles:
                 least = self._least_of(shape, calls, variant, role, devices)
                 if least is None:
@@ -183,27 +195,32 @@ class _Search:
             return max(sum(of_set) + sum(common) for of_set in sums)
         return sum(common) + sum(max(stage) for stage in zip(*sums, strict=True))
 
-    def _staleness(self, shape: Shape) -> int:
+    def _staleness(self, shape: PlacementShape) -> int:
         generator = self.costs.generator
         apart = generator is not None and generator[1] in shape.roles
         return self.costs.staleness if apart else 0
 
     def _options_of(
-        self, variant: Settings, shape: Shape, role: str, devices: range
-    ) -> list[Option]:
+        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
+    ) -> list[CutOption]:
         key = variant, self._kind(shape), role, devices
         if key not in self._options:
             found = self.costs.options(variant, shape, role, devices)
-            self._options[key] = undominated(found)
+            self._options[key] = prune_options(found)
         return self._options[key]
 
-    def _kind(self, shape: Shape) -> bool:
+    def _kind(self, shape: PlacementShape) -> bool:
         """Return whether the generator is a role of its own, which decides the options of a
         role."""
         return self.costs.generator is not None and self.costs.generator[1] in shape.roles
 
     def _least_of(
-        self, shape: Shape, calls: Sequence[Call], variant: Settings, role: str, devices: range
+        self,
+        shape: PlacementShape,
+        calls: Sequence[PlannedCall],
+        variant: SettingChanges,
+        role: str,
+        devices: range,
     ) -> tuple[float, ...] | None:
         """Return, by stage of the flow, the seconds of a role's fastest cut; None if it has
         none."""
@@ -213,7 +230,7 @@ class _Search:
             own = [call for call in calls if call.role == role]
             self._least[key] = None
             if options:
-                stages = [stages_of(own, option.seconds) for option in options]
+                stages = [sum_by_flow_stage(own, option.seconds) for option in options]
                 self._least[key] = tuple(min(times) for times in zip(*stages, strict=True))
         return self._least[key]
 
@@ -249,14 +266,14 @@ class _Search:
     def _note(
         self,
         way: _Way,
-        calls: Sequence[Call],
+        calls: Sequence[PlannedCall],
         where: Mapping[str, range],
-        cuts: Mapping[str, Option],
+        cuts: Mapping[str, CutOption],
         total: int,
     ) -> None:
         rest = {role: iter(option.seconds) for role, option in cuts.items()}
         timed = [(call, next(rest[call.role])) for call in calls if call.role in rest]
-        steps = SteadySteps(timed, where, self._staleness(way.shape))
+        steps = SteadyStateReplay(timed, where, self._staleness(way.shape))
         value = self.objective.of(steps.seconds, total)
         before = self._best.get(way.shape)
         limit = self._limit()
@@ -264,7 +281,7 @@ class _Search:
             return
         if before is None and limit is not None and value >= limit:
             return
-        found = Found(
+        found = FoundPlacement(
             value,
             steps.seconds,
             way.shape,
@@ -276,8 +293,8 @@ class _Search:
             self._best[way.shape] = found
 
     def _front(
-        self, way: _Way, base: tuple[Option, ...], roles: tuple[str, ...], devices: range
-    ) -> tuple[list[tuple[Option, ...]], float]:
+        self, way: _Way, base: tuple[CutOption, ...], roles: tuple[str, ...], devices: range
+    ) -> tuple[list[tuple[CutOption, ...]], float]:
         """List the combinations of cuts of a set's models that fit its devices and that no other
         one dominates; return also how full the leanest is."""
         shape, variant = way.shape, self.costs.variants[way.variant]
@@ -301,11 +318,11 @@ class _Search:
             states = [start]
             for role, options in zip(roles, per_role, strict=True):
                 own = [call for call in calls if call.role == role]
-                states = undominated_states(
+                states = prune_memory_states(
                     [
                         # Of roles that share all of their devices with the same others, only what
                         # they take together in each stage of the flow counts.
-                        state.with_option(option, stages_of(own, option.seconds), offloads)
+                        state.with_option(option, sum_by_flow_stage(own, option.seconds), offloads)
                         if not base
                         else state.with_option(option, option.seconds, offloads, apart=True)
                         for state in states
@@ -316,6 +333,6 @@ class _Search:
             self._fronts[key] = [state.chosen[len(base) :] for state in states]
             leanest = start
             for options in per_role:
-                leanest = leanest.with_option(min(options, key=leanness), (), offloads)
+                leanest = leanest.with_option(min(options, key=compute_peak_bytes), (), offloads)
             self._lacks[key] = leanest.full(room)
         return self._fronts[key], self._lacks[key]

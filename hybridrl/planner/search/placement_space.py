@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
 
-PARTS = 16
+_MAX_DEVICE_PARTS = 16
 """Devices are dealt out in about so many parts, or one by one where there are fewer."""
-LARGEST_TP = 8
+MAX_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
-LARGEST_PP = 8
+MAX_PP = 8
 
 
 @dataclass(frozen=True)
-class Shape:
+class PlacementShape:
     """A partition of the roles into sets that share devices.
 
     Attributes:
@@ -35,22 +35,22 @@ class Shape:
         return f"{' + '.join(self.everywhere)} everywhere, {sets}" if self.everywhere else sets
 
 
-def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+def list_partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Yield every partition of roles into sets: 1, 2, 5, 15, 52 for 1 to 5 roles (Bell's
     numbers)."""
     if not roles:
         yield ()
         return
     *others, last = roles
-    for found in partitions(others):
+    for found in list_partitions(others):
         for number, some in enumerate(found):
             yield (*found[:number], (*some, last), *found[number + 1 :])
         yield (*found, (last,))
 
 
-def shapes(
+def list_shapes(
     roles: Sequence[str], learning: Sequence[str], generator: tuple[str, str] | None = None
-) -> Iterator[Shape]:
+) -> Iterator[PlacementShape]:
     """Yield every shape of these roles.
 
     Args:
@@ -58,30 +58,32 @@ def shapes(
         generator: The role that generates, and what it is called where it has devices of its own;
             None: nothing is generated.
     """
-    for sets in partitions(roles):
-        yield Shape(sets)
+    for sets in list_partitions(roles):
+        yield PlacementShape(sets)
     scoring = [role for role in roles if role not in learning]
     if learning and len(scoring) > 1:
-        for sets in partitions(scoring):
+        for sets in list_partitions(scoring):
             if len(sets) > 1:
-                yield Shape(sets, tuple(learning))
+                yield PlacementShape(sets, tuple(learning))
     if generator is not None:
         actor, apart = generator
-        for sets in partitions([*roles, apart]):
+        for sets in list_partitions([*roles, apart]):
             if not any(actor in some and apart in some for some in sets):
-                yield Shape(sets)
+                yield PlacementShape(sets)
 
 
-def marks(devices: int) -> list[int]:
+def list_split_points(devices: int) -> list[int]:
     """List the positions at which devices may be split: after each device, or after every 2, 4, 8
     ..., so that there are at most `_MAX_DEVICE_PARTS` parts."""
     unit = 1
-    while devices > PARTS * unit:
+    while devices > _MAX_DEVICE_PARTS * unit:
         unit *= 2
     return [*range(0, devices, unit), devices]
 
 
-def ranges(marks: Sequence[int], sets: int, in_any_order: bool = False) -> Iterator[list[range]]:
+def list_device_ranges(
+    marks: Sequence[int], sets: int, in_any_order: bool = False
+) -> Iterator[list[range]]:
     """Yield every way to split devices into consecutive ranges, one for each set.
 
     Args:
@@ -98,7 +100,7 @@ def ranges(marks: Sequence[int], sets: int, in_any_order: bool = False) -> Itera
             yield list(order)
 
 
-def powers(limit: int) -> list[int]:
+def powers_of_two(limit: int) -> list[int]:
     """Return the powers of two up to a limit."""
     found = [1]
     while 2 * found[-1] <= limit:

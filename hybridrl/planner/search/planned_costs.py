@@ -8,27 +8,41 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from hybridrl.checks.machine.placement_checks import check_model_fits, placed_roles, wanted_roles
-from hybridrl.config.changed import changed
+from hybridrl.checks.machine.placement_checks import (
+    check_model_cut,
+    list_placed_roles,
+    resolve_roles,
+)
+from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError
-from hybridrl.layout.training_mesh import check_sizes, devices_of
-from hybridrl.models import load_config
-from hybridrl.placement import ACTOR, GENERATOR, Placement, Role, RolePlace
-from hybridrl.planner.computation_dtype import with_dtype
+from hybridrl.layout.training_mesh import check_parallel_sizes, model_parallel_size
+from hybridrl.models import load_model_config
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace, RoleRequirements
+from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.fitting_settings import search_variants
-from hybridrl.planner.job_roles import Planner
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.memory.device_memory import RoleMemory, lacking_of, process_bytes, role_memory
-from hybridrl.planner.search.placement_space import LARGEST_PP, LARGEST_TP, Shape, powers
-from hybridrl.planner.search.search_terms import Found, Option, Settings, Taken
-from hybridrl.planner.step.call_time import CallClock
-from hybridrl.planner.step.step_calls import Call, Lengths, sizes_of
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.planner.job_roles import JobRoles
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.memory.device_memory import (
+    RoleMemory,
+    estimate_process_bytes,
+    estimate_role_memory,
+    find_generator_shortage,
+)
+from hybridrl.planner.search.placement_space import MAX_PP, MAX_TP, PlacementShape, powers_of_two
+from hybridrl.planner.search.search_terms import (
+    CutOption,
+    FoundPlacement,
+    RoleBytes,
+    SettingChanges,
+)
+from hybridrl.planner.step.call_time import CallTimeEstimator
+from hybridrl.planner.step.step_calls import PlannedCall, SampleLengths, compute_step_sizes
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers.role_spec import RoleSpec
 
 
-class Cut(NamedTuple):
+class ModelCut(NamedTuple):
     """A way to cut a role's model over devices.
 
     Attributes:
@@ -39,7 +53,7 @@ class Cut(NamedTuple):
     rollout_tp: int = 0
 
 
-class PlannedCosts:
+class PlannedSearchCosts:
     """The costs of a job for a search, by its plan; see `SearchCosts`.
 
     Args:
@@ -53,97 +67,104 @@ class PlannedCosts:
     def __init__(
         self,
         config: Config,
-        cluster: Cluster,
-        rates: Rates | Sequence[Rates],
-        lengths: Lengths | None = None,
+        cluster: ClusterSpec,
+        rates: DeviceRates | Sequence[DeviceRates],
+        lengths: SampleLengths | None = None,
         roles: Mapping[str, RoleSpec] | None = None,
     ) -> None:
-        self.config = config = with_dtype(config, cluster.kind)
+        self.config = config = resolve_dtype(config, cluster.kind)
         self.cluster, self.lengths = cluster, lengths
-        self.specs = wanted_roles(config, roles)
+        self.specs = resolve_roles(config, roles)
         self.rates = rates if isinstance(rates, Sequence) else [rates] * len(cluster.devices)
-        self.placed = {role.name: role for role in placed_roles(config, self.specs)}
+        self.placed = {role.name: role for role in list_placed_roles(config, self.specs)}
         self.devices = len(cluster.devices)
         self.differ = len(set(map(id, self.rates))) > 1 or len(cluster.model_names) > 1
         self.staleness = config.placement.staleness
         self._configs = {
-            variant: changed(config, list(variant)) for variant in search_variants(config, cluster)
+            variant: apply_changes(config, list(variant))
+            for variant in search_variants(config, cluster)
         }
-        self.variants: list[Settings] = list(self._configs)
-        self._planners: dict[bool, Planner] = {}
+        self.variants: list[SettingChanges] = list(self._configs)
+        self._planners: dict[bool, JobRoles] = {}
         has_model = {name: self._has_model(name) for name in self.placed}
         generates = [name for name, role in self.placed.items() if role.generation is not None]
-        self.generator = (ACTOR, GENERATOR) if ACTOR in generates and self.devices > 1 else None
+        self.generator = (
+            (ACTOR_ROLE, GENERATOR_ROLE) if ACTOR_ROLE in generates and self.devices > 1 else None
+        )
         if config.executor == "inline":
             self.generator = None
         # Functions and judges take nothing of a device here, and live with what makes samples.
         self.roles = [name for name in self.placed if has_model[name] or name in generates]
         self.beside = [name for name in self.placed if name not in self.roles]
         self.learning = [name for name in self.roles if self.placed[name].trains]
-        self._options: dict[Any, list[Option]] = {}
+        self._options: dict[Any, list[CutOption]] = {}
         self._models: dict[str, Any] = {}
 
-    def calls(self, shape: Shape) -> Sequence[Call]:
+    def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
         return [call for call in self._planner(shape).calls if call.role not in self.beside]
 
-    def process(self, shape: Shape, roles: Sequence[str]) -> float:
-        return process_bytes(self._planner(shape), roles)
+    def process(self, shape: PlacementShape, roles: Sequence[str]) -> float:
+        return estimate_process_bytes(self._planner(shape), roles)
 
-    def offloads(self, variant: Settings) -> bool:
+    def offloads(self, variant: SettingChanges) -> bool:
         return self.cluster.is_cuda and self._configs[variant].actor.offload_between_calls
 
     def capacities(self, devices: range) -> Mapping[str, float]:
         models = self.cluster.models
         return {self._model(d): models[self._model(d)].memory for d in devices}
 
-    def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
-        apart = role in (ACTOR, GENERATOR) and GENERATOR in shape.roles
+    def options(
+        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
+    ) -> list[CutOption]:
+        apart = role in (ACTOR_ROLE, GENERATOR_ROLE) and GENERATOR_ROLE in shape.roles
         key = variant, apart, role, self._alike(devices)
         if key not in self._options:
             self._options[key] = self._options_of(*key[:3], devices)
         return self._options[key]
 
-    def placement(self, found: Found) -> Placement:
+    def placement(self, found: FoundPlacement) -> Placement:
         """Build the placement of all roles."""
         places = {}
-        home = GENERATOR if GENERATOR in found.where else next(iter(found.where))
-        if home != GENERATOR and ACTOR in found.where:
-            home = ACTOR
-        for name in [*self.placed, GENERATOR]:
+        home = GENERATOR_ROLE if GENERATOR_ROLE in found.where else next(iter(found.where))
+        if home != GENERATOR_ROLE and ACTOR_ROLE in found.where:
+            home = ACTOR_ROLE
+        for name in [*self.placed, GENERATOR_ROLE]:
             if name in found.where:
                 places[name] = RolePlace(tuple(found.where[name]), found.cuts[name].parallel)
             elif name in self.beside:
                 places[name] = RolePlace(tuple(found.where[home]), self.placed[name].parallel)
         return Placement("auto", places)
 
-    def settings(self, found: Found) -> Settings:
+    def settings(self, found: FoundPlacement) -> SettingChanges:
         """List the settings, beside the placement, that differ from the configuration."""
         rollout = self.config.rollout
         changes = list(found.variant)
         tp = max((cut.rollout_tp for cut in found.cuts.values()), default=0)
-        if GENERATOR in found.cuts:
-            tp = found.cuts[GENERATOR].parallel.tp
+        if GENERATOR_ROLE in found.cuts:
+            tp = found.cuts[GENERATOR_ROLE].parallel.tp
         if tp and tp != rollout.parallel.tp:
             changes.append(("rollout.parallel.tp", tp))
-        if self.staleness and GENERATOR not in found.where:
+        if self.staleness and GENERATOR_ROLE not in found.where:
             changes.append(("placement.staleness", 0))
-        if self.config.placement.in_flight and GENERATOR not in found.where:
+        if self.config.placement.in_flight and GENERATOR_ROLE not in found.where:
             changes.append(("placement.in_flight", False))
         return tuple(changes)
 
     def _has_model(self, name: str) -> bool:
-        return name == GENERATOR or bool(self.specs[name].has_model(name, self.config))
+        return name == GENERATOR_ROLE or bool(self.specs[name].has_model(name, self.config))
 
-    def _planner(self, shape: Shape) -> Planner:
-        apart = GENERATOR in shape.roles
+    def _planner(self, shape: PlacementShape) -> JobRoles:
+        apart = GENERATOR_ROLE in shape.roles
         if apart not in self._planners:
             everywhere = tuple(range(self.devices))
             places = {name: RolePlace(everywhere) for name in self.placed}
             if apart:
-                places[GENERATOR] = RolePlace(everywhere)
-            sizes = sizes_of(self.config, self.lengths)
+                places[GENERATOR_ROLE] = RolePlace(everywhere)
+            sizes = compute_step_sizes(self.config, self.lengths)
             placement = Placement("auto", places)
-            self._planners[apart] = Planner(self.config, self.cluster, placement, sizes, self.specs)
+            self._planners[apart] = JobRoles(
+                self.config, self.cluster, placement, sizes, self.specs
+            )
         return self._planners[apart]
 
     def _model(self, device: int) -> str:
@@ -163,11 +184,11 @@ class PlannedCosts:
         return tuple(runs)
 
     def _options_of(
-        self, variant: Settings, apart: bool, role: str, devices: range
-    ) -> list[Option]:
-        shape = Shape(((role, GENERATOR) if apart else (role,),))
+        self, variant: SettingChanges, apart: bool, role: str, devices: range
+    ) -> list[CutOption]:
+        shape = PlacementShape(((role, GENERATOR_ROLE) if apart else (role,),))
         base = self._planner(shape)
-        rates = Rates.of_slowest(self.rates[device] for device in devices)
+        rates = DeviceRates.of_slowest(self.rates[device] for device in devices)
         found = []
         for cut in self._cuts(role, apart, [run[-1] for run in self._alike(devices)]):
             config = self._configs[variant]
@@ -175,38 +196,38 @@ class PlannedCosts:
                 parallel = replace(config.rollout.parallel, tp=cut.rollout_tp)
                 config = replace(config, rollout=replace(config.rollout, parallel=parallel))
             alone = base.of_role(role, RolePlace(tuple(devices), cut.parallel), config)
-            if lacking_of(alone):
+            if find_generator_shortage(alone):
                 continue
-            clock = CallClock(alone, rates)
+            clock = CallTimeEstimator(alone, rates)
             seconds = tuple(clock.seconds(call) for call in alone.calls)
             taken = {model: self._taken(alone, role, model) for model in self.capacities(devices)}
-            found.append(Option(cut, seconds, taken))
+            found.append(CutOption(cut, seconds, taken))
         return found
 
-    def _taken(self, alone: Planner, role: str, model: str) -> Taken:
+    def _taken(self, alone: JobRoles, role: str, model: str) -> RoleBytes:
         """Return the bytes of the pipeline stage that takes most, in each respect."""
         memory = self.cluster.models[model].memory
         stages = [
-            _totals(role_memory(alone, role, stage, memory))
+            _totals(estimate_role_memory(alone, role, stage, memory))
             for stage in range(alone.placement.roles[role].parallel.pp)
         ]
-        return Taken(
+        return RoleBytes(
             max(one.resident for one in stages),
             max(one.loaded for one in stages),
             max(one.awake for one in stages),
             tuple(max(phase) for phase in zip(*(one.working for one in stages), strict=True)),
         )
 
-    def _cuts(self, role: str, apart: bool, runs: Sequence[int]) -> list[Cut]:
+    def _cuts(self, role: str, apart: bool, runs: Sequence[int]) -> list[ModelCut]:
         """List every way to cut a role's model over devices that are spread over nodes like these;
         a tensor-parallel group stays inside a node."""
         place = self._place_of(role)
         number = sum(runs)
-        if role == GENERATOR:
+        if role == GENERATOR_ROLE:
             asked = self.config.rollout.parallel.tp
             tps = self._tps(runs, asked, self._may_cut_generation())
             return [
-                Cut(parallel)
+                ModelCut(parallel)
                 for tp in tps
                 if self._allowed(role, parallel := replace(place.parallel, tp=tp), number, 1)
             ]
@@ -215,12 +236,12 @@ class PlannedCosts:
         found = []
         pps = [parallel.pp]
         if may_cut and parallel.pp == 1:
-            pps = powers(min(LARGEST_PP, number))
-        generates = place.generation is not None and not (apart and role == ACTOR)
+            pps = powers_of_two(min(MAX_PP, number))
+        generates = place.generation is not None and not (apart and role == ACTOR_ROLE)
         for pp in pps:
             for tp in self._tps(runs, parallel.tp, may_cut):
                 cut = replace(parallel, tp=tp, pp=pp)
-                if number % devices_of(cut):
+                if number % model_parallel_size(cut):
                     continue
                 rollouts = [0]
                 if generates:
@@ -230,7 +251,7 @@ class PlannedCosts:
                     ranks = max(1, rollout_tp * self.config.rollout.parallel.pp)
                     whole = replace(cut, shards=shards)
                     if self._allowed(role, whole, number, ranks if rollout_tp else 1):
-                        found.append(Cut(whole, rollout_tp))
+                        found.append(ModelCut(whole, rollout_tp))
         return found
 
     def _shards(self, cut: ParallelConfig, runs: Sequence[int], free: bool) -> list[int | None]:
@@ -241,17 +262,17 @@ class PlannedCosts:
             return [cut.shards]
         return [None, near]
 
-    def _place_of(self, role: str) -> Role:
-        if role == GENERATOR:
-            generation = self.placed[ACTOR].generation or ParallelConfig()
-            return Role(GENERATOR, parallel=generation)
+    def _place_of(self, role: str) -> RoleRequirements:
+        if role == GENERATOR_ROLE:
+            generation = self.placed[ACTOR_ROLE].generation or ParallelConfig()
+            return RoleRequirements(GENERATOR_ROLE, parallel=generation)
         return self.placed[role]
 
     def _tps(self, runs: Sequence[int], asked: int, free: bool) -> list[int]:
         """List the sizes of tensor-parallel groups that lie inside nodes."""
         if asked > 1 or not free:
             return [asked]
-        return [tp for tp in powers(LARGEST_TP) if all(run % tp == 0 for run in runs)]
+        return [tp for tp in powers_of_two(MAX_TP) if all(run % tp == 0 for run in runs)]
 
     def _may_cut(self, role: str) -> bool:
         adapts = self.placed[role].trains and self.config.actor.lora.rank
@@ -265,23 +286,25 @@ class PlannedCosts:
         """Return whether the sizes fit each other and the model."""
         if not self._has_model(role):
             return True
-        path = self._planner(Shape(((role,),))).path(role) if role != GENERATOR else None
+        path = (
+            self._planner(PlacementShape(((role,),))).path(role) if role != GENERATOR_ROLE else None
+        )
         path = path or self.config.model.path
         if path not in self._models:
-            self._models[path] = load_config(path)
+            self._models[path] = load_model_config(path)
         try:
-            check_sizes(number, parallel, ranks)
-            check_model_fits(parallel, self._models[path], path)
+            check_parallel_sizes(number, parallel, ranks)
+            check_model_cut(parallel, self._models[path], path)
             if ranks > 1:
                 generation = ParallelConfig(tp=ranks // self.config.rollout.parallel.pp)
-                check_model_fits(generation, self._models[path], path)
+                check_model_cut(generation, self._models[path], path)
         except ConfigError:
             return False
         return True
 
 
-def _totals(memory: RoleMemory) -> Taken:
-    return Taken(
+def _totals(memory: RoleMemory) -> RoleBytes:
+    return RoleBytes(
         sum(memory.resident.values()),
         sum(memory.loaded.values()),
         sum(memory.awake.values()),

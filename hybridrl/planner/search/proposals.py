@@ -6,25 +6,30 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.changed import changed
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.planner.job_plan import Plan, make_plan
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.search.placement_search import search
-from hybridrl.planner.search.planned_costs import PlannedCosts
-from hybridrl.planner.search.search_terms import Found, Objective, Report, Settings
-from hybridrl.planner.step.step_calls import Lengths
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.planner.job_plan import JobPlan, build_job_plan
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.search.placement_search import search_placements
+from hybridrl.planner.search.planned_costs import PlannedSearchCosts
+from hybridrl.planner.search.search_terms import (
+    FoundPlacement,
+    SearchObjective,
+    SearchReport,
+    SettingChanges,
+)
+from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers.role_spec import RoleSpec
 
-SECONDS_PER_HOUR = 3600.0
+_SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
-class Proposal:
+class PlacementProposal:
     """A placement for a job, with the settings that it needs and its plan.
 
     Attributes:
@@ -33,10 +38,10 @@ class Proposal:
         plan: What it takes, as at the start of such a job.
     """
 
-    found: Found
-    settings: Settings
+    found: FoundPlacement
+    settings: SettingChanges
     config: Config
-    plan: Plan
+    plan: JobPlan
 
     @property
     def placement(self) -> Placement:
@@ -56,7 +61,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Proposals:
+class SearchResult:
     """The result of a search: the accepted proposals, best first, and how the search went.
 
     Attributes:
@@ -65,22 +70,22 @@ class Proposals:
         refused: Sentences about ways that a start would have refused.
     """
 
-    best: Sequence[Proposal]
-    report: Report
+    best: Sequence[PlacementProposal]
+    report: SearchReport
     refused: Sequence[str]
 
 
-def propose(
+def propose_placements(
     config: Config,
-    cluster: Cluster,
-    rates: Rates | Sequence[Rates],
-    lengths: Lengths | None = None,
+    cluster: ClusterSpec,
+    rates: DeviceRates | Sequence[DeviceRates],
+    lengths: SampleLengths | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
     *,
-    longest: Lengths | None = None,
-    objective: Objective | None = None,
+    longest: SampleLengths | None = None,
+    objective: SearchObjective | None = None,
     deadline_s: float = 60.0,
-) -> Proposals:
+) -> SearchResult:
     """Search for placements and return the best that pass all checks of a start.
 
     Args:
@@ -95,26 +100,26 @@ def propose(
     Raises:
         ConfigError: if nothing fits, or nothing was found in time.
     """
-    costs = PlannedCosts(config, cluster, rates, lengths, roles)
-    made: dict[int, Proposal] = {}
+    costs = PlannedSearchCosts(config, cluster, rates, lengths, roles)
+    made: dict[int, PlacementProposal] = {}
     refused: list[str] = []
 
-    def accept(found: Found) -> bool:
+    def accept(found: FoundPlacement) -> bool:
         settings = costs.settings(found)
         total = max(devices.stop for devices in found.where.values())
         used = cluster.take(range(total))
         placement = costs.placement(found)
-        config_ = changed(costs.config, list(settings))
+        config_ = apply_changes(costs.config, list(settings))
         if total < len(cluster.devices):
             config_ = replace(config_, num_devices=total)
             settings = (*settings, ("num_devices", total))
         some = rates[:total] if isinstance(rates, Sequence) else rates
         try:
-            check_placement(config_, used, costs.specs, placement)
-            plan = make_plan(config_, used, placement, lengths, some, costs.specs)
+            resolve_placement(config_, used, costs.specs, placement)
+            plan = build_job_plan(config_, used, placement, lengths, some, costs.specs)
             fullest = plan
             if longest is not None and longest != lengths:
-                fullest = make_plan(config_, used, placement, longest, roles=costs.specs)
+                fullest = build_job_plan(config_, used, placement, longest, roles=costs.specs)
         except ConfigError as error:
             refused.append(str(error))
             return False
@@ -122,10 +127,10 @@ def propose(
             filled = fullest.filled(fullest.fullest)
             refused.append(f"{found.shape}: device memory is filled to {filled:.0%}")
             return False
-        made[id(found)] = Proposal(found, settings, config_, plan)
+        made[id(found)] = PlacementProposal(found, settings, config_, plan)
         return True
 
-    report = search(costs, objective, deadline_s=deadline_s, accept=accept)
+    report = search_placements(costs, objective, deadline_s=deadline_s, accept=accept)
     best = [made[id(found)] for found in report.best]
     if not best and not report.complete:
         raise ConfigError(
@@ -143,10 +148,10 @@ def propose(
             f"placement=auto found nothing that fits {cluster}: {why}. Take more or larger "
             "devices or a smaller model, or set actor.offload_parameters=true."
         )
-    return Proposals(best, report, list(dict.fromkeys(refused)))
+    return SearchResult(best, report, list(dict.fromkeys(refused)))
 
 
-def prices_of(text: str) -> dict[str, float]:
+def parse_prices(text: str) -> dict[str, float]:
     """Parse prices such as `H100=2.5,L4=0.7` into dollars per hour by device name.
 
     Raises:
@@ -166,7 +171,7 @@ def prices_of(text: str) -> dict[str, float]:
     return found
 
 
-def per_dollar(prices: Mapping[str, float], cluster: Cluster) -> Objective:
+def cost_objective(prices: Mapping[str, float], cluster: ClusterSpec) -> SearchObjective:
     """Return the objective that minimizes the cost of a step in dollars.
 
     Args:
@@ -183,17 +188,19 @@ def per_dollar(prices: Mapping[str, float], cluster: Cluster) -> Objective:
             f"price. Write --price {missing[0]}=2.5, dollars an hour, for each kind of device."
         )
     each = [_price(known, device.model) or 0.0 for device in cluster.devices]
-    return Objective(lambda step, devices: (step * sum(each[:devices]) / SECONDS_PER_HOUR,), True)
+    return SearchObjective(
+        lambda step, devices: (step * sum(each[:devices]) / _SECONDS_PER_HOUR,), True
+    )
 
 
 def _price(known: Mapping[str, float], name: str) -> float | None:
     return known.get(name.lower(), known.get(name.split("-")[0].lower()))
 
 
-def fewest_devices(within_s: float) -> Objective:
+def fewest_devices_objective(within_s: float) -> SearchObjective:
     """Return the objective that minimizes the number of devices with which a step takes at most
     `within_s` seconds, then its time."""
-    return Objective(
+    return SearchObjective(
         lambda step, devices: (float(step > within_s), devices if step <= within_s else step, step),
         True,
     )

@@ -6,24 +6,26 @@ from collections.abc import Callable, Mapping
 
 from rich.table import Table
 
-from hybridrl.placement import ACTOR, GENERATOR
-from hybridrl.planner.plan_tables import SHORT, ranges
-from hybridrl.planner.search.proposals import Proposal, Proposals
-from hybridrl.planner.step.graph_replay import OVER
-from hybridrl.system.formatting import gib, readable_seconds
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE
+from hybridrl.planner.plan_tables import PHASE_VERBS, format_ranges
+from hybridrl.planner.search.proposals import PlacementProposal, SearchResult
+from hybridrl.planner.step.graph_replay import NOTHING_TO_DO
+from hybridrl.system.formatting import format_gib, format_seconds
 
-SAME = 0.005
+_NEGLIGIBLE_SHARE = 0.005
 """Shares that differ by less are alike to a person."""
 
 
-def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float] | None) -> Table:
+def build_proposals_table(
+    found: SearchResult, tokens_per_dollar: Callable[[PlacementProposal], float] | None
+) -> Table:
     """Build a table with a column for each proposal, the best first."""
     table = Table(title="the best ways", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for number, _ in enumerate(found.best, 1):
         table.add_column(str(number), overflow="fold")
 
-    def row(name: str, cell: Callable[[Proposal], str], **style: str) -> None:
+    def row(name: str, cell: Callable[[PlacementProposal], str], **style: str) -> None:
         table.add_row(name, *(cell(one) for one in found.best), **style)
 
     row("seconds of a step", lambda p: f"{p.seconds:.3g}", style="bold")
@@ -36,7 +38,7 @@ def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float
         for phase in ("sync", "generate", "score", "train"):
             if any(_seconds(one).get((role, phase), 0.0) for one in found.best):
                 row(
-                    f"  {SHORT[phase]}",
+                    f"  {PHASE_VERBS[phase]}",
                     lambda p, role=role, phase=phase: _number(_seconds(p).get((role, phase))),
                 )
     row("fullest device, GiB", _memory)
@@ -44,19 +46,21 @@ def side_by_side(found: Proposals, tokens_per_dollar: Callable[[Proposal], float
     return table
 
 
-def settings_lines(found: Proposals) -> list[str]:
+def settings_lines(found: SearchResult) -> list[str]:
     """The settings that each proposal needs beside those asked for, a line each."""
     return [
-        f"{number}: {' '.join(words(one.settings)) or 'settings as asked'}"
+        f"{number}: {' '.join(format_settings(one.settings)) or 'settings as asked'}"
         for number, one in enumerate(found.best, 1)
     ]
 
 
-def reasons(found: Proposals) -> list[str]:
+def explain_ranking(found: SearchResult) -> list[str]:
     """List a sentence about each of the other proposals, and about what did not fit or was
     refused."""
     best, *others = found.best
-    said = [f"{number}: {why(best, other)}" for number, other in enumerate(others, 2)]
+    said = [
+        f"{number}: {_explain_difference(best, other)}" for number, other in enumerate(others, 2)
+    ]
     report = found.report
     if report.misfits:
         tightest = sorted(report.misfits.items(), key=lambda one: one[1])
@@ -70,14 +74,14 @@ def reasons(found: Proposals) -> list[str]:
         said.append(f"seconds are by {best.plan.times.source}")
     how = "none that is left can be better" if report.complete else "the time was over"
     seen = f"{report.looked_at} of {report.ways:,} ways were looked at"
-    said.append(f"{seen} in {readable_seconds(report.seconds)}; {how}.")
+    said.append(f"{seen} in {format_seconds(report.seconds)}; {how}.")
     return said
 
 
-def why(best: Proposal, other: Proposal) -> str:
+def _explain_difference(best: PlacementProposal, other: PlacementProposal) -> str:
     """Explain why a proposal is behind the best one."""
     longer = other.seconds / best.seconds - 1
-    start = f"{longer:.1%} longer" if longer >= SAME else "about as quick"
+    start = f"{longer:.1%} longer" if longer >= _NEGLIGIBLE_SHARE else "about as quick"
     used, before = (len(one.plan.cluster.devices) for one in (other, best))
     if used != before:
         start += f", on {used} device(s) (1: {before})"
@@ -85,29 +89,35 @@ def why(best: Proposal, other: Proposal) -> str:
     slower = {
         part: seconds - first.get(part, 0.0)
         for part, seconds in then.items()
-        if seconds - first.get(part, 0.0) > SAME * best.seconds
+        if seconds - first.get(part, 0.0) > _NEGLIGIBLE_SHARE * best.seconds
     }
     said = []
     for part in sorted(slower, key=lambda part: -slower[part])[:2]:
         role, phase = part
         said.append(
-            f"{role} {SHORT[phase]} for {readable_seconds(then[part])} on {_devices(other, part)} "
-            f"device(s) (1: {readable_seconds(first.get(part, 0.0))} on {_devices(best, part)})"
+            f"{role} {PHASE_VERBS[phase]} for {format_seconds(then[part])} on "
+            f"{_devices(other, part)} device(s) (1: {format_seconds(first.get(part, 0.0))} on "
+            f"{_devices(best, part)})"
         )
     idle = (other.plan.times.idle if other.plan.times else {}) or {}
     at_best = best.plan.times.idle_share if best.plan.times else 0.0
-    if sum(idle.values()) > at_best + SAME:
+    if sum(idle.values()) > at_best + _NEGLIGIBLE_SHARE:
         cause = next(iter(idle))
         said.append(
             f"its devices are idle for {sum(idle.values()):.0%} of the time (1: {at_best:.0%}), "
-            f"mostly {'with' if cause == OVER else 'waiting for'} {cause.replace('.', ' to ')}"
+            f"mostly {'with' if cause == NOTHING_TO_DO else 'waiting for'} "
+            f"{cause.replace('.', ' to ')}"
         )
     if not said:
-        said.append("calls that the first makes side by side take turns" if longer >= SAME else "")
+        said.append(
+            "calls that the first makes side by side take turns"
+            if longer >= _NEGLIGIBLE_SHARE
+            else ""
+        )
     return f"{start}: {'; '.join(said)}" if said[0] else start
 
 
-def words(settings: tuple[tuple[str, object], ...]) -> list[str]:
+def format_settings(settings: tuple[tuple[str, object], ...]) -> list[str]:
     """Format settings as the command line takes them."""
     return [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
@@ -115,23 +125,23 @@ def words(settings: tuple[tuple[str, object], ...]) -> list[str]:
     ]
 
 
-def _by_part(proposal: Proposal) -> dict[tuple[str, str], float]:
+def _by_part(proposal: PlacementProposal) -> dict[tuple[str, str], float]:
     """Return the seconds by role and phase; those of a separate generator count as the actor's."""
     return {
-        (ACTOR if role == GENERATOR else role, phase): seconds
+        (ACTOR_ROLE if role == GENERATOR_ROLE else role, phase): seconds
         for (role, phase), seconds in _seconds(proposal).items()
     }
 
 
-def _devices(proposal: Proposal, part: tuple[str, str]) -> int:
+def _devices(proposal: PlacementProposal, part: tuple[str, str]) -> int:
     role, phase = part
     roles = proposal.placement.roles
-    apart = role == ACTOR and phase in ("sync", "generate") and GENERATOR in roles
-    place = roles.get(GENERATOR if apart else role)
+    apart = role == ACTOR_ROLE and phase in ("sync", "generate") and GENERATOR_ROLE in roles
+    place = roles.get(GENERATOR_ROLE if apart else role)
     return len(place.devices) if place else 0
 
 
-def _seconds(proposal: Proposal) -> Mapping[tuple[str, str], float]:
+def _seconds(proposal: PlacementProposal) -> Mapping[tuple[str, str], float]:
     return proposal.plan.times.phases if proposal.plan.times else {}
 
 
@@ -139,12 +149,12 @@ def _number(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.3g}"
 
 
-def _where(proposal: Proposal, role: str) -> str:
+def _where(proposal: PlacementProposal, role: str) -> str:
     place = proposal.placement.roles.get(role)
-    return ranges(place.devices) if place else ""
+    return format_ranges(place.devices) if place else ""
 
 
-def _cut(proposal: Proposal, role: str) -> str:
+def _cut(proposal: PlacementProposal, role: str) -> str:
     place = proposal.placement.roles.get(role)
     if place is None or role not in proposal.found.cuts:
         return ""
@@ -154,7 +164,7 @@ def _cut(proposal: Proposal, role: str) -> str:
     return ", ".join([*said, *([f"generates tp={rollout}"] if rollout > 1 else [])]) or "dp"
 
 
-def _memory(proposal: Proposal) -> str:
+def _memory(proposal: PlacementProposal) -> str:
     plan = proposal.plan
     there = plan.cluster.memory_of(plan.fullest.devices[0])
-    return f"{gib(plan.fullest.fullest.bytes)} of {gib(there)}"
+    return f"{format_gib(plan.fullest.fullest.bytes)} of {format_gib(there)}"

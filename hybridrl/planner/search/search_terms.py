@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from hybridrl.planner.search.placement_space import Shape
-from hybridrl.planner.step.step_calls import Call
+from hybridrl.planner.search.placement_space import PlacementShape
+from hybridrl.planner.step.step_calls import PlannedCall
 
-Settings = tuple[tuple[str, Any], ...]
+SettingChanges = tuple[tuple[str, Any], ...]
 
 
-class Taken(NamedTuple):
+class RoleBytes(NamedTuple):
     """The bytes that a role takes of a device; see `RoleMemory`.
 
     Attributes:
@@ -30,7 +30,7 @@ class Taken(NamedTuple):
         return max(self.loaded + self.awake, self.resident + max(self.working, default=0.0))
 
 
-class Option(NamedTuple):
+class CutOption(NamedTuple):
     """A way to cut a role's model over some devices, with its time and memory.
 
     Attributes:
@@ -41,10 +41,10 @@ class Option(NamedTuple):
 
     cut: Any
     seconds: tuple[float, ...]
-    taken: Mapping[str, Taken]
+    taken: Mapping[str, RoleBytes]
 
 
-class Costs(Protocol):
+class SearchCosts(Protocol):
     """The costs of a job that a search asks for.
 
     Attributes:
@@ -62,30 +62,32 @@ class Costs(Protocol):
     generator: tuple[str, str] | None
     devices: int
     differ: bool
-    variants: Sequence[Settings]
+    variants: Sequence[SettingChanges]
     staleness: int
 
-    def calls(self, shape: Shape) -> Sequence[Call]:
+    def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
         """List the calls of a step, in order."""
 
-    def options(self, variant: Settings, shape: Shape, role: str, devices: range) -> list[Option]:
+    def options(
+        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
+    ) -> list[CutOption]:
         """List every way to cut a role's model over these devices."""
 
     def capacities(self, devices: range) -> Mapping[str, float]:
         """Return the bytes of these devices, by device model."""
 
-    def process(self, shape: Shape, roles: Sequence[str]) -> float:
+    def process(self, shape: PlacementShape, roles: Sequence[str]) -> float:
         """Return the bytes of a process with these roles."""
 
-    def offloads(self, variant: Settings) -> bool:
+    def offloads(self, variant: SettingChanges) -> bool:
         """Return whether roles leave a device while another one works there."""
 
 
-class Found(NamedTuple):
+class FoundPlacement(NamedTuple):
     """A placement of all roles that a search has found, with the cut of each model.
 
     Attributes:
-        value: What is to be small; see `Objective`.
+        value: What is to be small; see `SearchObjective`.
         step: Seconds.
         where: Devices of each role.
         cuts: Of each role.
@@ -93,14 +95,14 @@ class Found(NamedTuple):
 
     value: tuple[float, ...]
     step: float
-    shape: Shape
-    variant: Settings
+    shape: PlacementShape
+    variant: SettingChanges
     where: Mapping[str, range]
     cuts: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Objective:
+class SearchObjective:
     """A value of a placement that a search minimizes.
 
     Attributes:
@@ -113,7 +115,7 @@ class Objective:
 
 
 @dataclass
-class Report:
+class SearchReport:
     """A report of a search: the best placements, and how many were evaluated.
 
     Attributes:
@@ -125,9 +127,9 @@ class Report:
         seconds: That it took.
     """
 
-    best: list[Found] = field(default_factory=list)
+    best: list[FoundPlacement] = field(default_factory=list)
     looked_at: int = 0
     ways: int = 0
-    misfits: dict[Shape, float] = field(default_factory=dict)
+    misfits: dict[PlacementShape, float] = field(default_factory=dict)
     complete: bool = True
     seconds: float = 0.0

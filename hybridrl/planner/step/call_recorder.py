@@ -12,21 +12,21 @@ import numpy as np
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Worker
-from hybridrl.controller.group_call import UNKNOWN, Rows, Shards
-from hybridrl.controller.table_expression import Concat, Node
-from hybridrl.placement import ACTOR, GENERATOR, Placement
-from hybridrl.planner.step.step_calls import Call, Sizes
-from hybridrl.rollout import Sampling
+from hybridrl.controller.group_call import UNKNOWN, Rows, ShardedResult
+from hybridrl.controller.table_expression import ConcatenatedTable, TableExpression
+from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement
+from hybridrl.planner.step.step_calls import PlannedCall, StepSizes
+from hybridrl.rollout import SamplingSettings
 from hybridrl.trainers import load_roles, load_trainer
-from hybridrl.trainers.role_spec import RoleSpec, played_by
+from hybridrl.trainers.role_spec import RoleSpec, find_playing_role
 
-PHASES = {"generate": "generate", "compute": "score", "update": "train"}
+_PHASE_OF_VERB = {"generate": "generate", "compute": "score", "update": "train"}
 """What a method does, by the first word of its name."""
 
 
-def recorded_calls(
-    config: Config, sizes: Sizes, placement: Placement, roles: Mapping[str, RoleSpec]
-) -> tuple[list[Call], str]:
+def record_calls(
+    config: Config, sizes: StepSizes, placement: Placement, roles: Mapping[str, RoleSpec]
+) -> tuple[list[PlannedCall], str]:
     """Record the calls of one step, in order, of the roles that are placed; return also a sentence
     if the program could not be run and these are the usual calls of its roles.
 
@@ -38,7 +38,9 @@ def recorded_calls(
     groups = {role: _Group(role, spec, sizes, noted) for role, spec in own.items()}
     notice = ""
     try:
-        trainer = trainer_class(config, groups, Sampling(1), _Feed(trainer_class.DATA, sizes))
+        trainer = trainer_class(
+            config, groups, SamplingSettings(1), _Feed(trainer_class.DATA, sizes)
+        )
         if trainer.TRAINS:
             # What is different in the first steps, while only critics learn, is not what is asked.
             for _ in range(config.critic.warmup_steps + 1):
@@ -56,18 +58,18 @@ def recorded_calls(
     syncs = trainer_class.TRAINS
     calls = []
     for call in _merged(noted):
-        player = played_by({**own, **roles}, call.role, config)
-        if player == ACTOR and call.phase == "generate" and placement.is_separated:
-            player = GENERATOR
+        player = find_playing_role({**own, **roles}, call.role, config)
+        if player == ACTOR_ROLE and call.phase == "generate" and placement.is_separated:
+            player = GENERATOR_ROLE
         calls.append(replace(call, role=player))
     generators = dict.fromkeys(call.role for call in calls if call.phase == "generate")
-    first = [Call(role, "sync", sizes.samples) for role in generators if syncs]
+    first = [PlannedCall(role, "sync", sizes.samples) for role in generators if syncs]
     return [call for call in [*first, *calls] if call.role in placement.roles], notice
 
 
-def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[Call]:
+def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[PlannedCall]:
     """Merge the updates of a role by one method into one call, in the place of the first."""
-    found: dict[Any, Call] = {}
+    found: dict[Any, PlannedCall] = {}
     for number, (role, method, phase, rows) in enumerate(noted):
         key = (role, method) if phase == "train" else number
         if key in found:
@@ -75,11 +77,11 @@ def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[Call]:
             rows, updates = rows + before.samples, before.updates + 1
             found[key] = replace(before, samples=rows, updates=updates)
         else:
-            found[key] = Call(role, phase, rows)
+            found[key] = PlannedCall(role, phase, rows)
     return list(found.values())
 
 
-def _usual(roles: Mapping[str, RoleSpec], sizes: Sizes) -> list[tuple[str, str, str, int]]:
+def _usual(roles: Mapping[str, RoleSpec], sizes: StepSizes) -> list[tuple[str, str, str, int]]:
     """List the usual calls: roles that can generate do, then all others score, then trained roles
     train."""
     n = sizes.samples
@@ -93,7 +95,7 @@ class _Group:
     """A stand-in for a worker group that records its calls."""
 
     def __init__(
-        self, role: str, spec: RoleSpec, sizes: Sizes, noted: list[tuple[str, str, str, int]]
+        self, role: str, spec: RoleSpec, sizes: StepSizes, noted: list[tuple[str, str, str, int]]
     ) -> None:
         self.devices = [0]
         self._role, self._noted, self._sizes = role, noted, sizes
@@ -118,7 +120,7 @@ class _Group:
 def _phase(method: str, worker: type[Worker] | None) -> tuple[str | None, bool]:
     """Return the phase of a method (None if it does not count) and whether it returns a batch; for
     a user's worker class, `@transfer` says more than the name."""
-    phase = PHASES.get(method.split("_")[0])
+    phase = _PHASE_OF_VERB.get(method.split("_")[0])
     marked = getattr(getattr(worker, method, None), "__transfer__", None)
     if marked is None:
         return phase, phase in ("generate", "score")
@@ -149,7 +151,7 @@ class _Feed:
     tokenizer: Any = None
     numbered = 0
 
-    def __init__(self, kind: str, sizes: Sizes) -> None:
+    def __init__(self, kind: str, sizes: StepSizes) -> None:
         self._kind, self._sizes = kind, sizes
 
     def next_batch(self) -> BatchRef:
@@ -164,7 +166,7 @@ class _Feed:
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows(Node):
+class _Rows(TableExpression):
     """A table node that knows only the number of the prompt of each row."""
 
     prompts: Rows
@@ -183,7 +185,7 @@ class _Rows(Node):
     def read(self, rows: Rows, names: frozenset[str] | None) -> Batch | None:
         return None
 
-    def shards(self) -> list[Shards]:
+    def shards(self) -> list[ShardedResult]:
         return []
 
 
@@ -238,9 +240,9 @@ def _table(rows: int, together: int) -> BatchRef:
     return _Table(_Rows(np.arange(rows) // together))
 
 
-def _rows(node: Node) -> Rows:
+def _rows(node: TableExpression) -> Rows:
     """Return the prompts of a table's rows, also of tables that `BatchRef.concat` joined."""
-    if isinstance(node, Concat):
+    if isinstance(node, ConcatenatedTable):
         return np.concatenate([_rows(table) for table in node.tables])
     assert isinstance(node, _Rows)
     return node.prompts

@@ -8,12 +8,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridrl.layout.training_mesh import devices_of
-from hybridrl.parallel.reduction_choice import Choice
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.memory.model_part import MASTER, ModelPart, cache_bytes, generation_copy
+from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.parallel.reduction_choice import ReductionChoice
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.memory.model_part import (
+    FLOAT32_BYTES,
+    ModelPart,
+    generation_copy_bytes,
+    kv_cache_bytes,
+)
 from hybridrl.planner.memory.model_shape import ModelShape
-from hybridrl.planner.step.gradient_sums import chosen, units_of, ways
+from hybridrl.planner.step.gradient_sums import (
+    choose_gradient_sums,
+    list_sum_candidates,
+    list_unit_sizes,
+)
 from hybridrl.planner.step.operator_work import (
     DECODE,
     FORWARD,
@@ -21,23 +30,23 @@ from hybridrl.planner.step.operator_work import (
     HEAD_TRAIN,
     OPTIMIZER,
     TRAIN,
-    Work,
+    OperatorWork,
 )
-from hybridrl.planner.step.step_calls import Call
+from hybridrl.planner.step.step_calls import PlannedCall
 
 if TYPE_CHECKING:
-    from hybridrl.planner.job_roles import Planner
+    from hybridrl.planner.job_roles import JobRoles
 
-HOST_LINK = 20e9
+_HOST_LINK_RATE = 20e9
 """Bytes per second between an accelerator and its host, of what is offloaded."""
-HALVING = 2 * math.log(2)
+RUNNING_SAMPLES_FACTOR = 2 * math.log(2)
 """How many times as many samples as are not finished `rollout=transformers` has under way, where
 they finish one after the other: it drops those that are when they are half of all."""
-ADAM_TOUCHES = 10
+_ADAM_MEMORY_PASSES = 10
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
-LOGIT_TOUCHES = 24
+_LOGIT_MEMORY_PASSES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
-SMALL_OPS = {
+SMALL_OP_COUNTS = {
     "call": 700,
     "sample": 7,
     "tensor": 7,
@@ -53,7 +62,7 @@ sample or a layer in it. Counted once, from the default job and one more; the pr
 small operation takes."""
 
 
-class Ring(NamedTuple):
+class RingCost(NamedTuple):
     """The rate and delay of a ring collective over ranks that may lie on several nodes.
 
     Attributes:
@@ -65,23 +74,23 @@ class Ring(NamedTuple):
     delay: float
 
 
-class CallClock:
+class CallTimeEstimator:
     """An estimator of the seconds that calls of a role take on devices with these rates.
 
     Attributes:
         sums: See `Times`; known once the call is.
     """
 
-    def __init__(self, planner: Planner, rates: Rates) -> None:
-        self.sums: dict[str, Choice] = {}
+    def __init__(self, planner: JobRoles, rates: DeviceRates) -> None:
+        self.sums: dict[str, ReductionChoice] = {}
         self.planner, self.rates = planner, rates
         self.devices = planner.cluster.devices
 
-    def seconds(self, call: Call) -> float:
+    def seconds(self, call: PlannedCall) -> float:
         """Estimate the seconds of one call on its devices."""
         place = self.planner.placement.roles[call.role]
         rows = call.samples / len(place.devices)
-        fixed = SMALL_OPS["call"] * call.updates + SMALL_OPS["sample"] * rows
+        fixed = SMALL_OP_COUNTS["call"] * call.updates + SMALL_OP_COUNTS["sample"] * rows
         driver = fixed * self.rates.small_op
         if call.phase == "sync":
             return self._sync(call.role)
@@ -97,39 +106,39 @@ class CallClock:
         bubble = (batch.count + len(stages) - 1) / batch.count
         moves = 0.0
         if self.planner.cluster.is_cuda and self.planner.config.actor.offload_between_calls:
-            moves = 2 * max(sum(part.resident().values()) for part in parts) / HOST_LINK
+            moves = 2 * max(sum(part.resident().values()) for part in parts) / _HOST_LINK_RATE
         return driver + moves + slowest * bubble
 
-    def _score(self, call: Call, part: ModelPart) -> float:
+    def _score(self, call: PlannedCall, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "score"]
         compute = self._layers(part, batch.count, batch.total, False)
-        compute += self._head(part, batch.total, 2, LOGIT_TOUCHES / 2)
+        compute += self._head(part, batch.total, 2, _LOGIT_MEMORY_PASSES / 2)
         moved = part.shape.item * part.parameters.all
         rounds = 1 if part.is_small else batch.count
         copies = 3 * rounds * moved / rates.memory
         received = part.gathers(rounds, False)
         return self._with_transfer(compute + copies, call, part, received, rounds)
 
-    def _train(self, call: Call, part: ModelPart) -> float:
+    def _train(self, call: PlannedCall, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
         again = self.planner.config.actor.gradient_checkpointing in ("full", "offload")
         compute = self._layers(part, batch.count, batch.total, True)
         compute += self._layers(part, batch.count, batch.total, False) if again else 0.0
-        compute += self._head(part, batch.total, 8, LOGIT_TOUCHES)
+        compute += self._head(part, batch.total, 8, _LOGIT_MEMORY_PASSES)
         gathers = batch.count * (1 if part.is_small else 2)
         reduces = 1 if part.is_small else batch.count
         gathered = gathers * part.shape.item * part.parameters.all
         received = part.gathers(gathers, True)
-        reduced = reduces * MASTER * part.parameters.trained
+        reduced = reduces * FLOAT32_BYTES * part.parameters.trained
         copies = (3 * gathered + 4 * reduced) / rates.memory
         elements = part.parameters.trained / part.shards
-        step = ADAM_TOUCHES * MASTER * elements / rates.memory
+        step = _ADAM_MEMORY_PASSES * FLOAT32_BYTES * elements / rates.memory
         if rates.costs is not None and elements:
-            step = rates.costs.seconds(Work(OPTIMIZER, elements))
-        step += SMALL_OPS["tensor"] * part.shape.tensors * part.layers * rates.small_op
+            step = rates.costs.seconds(OperatorWork(OPTIMIZER, elements))
+        step += SMALL_OP_COUNTS["tensor"] * part.shape.tensors * part.layers * rates.small_op
         actor, is_cuda = self.planner.config.actor, self.planner.cluster.is_cuda
         if is_cuda and actor.offload_optimizer and not actor.offload_parameters:
-            step += 2 * 2 * part.moment * part.parameters.trained / part.shards / HOST_LINK
+            step += 2 * 2 * part.moment * part.parameters.trained / part.shards / _HOST_LINK_RATE
         backward = compute * (1 / 2 if again else 2 / 3) / batch.count
         codec, link = self._sum(call.role, part, backward)
         coding, summing = reduces * codec, reduces * (link + self._between_copies(call.role, part))
@@ -140,13 +149,13 @@ class CallClock:
     def _sum(self, role: str, part: ModelPart, backward: float) -> tuple[float, float]:
         """Return the seconds of codecs and of the link for summing all gradients once."""
         place = self.planner.placement.roles[role]
-        row = part.shards * devices_of(replace(place.parallel, ring=1, ulysses=1))
+        row = part.shards * model_parallel_size(replace(place.parallel, ring=1, ulysses=1))
         nodes = {self.devices[device].node for device in place.devices[:row]}
         rates, ring = self.rates, self._ring(role, part.shards)
-        found = ways(rates, ring.rate, part.device, part.shards, len(nodes))
-        choice = chosen(place.parallel.gradients, part, found, backward)
+        found = list_sum_candidates(rates, ring.rate, part.device, part.shards, len(nodes))
+        choice = choose_gradient_sums(place.parallel.gradients, part, found, backward)
         self.sums[role] = choice
-        pairs = Counter(zip(units_of(part), choice.ways, strict=True)).items()
+        pairs = Counter(zip(list_unit_sizes(part), choice.ways, strict=True)).items()
         return (
             sum(count * found[name].codec(values) for (values, name), count in pairs),
             sum(count * (found[name].link(values) + ring.delay) for (values, name), count in pairs),
@@ -159,8 +168,8 @@ class CallClock:
         cut = part.shards * place.parallel.tp * place.parallel.pp
         if (copies := len(place.devices) // cut) == 1:
             return 0.0
-        ring, units = self._ring(role, copies, part.shards), units_of(part)
-        moved = 2 * (1 - 1 / copies) * MASTER * sum(units) / part.shards
+        ring, units = self._ring(role, copies, part.shards), list_unit_sizes(part)
+        moved = 2 * (1 - 1 / copies) * FLOAT32_BYTES * sum(units) / part.shards
         return moved / ring.rate + 2 * len(units) * ring.delay
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
@@ -189,15 +198,15 @@ class CallClock:
         if self.rates.costs is not None:
             op = HEAD if operations == 2 else HEAD_TRAIN
             parameters = float(shape.head.all)
-            work = Work(op, tokens, 1.0, shape.hidden, parameters, item=shape.item)
+            work = OperatorWork(op, tokens, 1.0, shape.hidden, parameters, item=shape.item)
             return self.rates.costs.seconds(work)
         products = operations * tokens * shape.head.all / self.rates.forward
-        return products + touches * MASTER * tokens * shape.vocabulary / self.rates.memory
+        return products + touches * FLOAT32_BYTES * tokens * shape.vocabulary / self.rates.memory
 
     def _with_transfer(
         self,
         compute: float,
-        call: Call,
+        call: PlannedCall,
         part: ModelPart,
         size: float,
         rounds: int,
@@ -229,7 +238,7 @@ class CallClock:
         hops = 2 * math.ceil(math.log2(tp))
         return 2 * (1 - 1 / tp) * size / self.rates.link + times * hops * self.rates.hop
 
-    def _ring(self, role: str, ranks: int, apart: int = 1) -> Ring:
+    def _ring(self, role: str, ranks: int, apart: int = 1) -> RingCost:
         """Return the ring cost of ranks that hold the same tensor-parallel and pipeline part of a
         model.
 
@@ -240,11 +249,11 @@ class CallClock:
         stride = apart * place.parallel.tp * place.parallel.pp
         nodes = [self.devices[device].node for device in place.devices[: ranks * stride]]
         if len(set(nodes)) == 1:
-            return Ring(rates.link, (ranks - 1) * rates.hop)
+            return RingCost(rates.link, (ranks - 1) * rates.hop)
         near = max(1, nodes.count(nodes[0]) // stride)
         far = math.ceil(ranks / near)
         delay = (ranks - far) * rates.hop + far * rates.network_hop
-        return Ring(min(rates.link, rates.network * near), delay)
+        return RingCost(min(rates.link, rates.network * near), delay)
 
     def _wire(self, devices: Sequence[int]) -> float:
         """Return the bytes per second that each of these devices receives in a weight sync in which
@@ -257,11 +266,13 @@ class CallClock:
     def _sync(self, role: str) -> float:
         shape = self.planner.generation_shape(role)
         place = self.planner.placement.roles[role]
-        copies = 4 * generation_copy(shape) / self.rates.memory
-        small = SMALL_OPS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
+        copies = 4 * generation_copy_bytes(shape) / self.rates.memory
+        small = (
+            SMALL_OP_COUNTS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
+        )
         return copies + small + self.planner.sync_bytes(role) / self._wire(place.devices)
 
-    def _generate(self, call: Call) -> float:
+    def _generate(self, call: PlannedCall) -> float:
         planner, rates = self.planner, self.rates
         rollout, sizes = planner.config.rollout, planner.sizes
         shape = planner.generation_shape(call.role)
@@ -270,11 +281,11 @@ class CallClock:
         at_once = min(rows, rollout.max_sequences)
         steps, running = self._decoding(rows, at_once)
         length = sizes.prompt_tokens + sizes.longest_response / 2
-        kv = cache_bytes(shape, running * length)
+        kv = kv_cache_bytes(shape, running * length)
         operations = 2 * shape.active_of_layer * shape.layers
         head = 2 * running * shape.head.all / rates.forward
-        head += 8 * MASTER * running * shape.vocabulary / rates.memory
-        copy = generation_copy(shape, rollout.quantization) / rates.memory
+        head += 8 * FLOAT32_BYTES * running * shape.vocabulary / rates.memory
+        copy = generation_copy_bytes(shape, rollout.quantization) / rates.memory
         products = max(copy, operations * running / rates.forward)
         layers = shape.layers * rates.forward_overhead
         if rates.costs is not None:
@@ -282,11 +293,11 @@ class CallClock:
             products, layers, kv = shape.layers * rates.costs.seconds(work), 0.0, 0.0
         if rollout.engine == "vllm":
             layers = 0.0 if planner.cluster.is_cuda and rollout.cuda_graphs else layers
-            small = SMALL_OPS["vllm step"] + SMALL_OPS["vllm sample"] * running
+            small = SMALL_OP_COUNTS["vllm step"] + SMALL_OP_COUNTS["vllm sample"] * running
             prompts = rows / max(1, rollout.samples_per_prompt)
         else:  # its cache grows by copying
-            small = SMALL_OPS["transformers step"] + running
-            small += SMALL_OPS["transformers layer"] * shape.layers
+            small = SMALL_OP_COUNTS["transformers step"] + running
+            small += SMALL_OP_COUNTS["transformers layer"] * shape.layers
             kv *= 3
             prompts = rows
         step = layers + products + head + kv / rates.memory + small * rates.small_op
@@ -313,11 +324,11 @@ class CallClock:
             steps = rounds * sizes.response_tokens + sizes.longest_response - sizes.response_tokens
             return steps, rows * sizes.response_tokens / steps
         share = sizes.response_tokens / sizes.longest_response
-        return rounds * sizes.longest_response, at_once * min(1.0, HALVING * share)
+        return rounds * sizes.longest_response, at_once * min(1.0, RUNNING_SAMPLES_FACTOR * share)
 
 
-def _layer(op: str, shape: ModelShape, tokens: float, length: float) -> Work:
-    return Work(
+def _layer(op: str, shape: ModelShape, tokens: float, length: float) -> OperatorWork:
+    return OperatorWork(
         *(op, max(1.0, tokens), max(1.0, length), shape.hidden, shape.active_of_layer),
         *(shape.query, shape.key_value, shape.item),
     )

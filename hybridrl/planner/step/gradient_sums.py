@@ -4,24 +4,24 @@ by the rates of devices and rates. A job that starts measures instead."""
 from __future__ import annotations
 
 from hybridrl.parallel.reduction_choice import (
-    FULL,
-    IN_ORDER,
-    NOTHING,
-    ON_A_STREAM,
-    Bucket,
-    Choice,
-    Curve,
-    Part,
-    Way,
-    choose,
-    seconds_of,
+    FULL_REDUCTION,
+    NO_OVERLAP,
+    STREAM_OVERLAP,
+    ZERO_COST,
+    CostCurve,
+    GradientBucket,
+    HopCost,
+    MethodCost,
+    ReductionChoice,
+    choose_methods,
+    predict_backward_seconds,
 )
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.memory.model_part import MASTER, ModelPart
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.memory.model_part import FLOAT32_BYTES, ModelPart
 
-SMALLER = {"float32": 1.0, "int8": 3.97, "int4": 7.53}
+_COMPRESSION_RATIOS = {"float32": 1.0, "int8": 3.97, "int4": 7.53}
 """Times fewer bytes than float32."""
-TOUCHES = {
+_CODEC_MEMORY_PASSES = {
     "cpu": {"float32": 0, "int8": 22, "int4": 95},
     "accelerators": {"float32": 0, "int8": 5, "int4": 5},
 }
@@ -30,7 +30,9 @@ TOUCHES = {
 values once, which have not been measured."""
 
 
-def ways(rates: Rates, ring: float, kind: str, shards: int, nodes: int) -> dict[str, Way]:
+def list_sum_candidates(
+    rates: DeviceRates, ring: float, kind: str, shards: int, nodes: int
+) -> dict[str, MethodCost]:
     """List, by name, the ways to sum gradients that a setting or `auto` may choose.
 
     Args:
@@ -39,68 +41,76 @@ def ways(rates: Rates, ring: float, kind: str, shards: int, nodes: int) -> dict[
         shards: Ranks that share parameters.
         nodes: On which these are.
     """
-    touches = TOUCHES.get(kind, TOUCHES["accelerators"])
+    touches = _CODEC_MEMORY_PASSES.get(kind, _CODEC_MEMORY_PASSES["accelerators"])
     on_each = shards // nodes if nodes > 1 and shards % nodes == 0 else 1
 
-    def part(share: float, codec: str, ranks: int, seconds_a_byte: float) -> Part:
+    def part(share: float, codec: str, ranks: int, seconds_a_byte: float) -> HopCost:
         others = 1 - 1 / ranks
-        encoding = touches[codec] * MASTER * others / rates.memory
-        sending = seconds_a_byte * MASTER * others / SMALLER[codec]
-        return Part(share, _linear(encoding), _linear(sending))
+        encoding = touches[codec] * FLOAT32_BYTES * others / rates.memory
+        sending = seconds_a_byte * FLOAT32_BYTES * others / _COMPRESSION_RATIOS[codec]
+        return HopCost(share, _linear(encoding), _linear(sending))
 
-    found = [Way(FULL, (Part(1.0, NOTHING, part(1, "float32", shards, rates.sums / ring).link),))]
+    found = [
+        MethodCost(
+            FULL_REDUCTION,
+            (HopCost(1.0, ZERO_COST, part(1, "float32", shards, rates.sums / ring).link),),
+        )
+    ]
     # All to all: what goes to other nodes, goes for each rank by itself.
     near = min(shards, on_each) if nodes > 1 else shards
     flat = (near - 1) / rates.link + (shards - near) / min(rates.link, rates.network)
     flat /= max(1, shards - 1)
     for codec in ("float32", "int8", "int4"):
         if codec != "int4" or (nodes > 1 and on_each == 1):
-            found.append(Way(codec, (part(1.0, codec, shards, flat),)))
+            found.append(MethodCost(codec, (part(1.0, codec, shards, flat),)))
     if nodes > 1 and on_each > 1:
         between = 1 / min(rates.link, rates.network)
         found += [
-            Way(
+            MethodCost(
                 f"{inside}+{across}",
                 (
                     part(1.0, inside, on_each, 1 / rates.link),
                     part(1 / on_each, across, nodes, between),
                 ),
             )
-            for across in SMALLER
+            for across in _COMPRESSION_RATIOS
             for inside in ("float32", "int8")
         ]
     return {way.name: way for way in found}
 
 
-def chosen(setting: str, part: ModelPart, found: dict[str, Way], backward: float) -> Choice:
+def choose_gradient_sums(
+    setting: str, part: ModelPart, found: dict[str, MethodCost], backward: float
+) -> ReductionChoice:
     """Choose how the units of a part are summed; return the seconds that this adds to a backward on
     CPUs, or that a backward takes with it on accelerators.
 
     Args:
         setting: `parallel.gradients`.
-        found: By `ways`.
+        found: By `list_sum_candidates`.
         backward: Seconds of computation of one.
     """
-    sizes = units_of(part)
-    overlap = IN_ORDER if part.device == "cpu" else ON_A_STREAM
+    sizes = list_unit_sizes(part)
+    overlap = NO_OVERLAP if part.device == "cpu" else STREAM_OVERLAP
     beside = backward if overlap.beside else 0.0
     buckets = [
-        Bucket(size, beside * (number + 1) / len(sizes)) for number, size in enumerate(sizes)
+        GradientBucket(size, beside * (number + 1) / len(sizes))
+        for number, size in enumerate(sizes)
     ]
     if setting == "auto":
-        return choose(buckets, list(found.values()), overlap)
+        return choose_methods(buckets, list(found.values()), overlap)
     name = {"two_level_int4": _two_level(found)}.get(setting, setting)
     same = [found[name]] * len(buckets)
-    full = [found[FULL]] * len(buckets)
-    return Choice(
+    full = [found[FULL_REDUCTION]] * len(buckets)
+    return ReductionChoice(
         (name,) * len(buckets),
-        seconds_of(buckets, same, overlap),
-        seconds_of(buckets, full, overlap),
+        predict_backward_seconds(buckets, same, overlap),
+        predict_backward_seconds(buckets, full, overlap),
         with_backward=overlap.beside,
     )
 
 
-def units_of(part: ModelPart) -> list[int]:
+def list_unit_sizes(part: ModelPart) -> list[int]:
     """List the number of values in each unit that is summed; embedding and head count as one
     unit."""
     if part.is_small:
@@ -108,11 +118,11 @@ def units_of(part: ModelPart) -> list[int]:
     return [part.shape.layer.trained] * part.layers + [part.around.trained]
 
 
-def _two_level(found: dict[str, Way]) -> str:
+def _two_level(found: dict[str, MethodCost]) -> str:
     """Return the name of the way that `two_level_int4` means on these nodes."""
     return next(name for name in ("int8+int4", "int4", "int8") if name in found)
 
 
-def _linear(seconds: float) -> Curve:
+def _linear(seconds: float) -> CostCurve:
     """Return a curve that takes this many seconds for each value."""
-    return Curve(((0.0, 0.0), (1.0, seconds)))
+    return CostCurve(((0.0, 0.0), (1.0, seconds)))

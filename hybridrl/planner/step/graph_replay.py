@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 from hybridrl.errors import DataError
 
-NOWHERE = -1
+NO_PLACE = -1
 """The place of what occupies nothing, such as the driver's own work."""
-PEERS, OVER = "its peers", "nothing to do"
+_WAITING_FOR_PEERS, NOTHING_TO_DO = "its peers", "nothing to do"
 """Why a device is idle, besides what it waits for."""
 
 
-class Node(NamedTuple):
+class WorkNode(NamedTuple):
     """A piece of work that occupies one device or link for some time.
 
     Attributes:
@@ -34,11 +34,11 @@ class Node(NamedTuple):
         segment: Its number within a call.
         rank: Of the role.
         seconds: That it takes, but for waiting.
-        place: The number of the device or link that it occupies; `NOWHERE`: none.
+        place: The number of the device or link that it occupies; `NO_PLACE`: none.
         after: The nodes that have to end first.
         lag: Seconds until it begins once it could, after these and on a device that is free: those
             of the driver, and of bringing its inputs.
-        together: Nodes of the same number, not `NOWHERE`, end together, when the last of them has
+        together: Nodes of the same number, not `NO_PLACE`, end together, when the last of them has
             done its part: the ranks of a collective. Until then they keep their devices.
         tokens: That it works on; 0: nobody has said.
         wire: Of its seconds, those in which it waits for a link.
@@ -49,10 +49,10 @@ class Node(NamedTuple):
     segment: int
     rank: int
     seconds: float
-    place: int = NOWHERE
+    place: int = NO_PLACE
     after: tuple[int, ...] = ()
     lag: float = 0.0
-    together: int = NOWHERE
+    together: int = NO_PLACE
     tokens: int = 0
     wire: float = 0.0
 
@@ -63,7 +63,7 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Graph:
+class WorkGraph:
     """A graph of work to replay.
 
     Attributes:
@@ -72,7 +72,7 @@ class Graph:
         links: The numbers of those that are links.
     """
 
-    nodes: Sequence[Node]
+    nodes: Sequence[WorkNode]
     places: Sequence[str]
     links: frozenset[int] = frozenset()
 
@@ -82,15 +82,15 @@ class Graph:
         return json.dumps(found)
 
     @classmethod
-    def from_json(cls, text: str) -> Graph:
+    def from_json(cls, text: str) -> WorkGraph:
         """Parse a graph that `to_json` wrote."""
         read = json.loads(text)
-        nodes = [Node(*row[:6], tuple(row[6]), *row[7:]) for row in read["nodes"]]
+        nodes = [WorkNode(*row[:6], tuple(row[6]), *row[7:]) for row in read["nodes"]]
         return cls(nodes, read["places"], frozenset(read["links"]))
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """The result of a replay. Times are in seconds from its beginning.
 
     Attributes:
@@ -98,11 +98,11 @@ class Replayed:
         own_ends: When each has done its part.
         ends: When each has ended, with those that it ends together with.
         because: For each node what it had to wait for last: a node that it comes after, or one that
-            had its place before; `NOWHERE`: nothing.
+            had its place before; `NO_PLACE`: nothing.
         slowest: By number of `together`, the node whose part was done last.
     """
 
-    graph: Graph
+    graph: WorkGraph
     starts: Sequence[float]
     own_ends: Sequence[float]
     ends: Sequence[float]
@@ -119,8 +119,8 @@ class Replayed:
         """Return the critical path: nodes that each had to wait for the one before, up to the one
         that ends last."""
         path: list[int] = []
-        node = max(range(len(self.ends)), key=self.ends.__getitem__, default=NOWHERE)
-        while node != NOWHERE:
+        node = max(range(len(self.ends)), key=self.ends.__getitem__, default=NO_PLACE)
+        while node != NO_PLACE:
             node = self._decisive(node)
             path.append(node)
             node = self.because[node]
@@ -146,11 +146,11 @@ class Replayed:
             causes = found[node.place]
             self._explain(number, until[node.place], causes)
             if (waits := self.ends[number] - self.own_ends[number]) > 0:
-                causes[PEERS] += waits
+                causes[_WAITING_FOR_PEERS] += waits
             until[node.place] = self.ends[number]
         for place, end in until.items():
             if end < self.makespan:
-                found[place][OVER] += self.makespan - end
+                found[place][NOTHING_TO_DO] += self.makespan - end
         return {place: dict(causes) for place, causes in found.items()}
 
     def _explain(self, node: int, since: float, causes: dict[str, float]) -> None:
@@ -159,11 +159,11 @@ class Replayed:
         lag = self.graph.nodes[node].lag
         while at > since:
             before = self.because[node]
-            begins = since if before == NOWHERE else max(since, self.ends[before])
+            begins = since if before == NO_PLACE else max(since, self.ends[before])
             if at > begins:
-                causes["a lag" if lag else OVER] += at - begins
+                causes["a lag" if lag else NOTHING_TO_DO] += at - begins
             at = begins
-            if before == NOWHERE or at <= since:
+            if before == NO_PLACE or at <= since:
                 break
             node = self._decisive(before)
             begins = max(since, self.starts[node])
@@ -177,7 +177,7 @@ class Replayed:
         return {place: sum(causes.values()) / whole for place, causes in self.idle.items()}
 
 
-def replay(graph: Graph) -> Replayed:
+def replay_graph(graph: WorkGraph) -> ReplayResult:
     """Simulate a graph, event by event.
 
     Raises:
@@ -186,7 +186,7 @@ def replay(graph: Graph) -> Replayed:
     nodes, links = graph.nodes, graph.links
     count = len(nodes)
     starts, own_ends, ends = [-1.0] * count, [0.0] * count, [0.0] * count
-    ready, because, missing = [0.0] * count, [NOWHERE] * count, [0] * count
+    ready, because, missing = [0.0] * count, [NO_PLACE] * count, [0] * count
     followers: list[list[int]] = [[] for _ in range(count)]
     queues: list[list[int]] = [[] for _ in graph.places]
     peers: dict[int, list[int]] = {}
@@ -202,7 +202,7 @@ def replay(graph: Graph) -> Replayed:
         queue.reverse()  # so that the next node is the last one
     left = {together: len(members) for together, members in peers.items()}
     slowest: dict[int, int] = {}
-    free, last = [0.0] * len(queues), [NOWHERE] * len(queues)
+    free, last = [0.0] * len(queues), [NO_PLACE] * len(queues)
     waiting: list[list[tuple[float, int]]] = [[] for _ in queues]  # of links
     busy = [False] * len(queues)
     events: list[tuple[float, int]] = []  # ends of nodes; count + node: it can have its link
@@ -282,4 +282,4 @@ def replay(graph: Graph) -> Replayed:
             f"Node {stuck}, `{nodes[stuck].name}`, can never begin: what it comes after, and what "
             "is listed before it on its device, waits for it."
         )
-    return Replayed(graph, starts, own_ends, ends, because, slowest)
+    return ReplayResult(graph, starts, own_ends, ends, because, slowest)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-FORWARD, TRAIN, DECODE, HEAD, HEAD_TRAIN, OPTIMIZER, GATHER = OPS = (
+FORWARD, TRAIN, DECODE, HEAD, HEAD_TRAIN, OPTIMIZER, GATHER = OPERATORS = (
     *("forward", "train", "decode", "head", "head train", "optimizer", "gather"),
 )
 
 
 @dataclass(frozen=True)
-class Work:
+class OperatorWork:
     """A description of an operator: its kind and its sizes.
 
     Attributes:
-        op: One of `OPS`.
+        op: One of `OPERATORS`.
         tokens: That it works on; rows for `decode`, elements for `optimizer`, bytes that each rank
             receives for `gather`.
         length: Tokens of a sample, or in the cache.
@@ -87,6 +87,6 @@ class CostPredictor(Protocol):
 
     source: str
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperatorWork) -> float:
         """Return the seconds of a piece of work."""
         ...

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridrl.config.schema import Config
-from hybridrl.layout.training_mesh import devices_of
+from hybridrl.layout.training_mesh import model_parallel_size
 from hybridrl.placement import RolePlace
 from hybridrl.trainers import load_trainer
 
 
 @dataclass(frozen=True)
-class Call:
+class PlannedCall:
     """A call of a step as a plan needs it: the role, its phase and the number of samples.
 
     Attributes:
@@ -28,7 +28,7 @@ class Call:
     updates: int = 1
 
 
-class Lengths(NamedTuple):
+class SampleLengths(NamedTuple):
     """The lengths of a job's samples, in tokens.
 
     Attributes:
@@ -42,7 +42,7 @@ class Lengths(NamedTuple):
     longest: float
 
     @classmethod
-    def alike(cls, prompt: float, response: float) -> Lengths:
+    def alike(cls, prompt: float, response: float) -> SampleLengths:
         """Return the lengths of samples that are all equally long."""
         return cls(prompt, response, response)
 
@@ -52,7 +52,7 @@ class Lengths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StepSizes:
     """The numbers of prompts, samples, tokens and updates of a step.
 
     Attributes:
@@ -87,7 +87,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class MicroBatches:
+class MicroBatchPlan:
     """The micro-batches into which one rank's share of the samples is packed.
 
     Attributes:
@@ -103,7 +103,7 @@ class MicroBatches:
     total: int
 
 
-def sizes_of(config: Config, lengths: Lengths | None = None) -> Sizes:
+def compute_step_sizes(config: Config, lengths: SampleLengths | None = None) -> StepSizes:
     """Compute the sizes of a step from the settings.
 
     Args:
@@ -115,21 +115,23 @@ def sizes_of(config: Config, lengths: Lengths | None = None) -> Sizes:
     if kind != "prompts":  # whose responses are there
         longest = data.max_response_tokens or data.max_prompt_tokens
         per_prompt = 1 if kind == "examples" else 2
-    tokens = lengths or Lengths.alike(data.max_prompt_tokens, longest)
+    tokens = lengths or SampleLengths.alike(data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
     updates = config.actor.updates_per_step
-    return Sizes(data.prompts_per_step, samples, *tokens, updates)
+    return StepSizes(data.prompts_per_step, samples, *tokens, updates)
 
 
-def micro_batches(config: Config, sizes: Sizes, call: Call, place: RolePlace) -> MicroBatches:
+def plan_micro_batches(
+    config: Config, sizes: StepSizes, call: PlannedCall, place: RolePlace
+) -> MicroBatchPlan:
     """Pack a role's samples, all of the same length, into micro-batches."""
-    dp = max(1, len(place.devices) // devices_of(place.parallel))
+    dp = max(1, len(place.devices) // model_parallel_size(place.parallel))
     sharing = place.parallel.ring * place.parallel.ulysses
     rows = max(1, -(-call.samples // (call.updates * dp)))
     length = max(1.0, sizes.sample_tokens)
     fitting = max(1, int(config.actor.tokens_per_microbatch * sharing // length))
     together = min(rows, fitting)
-    return MicroBatches(
+    return MicroBatchPlan(
         count=-(-rows // fitting),
         tokens=max(1, round(together * length / sharing)),
         samples=together,

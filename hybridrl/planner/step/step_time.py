@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hybridrl.parallel.reduction_choice import Choice
-from hybridrl.planner.machine.device_rates import Rates
-from hybridrl.planner.step.call_time import CallClock
-from hybridrl.planner.step.graph_replay import Graph, Node, Replayed, replay
-from hybridrl.planner.step.step_calls import Call
+from hybridrl.parallel.reduction_choice import ReductionChoice
+from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.step.call_time import CallTimeEstimator
+from hybridrl.planner.step.graph_replay import ReplayResult, WorkGraph, WorkNode, replay_graph
+from hybridrl.planner.step.step_calls import PlannedCall
 
 if TYPE_CHECKING:
-    from hybridrl.planner.job_roles import Planner
+    from hybridrl.planner.job_roles import JobRoles
 
 
 @dataclass(frozen=True)
-class Times:
+class TimeEstimate:
     """The estimated time of a step and of its calls.
 
     Attributes:
@@ -37,11 +37,11 @@ class Times:
         sums: How roles that learn sum the gradients of each unit (of the slowest stage).
     """
 
-    calls: Sequence[tuple[Call, float]]
+    calls: Sequence[tuple[PlannedCall, float]]
     step: float
     idle: Mapping[str, float]
     source: str
-    sums: Mapping[str, Choice] = field(default_factory=dict)
+    sums: Mapping[str, ReductionChoice] = field(default_factory=dict)
 
     @property
     def phases(self) -> Mapping[tuple[str, str], float]:
@@ -63,7 +63,9 @@ class Times:
         return max(0.0, 1 - self.step / together) if together else 0.0
 
 
-def estimate(planner: Planner, rates: Rates | Sequence[Rates]) -> Times:
+def estimate_step_time(
+    planner: JobRoles, rates: DeviceRates | Sequence[DeviceRates]
+) -> TimeEstimate:
     """Estimate the time of a step and of its calls.
 
     Args:
@@ -72,17 +74,17 @@ def estimate(planner: Planner, rates: Rates | Sequence[Rates]) -> Times:
     each = rates if isinstance(rates, Sequence) else [rates] * len(planner.cluster.devices)
     devices = {role: place.devices for role, place in planner.placement.roles.items()}
     clocks = {
-        role: CallClock(planner, Rates.of_slowest(each[device] for device in numbers))
+        role: CallTimeEstimator(planner, DeviceRates.of_slowest(each[device] for device in numbers))
         for role, numbers in devices.items()
     }
     calls = [(call, clocks[call.role].seconds(call)) for call in planner.calls]
     sums = {role: choice for clock in clocks.values() for role, choice in clock.sums.items()}
     staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
-    steps = SteadySteps(calls, devices, staleness)
-    return Times(calls, steps.seconds, steps.idle, each[0].source, sums)
+    steps = SteadyStateReplay(calls, devices, staleness)
+    return TimeEstimate(calls, steps.seconds, steps.idle, each[0].source, sums)
 
 
-FLOW = (
+STEP_FLOW = (
     (("sync", "generate"), "weights", "samples"),
     (("score",), "samples", "scores"),
     (("train",), "scores", "step"),
@@ -92,7 +94,7 @@ STEPS = 6
 """Simulated, so that what overlaps from step to step is in its steady state."""
 
 
-class SteadySteps:
+class SteadyStateReplay:
     """A replay of several planned steps in a row, the last of which are in steady state.
 
     Devices on which the same roles live do the same, and are one place of the graph.
@@ -105,7 +107,7 @@ class SteadySteps:
 
     def __init__(
         self,
-        calls: Sequence[tuple[Call, float]],
+        calls: Sequence[tuple[PlannedCall, float]],
         devices: Mapping[str, Sequence[int]],
         staleness: int = 0,
     ) -> None:
@@ -121,13 +123,13 @@ class SteadySteps:
             self._counts[place] += 1
             for role in here:
                 places[role][place] = None
-        nodes: list[Node] = []
+        nodes: list[WorkNode] = []
         ends: list[int] = []
         made = 0
         for step in range(STEPS + staleness):
             before = () if step <= staleness else (ends[step - staleness - 1],)
             done = {"weights": before, "samples": before, "scores": (), "step": ()}
-            for phases, needs, makes in FLOW:
+            for phases, needs, makes in STEP_FLOW:
                 rests = [*done[needs], *done[makes]]
                 for call, seconds in calls:
                     if call.phase not in phases:
@@ -136,7 +138,7 @@ class SteadySteps:
                     for rank, place in enumerate(places[call.role]):
                         rests.append(len(nodes))
                         nodes.append(
-                            Node(
+                            WorkNode(
                                 call.role,
                                 call.phase,
                                 step,
@@ -148,15 +150,15 @@ class SteadySteps:
                             )
                         )
                 done[makes] = (len(nodes),)
-                nodes.append(Node("driver", makes, step, 0, 0.0, after=tuple(rests)))
+                nodes.append(WorkNode("driver", makes, step, 0, 0.0, after=tuple(rests)))
             ends.append(len(nodes) - 1)
         self._last, self._before = ends[-1], ends[-2]
-        self._graph = Graph(nodes, [", ".join(names) for names in alike])
+        self._graph = WorkGraph(nodes, [", ".join(names) for names in alike])
 
     @cached_property
-    def replayed(self) -> Replayed:
+    def replayed(self) -> ReplayResult:
         """Return the replay of all simulated steps."""
-        return replay(self._graph)
+        return replay_graph(self._graph)
 
     @property
     def seconds(self) -> float:

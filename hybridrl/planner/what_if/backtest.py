@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
-from hybridrl.config.presets import leaves
+from hybridrl.config.presets import flatten_settings
 from hybridrl.errors import ConfigError
 from hybridrl.planner.machine.measurements import (
     PREDICTIONS,
@@ -22,24 +22,24 @@ from hybridrl.planner.machine.measurements import (
     find_measurement,
     keep_measurement,
 )
-from hybridrl.planner.step.graph_replay import replay
-from hybridrl.planner.what_if.questions import Question, predict
+from hybridrl.planner.step.graph_replay import replay_graph
+from hybridrl.planner.what_if.questions import WhatIfQuestion, predict_step
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.planner.what_if.replanning import planned_times
 
-PLAN, REPLAY, ASKED = "plan", "replay", "whatif"
-KEPT = 500
+PLAN_PREDICTION, REPLAY_PREDICTION, WHAT_IF_PREDICTION = "plan", "replay", "whatif"
+_MAX_ERRORS = 500
 """Errors that are kept, the newest."""
 _NO_TIME = ("run.", "observe.", "metrics", "checkpoint.", "recover.", "ray.", "trainer.steps")
 _NO_TIME += ("eval.", "warmup.", "resume", "fork", "controller.", "guard.", "num_devices")
 """Settings that a step's time does not depend on, or that are looked at in another way."""
 
 
-class Tested(NamedTuple):
+class BacktestResult(NamedTuple):
     """A prediction with the measurement that it is compared with.
 
     Attributes:
-        kind: `PLAN`, `REPLAY` or `ASKED`.
+        kind: `PLAN_PREDICTION`, `REPLAY_PREDICTION` or `WHAT_IF_PREDICTION`.
         what: For people.
         predicted, measured: Seconds of a step.
         source: Which measurement a plan rests on; empty: the record is enough.
@@ -57,7 +57,7 @@ class Tested(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
+def backtest_runs(runs: Sequence[RecordedRun]) -> list[BacktestResult]:
     """Compare plans, replays and what-ifs of these runs with their measured steps; questions that
     cannot be asked are left out."""
     found = []
@@ -65,28 +65,28 @@ def backtest(runs: Sequence[RecordedRun]) -> list[Tested]:
     for run in runs:
         name = run.folder.name
         plan = planned_times(run)
-        found.append(Tested(PLAN, name, plan.step, run.seconds, plan.source))
-        again = replay(run.graph).makespan / run.held
-        found.append(Tested(REPLAY, name, again, run.seconds))
+        found.append(BacktestResult(PLAN_PREDICTION, name, plan.step, run.seconds, plan.source))
+        again = replay_graph(run.graph).makespan / run.held
+        found.append(BacktestResult(REPLAY_PREDICTION, name, again, run.seconds))
     for run in runs:
         for other in runs:
-            question = None if run is other else between(run, other)
+            question = None if run is other else _find_question(run, other)
             if question is None:
                 continue
             with contextlib.suppress(ConfigError):  # it cannot be asked, as of other placements
-                said = predict(run, question).seconds
+                said = predict_step(run, question).seconds
                 what = f"{run.folder.name} -> {other.folder.name}"
-                found.append(Tested(ASKED, what, said, other.seconds))
+                found.append(BacktestResult(WHAT_IF_PREDICTION, what, said, other.seconds))
     return found
 
 
-def between(run: RecordedRun, other: RecordedRun) -> Question | None:
+def _find_question(run: RecordedRun, other: RecordedRun) -> WhatIfQuestion | None:
     """Return the what-if that turns one run into the other; None if they differ in more than
     settings and devices, or not at all."""
     before, after = asdict(run.config), asdict(other.config)
     if run.config.algorithm != other.config.algorithm:
         return None
-    was, now = dict(leaves(before)), dict(leaves(after))
+    was, now = dict(flatten_settings(before)), dict(flatten_settings(after))
     changes = [
         (key, value)
         for key, value in now.items()
@@ -97,17 +97,19 @@ def between(run: RecordedRun, other: RecordedRun) -> Question | None:
         return None
     if not changes and devices == len(run.cluster.devices):
         return None  # how far two runs of the same are apart is no error of a prediction
-    return Question(changes, devices if devices != len(run.cluster.devices) else None)
+    return WhatIfQuestion(changes, devices if devices != len(run.cluster.devices) else None)
 
 
-def keep(found: Sequence[Tested]) -> None:
+def save_errors(found: Sequence[BacktestResult]) -> None:
     """Save the errors of what-ifs, for `median_error`."""
-    errors = _kept() | {one.what: round(one.error, 4) for one in found if one.kind == ASKED}
+    errors = _kept() | {
+        one.what: round(one.error, 4) for one in found if one.kind == WHAT_IF_PREDICTION
+    }
     measurement = begin_measurement(PREDICTIONS, {})
-    keep_measurement(replace(measurement, data=dict(list(errors.items())[-KEPT:])))
+    keep_measurement(replace(measurement, data=dict(list(errors.items())[-_MAX_ERRORS:])))
 
 
-def spread() -> float | None:
+def median_error() -> float | None:
     """Return the median absolute error of earlier what-ifs, as a share; None if none has been
     compared."""
     errors = _kept().values()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Node
-from hybridrl.planner.what_if.recorded_graph import DRIVER, OTHER
+from hybridrl.planner.step.graph_replay import NO_PLACE, WorkGraph, WorkNode
+from hybridrl.planner.what_if.recorded_graph import DRIVER_ROLE, OTHER_PHASE
 
 OWN = "own"
 """In place of devices: as many as before, which nobody else has."""
-BY_RESPONSE = {"generate": 1.0}
+_RESPONSE_SHARES = {"generate": 1.0}
 """By phase, the part of its seconds that grows with the length of responses: all of a generation's.
 Of the other phases those of the tokens of responses, if it is known how many these are."""
 
 
 @dataclass(frozen=True)
-class Where:
+class NodeFilter:
     """A filter of nodes: those that match its role, phase, ranks and places.
 
     Attributes:
@@ -29,7 +29,7 @@ class Where:
     ranks: frozenset[int] | None = None
     places: frozenset[int] | None = None
 
-    def __call__(self, node: Node) -> bool:
+    def __call__(self, node: WorkNode) -> bool:
         return (
             self.role in ("", node.role)
             and self.phase in ("", node.phase)
@@ -38,7 +38,7 @@ class Where:
         )
 
 
-def with_speed(graph: Graph, where: Callable[[Node], bool], speed: float) -> Graph:
+def scale_speed(graph: WorkGraph, where: Callable[[WorkNode], bool], speed: float) -> WorkGraph:
     """Return the graph with some nodes `speed` times as fast, such as those of a repaired device or
     a wider link."""
     nodes = [
@@ -48,7 +48,7 @@ def with_speed(graph: Graph, where: Callable[[Node], bool], speed: float) -> Gra
     return replace(graph, nodes=nodes)
 
 
-def with_links(graph: Graph, speed: float) -> Graph:
+def scale_links(graph: WorkGraph, speed: float) -> WorkGraph:
     """Return the graph with all links `speed` times as fast: of each node, the seconds that it
     waits for them change."""
     nodes = [
@@ -58,12 +58,12 @@ def with_links(graph: Graph, speed: float) -> Graph:
     return replace(graph, nodes=nodes)
 
 
-def moved(
-    graph: Graph,
+def move_role(
+    graph: WorkGraph,
     role: str,
     places: Sequence[int],
     planned: Mapping[str, float] | None = None,
-) -> Graph:
+) -> WorkGraph:
     """Return the graph with a role on other devices.
 
     Args:
@@ -77,14 +77,14 @@ def moved(
     share = len(before) / len(places)
     numbers: dict[int, list[int]] = {}  # of each node of before, those that stand for it
     joined: dict[tuple[int, ...], int] = {}  # by what was waited for
-    nodes: list[Node] = []
+    nodes: list[WorkNode] = []
     for number, node in enumerate(graph.nodes):
         after = tuple(new for old in node.after for new in numbers[old])
         if len(after) > len(node.after) and not node.segment:
             # Thousands that each wait for thousands all wait for one node that does.
             if node.after not in joined:
                 joined[node.after] = len(nodes)
-                nodes.append(Node(DRIVER, OTHER, 0, 0, 0.0, after=after))
+                nodes.append(WorkNode(DRIVER_ROLE, OTHER_PHASE, 0, 0, 0.0, after=after))
             after = (joined[node.after],)
         if node.role != role or node.place < 0:
             numbers[number] = [len(nodes)]
@@ -103,17 +103,17 @@ def moved(
             node._replace(rank=rank, place=places[rank], seconds=seconds, after=own, tokens=tokens)
             for rank, own in zip(ranks, afters, strict=True)
         ]
-    return Graph(nodes, names, graph.links)
+    return WorkGraph(nodes, names, graph.links)
 
 
-def with_scoring_overlapped(graph: Graph, role: str, parts: int) -> Graph:
+def overlap_scoring(graph: WorkGraph, role: str, parts: int) -> WorkGraph:
     """Return the graph with samples scored in this many equal parts, each as it leaves the
     generator, not all once the last is made.
 
     Args:
         role: Whose scoring keeps no device from generating, such as reward functions.
     """
-    nodes: list[Node] = []
+    nodes: list[WorkNode] = []
     generating: list[float] = []  # seconds of the generation that each node comes right after
     for node in graph.nodes:
         before = max((generating[number] for number in node.after), default=0.0)
@@ -123,41 +123,41 @@ def with_scoring_overlapped(graph: Graph, role: str, parts: int) -> Graph:
             before -= hidden
         elif node.phase == "generate":
             before = node.seconds
-        elif node.phase != OTHER:
+        elif node.phase != OTHER_PHASE:
             before = 0.0
         nodes.append(node)
         generating.append(before)
     return replace(graph, nodes=nodes)
 
 
-def with_longer_responses(graph: Graph, times: float, share: float = 0.5) -> Graph:
+def scale_responses(graph: WorkGraph, times: float, share: float = 0.5) -> WorkGraph:
     """Return the graph with responses `times` times as long.
 
     Args:
         share: Of the tokens of samples, those of responses as they were; what trains and scores
             works on all tokens, what generates makes responses.
     """
-    parts = {"score": share, "train": share, **BY_RESPONSE}
+    parts = {"score": share, "train": share, **_RESPONSE_SHARES}
 
-    def longer(node: Node) -> Node:
+    def longer(node: WorkNode) -> WorkNode:
         part = parts.get(node.phase, 0.0)
         return node._replace(seconds=node.seconds * (1 - part + part * times))
 
     return replace(graph, nodes=[longer(node) for node in graph.nodes])
 
 
-def slowest_rank(graph: Graph) -> tuple[Where, float] | None:
+def find_slowest_rank(graph: WorkGraph) -> tuple[NodeFilter, float] | None:
     """Find the rank that most others wait for, and how many times as fast it would be at the median
     of its peers; None if ranks are alike."""
     taken: dict[tuple[str, int], float] = {}
     for node in graph.nodes:
-        if node.together != NOWHERE:
+        if node.together != NO_PLACE:
             key = node.role, node.rank
             taken[key] = taken.get(key, 0.0) + node.seconds
-    worst: tuple[Where, float] | None = None
+    worst: tuple[NodeFilter, float] | None = None
     for (role, rank), seconds in taken.items():
         peers = sorted(s for (other, _), s in taken.items() if other == role)
         middle = peers[(len(peers) - 1) // 2]
         if middle and seconds / middle > (worst[1] if worst else 1.0):
-            worst = Where(role, ranks=frozenset([rank])), seconds / middle
+            worst = NodeFilter(role, ranks=frozenset([rank])), seconds / middle
     return worst

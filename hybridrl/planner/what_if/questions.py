@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 
 from hybridrl.config.changed import Setting
 from hybridrl.errors import ConfigError
-from hybridrl.placement import GENERATOR
-from hybridrl.placement.disaggregated_actor import PARTS
-from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Replayed, replay
+from hybridrl.placement import GENERATOR_ROLE
+from hybridrl.placement.disaggregated_actor import STREAM_PARTS
+from hybridrl.planner.step.graph_replay import NO_PLACE, ReplayResult, WorkGraph, replay_graph
 from hybridrl.planner.what_if.graph_changes import (
     OWN,
-    Where,
-    moved,
-    slowest_rank,
-    with_links,
-    with_longer_responses,
-    with_scoring_overlapped,
-    with_speed,
+    NodeFilter,
+    find_slowest_rank,
+    move_role,
+    overlap_scoring,
+    scale_links,
+    scale_responses,
+    scale_speed,
 )
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.planner.what_if.replanning import planned_otherwise
-from hybridrl.system.cluster_spec import Link
+from hybridrl.planner.what_if.replanning import replan_graph
+from hybridrl.system.cluster_spec import LinkSpec
 
-REWARD = "reward"
+_REWARD_ROLE = "reward"
 
 
 @dataclass(frozen=True)
-class Question:
+class WhatIfQuestion:
     """A what-if question: the changes of settings, devices, links and lengths that it asks about.
 
     Attributes:
@@ -59,7 +59,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class WhatIfPrediction:
     """The answer to a what-if: the measured, replayed and predicted time of a step.
 
     Attributes:
@@ -72,8 +72,8 @@ class Prediction:
     """
 
     measured: float
-    before: Replayed
-    after: Replayed
+    before: ReplayResult
+    after: ReplayResult
     steps: int
     held: float
     slowest: str = ""
@@ -96,7 +96,7 @@ class Prediction:
         return self.after.makespan / self.before.makespan - 1
 
 
-def predict(run: RecordedRun, question: Question) -> Prediction:
+def predict_step(run: RecordedRun, question: WhatIfQuestion) -> WhatIfPrediction:
     """Predict the time of a step under the changes of a question.
 
     Raises:
@@ -104,43 +104,43 @@ def predict(run: RecordedRun, question: Question) -> Prediction:
     """
     _check_names(run, question)
     graph = run.graph
-    before, said, unseen, source = replay(graph), "", [], ""
+    before, said, unseen, source = replay_graph(graph), "", [], ""
     if question.fix_slowest:
-        found = slowest_rank(graph)
+        found = find_slowest_rank(graph)
         if found is None:
             said = "no rank keeps others waiting"
         else:
             where, speed = found
             said = f"{where.role} rank {min(where.ranks or [0])}, {speed:.2f} times as fast"
-            graph = with_speed(graph, where, speed)
+            graph = scale_speed(graph, where, speed)
     if question.link != 1.0:
-        graph = with_links(graph, question.link)
+        graph = scale_links(graph, question.link)
     for name, times in question.longer.items():
         role, _, phase = name.partition(".")
-        graph = with_speed(graph, Where(role, phase), 1 / times)
+        graph = scale_speed(graph, NodeFilter(role, phase), 1 / times)
     if question.responses != 1.0:
         prompt, response, _ = run.lengths
         share = response / (prompt + response)
-        graph = with_longer_responses(graph, question.responses, share)
+        graph = scale_responses(graph, question.responses, share)
     if question.settings or question.devices is not None:
         settings, devices = question.settings, question.devices
-        graph, unseen, source = planned_otherwise(run, graph, settings, devices)
+        graph, unseen, source = replan_graph(run, graph, settings, devices)
     if question.overlap_scoring:
-        graph = with_scoring_overlapped(graph, REWARD, PARTS)
+        graph = overlap_scoring(graph, _REWARD_ROLE, STREAM_PARTS)
     for role, asked in question.moves.items():
-        graph = moved(graph, role, _places(graph, role, asked))
-    after = replay(graph)
+        graph = move_role(graph, role, _places(graph, role, asked))
+    after = replay_graph(graph)
     steps, held = len(run.steps), run.held
-    return Prediction(run.seconds, before, after, steps, held, said, unseen, source)
+    return WhatIfPrediction(run.seconds, before, after, steps, held, said, unseen, source)
 
 
-def _check_names(run: RecordedRun, question: Question) -> None:
-    roles = sorted({node.role for node in run.graph.nodes if node.place != NOWHERE})
+def _check_names(run: RecordedRun, question: WhatIfQuestion) -> None:
+    roles = sorted({node.role for node in run.graph.nodes if node.place != NO_PLACE})
     phases = {(node.role, node.phase) for node in run.graph.nodes}
     for role in question.moves:
         if role not in roles:
             raise ConfigError(f"--move {role}=...: the run has the roles {', '.join(roles)}.")
-    is_late = (REWARD, "score") in phases and GENERATOR not in roles
+    is_late = (_REWARD_ROLE, "score") in phases and GENERATOR_ROLE not in roles
     if question.overlap_scoring and (not is_late or run.config.reward.model):
         raise ConfigError(
             "--overlap scoring: for runs in which reward functions wait until all samples are "
@@ -155,7 +155,7 @@ def _check_names(run: RecordedRun, question: Question) -> None:
             )
 
 
-def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int]:
+def _places(graph: WorkGraph, role: str, asked: str | Sequence[int]) -> Sequence[int]:
     """Resolve a move into the numbers of devices."""
     mine = sorted({node.place for node in graph.nodes if node.role == role and node.place >= 0})
     if asked == OWN:
@@ -171,7 +171,7 @@ def _places(graph: Graph, role: str, asked: str | Sequence[int]) -> Sequence[int
     return asked
 
 
-def link_speed(run: RecordedRun, wanted: Link) -> float:
+def compute_link_speedup(run: RecordedRun, wanted: LinkSpec) -> float:
     """Compute how many times as fast as the run's links a link of this rate is.
 
     Raises:

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.batch.call_record import Record
-from hybridrl.planner.step.graph_replay import NOWHERE, Graph, Node
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.planner.step.graph_replay import NO_PLACE, WorkGraph, WorkNode
 
-OTHER = "other"
+OTHER_PHASE = "other"
 """What a call does outside of its phases."""
-DRIVER = "driver"
-LEAST_SECONDS = 1e-4
+DRIVER_ROLE = "driver"
+_MIN_SEGMENT_SECONDS = 1e-4
 """Less between two phases is not worth a node."""
-WAIT_SECONDS = 1e-3
+_MIN_WAIT_SECONDS = 1e-3
 """Ranks that waited longer may have waited for each other."""
-SENDS, RECEIVES = "send_weights", "receive_weights"
+_SEND_METHOD, _RECEIVE_METHOD = "send_weights", "receive_weights"
 """Methods of two roles that move weights together: the call of the one comes right after that of
 the other."""
-SAME_END = 0.05
+_END_TOLERANCE = 0.05
 """As a share of what they did: ranks of a collective were seen to end no farther apart."""
 
 
-class Piece(NamedTuple):
+class CallSegment(NamedTuple):
     """A segment of a call: one of its phases, or the time between two of them.
 
     Attributes:
@@ -36,12 +36,12 @@ class Piece(NamedTuple):
     waited: float
 
 
-def graph_of(
-    records: Sequence[Record],
+def build_recorded_graph(
+    records: Sequence[CallRecord],
     begin: float | None = None,
     end: float | None = None,
     offsets: Mapping[int, float] | None = None,
-) -> Graph:
+) -> WorkGraph:
     """Build the graph of the calls of one step or of several.
 
     A call comes after those whose results it was given, and after what ran on its devices before.
@@ -61,10 +61,10 @@ def graph_of(
     origin = min([*starts, *([] if begin is None else [begin])], default=0.0)
     places = max((record.host for record in done), default=-1) + 1
     first = min(starts, default=origin) - origin
-    nodes = [Node(DRIVER, "begin", 0, 0, max(0.0, first))]
+    nodes = [WorkNode(DRIVER_ROLE, "begin", 0, 0, max(0.0, first))]
     ends = [nodes[0].seconds]
-    pieces = [pieces_of(record, shift[record.host] + origin) for record in done]
-    together, own, wire = collectives(done, pieces)
+    pieces = [split_call(record, shift[record.host] + origin) for record in done]
+    together, own, wire = match_collectives(done, pieces)
     last_of_call: dict[int, list[int]] = {}
     last_of_host: dict[int, int] = {}
     for number, record in enumerate(done):
@@ -75,7 +75,7 @@ def graph_of(
         lag = max(0.0, begins - ready)
         for segment, piece in enumerate(pieces[number]):
             nodes.append(
-                Node(
+                WorkNode(
                     record.role,
                     piece.phase,
                     segment,
@@ -96,8 +96,8 @@ def graph_of(
     if end is not None:
         finish = max(ends)
         nodes.append(
-            Node(
-                DRIVER,
+            WorkNode(
+                DRIVER_ROLE,
                 "end",
                 0,
                 0,
@@ -105,33 +105,33 @@ def graph_of(
                 after=tuple(node for some in last_of_call.values() for node in some) or (0,),
             )
         )
-    return Graph(nodes, [f"device {place}" for place in range(places)])
+    return WorkGraph(nodes, [f"device {place}" for place in range(places)])
 
 
-def pieces_of(record: Record, zero: float = 0.0) -> list[Piece]:
+def split_call(record: CallRecord, zero: float = 0.0) -> list[CallSegment]:
     """Split a call into its phases and the gaps between them, without overlap.
 
     Args:
         zero: What its clock showed at the moment from which the pieces are counted: only by one
             clock it can be seen which ranks ended together.
     """
-    found: list[Piece] = []
+    found: list[CallSegment] = []
     at = record.start
     for span in sorted(record.spans, key=lambda span: span.start):
         start, end = max(at, span.start), min(span.end, record.end)
         if end <= start:
             continue
-        if start - at > LEAST_SECONDS:
-            found.append(Piece(OTHER, at, start, 0.0))
+        if start - at > _MIN_SEGMENT_SECONDS:
+            found.append(CallSegment(OTHER_PHASE, at, start, 0.0))
             at = start
-        found.append(Piece(span.phase, at, end, min(span.waited, end - at)))
+        found.append(CallSegment(span.phase, at, end, min(span.waited, end - at)))
         at = end
-    if record.end - at > LEAST_SECONDS or not found:
-        found.append(Piece(OTHER, at, record.end, 0.0))
+    if record.end - at > _MIN_SEGMENT_SECONDS or not found:
+        found.append(CallSegment(OTHER_PHASE, at, record.end, 0.0))
     else:
         found[-1] = found[-1]._replace(end=record.end)
     rest = (record.waited or 0.0) - sum(piece.waited for piece in found)
-    others = [number for number, piece in enumerate(found) if piece.phase == OTHER]
+    others = [number for number, piece in enumerate(found) if piece.phase == OTHER_PHASE]
     if rest > 0 and others:
         longest = max(others, key=lambda number: found[number].end - found[number].start)
         piece = found[longest]
@@ -139,19 +139,19 @@ def pieces_of(record: Record, zero: float = 0.0) -> list[Piece]:
     return [one._replace(start=one.start - zero, end=one.end - zero) for one in found]
 
 
-def collectives(
-    records: Sequence[Record], pieces: Sequence[Sequence[Piece]]
+def match_collectives(
+    records: Sequence[CallRecord], pieces: Sequence[Sequence[CallSegment]]
 ) -> tuple[list[list[int]], list[list[float]], list[list[float]]]:
     """Match the segments of different ranks that ended together: return for each segment the number
     of its collective, its seconds without waiting for slower ranks, and of these the seconds of the
     link, which are those that the rank that waited least did wait."""
     wire = [[0.0] * len(some) for some in pieces]
-    together = [[NOWHERE] * len(some) for some in pieces]
+    together = [[NO_PLACE] * len(some) for some in pieces]
     own = [[piece.end - piece.start for piece in some] for some in pieces]
     by_call: dict[int, list[int]] = {}
-    sent = {record.call for record in records if record.method == SENDS}
+    sent = {record.call for record in records if record.method == _SEND_METHOD}
     for number, record in enumerate(records):
-        receives = record.method == RECEIVES and record.call - 1 in sent
+        receives = record.method == _RECEIVE_METHOD and record.call - 1 in sent
         by_call.setdefault(record.call - receives, []).append(number)
     made = 0
     for members in by_call.values():
@@ -162,10 +162,10 @@ def collectives(
             lengths = [piece.end - piece.start for piece in of_ranks]
             apart = max(p.end for p in of_ranks) - min(p.end for p in of_ranks)
             waited = max(piece.waited for piece in of_ranks)
-            if waited < WAIT_SECONDS:
+            if waited < _MIN_WAIT_SECONDS:
                 continue
             least = min(piece.waited for piece in of_ranks)
-            end_together = apart <= max(WAIT_SECONDS, SAME_END * max(lengths))
+            end_together = apart <= max(_MIN_WAIT_SECONDS, _END_TOLERANCE * max(lengths))
             for number, segment, piece in zip(members, segments, of_ranks, strict=True):
                 wire[number][segment] = least
                 if end_together:
@@ -175,7 +175,7 @@ def collectives(
     return together, own, wire
 
 
-def _alike(of_ranks: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, ...]]:
+def _alike(of_ranks: Sequence[Sequence[CallSegment]]) -> Iterator[tuple[int, ...]]:
     """Yield, for each segment that all ranks have, its index on each rank: the first training of
     one rank matches the first training of the others."""
     places: list[dict[str, list[int]]] = []

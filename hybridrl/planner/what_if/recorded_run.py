@@ -10,28 +10,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hybridrl.batch.call_record import Record
-from hybridrl.config.changed import Setting, changed
-from hybridrl.config.load import read_settings
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.config.changed import Setting, apply_changes
+from hybridrl.config.load import load_run_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.placement import Placement
-from hybridrl.planner.step.graph_replay import Graph
-from hybridrl.planner.step.step_calls import Lengths
-from hybridrl.planner.what_if.recorded_graph import graph_of
+from hybridrl.planner.step.graph_replay import WorkGraph
+from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.planner.what_if.recorded_graph import build_recorded_graph
 from hybridrl.run_files.recorded_steps import RecordedStep
 from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import parse_json, read_text
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
-WARM = 1
+_WARMUP_STEPS = 1
 """Steps at the beginning that are left out where there are others: everything is done for the first
 time in them."""
 
 _T = TypeVar("_T")
 
-MADE = ("initial_model", "model")
+_BUILT_MODEL_FOLDERS = ("initial_model", "model")
 """Where the model of a run is that was made on the spot: as it began, and as it ended."""
 
 
@@ -49,7 +49,7 @@ class RecordedRun:
 
     folder: Path
     config: Config
-    cluster: Cluster
+    cluster: ClusterSpec
     placement: Placement
     steps: Sequence[RecordedStep]
 
@@ -74,18 +74,20 @@ class RecordedRun:
             steps = RunReader(folder).steps()
         except DataError as error:
             raise ConfigError(str(error)) from error
-        config = read_settings(files[0])
+        config = load_run_config(files[0])
         if config.model.path is None:
-            made = next((folder / name for name in MADE if (folder / name).is_dir()), folder)
+            made = next(
+                (folder / name for name in _BUILT_MODEL_FOLDERS if (folder / name).is_dir()), folder
+            )
             config = replace(config, model=replace(config.model, path=str(made)))
-        cluster = _read(files[1], Cluster.from_json)
+        cluster = _read(files[1], ClusterSpec.from_json)
         placement, settings = _read(files[2], _placement_and_settings)
-        config = changed(config, settings)
-        kept = steps[WARM:][-last:] or steps
+        config = apply_changes(config, settings)
+        kept = steps[_WARMUP_STEPS:][-last:] or steps
         return cls(folder, config, cluster, placement, kept)
 
     @cached_property
-    def graph(self) -> Graph:
+    def graph(self) -> WorkGraph:
         """Build the graph of these steps, one right after the other; the time between them, such as
         that of an evaluation, is left out."""
         begin, end = self.steps[0].begin, self.steps[0].begin
@@ -93,7 +95,7 @@ class RecordedRun:
         for step in self.steps:
             records += [_shifted(record, step.begin - end) for record in step.records]
             end += step.end - step.begin
-        return graph_of(records, begin, end, self._ahead)
+        return build_recorded_graph(records, begin, end, self._ahead)
 
     @cached_property
     def held(self) -> float:
@@ -118,7 +120,7 @@ class RecordedRun:
         return statistics.fmean(step.end - step.begin for step in self.steps)
 
     @cached_property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> SampleLengths:
         """Return the lengths of the samples of these steps."""
         config = self.config
         numbers = {step.step for step in self.steps}
@@ -135,7 +137,7 @@ class RecordedRun:
         prompt = tokens / samples / len(self.steps) - response
         if prompt < 1:
             prompt = config.data.max_prompt_tokens
-        return Lengths(prompt, max(1.0, response), max(1.0, longest))
+        return SampleLengths(prompt, max(1.0, response), max(1.0, longest))
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str, otherwise: float) -> float:
@@ -159,6 +161,6 @@ def _placement_and_settings(text: str) -> tuple[Placement, list[Setting]]:
     return placement, list(parse_json(text).get("settings", {}).items())
 
 
-def _shifted(record: Record, earlier: float) -> Record:
+def _shifted(record: CallRecord, earlier: float) -> CallRecord:
     spans = [s._replace(start=s.start - earlier, end=s.end - earlier) for s in record.spans]
     return replace(record, start=record.start - earlier, end=record.end - earlier, spans=spans)

@@ -6,23 +6,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from hybridrl.checks.machine.placement_checks import check_placement
-from hybridrl.config.changed import Setting, changed
+from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.config.changed import Setting, apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
-from hybridrl.planner.job_plan import make_plan
+from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.machine.cluster_rates import resolve_rates
-from hybridrl.planner.named_models import with_described_models
-from hybridrl.planner.step.graph_replay import Graph
-from hybridrl.planner.step.step_time import Times
-from hybridrl.planner.what_if.graph_changes import Where, moved, with_speed
+from hybridrl.planner.named_models import materialize_named_models
+from hybridrl.planner.step.graph_replay import WorkGraph
+from hybridrl.planner.step.step_time import TimeEstimate
+from hybridrl.planner.what_if.graph_changes import NodeFilter, move_role, scale_speed
 from hybridrl.planner.what_if.recorded_run import RecordedRun
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers import load_roles
 
-Phases = Mapping[tuple[str, str], float]
-ASKED_OTHERWISE = {
+PhaseSeconds = Mapping[tuple[str, str], float]
+_UNPLANNED_SETTINGS = {
     "num_devices": "ask --set devices=...",
     "placement.staleness": "it moves whole calls: ask `hybridrl plan` with it and without it.",
     **dict.fromkeys(
@@ -33,9 +33,9 @@ ASKED_OTHERWISE = {
 """Settings that no plan for samples as long as they were, on these devices, has an answer to."""
 
 
-def planned_otherwise(
-    run: RecordedRun, graph: Graph, settings: Sequence[Setting], number: int | None
-) -> tuple[Graph, list[str], str]:
+def replan_graph(
+    run: RecordedRun, graph: WorkGraph, settings: Sequence[Setting], number: int | None
+) -> tuple[WorkGraph, list[str], str]:
     """With other settings, on other devices: each call in proportion to its plans. And the settings
     without which the plan would be the same, and which measurement the plans rest on.
 
@@ -49,12 +49,12 @@ def planned_otherwise(
     ratios = {key: new[key] / old[key] for key in old.keys() & new.keys() if old[key]}
     if placement is run.placement:
         for (role, phase), ratio in ratios.items():
-            graph = with_speed(graph, Where(role, phase), 1 / ratio)
+            graph = scale_speed(graph, NodeFilter(role, phase), 1 / ratio)
     else:
         for role, place in placement.roles.items():
             of_role = {phase: ratio for (name, phase), ratio in ratios.items() if name == role}
             if any(node.role == role and node.place >= 0 for node in graph.nodes):
-                graph = moved(graph, role, place.devices, of_role)
+                graph = move_role(graph, role, place.devices, of_role)
     unseen = []
     for setting in settings:
         rest = [one for one in settings if one is not setting]
@@ -66,24 +66,28 @@ def planned_otherwise(
 
 def _otherwise(
     run: RecordedRun, settings: Sequence[Setting], number: int | None
-) -> tuple[Placement, Phases]:
+) -> tuple[Placement, PhaseSeconds]:
     """Return the placement with these settings on this many devices, and the planned seconds of its
     phases."""
-    config, cluster, placement = changed(run.config, list(settings)), run.cluster, run.placement
+    config, cluster, placement = (
+        apply_changes(run.config, list(settings)),
+        run.cluster,
+        run.placement,
+    )
     are_others = number is not None and number != len(cluster.devices)
     if are_others:
-        cluster = of_size(cluster, number)
+        cluster = resize_cluster(cluster, number)
         config = replace(config, num_devices=number)
     if are_others or any(_places_roles(name) for name, _ in settings):
         _check_free(config, are_others)
-        placement = check_placement(config, cluster)
+        placement = resolve_placement(config, cluster)
         if placement.is_separated != run.placement.is_separated:
             raise ConfigError(
                 f"--set: with placement={config.placement.strategy} other devices would generate "
                 "than in the run, of which nothing is recorded. Ask `hybridrl plan` with the "
                 "settings and without them."
             )
-    with with_described_models(config) as described:
+    with materialize_named_models(config) as described:
         return placement, _times(run, described, cluster, placement).phases
 
 
@@ -108,7 +112,7 @@ def _check_free(config: Config, are_others: bool) -> None:
         )
 
 
-def of_size(cluster: Cluster, number: int) -> Cluster:
+def resize_cluster(cluster: ClusterSpec, number: int) -> ClusterSpec:
     """Return a cluster of this many devices: the first ones, or all and more like the first on
     further nodes."""
     there, per_node = cluster.devices, cluster.devices_per_node
@@ -121,14 +125,16 @@ def of_size(cluster: Cluster, number: int) -> Cluster:
     hosts = dict(cluster.hosts)
     if hosts:
         hosts |= dict.fromkeys((device.node for device in new), hosts[there[0].node])
-    return Cluster([*there, *new], cluster.models, hosts)
+    return ClusterSpec([*there, *new], cluster.models, hosts)
 
 
 def _check_settings(run: RecordedRun, settings: Sequence[Setting]) -> None:
     for name, _ in settings:
-        if name in ASKED_OTHERWISE:
-            raise ConfigError(f"--set {name}=...: {ASKED_OTHERWISE[name]}")
-    before, after = (set(load_roles(c)) for c in (run.config, changed(run.config, list(settings))))
+        if name in _UNPLANNED_SETTINGS:
+            raise ConfigError(f"--set {name}=...: {_UNPLANNED_SETTINGS[name]}")
+    before, after = (
+        set(load_roles(c)) for c in (run.config, apply_changes(run.config, list(settings)))
+    )
     if different := before ^ after:
         names = ", ".join(name for name, _ in settings)
         raise ConfigError(
@@ -138,14 +144,16 @@ def _check_settings(run: RecordedRun, settings: Sequence[Setting]) -> None:
         )
 
 
-def planned_times(run: RecordedRun) -> Times:
+def planned_times(run: RecordedRun) -> TimeEstimate:
     """Of a run, as its plan has them, for samples as long as they were."""
     return _times(run, run.config, run.cluster, run.placement)
 
 
-def _times(run: RecordedRun, config: Config, cluster: Cluster, placement: Placement) -> Times:
+def _times(
+    run: RecordedRun, config: Config, cluster: ClusterSpec, placement: Placement
+) -> TimeEstimate:
     """Estimate the time of a step with these settings, for samples of the recorded lengths."""
     rates = resolve_rates(config, cluster, run.lengths, makers_first=True)
-    plan = make_plan(config, cluster, placement, run.lengths, rates)
+    plan = build_job_plan(config, cluster, placement, run.lengths, rates)
     assert plan.times is not None  # for there are rates
     return plan.times

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 
 from hybridrl.config.schema import Config
 from hybridrl.run.watchers.watcher import FinishedEvaluation, Watcher
-from hybridrl.run_files.summary import accuracy_name
+from hybridrl.run_files.summary import resolve_accuracy_name
 
-DEVIATIONS = 3.0
+_SIGNIFICANT_DEVIATIONS = 3.0
 """A fall of so many standard deviations is no chance."""
 
 
-def fell(before: float, now: float, prompts: int) -> bool:
+def is_significant_drop(before: float, now: float, prompts: int) -> bool:
     """Return whether an accuracy has dropped by more than chance explains."""
     # As if they were other prompts each time: rather too much than too little.
     variance = (before * (1 - before) + now * (1 - now)) / prompts
-    return before - now > DEVIATIONS * math.sqrt(variance)
+    return before - now > _SIGNIFICANT_DEVIATIONS * math.sqrt(variance)
 
 
-class Decline(Watcher):
+class AccuracyDeclineWatcher(Watcher):
     """A watcher that compares each evaluation with the first one of the run; it warns once.
 
     Args:
@@ -37,10 +37,10 @@ class Decline(Watcher):
         if self._told or evaluation.accuracy is None:
             return
         first, now = evaluation.accuracy
-        if not fell(first, now, self._prompts):
+        if not is_significant_drop(first, now, self._prompts):
             return
         self._told = True
-        name = accuracy_name(self._config.reward)
+        name = resolve_accuracy_name(self._config.reward)
         yield (
             f"step {evaluation.step}: {name} has fallen from {first:.2f} to "
             f"{now:.2f}, more than chance explains with {self._prompts} held-out prompts. "

@@ -10,11 +10,11 @@ from hybridrl.checkpoint.pruning import check_figure, metric_of
 from hybridrl.config.schema import EvalStopConfig
 from hybridrl.run.watchers.watcher import EndRun, Finding, FinishedEvaluation, Watcher
 
-STATE = "stop"
+_SUMMARY_KEY = "stop"
 """Where the rule keeps what it knows in the summary, which checkpoints bring back."""
 
 
-class EarlyStop(Watcher):
+class EarlyStopWatcher(Watcher):
     """A watcher that ends the run as `eval.stop` says.
 
     Args:
@@ -56,7 +56,7 @@ class EarlyStop(Watcher):
             known = {"best": value, "best_step": step, "waited": 0}
         else:
             known = {**known, "waited": known["waited"] + 1}
-        self._summary[STATE] = {"metric": metric, **known, "last": value, "last_step": step}
+        self._summary[_SUMMARY_KEY] = {"metric": metric, **known, "last": value, "last_step": step}
         return self.on_resume(step)
 
     def verdict(self) -> str:
@@ -84,7 +84,7 @@ class EarlyStop(Watcher):
     def _known(self) -> dict[str, Any] | None:
         """The record of earlier evaluations; None before the first, or if it is of another
         metric."""
-        known = self._summary.get(STATE)
+        known = self._summary.get(_SUMMARY_KEY)
         return known if known and known["metric"] == self._settings.metric else None
 
     def _is_better(self, value: float, best: float) -> bool:

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
 from hybridrl.run.watchers.watcher import Finding, FinishedStep, Watcher
-from hybridrl.trainers.objectives import fewer_bits, syncs_roughly
+from hybridrl.trainers.objectives import find_low_bit_setting, has_lossy_weight_sync
 
-MOST = {"float32": 1e-4, "bfloat16": 0.05}
+_MAX_K3_BY_DTYPE = {"float32": 1e-4, "bfloat16": 0.05}
 """KL divergence (k3 estimate, a token) that rounding explains. Seen on CPUs: 1e-14 in float32 and
 1e-5 in bfloat16; the rest is for larger models, whose tokens rounding may send to other experts,
 and for kernels that add up in another order."""
 
 
-MOST_IN_8_BITS = 0.1
+_MAX_K3_LOW_BIT = 0.1
 """The same where generator or trainer compute in fewer bits (`rollout.quantization`,
 `rollout.plan`, `models.actor.precision`)."""
 
@@ -53,15 +53,15 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
     unlimited = config.guard.most_mismatch is None
     if (rollout.min_tokens and unlimited) or rollout.top_p != 1 or rollout.top_k:
         return  # tokens were left out when samples were drawn, which the trainer counts
-    is_rough = syncs_roughly(config)
+    is_rough = has_lossy_weight_sync(config)
     if is_rough and config.guard.most_mismatch is None:
         return  # the generator has other weights, as far as the person wished
     if "mismatch/k3" not in metrics or metrics.get("staleness/max", 0.0) > 0:
         return
     found = metrics["mismatch/k3"]
-    precision, explained = config.model.dtype, MOST[config.model.dtype]
-    if setting := fewer_bits(config):
-        precision, explained = setting, MOST_IN_8_BITS
+    precision, explained = config.model.dtype, _MAX_K3_BY_DTYPE[config.model.dtype]
+    if setting := find_low_bit_setting(config):
+        precision, explained = setting, _MAX_K3_LOW_BIT
     most = config.guard.most_mismatch or explained
     if math.isnan(found) and not math.isfinite(metrics.get("policy/loss", math.nan)):
         return  # the trainer's numbers are none either, which is the guard's affair

@@ -14,31 +14,31 @@ from typing import Any
 
 import torch
 
-from hybridrl.batch.arrow_columns import Ragged
+from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.call_record import WEIGHT
+from hybridrl.batch.call_record import IN_WEIGHT
 from hybridrl.config.schema import GuardConfig
 from hybridrl.errors import TrainingError
-from hybridrl.run.watchers.watcher import Finding, FinishedStep, Rewind, Watcher
+from hybridrl.run.watchers.watcher import Finding, FinishedStep, RewindRequest, Watcher
 from hybridrl.run_files.run_directory import RunDirectory
 
-SKIPPED = "skipped_updates"
+_SKIPPED_SUFFIX = "skipped_updates"
 """How the metric of an update that was left out ends, whatever role it is of."""
-WATCHED = ("loss", "grad_norm", "reward/mean", "cost/mean")
+_FINITE_SUFFIXES = ("loss", "grad_norm", "reward/mean", "cost/mean")
 """How the names of metrics end that must be finite."""
-COLUMNS = (
+_STEP_COLUMNS = (
     *("rollout_log_probs", "scores", "costs", "ref_log_probs", "log_probs", "values"),
     *("cost_values", "advantages", "returns", "cost_returns"),
 )
 """In the order in which a step makes them."""
-DROPPED = ("scores", "costs")
+_NAN_MEANS_DROPPED = ("scores", "costs")
 """Columns in which NaN is a sample that was left out on purpose."""
-MOST_KEPT = 20
+_MAX_KEPT_STEPS = 20
 """So many steps are kept for inspection, the first ones of the run."""
 
 
 @dataclass(frozen=True)
-class BadStep:
+class NonFiniteStep:
     """A step with numbers that are not finite.
 
     Attributes:
@@ -69,7 +69,7 @@ class BadStep:
         return said + "."
 
 
-class Guard(Watcher):
+class NanGuard(Watcher):
     """A watcher for non-finite numbers in the metrics, call records and samples of steps.
 
     Args:
@@ -100,10 +100,10 @@ class Guard(Watcher):
         if bad is not None:
             yield from self._act(bad, step)
 
-    def look(self, step: FinishedStep) -> BadStep | None:
+    def look(self, step: FinishedStep) -> NonFiniteStep | None:
         """Return the step, if it is a bad one; count its updates."""
         metrics = step.metrics
-        names = [name for name in metrics if name.endswith(WATCHED)]
+        names = [name for name in metrics if name.endswith(_FINITE_SUFFIXES)]
         wrong = sorted(name for name in names if not math.isfinite(metrics[name]))
         skipped = self._count(step.updates)
         if not wrong and not skipped:
@@ -116,12 +116,12 @@ class Guard(Watcher):
         where, in_weights = "", False
         if seen:
             order, _, rank, role, what = min(seen)
-            where, in_weights = f"{role} rank {rank}, in {what}", order == WEIGHT
-        return BadStep(step.number, wrong, skipped, where, in_weights)
+            where, in_weights = f"{role} rank {rank}, in {what}", order == IN_WEIGHT
+        return NonFiniteStep(step.number, wrong, skipped, where, in_weights)
 
-    def _act(self, bad: BadStep, step: FinishedStep) -> Iterator[str]:
+    def _act(self, bad: NonFiniteStep, step: FinishedStep) -> Iterator[str]:
         samples, groups = step.result.batch.collect(), step.groups
-        column, rows = first_not_finite(samples)
+        column, rows = find_non_finite_column(samples)
         bad = replace(bad, column=column, rows=rows)
         where = self._keep(bad, samples, step.metrics)
         if self._config.on_nan == "stop":
@@ -130,7 +130,7 @@ class Guard(Watcher):
             yield f"{bad} {where}"
             if rows and "group_id" in samples:
                 groups = samples["group_id"][rows].tolist()
-            raise Rewind(bad.number, groups)
+            raise RewindRequest(bad.number, groups)
         if bad.in_weights:
             raise TrainingError(
                 f"{bad} {where} No update can mend a weight that is no number: take another model "
@@ -146,16 +146,16 @@ class Guard(Watcher):
         left_out = "The update was left out. " if bad.skipped else ""
         yield f"{bad} {left_out}{where}"
 
-    def _keep(self, bad: BadStep, samples: Batch, metrics: Mapping[str, float]) -> str:
+    def _keep(self, bad: NonFiniteStep, samples: Batch, metrics: Mapping[str, float]) -> str:
         """Save the samples for inspection and return a sentence that names the file."""
         folder = self._directory.path / "bad-steps"
-        if len(list(folder.glob("*.parquet"))) >= MOST_KEPT:
-            return f"Its samples are not kept: there are {MOST_KEPT} such steps in {folder}."
+        if len(list(folder.glob("*.parquet"))) >= _MAX_KEPT_STEPS:
+            return f"Its samples are not kept: there are {_MAX_KEPT_STEPS} such steps in {folder}."
         found = {**vars(bad), "all_metrics": dict(metrics)}
         path = self._directory.write_bad_step(bad.number, samples.table, found)
         return f"Its samples are in {path}."
 
-    def on_rewind(self, rewind: Rewind, step: int) -> Sequence[Finding]:
+    def on_rewind(self, rewind: RewindRequest, step: int) -> Sequence[Finding]:
         """Take note that the run goes back.
 
         Raises:
@@ -206,7 +206,7 @@ class Guard(Watcher):
         skipped = 0
         for update in updates:
             for name, value in update.items():
-                if name.endswith(SKIPPED):
+                if name.endswith(_SKIPPED_SUFFIX):
                     skipped += value > 0
                     self._left_out += value > 0
                     self._made += value == 0
@@ -214,18 +214,18 @@ class Guard(Watcher):
         return skipped
 
 
-def first_not_finite(samples: Batch) -> tuple[str, list[int]]:
+def find_non_finite_column(samples: Batch) -> tuple[str, list[int]]:
     """Return the first column, in the order in which a step makes them, with a non-finite number
     under the response mask, and the rows that have one; an empty name and no rows if there is
     none."""
     mask = samples["response_mask"].values.bool() if "response_mask" in samples else None
-    for name in (name for name in COLUMNS if name in samples):
+    for name in (name for name in _STEP_COLUMNS if name in samples):
         values = samples[name]
-        numbers = values.values if isinstance(values, Ragged) else values
+        numbers = values.values if isinstance(values, RaggedColumn) else values
         if not isinstance(numbers, torch.Tensor):
             continue
-        wrong = torch.isinf(numbers) if name in DROPPED else ~torch.isfinite(numbers)
-        if isinstance(values, Ragged):
+        wrong = torch.isinf(numbers) if name in _NAN_MEANS_DROPPED else ~torch.isfinite(numbers)
+        if isinstance(values, RaggedColumn):
             if mask is not None and len(mask) == len(wrong):
                 wrong = wrong & mask
             place = torch.searchsorted(values.cu_seqlens, wrong.nonzero()[:, 0], right=True) - 1

@@ -12,26 +12,26 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.run.watchers.watcher import Finding, FinishedStep, Watcher
-from hybridrl.system.cluster_spec import Device
+from hybridrl.system.cluster_spec import DeviceSlot
 
-WINDOW = 6
+_WINDOW_STEPS = 6
 """So many steps are looked at."""
-OFTEN = 5
+_MIN_SLOW_STEPS = 5
 """In so many of them a device has to be slow."""
-SCORE = 3.0
+_MIN_SPREADS = 3.0
 """A device is slow that is so many spreads above the median."""
-LEAST_SPREAD = 0.15
+_MIN_SPREAD = 0.15
 """As a share of the median. Less is noise on any machine: nobody is slow who takes less than 1.45
 times as long."""
-NORMAL = 1.4826
+_STD_OF_MEDIAN_DEVIATION = 1.4826
 """The standard deviation of a normal distribution, as a multiple of its median deviation."""
-LEAST_SECONDS = 0.02
+_MIN_SECONDS = 0.02
 """What takes less in a step is not looked at."""
 
 
-class SlowDevices(Watcher):
+class SlowDeviceWatcher(Watcher):
     """A watcher that reports each slow device once.
 
     Args:
@@ -40,23 +40,23 @@ class SlowDevices(Watcher):
     """
 
     def __init__(
-        self, devices_by_role: Mapping[str, Sequence[int]], devices: Sequence[Device]
+        self, devices_by_role: Mapping[str, Sequence[int]], devices: Sequence[DeviceSlot]
     ) -> None:
         self._devices_by_role, self._devices = devices_by_role, devices
-        self._ratios: deque[dict[int, float]] = deque(maxlen=WINDOW)
-        self._slow: deque[set[int]] = deque(maxlen=WINDOW)
+        self._ratios: deque[dict[int, float]] = deque(maxlen=_WINDOW_STEPS)
+        self._slow: deque[set[int]] = deque(maxlen=_WINDOW_STEPS)
         self._named: set[int] = set()
 
     def on_step_end(self, step: FinishedStep) -> Iterator[Finding]:
         """Give the largest ratio as a metric, where devices can be compared, and a sentence about
         each device that is named now."""
-        ratios = ratios_of(step.records, self._devices_by_role)
+        ratios = compute_slowdowns(step.records, self._devices_by_role)
         self._ratios.append(ratios)
-        self._slow.append(slow_of(ratios))
+        self._slow.append(find_slow_devices(ratios))
         if len(ratios) > 1:
             yield {"time/slowest_ratio": max(ratios.values())}
         for device in sorted(self._slow[-1] - self._named):
-            if sum(device in slow for slow in self._slow) >= OFTEN:
+            if sum(device in slow for slow in self._slow) >= _MIN_SLOW_STEPS:
                 self._named.add(device)
                 yield f"step {step.number}: {self._sentence(device)}"
 
@@ -69,24 +69,26 @@ class SlowDevices(Watcher):
         )
         return (
             f"device {device} on {self._devices[device].node} ({lived}) takes {ratio:.1f} times as "
-            f"long as its peers for as many tokens, in {OFTEN} or more of {WINDOW} steps, and the "
-            "others wait for it. Look there at what else runs (`top`), at clock and temperature, "
-            "and at memory (swapping)."
+            f"long as its peers for as many tokens, in {_MIN_SLOW_STEPS} or more of "
+            f"{_WINDOW_STEPS} steps, and the others wait for it. Look there at what else runs "
+            "(`top`), at clock and temperature, and at memory (swapping)."
         )
 
 
-def slow_of(ratios: Mapping[int, float]) -> set[int]:
+def find_slow_devices(ratios: Mapping[int, float]) -> set[int]:
     """Return the devices whose slowdown is an outlier."""
     if len(ratios) < 2:
         return set()
     middle = median_low(ratios.values())
-    spread = NORMAL * median_low([abs(ratio - middle) for ratio in ratios.values()])
-    limit = middle + SCORE * max(spread, LEAST_SPREAD * middle)
+    spread = _STD_OF_MEDIAN_DEVIATION * median_low(
+        [abs(ratio - middle) for ratio in ratios.values()]
+    )
+    limit = middle + _MIN_SPREADS * max(spread, _MIN_SPREAD * middle)
     return {device for device, ratio in ratios.items() if ratio > limit}
 
 
-def ratios_of(
-    records: Sequence[Record], devices_by_role: Mapping[str, Sequence[int]]
+def compute_slowdowns(
+    records: Sequence[CallRecord], devices_by_role: Mapping[str, Sequence[int]]
 ) -> dict[int, float]:
     """Return each device's slowdown: the seconds of its calls without waiting for other ranks,
     divided by the seconds that the same tokens take at its peers' median speed. Calls without
@@ -112,5 +114,5 @@ def ratios_of(
     return {
         device: took[device] / seconds
         for device, seconds in expected.items()
-        if seconds > LEAST_SECONDS
+        if seconds > _MIN_SECONDS
     }

@@ -22,36 +22,36 @@ import numpy as np
 from hybridrl.batch.trends import variance_of_sums
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
-from hybridrl.run.watchers.accuracy_decline import fell
+from hybridrl.run.watchers.accuracy_decline import is_significant_drop
 from hybridrl.run.watchers.watcher import Finding, FinishedEvaluation, FinishedStep, Watcher
 
-REWARD, LENGTH, ENTROPY, REPEATED = (
+_REWARD, _LENGTH, _ENTROPY, _REPEATED = (
     *("reward/mean", "response/length_mean"),
     *("policy/entropy", "response/repeated"),
 )
-CHECK = "check/"
+_CHECK_PREFIX = "check/"
 """How the measures of `reward.check` begin."""
-WINDOW_WITH_CHECK = 20
-SIGNIFICANT = 5.0
+_DEFAULT_WINDOW = 20
+_SIGNIFICANT_STANDARD_ERRORS = 5.0
 """Standard errors that are no chance, though windows are compared after every step."""
 WINDOWS_KEPT = 10
 """Newest windows that say what is chance."""
-LONGER = 2.0
+_LENGTH_FACTOR = 2.0
 """Responses of so many times their first length."""
-LESS_ENTROPY = 0.1
+_ENTROPY_SHARE = 0.1
 """Of what it was at first."""
-FEW_REPEATED, MANY_REPEATED = 0.6, 0.9
+_LOW_REPEATED_SHARE, _HIGH_REPEATED_SHARE = 0.6, 0.9
 """Shares of responses that were given before to the same prompt."""
 
 
-class Means(NamedTuple):
+class _WindowMeans(NamedTuple):
     """The means of a metric over two windows of steps."""
 
     before: float
     now: float
 
 
-class Tripwires(Watcher):
+class TripwireWatcher(Watcher):
     """A watcher for signs of reward hacking in the metrics of a run; it reports each sign once.
 
     Args:
@@ -60,7 +60,7 @@ class Tripwires(Watcher):
     """
 
     def __init__(self, config: Config, prompts: int = 0) -> None:
-        self.window = window_of(config)
+        self.window = resolve_tripwire_window(config)
         self._prompts, self._stops = prompts, config.guard.on_tripwire == "stop"
         self._seen: dict[str, list[float]] = defaultdict(list)
         self._accuracies: list[float] = []  # the first and the newest
@@ -89,16 +89,18 @@ class Tripwires(Watcher):
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Take note of the metrics of a step; return sentences on signs that are told of now."""
-        checks = [name for name in metrics if name.startswith(CHECK) and name.count("/") == 1]
-        for name in (REWARD, LENGTH, ENTROPY, REPEATED, *checks):
+        checks = [
+            name for name in metrics if name.startswith(_CHECK_PREFIX) and name.count("/") == 1
+        ]
+        for name in (_REWARD, _LENGTH, _ENTROPY, _REPEATED, *checks):
             seen, value = self._seen[name], metrics.get(name, math.nan)
             if math.isfinite(value) or seen:  # a step without a number is as the one before
                 seen.append(value if math.isfinite(value) else seen[-1])
                 if len(seen) > (1 + WINDOWS_KEPT) * self.window:
                     del seen[self.window]  # behind the first window
         found = {name: self._against(name) for name in checks}
-        found[LENGTH] = self._longer(checks)
-        found |= {ENTROPY: self._certain(), REPEATED: self._repeating()}
+        found[_LENGTH] = self._longer(checks)
+        found |= {_ENTROPY: self._certain(), _REPEATED: self._repeating()}
         return [said for name, text in found.items() if (said := self._once(name, step, text))]
 
     def evaluated(self, step: int, accuracy: float) -> list[str]:
@@ -106,8 +108,8 @@ class Tripwires(Watcher):
         if not self.window or not self._prompts:
             return []
         self._accuracies = [*self._accuracies[:1], accuracy]
-        first, rewards = self._accuracies[0], self._risen(REWARD)
-        if rewards is None or not fell(first, accuracy, self._prompts):
+        first, rewards = self._accuracies[0], self._risen(_REWARD)
+        if rewards is None or not is_significant_drop(first, accuracy, self._prompts):
             return []
         text = (
             f"reward/mean rose from {rewards.before:.3g} to {rewards.now:.3g} while accuracy on "
@@ -136,9 +138,9 @@ class Tripwires(Watcher):
     def _against(self, name: str) -> str:
         """Return a report if a function of `reward.check`, which is not trained on, falls while the
         reward rises."""
-        if len(self._seen[name]) < len(self._seen[REWARD]):  # it was not measured from the start
+        if len(self._seen[name]) < len(self._seen[_REWARD]):  # it was not measured from the start
             return ""
-        rewards, check = self._risen(REWARD), self._risen(name, -1)
+        rewards, check = self._risen(_REWARD), self._risen(name, -1)
         if rewards is None or check is None:
             return ""
         return (
@@ -150,13 +152,15 @@ class Tripwires(Watcher):
     def _longer(self, checks: Sequence[str]) -> str:
         """Responses that grew without anything but the reward becoming better, where there is a
         measure that would show it: longer thinking may be what is to be learned."""
-        rewards, lengths = self._risen(REWARD), self._since_start(LENGTH)
-        if rewards is None or lengths is None or lengths.now < LONGER * lengths.before:
+        rewards, lengths = self._risen(_REWARD), self._since_start(_LENGTH)
+        if rewards is None or lengths is None or lengths.now < _LENGTH_FACTOR * lengths.before:
             return ""
         evaluated = len(self._accuracies) > 1
         if not checks and not evaluated:
             return ""
-        if evaluated and fell(self._accuracies[1], self._accuracies[0], self._prompts):
+        if evaluated and is_significant_drop(
+            self._accuracies[1], self._accuracies[0], self._prompts
+        ):
             return ""  # it rose
         if any(self._risen(name) for name in checks):
             return ""
@@ -168,8 +172,8 @@ class Tripwires(Watcher):
         )
 
     def _certain(self) -> str:
-        entropies = self._since_start(ENTROPY)
-        if entropies is None or not entropies.now < LESS_ENTROPY * entropies.before:
+        entropies = self._since_start(_ENTROPY)
+        if entropies is None or not entropies.now < _ENTROPY_SHARE * entropies.before:
             return ""
         return (
             f"policy/entropy fell from {entropies.before:.3g} to {entropies.now:.3g}: the policy "
@@ -178,8 +182,12 @@ class Tripwires(Watcher):
         )
 
     def _repeating(self) -> str:
-        shares = self._since_start(REPEATED)
-        if shares is None or shares.before > FEW_REPEATED or shares.now < MANY_REPEATED:
+        shares = self._since_start(_REPEATED)
+        if (
+            shares is None
+            or shares.before > _LOW_REPEATED_SHARE
+            or shares.now < _HIGH_REPEATED_SHARE
+        ):
             return ""
         return (
             f"{shares.now:.0%} of the responses were given before to the same prompt, at first "
@@ -192,14 +200,14 @@ class Tripwires(Watcher):
         self._told.add(name)
         return f"step {step}: {text}."
 
-    def _since_start(self, name: str) -> Means | None:
+    def _since_start(self, name: str) -> _WindowMeans | None:
         """The means of the first and of the newest window; None: they overlap."""
         values = self._seen[name]
         if len(values) < 2 * self.window:
             return None
-        return Means(fmean(values[: self.window]), fmean(values[-self.window :]))
+        return _WindowMeans(fmean(values[: self.window]), fmean(values[-self.window :]))
 
-    def _risen(self, name: str, sign: int = 1) -> Means | None:
+    def _risen(self, name: str, sign: int = 1) -> _WindowMeans | None:
         """As `_since_start`, if it has risen (`sign` -1: fallen) by more than chance."""
         means = self._since_start(name)
         if means is None or sign * (means.now - means.before) <= 1e-9:
@@ -207,12 +215,12 @@ class Tripwires(Watcher):
         newest = np.asarray(self._seen[name][-WINDOWS_KEPT * self.window :], np.float64)
         chance = math.sqrt(2 * variance_of_sums(newest) / self.window)
         # Few steps do not say well how much they scatter.
-        least = SIGNIFICANT * (1 + self.window / len(newest)) * chance
+        least = _SIGNIFICANT_STANDARD_ERRORS * (1 + self.window / len(newest)) * chance
         return means if sign * (means.now - means.before) > least else None
 
 
-def window_of(config: Config) -> int:
+def resolve_tripwire_window(config: Config) -> int:
     """Return the steps of a window; 0: nothing is watched."""
     if config.guard.tripwires is not None:
         return config.guard.tripwires
-    return WINDOW_WITH_CHECK if config.reward.check else 0
+    return _DEFAULT_WINDOW if config.reward.check else 0

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hybridrl.batch.call_record import Record
-from hybridrl.batch.turn import FAILURES
+from hybridrl.batch.call_record import CallRecord
+from hybridrl.batch.turn import EPISODE_FAILURES
 from hybridrl.errors import RewardError
 from hybridrl.run.watchers.watcher import FinishedEvaluation, FinishedStep, Watcher
 
-KINDS = ("reward", "cost")
+_SCORE_KINDS = ("reward", "cost")
 
 
-class Unscored(Watcher):
+class UnscoredSamplesWatcher(Watcher):
     """A watcher for failed scoring; it reports the first failure of each role once.
 
     Args:
@@ -37,16 +37,16 @@ class Unscored(Watcher):
         for where, records in evaluation.calls.items():
             yield from self._look(where, records, is_needed=not self._trains)
 
-    def _look(self, where: str, records: Sequence[Record], is_needed: bool) -> Iterator[str]:
+    def _look(self, where: str, records: Sequence[CallRecord], is_needed: bool) -> Iterator[str]:
         for record in records:
             yield from self._new(record, where)
-        for kind in KINDS:
+        for kind in _SCORE_KINDS:
             if why := _none_scored(kind, records):
                 if is_needed:
                     raise RewardError(f"{where}: {why.format('nothing is left to learn from')}")
                 yield f"{where}: {why.format('its figures say nothing')}"
 
-    def _new(self, record: Record, where: str) -> list[str]:
+    def _new(self, record: CallRecord, where: str) -> list[str]:
         if not record.notices or record.role in self._told:
             return []
         self._told.add(record.role)
@@ -61,7 +61,7 @@ class Unscored(Watcher):
         ]
 
 
-def _none_scored(kind: str, records: Sequence[Record]) -> str:
+def _none_scored(kind: str, records: Sequence[CallRecord]) -> str:
     """Why no sample has a score of this kind, with `{}` for what follows; empty: some have, or
     nothing was scored."""
     scored = sum(record.metrics.get(f"{kind}_count", 0) for record in records)
@@ -70,7 +70,7 @@ def _none_scored(kind: str, records: Sequence[Record]) -> str:
         return ""
     first = next((said for record in records for said in record.notices), "")
     shown = first.replace("{", "{{").replace("}", "}}")
-    failed = sum(r.metrics.get(f"episode_{name}", 0) for r in records for name in FAILURES)
+    failed = sum(r.metrics.get(f"episode_{name}", 0) for r in records for name in EPISODE_FAILURES)
     if dropped <= failed:
         return (
             f"none of the {dropped:g} episodes could be played, and all were dropped, as "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hybridrl.batch.call_record import Record
+from hybridrl.batch.call_record import CallRecord
 from hybridrl.trainers.trainer import StepResult
 
 Finding = str | Mapping[str, float]
@@ -17,7 +17,7 @@ class EndRun(Exception):  # noqa: N818 (it is no error)
     checkpoint. Its text says why, without a full stop."""
 
 
-class Rewind(Exception):  # noqa: N818 (it is no error: the loop goes on from a checkpoint)
+class RewindRequest(Exception):  # noqa: N818 (it is no error: the loop goes on from a checkpoint)
     """A request to return to the newest checkpoint.
 
     Attributes:
@@ -41,7 +41,7 @@ class FinishedStep(NamedTuple):
 
     number: int
     result: StepResult
-    records: Sequence[Record]
+    records: Sequence[CallRecord]
     updates: Sequence[Mapping[str, float]]
     metrics: dict[str, float]
     groups: Sequence[int] = ()
@@ -59,15 +59,15 @@ class FinishedEvaluation(NamedTuple):
 
     step: int
     figures: Mapping[str, float]
-    calls: Mapping[str, Sequence[Record]] = {}
+    calls: Mapping[str, Sequence[CallRecord]] = {}
     accuracy: tuple[float, float] | None = None
     covers: Callable[[str], bool] = lambda figure: True
 
 
 class Watcher:
     """Observes a run. Its hooks yield what is to be shown and written, and raise what ends the run
-    or has it go back (`EndRun`, `Rewind`, an error). All watchers are asked, and what was found is
-    written, before the first of what they raised is raised again."""
+    or has it go back (`EndRun`, `RewindRequest`, an error). All watchers are asked, and what was
+    found is written, before the first of what they raised is raised again."""
 
     def on_resume(self, step: int) -> Iterable[Finding]:
         """The steps up to this one are done, and the next begins."""
@@ -81,7 +81,7 @@ class Watcher:
         """Sets were evaluated."""
         return ()
 
-    def on_rewind(self, rewind: Rewind, step: int) -> Iterable[Finding]:
+    def on_rewind(self, rewind: RewindRequest, step: int) -> Iterable[Finding]:
         """The run goes back to the checkpoint of this step."""
         return ()
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _MACHINES = ("x86_64", "aarch64")
-_NUMBERS = {  # of the system calls that libc has no function for, by machine
+_SYSCALL_NUMBERS = {  # of the system calls that libc has no function for, by machine
     "pivot_root": (155, 41),
     "capset": (126, 91),
     "seccomp": (317, 277),
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1,
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def machine_index() -> int:
+def find_machine_index() -> int:
     """Return this machine's column in tables of system calls: 0 on x86-64, 1 on aarch64.
 
     Raises:
@@ -38,17 +38,19 @@ def machine_index() -> int:
     return _MACHINES.index(machine)
 
 
-def syscall(name: str, *arguments: Any) -> int:
+def call_kernel(name: str, *arguments: Any) -> int:
     """Make a system call; integers are passed as C longs. Integers are passed as C longs.
 
     Raises:
         OSError: if the kernel refuses; names the call.
     """
     plain = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return checked(name, libc.syscall(ctypes.c_long(_NUMBERS[name][machine_index()]), *plain))
+    return check_result(
+        name, libc.syscall(ctypes.c_long(_SYSCALL_NUMBERS[name][find_machine_index()]), *plain)
+    )
 
 
-def checked(name: str, result: int) -> int:
+def check_result(name: str, result: int) -> int:
     """Return the result of a C function; raise an OSError that names the function if it is
     negative."""
     if result < 0:
@@ -57,18 +59,18 @@ def checked(name: str, result: int) -> int:
     return result
 
 
-def give_up_privileges() -> None:
+def drop_privileges() -> None:
     """Drop all capabilities for good, so that no program started later can regain them.
 
     It also closes this process to `ptrace` and to readers of its memory, and keeps it from leaving
     core dumps.
     """
-    checked("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check_result("prctl", libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _set_capabilities(0)
-    checked("prctl", libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
+    check_result("prctl", libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0))
 
 
-def become(user: int, folders: list[str]) -> None:
+def switch_user(user: int, folders: list[str]) -> None:
     """Turn a root process into one of an ordinary user without capabilities.
 
     Args:
@@ -78,7 +80,7 @@ def become(user: int, folders: list[str]) -> None:
     Raises:
         OSError: if the kernel refuses.
     """
-    checked("prctl", libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0))
+    check_result("prctl", libc.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0))
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
@@ -89,16 +91,16 @@ def become(user: int, folders: list[str]) -> None:
             raise OSError("setfsuid: this process may not open files as root")
     _set_capabilities(0)
     # After a change of user, this gives the process its files in /proc back.
-    checked("prctl", libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0))
+    check_result("prctl", libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0))
 
 
 def _set_capabilities(capabilities: int) -> None:
     """Set the effective and permitted capabilities to exactly these."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    syscall("capset", header, (ctypes.c_uint32 * 6)(capabilities, capabilities, 0, 0, 0, 0))
+    call_kernel("capset", header, (ctypes.c_uint32 * 6)(capabilities, capabilities, 0, 0, 0, 0))
 
 
-def die_with_parent() -> None:
+def set_parent_death_signal() -> None:
     """Have the kernel kill this process when its parent ends; a change of user undoes this.
     Changing the user undoes it."""
-    checked("prctl", libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0))
+    check_result("prctl", libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0))

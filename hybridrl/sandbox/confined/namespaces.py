@@ -13,11 +13,11 @@ from __future__ import annotations
 import ctypes
 import os
 
-from .linux_kernel import checked, libc, syscall
+from .linux_kernel import call_kernel, check_result, libc
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-_EVERYTHING = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
+_ALL_NAMESPACES = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -27,11 +27,11 @@ _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_NODEV = 1, 2, 4
 
 _NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/urandom")
-_MOST_FILES = 4096  # in the scratch folder
-SCRATCH = "/tmp"
+_MAX_SCRATCH_FILES = 4096  # in the scratch folder
+SCRATCH_FOLDER = "/tmp"
 
 
-def enter(with_user: bool) -> None:
+def enter_namespaces(with_user: bool) -> None:
     """Move this process into new namespaces; processes it forks are in a new PID namespace.
 
     Args:
@@ -42,16 +42,16 @@ def enter(with_user: bool) -> None:
         OSError: if the kernel or the container refuses.
     """
     user, group = os.geteuid(), os.getegid()
-    flags = _EVERYTHING | (_CLONE_NEWUSER if with_user else 0)
-    checked("unshare", libc.unshare(flags))
+    flags = _ALL_NAMESPACES | (_CLONE_NEWUSER if with_user else 0)
+    check_result("unshare", libc.unshare(flags))
     if with_user:
-        _write("/proc/self/setgroups", "deny")
-        _write("/proc/self/uid_map", f"{_NOBODY} {user} 1")
-        _write("/proc/self/gid_map", f"{_NOBODY} {group} 1")
-    checked("sethostname", libc.sethostname(b"sandbox", 7))
+        _write_text("/proc/self/setgroups", "deny")
+        _write_text("/proc/self/uid_map", f"{_NOBODY} {user} 1")
+        _write_text("/proc/self/gid_map", f"{_NOBODY} {group} 1")
+    check_result("sethostname", libc.sethostname(b"sandbox", 7))
 
 
-def change_root(libraries: list[str], scratch_bytes: int) -> None:
+def replace_root(libraries: list[str], scratch_bytes: int) -> None:
     """Replace the root folder of this process and of all its future children with the program's.
 
     Raises:
@@ -66,9 +66,9 @@ def change_root(libraries: list[str], scratch_bytes: int) -> None:
     for device in _DEVICES:
         os.close(os.open(root + device, os.O_CREAT | os.O_WRONLY))
         _mount(device, root + device, None, _MS_BIND)
-    os.mkdir(root + SCRATCH)
-    limits = f"size={scratch_bytes},nr_inodes={_MOST_FILES},mode=1777"
-    _mount("tmpfs", root + SCRATCH, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, limits)
+    os.mkdir(root + SCRATCH_FOLDER)
+    limits = f"size={scratch_bytes},nr_inodes={_MAX_SCRATCH_FILES},mode=1777"
+    _mount("tmpfs", root + SCRATCH_FOLDER, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, limits)
     # After all others: a library under /tmp or /dev is seen there, and its mount hides nothing.
     for library in libraries:
         os.makedirs(root + library, exist_ok=True)
@@ -76,9 +76,9 @@ def change_root(libraries: list[str], scratch_bytes: int) -> None:
         _make_read_only(root + library, _AT_RECURSIVE)
     _make_read_only(root)
     os.chdir(root)
-    syscall("pivot_root", b".", b".")  # the old root is now mounted over the new one
-    checked("umount2", libc.umount2(b".", _MNT_DETACH))
-    os.chdir(SCRATCH)
+    call_kernel("pivot_root", b".", b".")  # the old root is now mounted over the new one
+    check_result("umount2", libc.umount2(b".", _MNT_DETACH))
+    os.chdir(SCRATCH_FOLDER)
 
 
 def _mount(
@@ -86,17 +86,17 @@ def _mount(
 ) -> None:
     encoded = [None if text is None else text.encode() for text in (source, kind, options)]
     result = libc.mount(encoded[0], target.encode(), encoded[1], ctypes.c_ulong(flags), encoded[2])
-    checked(f"mount of {source or kind or 'nothing'} on {target}", result)
+    check_result(f"mount of {source or kind or 'nothing'} on {target}", result)
 
 
 def _make_read_only(target: str, flags: int = 0) -> None:
     attributes = _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
     request = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)  # set, clear, propagation, user namespace
     size = ctypes.sizeof(request)
-    syscall("mount_setattr", _AT_FDCWD, target.encode(), flags, request, size)
+    call_kernel("mount_setattr", _AT_FDCWD, target.encode(), flags, request, size)
 
 
-def _write(path: str, text: str) -> None:
+def _write_text(path: str, text: str) -> None:
     file = os.open(path, os.O_WRONLY)
     try:
         os.write(file, text.encode())

@@ -13,9 +13,9 @@ import ctypes
 import errno
 import struct
 
-from .linux_kernel import machine_index, syscall
+from .linux_kernel import call_kernel, find_machine_index
 
-_ALLOWED = """
+_ALLOWED_CALLS = """
 access 21 -; alarm 37 -; brk 12 214; capget 125 90; chdir 80 49; clock_getres 229 114
 clock_gettime 228 113; clock_nanosleep 230 115; close 3 57; close_range 436 436
 copy_file_range 326 285; dup 32 23; dup2 33 -; dup3 292 24; epoll_create 213 -
@@ -44,11 +44,11 @@ symlink 88 -; symlinkat 266 36; sysinfo 99 179; time 201 -; times 100 153; umask
 uname 63 160; unlink 87 -; unlinkat 263 35; wait4 61 260; waitid 247 95; write 1 64; writev 20 66
 """
 # These seem to succeed and do nothing: `shutil.copy` wants them, and Landlock does not cover them.
-_PRETENDED = """
+_PRETENDED_CALLS = """
 chmod 90 -; fchmod 91 52; fchmodat 268 53; fchmodat2 452 452; futimesat 261 -; utime 132 -
 utimensat 280 88; utimes 235 -
 """
-_SPECIAL = """
+_CONDITIONAL_CALLS = """
 clone 56 220; fcntl 72 25; ioctl 16 29; kill 62 129; open 2 -; openat 257 56; prctl 157 167
 prlimit64 302 261; socketpair 53 199; tgkill 234 131
 """
@@ -69,10 +69,10 @@ _IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 # Not among them: F_SETOWN and F_SETSIG, which have the kernel send signals to any process.
 _FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032, 1034)
 
-Condition = tuple[int, int, tuple[int, ...]]  # argument, mask, and what may be left of it
+ArgumentCondition = tuple[int, int, tuple[int, ...]]  # argument, mask, and what may be left of it
 
 
-def install(pid: int) -> None:
+def install_filter(pid: int) -> None:
     """Confine this process for good to the system calls that a program may make.
 
     Args:
@@ -81,13 +81,13 @@ def install(pid: int) -> None:
     Raises:
         OSError: if the kernel refuses.
     """
-    program = _assemble(pid, machine_index())
+    program = _assemble_filter(pid, find_machine_index())
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(code))
-    syscall("seccomp", _SET_MODE_FILTER, 0, header)
+    call_kernel("seccomp", _SET_MODE_FILTER, 0, header)
 
 
-def _conditions(pid: int) -> dict[str, list[Condition]]:
+def _argument_conditions(pid: int) -> dict[str, list[ArgumentCondition]]:
     """Return what the arguments of conditional system calls must be. Only the low 32 bits count:
     these arguments are C ints, or flags that fit in one. The low 32 bits count: all of these
     arguments are C ints, or flags that fit in one."""
@@ -109,44 +109,57 @@ def _conditions(pid: int) -> dict[str, list[Condition]]:
     }
 
 
-def _assemble(pid: int, machine: int) -> bytes:
+def _assemble_filter(pid: int, machine: int) -> bytes:
     """Assemble the filter as a BPF program; see
     https://docs.kernel.org/userspace-api/seccomp_filter.html"""
     code = [
-        _step(_LOAD, _ARCH_OFFSET),
-        _step(_JUMP_EQUAL, _AUDIT_ARCH[machine], 1, 0),
-        _step(_RETURN, _KILL_PROCESS),  # 32-bit system calls
-        _step(_LOAD, _NUMBER_OFFSET),
+        _encode_instruction(_LOAD, _ARCH_OFFSET),
+        _encode_instruction(_JUMP_EQUAL, _AUDIT_ARCH[machine], 1, 0),
+        _encode_instruction(_RETURN, _KILL_PROCESS),  # 32-bit system calls
+        _encode_instruction(_LOAD, _NUMBER_OFFSET),
     ]
-    for number in _numbers(_ALLOWED, machine).values():
-        code += [_step(_JUMP_EQUAL, number, 0, 1), _step(_RETURN, _ALLOW)]
-    for number in _numbers(_PRETENDED, machine).values():
-        code += [_step(_JUMP_EQUAL, number, 0, 1), _step(_RETURN, _ERRNO | 0)]
-    conditions = _conditions(pid)
-    for name, number in _numbers(_SPECIAL, machine).items():
-        body = [step for condition in conditions[name] for step in _require(*condition)]
-        code += [_step(_JUMP_EQUAL, number, 0, len(body) + 1), *body, _step(_RETURN, _ALLOW)]
+    for number in _parse_syscall_table(_ALLOWED_CALLS, machine).values():
+        code += [
+            _encode_instruction(_JUMP_EQUAL, number, 0, 1),
+            _encode_instruction(_RETURN, _ALLOW),
+        ]
+    for number in _parse_syscall_table(_PRETENDED_CALLS, machine).values():
+        code += [
+            _encode_instruction(_JUMP_EQUAL, number, 0, 1),
+            _encode_instruction(_RETURN, _ERRNO | 0),
+        ]
+    conditions = _argument_conditions(pid)
+    for name, number in _parse_syscall_table(_CONDITIONAL_CALLS, machine).items():
+        body = [step for condition in conditions[name] for step in _assemble_condition(*condition)]
+        code += [
+            _encode_instruction(_JUMP_EQUAL, number, 0, len(body) + 1),
+            *body,
+            _encode_instruction(_RETURN, _ALLOW),
+        ]
     code += [
-        _step(_JUMP_GREATER_EQUAL, _FIRST_NEW, 1, 0),
-        _step(_RETURN, _ERRNO | errno.EPERM),
-        _step(_RETURN, _ERRNO | errno.ENOSYS),
+        _encode_instruction(_JUMP_GREATER_EQUAL, _FIRST_NEW, 1, 0),
+        _encode_instruction(_RETURN, _ERRNO | errno.EPERM),
+        _encode_instruction(_RETURN, _ERRNO | errno.ENOSYS),
     ]
     return b"".join(code)
 
 
-def _require(argument: int, mask: int, values: tuple[int, ...]) -> list[bytes]:
+def _assemble_condition(argument: int, mask: int, values: tuple[int, ...]) -> list[bytes]:
     """Return instructions that continue if the condition holds, and fail the call otherwise."""
-    steps = [_step(_LOAD, _ARGUMENTS_OFFSET + 8 * argument), _step(_AND, mask)]
+    steps = [
+        _encode_instruction(_LOAD, _ARGUMENTS_OFFSET + 8 * argument),
+        _encode_instruction(_AND, mask),
+    ]
     for i, value in enumerate(values):
-        steps.append(_step(_JUMP_EQUAL, value, len(values) - i, 0))
-    return [*steps, _step(_RETURN, _ERRNO | errno.EPERM)]
+        steps.append(_encode_instruction(_JUMP_EQUAL, value, len(values) - i, 0))
+    return [*steps, _encode_instruction(_RETURN, _ERRNO | errno.EPERM)]
 
 
-def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _encode_instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", operation, if_true, if_false, value)
 
 
-def _numbers(table: str, machine: int) -> dict[str, int]:
+def _parse_syscall_table(table: str, machine: int) -> dict[str, int]:
     """Return the system calls of a table that this machine has, with their numbers."""
     entries = (entry.split() for entry in table.replace("\n", ";").split(";") if entry.strip())
     return {name: int(n[machine]) for name, *n in entries if n[machine] != "-"}

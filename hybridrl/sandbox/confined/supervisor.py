@@ -1,10 +1,10 @@
 """The supervisor process of one sandboxed program, and the program's process before it runs the
 program.
 
-The supervisor is a bare interpreter, started for one program with the two arguments of `main`.
-It reads a `Job` from its standard input, moves into namespaces, forks the program's process, waits
-for its end or the end of its time, and reports. Its standard input stays open: that it is closed
-means that the parent is gone or has had enough, and ends the program.
+The supervisor is a bare interpreter, started for one program with the two arguments of `main`. It
+reads a `SandboxedProgram` from its standard input, moves into namespaces, forks the program's
+process, waits for its end or the end of its time, and reports. Its standard input stays open: that
+it is closed means that the parent is gone or has had enough, and ends the program.
 
 The processes, with namespaces:
 
@@ -50,14 +50,14 @@ _DESCRIPTORS = {
 """`/dev/stdin` and the like, by name, for a program that has neither /proc nor these devices."""
 
 
-class Job:
+class SandboxedProgram:
     """The message to the supervisor: a program, its input, and how to confine it. The order of the
     fields is the order on the wire.
 
     Attributes:
         source, stdin: the program and what it reads.
         level: `root` (namespaces by right), `user` (in a user namespace) or `none`.
-        limits: by the names in `hybridrl.sandbox.python_runner.Limits`.
+        limits: by the names in `hybridrl.sandbox.python_runner.SandboxLimits`.
         libraries: folders that the program may read.
         search_path: folders beside the standard library that it imports from.
         temporary: where to make its scratch folder if it has no root folder of its own.
@@ -91,13 +91,13 @@ def main(report_to: int, memory_entrance: int | None = None) -> None:
 
     Args:
         report_to: the descriptor to write the report to: a marshalled dictionary with `failure`, a
-            text, if the program could not be confined, else with what `_watch` returns.
+            text, if the program could not be confined, else with what `_wait_for_end` returns.
         memory_entrance: the descriptor by which the program enters its memory group.
     """
     size = int.from_bytes(_read_exactly(8), "little")
-    job = Job(*marshal.loads(_read_exactly(size)))
+    job = SandboxedProgram(*marshal.loads(_read_exactly(size)))
     try:
-        report = _supervise(job, report_to, memory_entrance)
+        report = _start_and_watch(job, report_to, memory_entrance)
         if report is None:
             return
     except OSError as error:
@@ -106,25 +106,27 @@ def main(report_to: int, memory_entrance: int | None = None) -> None:
     os._exit(0)
 
 
-def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[str, Any] | None:
+def _start_and_watch(
+    job: SandboxedProgram, report_to: int, memory_entrance: int | None
+) -> dict[str, Any] | None:
     """Fork the program's process and return the report on its end; returns None in that process."""
     if job.is_judged:  # now: these import much that is out of reach later
         from . import judge, served_program
-    _be_the_first_to_go()
-    user = _unused_user() if os.geteuid() == 0 else None
+    _raise_oom_score()
+    user = _find_unused_user() if os.geteuid() == 0 else None
     if user is not None and job.level != "root":
         # In a user namespace, nobody has root's rights.
-        linux_kernel.become(user, job.libraries if job.level == "none" else [])
+        linux_kernel.switch_user(user, job.libraries if job.level == "none" else [])
         user = None
     if job.level == "none":
         scratch = _make_scratch(job.temporary)
     else:
-        scratch = namespaces.SCRATCH
-        namespaces.enter(with_user=job.level == "user")
-        namespaces.change_root(job.libraries, job.limits["scratch_mib"] * _MIB)
+        scratch = namespaces.SCRATCH_FOLDER
+        namespaces.enter_namespaces(with_user=job.level == "user")
+        namespaces.replace_root(job.libraries, job.limits["scratch_mib"] * _MIB)
     alive_read, alive_write = os.pipe()
     started_read, started_write = os.pipe()
-    stdin = _sealed_file(job.stdin)
+    stdin = _make_sealed_file(job.stdin)
     to_judge, from_program = os.pipe() if job.is_judged else (-1, -1)
     to_program, from_judge = os.pipe() if job.is_judged else (-1, -1)
     gc.freeze()  # the program's interpreter need not go through our objects when it ends
@@ -133,7 +135,7 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
     init = os.fork() if job.level != "none" else None
     if init == 0:
         others = (0, 1, 2, report_to, alive_write, started_read, started_write, stdin)
-        _be_init(alive_read, (*others, *group, *pipes))
+        _run_init_process(alive_read, (*others, *group, *pipes))
     supervisor = os.getpid()
     ours = (report_to, alive_read, alive_write, started_read, stdin)
     program = os.fork()
@@ -147,7 +149,7 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
             os.dup2(nowhere, 2)
         _confine(job, user, scratch, supervisor, started_write, group)
         if not job.is_judged:
-            _run(job.source)
+            _execute_source(job.source)
             return None
         served_program.serve_program(job.source, to_program, from_program)
     judging = os.fork() if job.is_judged else None
@@ -159,7 +161,7 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
     for descriptor in pipes:
         os.close(descriptor)
     os.close(started_write)
-    report = _watch(program, started_read, job.limits["wall_s"], judging)
+    report = _wait_for_end(program, started_read, job.limits["wall_s"], judging)
     if init is not None:
         os.kill(init, _KILL)
         os.waitpid(init, 0)
@@ -168,7 +170,7 @@ def _supervise(job: Job, report_to: int, memory_entrance: int | None) -> dict[st
     return report
 
 
-def _watch(program: int, started: int, wall_s: float, judge: int | None) -> dict[str, Any]:
+def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) -> dict[str, Any]:
     """Waits for the end of the program, or of its judge, and brings it about if need be.
 
     Returns:
@@ -197,11 +199,11 @@ def _watch(program: int, started: int, wall_s: float, judge: int | None) -> dict
         "program_cpu_s": others.ru_utime + others.ru_stime,
         "seconds": time.monotonic() - begin,
         "stopped": ("parent" if events else "wall") if by_us else None,
-        "landlock": landlock.version(),
+        "landlock": landlock.find_landlock_version(),
     }
 
 
-def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
+def _run_init_process(alive: int, others: tuple[int, ...]) -> NoReturn:
     """Run process 1 of the PID namespace, which ends when the supervisor does, however that
     happens."""
     for descriptor in others:
@@ -211,7 +213,7 @@ def _be_init(alive: int, others: tuple[int, ...]) -> NoReturn:
 
 
 def _confine(
-    job: Job,
+    job: SandboxedProgram,
     user: int | None,
     scratch: str,
     supervisor: int,
@@ -224,21 +226,21 @@ def _confine(
             os.write(entrance, b"0")
             os.close(entrance)
         if user is not None:
-            linux_kernel.become(user, job.libraries)
-        linux_kernel.give_up_privileges()
-        linux_kernel.die_with_parent()
+            linux_kernel.switch_user(user, job.libraries)
+        linux_kernel.drop_privileges()
+        linux_kernel.set_parent_death_signal()
         if job.level == "none" and os.getppid() != supervisor:  # it died before the request
             os._exit(1)
-        if job.level == "none" and landlock.version() == 0:
+        if job.level == "none" and landlock.find_landlock_version() == 0:
             raise OSError("the kernel has no Landlock, or it is not in use")
-        if landlock.version():
-            landlock.restrict(job.libraries, scratch)
+        if landlock.find_landlock_version():
+            landlock.restrict_files(job.libraries, scratch)
         os.chdir(scratch)
         for library in job.libraries:
             os.scandir(library).close()
         # Beside its threads, the kernel counts the supervisor, the first process, and the judge.
         _set_limits(job.limits, others=3 if job.is_judged else 2)
-        seccomp.install(os.getpid())
+        seccomp.install_filter(os.getpid())
     except OSError as error:
         os.write(started, f"{error.strerror or error} {error.filename or ''}".encode())
         os._exit(1)
@@ -251,7 +253,7 @@ def _confine(
     _open_standard_files()
 
 
-def _run(source: str) -> None:
+def _execute_source(source: str) -> None:
     """Run the program as `python program.py` would; the caller ends the interpreter."""
     main = type(sys)("__main__")
     sys.modules["__main__"] = main
@@ -287,7 +289,7 @@ def _set_limits(limits: dict[str, Any], others: int) -> None:
         resource.setrlimit(what, (pair[0], pair[1]))
 
 
-def _unused_user() -> int | None:
+def _find_unused_user() -> int | None:
     """Return a user id that nobody else has, so that per-user limits count this program alone;
     `nobody` in containers with few users, else None. `nobody` in a container that does not have so
     many users, and None if it has not even that one."""
@@ -299,7 +301,7 @@ def _unused_user() -> int | None:
     return None
 
 
-def _be_the_first_to_go() -> None:
+def _raise_oom_score() -> None:
     """Raise this process's OOM score, so that the kernel kills the program first."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
@@ -308,7 +310,7 @@ def _be_the_first_to_go() -> None:
         pass  # a courtesy, no more
 
 
-def _sealed_file(content: bytes) -> int:
+def _make_sealed_file(content: bytes) -> int:
     """Return a descriptor of an immutable file in memory, at its beginning."""
     file = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     view = memoryview(content)

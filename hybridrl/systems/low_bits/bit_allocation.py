@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.formatting import readable_bytes
+from hybridrl.system.formatting import format_bytes
 from hybridrl.systems.unequal_devices import UnequalDevice
 
 
@@ -31,7 +31,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWorkload:
     """The cost of a step on one device: layers by bits, and what is always in full precision.
 
     Attributes:
@@ -57,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Allocation:
+class BitAllocation:
     """The chosen bits of each device's layers, with the predicted seconds."""
 
     bits: Sequence[Sequence[int]]
@@ -65,11 +65,11 @@ class Allocation:
     target: float
 
 
-def allocate(
-    work: Work,
+def allocate_bits(
+    work: DeviceWorkload,
     devices: Sequence[UnequalDevice],
     indicators: Mapping[int, Mapping[int, float]],
-) -> Allocation:
+) -> BitAllocation:
     """Choose the fewest and least harmful low-bit layers with which no device holds up the others.
 
     A step lasts as long as its slowest device. That may be the fastest device with whole
@@ -93,10 +93,10 @@ def allocate(
         for device, bits in zip(devices, starts, strict=True)
     ]
     seconds = [work.seconds(bits, d.share) for bits, d in zip(chosen, devices, strict=True)]
-    return Allocation(chosen, seconds, target)
+    return BitAllocation(chosen, seconds, target)
 
 
-def _fastest(work: Work, device: UnequalDevice) -> list[int]:
+def _fastest(work: DeviceWorkload, device: UnequalDevice) -> list[int]:
     """Choose for each layer the bits in which it is fastest, then fewer bits until the model fits,
     beginning with the layers that lose least time per byte saved."""
     bits = [min(costs, key=lambda b: (costs[b].seconds, -b)) for costs in work.layers]
@@ -113,15 +113,15 @@ def _fastest(work: Work, device: UnequalDevice) -> list[int]:
             bits[n] = other
     if (taken := work.bytes(bits)) > device.memory:
         raise ConfigError(
-            f"The model takes {readable_bytes(taken)} in the fewest bits, and the device "
-            f"`{device.name}` has {readable_bytes(device.memory)} (memory_gib). Give it more, or "
+            f"The model takes {format_bytes(taken)} in the fewest bits, and the device "
+            f"`{device.name}` has {format_bytes(device.memory)} (memory_gib). Give it more, or "
             "leave it out of --devices."
         )
     return bits
 
 
 def _raised(
-    work: Work,
+    work: DeviceWorkload,
     device: UnequalDevice,
     bits: list[int],
     allowed: float,

@@ -16,21 +16,21 @@ from transformers import PretrainedConfig
 from hybridrl.batch.batch import Batch
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.language_model import build_language_model
-from hybridrl.models.packed_attention import NAME
-from hybridrl.planner.memory.model_shape import narrowed
-from hybridrl.quantization.low_bit_linear import apply_bits
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.planner.memory.model_shape import narrow_config
+from hybridrl.quantization.low_bit_linear import apply_layer_bits
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
-from hybridrl.systems.low_bits.low_bit_training import learn_in
-from hybridrl.systems.low_bits.precision_plan import SCORING, WHOLE
+from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
+from hybridrl.systems.low_bits.precision_plan import DTYPE_BITS, SCORING
 
-LAYERS = 2
-SECONDS = 0.3
+_PROBED_LAYERS = 2
+_MIN_SECONDS = 0.3
 """Of each measurement, at least."""
 
 
 @dataclass(frozen=True)
-class LayerSeconds:
+class LayerTimings:
     """The measured seconds of one layer by bits, and of everything outside the layers."""
 
     layer: dict[int, float]
@@ -38,7 +38,7 @@ class LayerSeconds:
     tokens: int
 
 
-def layer_seconds(
+def measure_layer_timings(
     config: PretrainedConfig,
     dtype: str,
     use: str,
@@ -47,7 +47,7 @@ def layer_seconds(
     tokens: int,
     length: int,
     device: torch.device,
-) -> LayerSeconds:
+) -> LayerTimings:
     """Measure a decoder layer in full precision and in each number of bits.
 
     Args:
@@ -57,18 +57,18 @@ def layer_seconds(
         tokens: Of a micro-batch, prompts included, about.
         length: Of a sample.
     """
-    whole = WHOLE[dtype]
+    whole = DTYPE_BITS[dtype]
     few = max(2, length)
     count = max(1, round(tokens / few))
     batch = _samples(config.get_text_config().vocab_size, count, few)
     runs = [_run(config, dtype, use, batch, device, 0, whole)]
-    runs += [_run(config, dtype, use, batch, device, LAYERS, b) for b in (whole, *bits)]
-    ends, *others = measure_seconds(runs, device, least=SECONDS)
+    runs += [_run(config, dtype, use, batch, device, _PROBED_LAYERS, b) for b in (whole, *bits)]
+    ends, *others = measure_seconds(runs, device, least=_MIN_SECONDS)
     layer = {
-        b: max(1e-9, (seconds - ends) / LAYERS)
+        b: max(1e-9, (seconds - ends) / _PROBED_LAYERS)
         for b, seconds in zip((whole, *bits), others, strict=True)
     }
-    return LayerSeconds(layer, ends, count * few)
+    return LayerTimings(layer, ends, count * few)
 
 
 def _samples(vocabulary: int, count: int, length: int) -> Batch:
@@ -92,20 +92,22 @@ def _run(
     if it trains."""
     with device, torch.random.fork_rng(devices=[]):
         model = build_language_model(
-            narrowed(config, 1, layers), dtype=DTYPES[dtype], attn_implementation=NAME
+            narrow_config(config, 1, layers),
+            dtype=DTYPES[dtype],
+            attn_implementation=PACKED_ATTENTION,
         )
     policy = CausalPolicy(model)
-    chosen = dict.fromkeys(range(layers), bits) if bits < WHOLE[dtype] else {}
+    chosen = dict.fromkeys(range(layers), bits) if bits < DTYPE_BITS[dtype] else {}
     samples = PackedSamples.of(batch, device)
     if use == SCORING:
-        apply_bits(policy.requires_grad_(False).inner, chosen, WHOLE[dtype])
+        apply_layer_bits(policy.requires_grad_(False).inner, chosen, DTYPE_BITS[dtype])
 
         @torch.no_grad()
         def once() -> object:
             return policy(samples)
 
         return once
-    learn_in(policy.inner, chosen)
+    enable_low_bit_training(policy.inner, chosen)
 
     def once_and_back() -> object:
         policy(samples)["log_probs"].sum().backward()

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hybridrl.quantization.low_bit_linear import (
     KINDS,
     LowBitLinear,
-    check_bits,
-    decoder_layers,
-    linears,
+    check_layer_bits,
+    find_decoder_layers,
+    find_linear_layers,
 )
 
 
@@ -27,15 +27,15 @@ class LowBitScoring:
         bits: By number of the layer; layers not named stay.
 
     Raises:
-        ConfigError: see `check_bits`, `decoder_layers`.
+        ConfigError: see `check_layer_bits`, `find_decoder_layers`.
     """
 
     def __init__(self, model: nn.Module, bits: Mapping[int, int]) -> None:
-        layers = decoder_layers(model)
-        check_bits(bits, len(layers))
+        layers = find_decoder_layers(model)
+        check_layer_bits(bits, len(layers))
         self._kept: dict[nn.Linear, LowBitLinear] = {}
         for number, wanted in bits.items():
-            for linear in linears(layers[number]).values():
+            for linear in find_linear_layers(layers[number]).values():
                 forward = partial(self._forward, linear, KINDS[wanted])
                 linear.forward = forward  # type: ignore[method-assign]
 

@@ -21,12 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridrl.errors import ConfigError
-from hybridrl.quantization.int8_products import Int8Weight, int8_product
-from hybridrl.quantization.low_bit_linear import check_bits, decoder_layers, linears
-from hybridrl.quantization.rounded_matrix import Rows, round_columns, round_rows
+from hybridrl.quantization.int8_products import Int8Weight, int8_matmul_once
+from hybridrl.quantization.low_bit_linear import (
+    check_layer_bits,
+    find_decoder_layers,
+    find_linear_layers,
+)
+from hybridrl.quantization.rounded_matrix import Rows, quantize_columns_int8, quantize_rows_int8
 
 
-def learn_in(model: nn.Module, bits: Mapping[int, int]) -> None:
+def enable_low_bit_training(model: nn.Module, bits: Mapping[int, int]) -> None:
     """Set the linear layers inside these decoder layers to compute in fewer bits from now on.
 
     Args:
@@ -34,21 +38,22 @@ def learn_in(model: nn.Module, bits: Mapping[int, int]) -> None:
         bits: 8, or 16 for bfloat16, by number of the layer; layers not named stay.
 
     Raises:
-        ConfigError: see `check_bits`, `decoder_layers`; for bits in which nothing learns.
+        ConfigError: see `check_layer_bits`, `find_decoder_layers`; for bits in which nothing
+            learns.
     """
-    layers = decoder_layers(model)
-    check_bits(bits, len(layers))
+    layers = find_decoder_layers(model)
+    check_layer_bits(bits, len(layers))
     for number, wanted in bits.items():
-        if wanted not in FORWARDS:
+        if wanted not in _FORWARDS:
             raise ConfigError(
                 f"The plan wants layer {number} to learn in {wanted} bits: there are 8 and 16."
             )
-        for linear in linears(layers[number]).values():
-            linear.forward = MethodType(FORWARDS[wanted], linear)  # type: ignore[method-assign]
+        for linear in find_linear_layers(layers[number]).values():
+            linear.forward = MethodType(_FORWARDS[wanted], linear)  # type: ignore[method-assign]
 
 
 def _forward8(linear: nn.Linear, x: Tensor) -> Tensor:
-    products: Tensor = Int8Linear.apply(x.flatten(0, -2), linear.weight)
+    products: Tensor = Int8LinearFunction.apply(x.flatten(0, -2), linear.weight)
     if linear.bias is not None:
         products = products + linear.bias
     return products.unflatten(0, x.shape[:-1])
@@ -59,10 +64,10 @@ def _forward16(linear: nn.Linear, x: Tensor) -> Tensor:
     return products if linear.bias is None else products + linear.bias
 
 
-FORWARDS = {8: _forward8, 16: _forward16}
+_FORWARDS = {8: _forward8, 16: _forward16}
 
 
-class Int8Linear(torch.autograd.Function):
+class Int8LinearFunction(torch.autograd.Function):
     """An autograd function: ``[tokens, inputs]`` times ``[outputs, inputs]``, in int8 both ways.
 
     The gradient is rounded once, a scale for each token. In ``dW`` tokens are summed over, so there
@@ -72,17 +77,17 @@ class Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return Int8Weight(round_rows(weight)).multiply(x)
+        return Int8Weight(quantize_rows_int8(weight)).multiply(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x = of_weight = None
-        rows = round_rows(gradient, stochastic=True)
+        rows = quantize_rows_int8(gradient, stochastic=True)
         if ctx.needs_input_grad[0]:
-            of_x = int8_product(rows, round_columns(weight), x.dtype)
+            of_x = int8_matmul_once(rows, quantize_columns_int8(weight), x.dtype)
         if ctx.needs_input_grad[1]:
-            inputs = round_columns(x, rows.scales)
+            inputs = quantize_columns_int8(x, rows.scales)
             outputs = Rows(rows.values.t(), torch.ones(len(weight), 1, device=x.device))
-            of_weight = int8_product(outputs, inputs, weight.dtype)
+            of_weight = int8_matmul_once(outputs, inputs, weight.dtype)
         return of_x, of_weight

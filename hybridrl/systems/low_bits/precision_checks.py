@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.config.schema import Config, ParallelConfig
-from hybridrl.errors import ConfigError, nearest
+from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.systems.low_bits.precision_plan import SCORING, TRAINING, PrecisionPlan
-from hybridrl.systems.low_bits.role_plans import plan_setting
+from hybridrl.systems.low_bits.role_plans import find_precision_setting
 from hybridrl.trainers import load_roles
-from hybridrl.trainers.role_spec import ACTOR, RoleSpec
+from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
 
 
-def check_role(config: Config, role: str) -> tuple[str, str | None]:
+def resolve_precision_use(config: Config, role: str) -> tuple[str, str | None]:
     """Return what a role's plan is for, `scoring` or `training`, and the path of its model.
 
     Raises:
@@ -22,10 +22,10 @@ def check_role(config: Config, role: str) -> tuple[str, str | None]:
     if role not in roles:
         raise ConfigError(
             f"--role {role}: trainer.name={config.trainer.name} has {', '.join(roles)}."
-            f"{nearest(role, roles)}"
+            f"{suggest_name(role, roles)}"
         )
     spec = roles[role]
-    if role == ACTOR and spec.trains:
+    if role == ACTOR_ROLE and spec.trains:
         return TRAINING, config.model.path
     if spec.worker != "reference":
         raise ConfigError(
@@ -36,7 +36,7 @@ def check_role(config: Config, role: str) -> tuple[str, str | None]:
     return SCORING, spec.path(role, config) or config.model.path
 
 
-def check_precision(
+def check_precision_plan(
     config: Config,
     role: str,
     spec: RoleSpec,
@@ -54,12 +54,12 @@ def check_precision(
     Raises:
         ConfigError: names the setting, and what it does not go with.
     """
-    if (found := plan_setting(config, role)) is None:
+    if (found := find_precision_setting(config, role)) is None:
         return
     setting, path = found
     plan = PrecisionPlan.load(path, setting)
     said = f"{setting}={path}"
-    use = TRAINING if role == ACTOR else SCORING
+    use = TRAINING if role == ACTOR_ROLE else SCORING
     if plan.use != use:
         raise ConfigError(
             f"{said}: this plan is for {plan.use}, and the role `{role}` is "
@@ -92,7 +92,7 @@ def check_precision(
 
 
 def _check_model(said: str, plan: PrecisionPlan, model: Any) -> None:
-    from hybridrl.quantization.low_bit_linear import check_linear
+    from hybridrl.quantization.low_bit_linear import check_linear_layers
 
     layers = model.get_text_config().num_hidden_layers
     if layers != plan.layers:
@@ -100,4 +100,4 @@ def _check_model(said: str, plan: PrecisionPlan, model: Any) -> None:
             f"{said}: the plan is for a model of {plan.layers} layers, and this one has {layers}. "
             "Make it again."
         )
-    check_linear(model, said, str(model.name_or_path or "the model"), cure="Leave it out.")
+    check_linear_layers(model, said, str(model.name_or_path or "the model"), cure="Leave it out.")

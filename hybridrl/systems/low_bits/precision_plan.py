@@ -12,11 +12,11 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 
-KIND = "precision"
+_PLAN_KIND = "precision"
 SCORING, TRAINING = "scoring", "training"
-BITS = {SCORING: (4, 8, 16, 32), TRAINING: (8, 16, 32)}
+_ALLOWED_BITS = {SCORING: (4, 8, 16, 32), TRAINING: (8, 16, 32)}
 """That each use may have. 16 of a model in float32 are bfloat16."""
-WHOLE = {"float32": 32, "bfloat16": 16, "float16": 16}
+DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 """Bits of the precisions that models compute in."""
 
 
@@ -64,7 +64,7 @@ class PrecisionPlan:
     @property
     def whole(self) -> int:
         """The number of bits of the model's own dtype."""
-        return WHOLE[self.dtype]
+        return DTYPE_BITS[self.dtype]
 
     @property
     def low_layers(self) -> Sequence[int]:
@@ -74,7 +74,7 @@ class PrecisionPlan:
         )
 
     def to_json(self) -> str:
-        return json.dumps({"kind": KIND, **asdict(self)}, indent=2)
+        return json.dumps({"kind": _PLAN_KIND, **asdict(self)}, indent=2)
 
     @classmethod
     def load(cls, path: str, setting: str) -> PrecisionPlan:
@@ -107,18 +107,18 @@ class PrecisionPlan:
             ValueError, KeyError, TypeError, AttributeError: if it is none; says why.
         """
         read = json.loads(text)
-        if read.get("kind") != KIND:
+        if read.get("kind") != _PLAN_KIND:
             raise ValueError(f"its kind is {read.get('kind')!r}")
-        if read["use"] not in BITS:
-            raise ValueError(f"its use is {read['use']!r}; there are {', '.join(BITS)}")
-        if read["dtype"] not in WHOLE:
-            raise ValueError(f"its dtype is {read['dtype']!r}; there are {', '.join(WHOLE)}")
+        if read["use"] not in _ALLOWED_BITS:
+            raise ValueError(f"its use is {read['use']!r}; there are {', '.join(_ALLOWED_BITS)}")
+        if read["dtype"] not in DTYPE_BITS:
+            raise ValueError(f"its dtype is {read['dtype']!r}; there are {', '.join(DTYPE_BITS)}")
         layers = read["layers"]
         if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
             raise ValueError(f"layers is {layers!r}, and must be 1 or more")
         if not isinstance(read["ranks"], list) or not read["ranks"]:
             raise ValueError("ranks is no list of at least one")
-        ranks = [_rank(one, layers, BITS[read["use"]]) for one in read["ranks"]]
+        ranks = [_rank(one, layers, _ALLOWED_BITS[read["use"]]) for one in read["ranks"]]
         return cls(read["use"], layers, read["dtype"], ranks, dict(read.get("found", {})))
 
 

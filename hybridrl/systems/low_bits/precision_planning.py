@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from hybridrl.models import load_config as load_model_config
 from hybridrl.models import load_model
-from hybridrl.quantization.low_bit_linear import decoder_layers
-from hybridrl.quantization.output_kl import indicator, token_kl
-from hybridrl.systems.low_bits.bit_allocation import LayerCost, Work, allocate
-from hybridrl.systems.low_bits.layer_timings import LayerSeconds, layer_seconds
+from hybridrl.models import load_model_config as load_model_config
+from hybridrl.quantization.low_bit_linear import find_decoder_layers
+from hybridrl.quantization.output_kl import measure_sensitivity, token_kl
+from hybridrl.systems.low_bits.bit_allocation import DeviceWorkload, LayerCost, allocate_bits
+from hybridrl.systems.low_bits.layer_timings import LayerTimings, measure_layer_timings
 from hybridrl.systems.low_bits.precision_plan import (
+    DTYPE_BITS,
     SCORING,
     TRAINING,
-    WHOLE,
     PrecisionPlan,
     RankPrecision,
 )
@@ -53,9 +53,9 @@ def make_plan(
         device: To measure on.
         tokens: Of the probe's micro-batch, at most.
     """
-    whole = WHOLE[dtype]
+    whole = DTYPE_BITS[dtype]
     low = [bits for bits in ((16, 8, 4) if use == SCORING else (16, 8)) if bits < whole]
-    seconds = layer_seconds(
+    seconds = measure_layer_timings(
         load_model_config(path),
         dtype,
         use,
@@ -65,9 +65,9 @@ def make_plan(
         device=device,
     )
     model = load_model(path, dtype).to(device).requires_grad_(False).eval()
-    harm = indicator(model, samples, low)
+    harm = measure_sensitivity(model, samples, low)
     work = _work(model, use, seconds, step_tokens / len(devices), devices)
-    found = allocate(work, devices, harm)
+    found = allocate_bits(work, devices, harm)
     kls = []
     for bits in found.bits:
         lowered = {n: b for n, b in enumerate(bits) if b < whole}
@@ -93,13 +93,13 @@ def make_plan(
 def _work(
     model: Any,
     use: str,
-    seconds: LayerSeconds,
+    seconds: LayerTimings,
     tokens: float,
     devices: Sequence[UnequalDevice],
-) -> Work:
+) -> DeviceWorkload:
     """Build the work of a rank in one step, for an equal share of its tokens."""
     times = tokens / seconds.tokens
-    layers, whole = decoder_layers(model), max(seconds.layer)
+    layers, whole = find_decoder_layers(model), max(seconds.layer)
     parameters = sum(p.numel() for p in model.parameters())
     inside = sum(p.numel() for p in layers.parameters())
     size = STATE if use == TRAINING else 4
@@ -107,7 +107,7 @@ def _work(
     if use == TRAINING and len(devices) > 1:  # weights are gathered, gradients are summed
         moved = parameters * (whole / 8 + 4) * (len(devices) - 1) / len(devices)
         fixed = moved / min(d.link for d in devices)
-    return Work(
+    return DeviceWorkload(
         [
             {
                 bits: LayerCost(

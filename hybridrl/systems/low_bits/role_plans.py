@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hybridrl.config.role_models import model_settings
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
 
 
-def plan_setting(config: Config, role: str) -> tuple[str, str] | None:
+def find_precision_setting(config: Config, role: str) -> tuple[str, str] | None:
     """Return the setting that names a role's precision plan, and the file; None if it has none."""
-    path = model_settings(config, role).precision
+    path = parse_role_model(config, role).precision
     return None if path is None else (f"models.{role}.precision", path)
 
 
-def plan_of(config: Config, role: str) -> PrecisionPlan | None:
+def load_precision_plan(config: Config, role: str) -> PrecisionPlan | None:
     """Load the precision plan of a role; None if it has none.
 
     Raises:
         ConfigError: if the file holds none.
     """
-    found = plan_setting(config, role)
+    found = find_precision_setting(config, role)
     return None if found is None else PrecisionPlan.load(found[1], found[0])
 
 
-def precision_notices(config: Config, roles: Iterable[str]) -> list[str]:
+def list_precision_notices(config: Config, roles: Iterable[str]) -> list[str]:
     """Return a notice for each role that computes with fewer bits."""
     found = []
     for role in roles:
-        if (plan := plan_of(config, role)) is None:
+        if (plan := load_precision_plan(config, role)) is None:
             continue
-        setting, _ = plan_setting(config, role) or ("", "")
+        setting, _ = find_precision_setting(config, role) or ("", "")
         low = plan.low_layers
         kls = plan.found.get("token_kl")
         # People may have written there what they like.

@@ -21,8 +21,8 @@ from transformers import AutoConfig, DynamicCache, PretrainedConfig
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.planner.machine.device_probe import measure_on_all
-from hybridrl.planner.machine.layer_probe import LAYERS, build_layers, packed_run
-from hybridrl.planner.memory.model_shape import narrowed, shape_of
+from hybridrl.planner.machine.layer_probe import PROBED_LAYERS, build_layers, packed_run
+from hybridrl.planner.memory.model_shape import compute_model_shape, narrow_config
 from hybridrl.planner.step.operator_work import (
     DECODE,
     FORWARD,
@@ -31,10 +31,10 @@ from hybridrl.planner.step.operator_work import (
     HEAD_TRAIN,
     OPTIMIZER,
     TRAIN,
-    Work,
+    OperatorWork,
 )
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.system.device_traits import make_current
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.operator_costs.cost_model import (
@@ -44,13 +44,13 @@ from hybridrl.systems.operator_costs.cost_model import (
     choose_representative,
 )
 
-SECONDS = 0.06
+_MIN_SECONDS = 0.06
 """Of one measurement, at least."""
 TURNS = 5
-VOCABULARY = 512
+_VOCABULARY_SIZE = 512
 
 
-class Family(NamedTuple):
+class ModelFamily(NamedTuple):
     """An architecture whose models differ in size only.
 
     Attributes:
@@ -66,81 +66,83 @@ class Family(NamedTuple):
     groups: int
 
 
-FAMILIES = {
-    "llama": Family("llama", 2.7, 64, 1),
-    "llama, grouped": Family("llama", 3.5, 32, 4),
-    "qwen2": Family("qwen2", 5.0, 64, 4),
-    "qwen3": Family("qwen3", 3.0, 128, 2),
-    "gemma2": Family("gemma2", 4.0, 64, 2),
-    "mistral": Family("mistral", 3.5, 64, 2),
-    "phi3": Family("phi3", 2.7, 32, 1),
-    "olmo2": Family("olmo2", 2.7, 64, 1),
+MODEL_FAMILIES = {
+    "llama": ModelFamily("llama", 2.7, 64, 1),
+    "llama, grouped": ModelFamily("llama", 3.5, 32, 4),
+    "qwen2": ModelFamily("qwen2", 5.0, 64, 4),
+    "qwen3": ModelFamily("qwen3", 3.0, 128, 2),
+    "gemma2": ModelFamily("gemma2", 4.0, 64, 2),
+    "mistral": ModelFamily("mistral", 3.5, 64, 2),
+    "phi3": ModelFamily("phi3", 2.7, 32, 1),
+    "olmo2": ModelFamily("olmo2", 2.7, 64, 1),
 }
-SIZES = (128, 256, 512, 768)
+HIDDEN_SIZES = (128, 256, 512, 768)
 """Widths of states."""
-TOKENS = ((64, 64), (256, 32), (512, 256), (2048, 128))
+_MICRO_BATCHES = ((64, 64), (256, 32), (512, 256), (2048, 128))
 """Tokens of a micro-batch, and of a sample."""
-ROWS = ((1, 64), (8, 64), (32, 256), (64, 64))
+_DECODE_BATCHES = ((1, 64), (8, 64), (32, 256), (64, 64))
 """Rows that are generated together, and tokens in their cache."""
 
 
-class Piece(NamedTuple):
+class CalibrationCase(NamedTuple):
     """A piece of work with the model to measure it on; None if it needs no model."""
 
-    work: Work
+    work: OperatorWork
     model: PretrainedConfig | None
 
 
-def config_of(family: Family, hidden: int) -> PretrainedConfig:
+def build_family_config(family: ModelFamily, hidden: int) -> PretrainedConfig:
     """Build the configuration of a model of this family with this hidden size."""
     heads = max(family.groups, hidden // family.head)
     return AutoConfig.for_model(
         family.kind,
         hidden_size=hidden,
         intermediate_size=round(family.wide * hidden / 32) * 32,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=PROBED_LAYERS,
         num_attention_heads=heads,
         num_key_value_heads=heads // family.groups,
         head_dim=family.head,
-        vocab_size=VOCABULARY,
+        vocab_size=_VOCABULARY_SIZE,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
     )
 
 
-def pieces_of(config: PretrainedConfig, dtype: str) -> list[Piece]:
+def list_calibration_cases(config: PretrainedConfig, dtype: str) -> list[CalibrationCase]:
     """List the work of training, scoring and generating with a model, in several sizes."""
-    shape = shape_of(config, dtype)
-    layer = Work(
+    shape = compute_model_shape(config, dtype)
+    layer = OperatorWork(
         FORWARD,
         *(1.0, 1.0, shape.hidden, shape.active_of_layer, shape.query, shape.key_value, shape.item),
     )
     found = [
-        Piece(replace(layer, op=op, tokens=tokens, length=length), config)
+        CalibrationCase(replace(layer, op=op, tokens=tokens, length=length), config)
         for op in (FORWARD, TRAIN)
-        for tokens, length in TOKENS
+        for tokens, length in _MICRO_BATCHES
     ]
     found += [
-        Piece(replace(layer, op=DECODE, tokens=rows, length=length), config)
-        for rows, length in ROWS
+        CalibrationCase(replace(layer, op=DECODE, tokens=rows, length=length), config)
+        for rows, length in _DECODE_BATCHES
     ]
     for op in (HEAD, HEAD_TRAIN):
         for tokens, words in ((128, 2048), (1024, 8192)):
             parameters = float(words * shape.hidden)
             found.append(
-                Piece(Work(op, tokens, 1.0, shape.hidden, parameters, item=shape.item), None)
+                CalibrationCase(
+                    OperatorWork(op, tokens, 1.0, shape.hidden, parameters, item=shape.item), None
+                )
             )
-    found.append(Piece(Work(OPTIMIZER, float(shape.layer.all)), None))
-    found.append(Piece(Work(GATHER, float(shape.item * shape.layer.all)), None))
+    found.append(CalibrationCase(OperatorWork(OPTIMIZER, float(shape.layer.all)), None))
+    found.append(CalibrationCase(OperatorWork(GATHER, float(shape.item * shape.layer.all)), None))
     return found
 
 
-def calibrate(
-    cluster: Cluster,
+def measure_operators(
+    cluster: ClusterSpec,
     dtype: str,
-    families: Sequence[str] = tuple(FAMILIES),
-    sizes: Sequence[int] = SIZES,
+    families: Sequence[str] = tuple(MODEL_FAMILIES),
+    sizes: Sequence[int] = HIDDEN_SIZES,
     limit: int | None = None,
 ) -> CostTable:
     """Measure the devices of this machine, all at once, and return the mean over devices.
@@ -155,7 +157,9 @@ def calibrate(
         piece
         for family in families
         for size in sizes
-        for piece in pieces_of(config_of(FAMILIES[family], size), dtype)
+        for piece in list_calibration_cases(
+            build_family_config(MODEL_FAMILIES[family], size), dtype
+        )
         if len(cluster.devices) > 1 or piece.work.op != GATHER
     ]
     if limit is not None:
@@ -167,16 +171,16 @@ def calibrate(
 
 
 def _measure(
-    rank: int, world: int, kind: str, threads: int, dtype: str, pieces: Sequence[Piece]
+    rank: int, world: int, kind: str, threads: int, dtype: str, pieces: Sequence[CalibrationCase]
 ) -> list[float]:
-    device = make_current(kind, rank)
+    device = set_current_device(kind, rank)
     if world > 1:
         torch.set_num_threads(threads)
     return [_seconds(piece, DTYPES[dtype], dtype, device, world) for piece in pieces]
 
 
 def _seconds(
-    piece: Piece, kind: torch.dtype, dtype: str, device: torch.device, world: int
+    piece: CalibrationCase, kind: torch.dtype, dtype: str, device: torch.device, world: int
 ) -> float:
     """Of a piece; of a layer where it is of several."""
     work, config = piece
@@ -191,19 +195,19 @@ def _seconds(
         once = _head(work, kind, device)
     else:
         assert config is not None  # for it is a layer's
-        layers = LAYERS
+        layers = PROBED_LAYERS
         if work.op == DECODE:
             once = _decode(config, work, kind, device)
         else:
             body = build_layers(config, dtype, device)
             once = packed_run(body, device, tokens, int(work.length), work.op == TRAIN)
     # Of a collective all ranks make as many.
-    least = 0.0 if work.op == GATHER else SECONDS
+    least = 0.0 if work.op == GATHER else _MIN_SECONDS
     (seconds,) = measure_seconds([once], device, world=world, turns=TURNS, least=least)
     return seconds / layers
 
 
-def _head(work: Work, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+def _head(work: OperatorWork, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
     trains = work.op == HEAD_TRAIN
     hidden, words = int(work.hidden), int(work.parameters / work.hidden)
     states = torch.ones(int(work.tokens), hidden, dtype=dtype, device=device)
@@ -222,13 +226,13 @@ def _head(work: Work, dtype: torch.dtype, device: torch.device) -> Callable[[], 
 
 
 def _decode(
-    config: PretrainedConfig, work: Work, dtype: torch.dtype, device: torch.device
+    config: PretrainedConfig, work: OperatorWork, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], None]:
     """Return a function that generates one token for each row and then crops the cache to its
     length before."""
     with device:
         model: Any = build_language_model(
-            narrowed(config, 1, LAYERS), dtype=dtype, attn_implementation="sdpa"
+            narrow_config(config, 1, PROBED_LAYERS), dtype=dtype, attn_implementation="sdpa"
         ).eval()
     rows, length = int(work.tokens), int(work.length)
     ids = torch.zeros(rows, length, dtype=torch.int64, device=device)

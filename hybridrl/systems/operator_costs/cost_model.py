@@ -25,20 +25,28 @@ from hybridrl.planner.step.operator_work import (
     GATHER,
     HEAD,
     HEAD_TRAIN,
-    OPS,
+    OPERATORS,
     OPTIMIZER,
     TRAIN,
-    Work,
+    OperatorWork,
 )
-from hybridrl.system.cluster_spec import Cluster
+from hybridrl.system.cluster_spec import ClusterSpec
 
-LAUNCHES = {FORWARD: 15, TRAIN: 45, DECODE: 18, HEAD: 4, HEAD_TRAIN: 10, OPTIMIZER: 12, GATHER: 3}
+KERNEL_LAUNCHES = {
+    FORWARD: 15,
+    TRAIN: 45,
+    DECODE: 18,
+    HEAD: 4,
+    HEAD_TRAIN: 10,
+    OPTIMIZER: 12,
+    GATHER: 3,
+}
 """Kernels, about: what the model is told a piece of work begins with."""
 LEAST_SPREAD = 0.02
 """Of a number of a description, to be told apart by it."""
-NOISE = 1e-3
+_MEASUREMENT_NOISE = 1e-3
 """Variance of a measurement's logarithm, in those of all factors."""
-FAR = 4.0
+_LENGTH_SCALE = 4.0
 """A sample tells of others within this distance, in standard deviations of the description: chosen
 on the tables of `benchmarks/operator_cost.py`."""
 
@@ -61,7 +69,7 @@ class DeviceProfile:
     small_op: float
 
     @classmethod
-    def of_cluster(cls, cluster: Cluster, dtype: str) -> DeviceProfile:
+    def of_cluster(cls, cluster: ClusterSpec, dtype: str) -> DeviceProfile:
         """Return the rates of the devices of a cluster that was probed."""
         model, host = cluster.models[cluster.devices[0].model], cluster.hosts[cluster.nodes[0]]
         few_rows = model.few_rows or model.flops[dtype]
@@ -72,7 +80,7 @@ class DeviceProfile:
 class CostSample(NamedTuple):
     """A measurement."""
 
-    work: Work
+    work: OperatorWork
     seconds: float
 
 
@@ -84,7 +92,7 @@ class CostTable:
     samples: Sequence[CostSample]
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[OperatorWork]:
         """Return the pieces of work that were measured."""
         return [sample.work for sample in self.samples]
 
@@ -102,11 +110,11 @@ class CostTable:
     def of_data(cls, data: Mapping[str, Any]) -> CostTable:
         """What `to_data` gave."""
         rows = [dict(row) for row in data["samples"]]
-        samples = [CostSample(seconds=row.pop("seconds"), work=Work(**row)) for row in rows]
+        samples = [CostSample(seconds=row.pop("seconds"), work=OperatorWork(**row)) for row in rows]
         return cls(DeviceProfile(**data["device"]), samples)
 
 
-class OperatorCosts:
+class OperatorCostModel:
     """A model that predicts the seconds of operators on several devices.
 
     Args:
@@ -118,20 +126,23 @@ class OperatorCosts:
         from sklearn.gaussian_process.kernels import Matern
 
         x = np.concatenate([describe_work(table.works, table.device) for table in tables])
-        factors = [table.seconds / roofline(table.works, table.device) for table in tables]
+        factors = [table.seconds / roofline_seconds(table.works, table.device) for table in tables]
         self._mean, self._spread = x.mean(0), np.maximum(x.std(0), LEAST_SPREAD)
         self._process = GaussianProcessRegressor(
-            Matern(FAR, nu=2.5), alpha=NOISE, optimizer=None, normalize_y=True
+            Matern(_LENGTH_SCALE, nu=2.5),
+            alpha=_MEASUREMENT_NOISE,
+            optimizer=None,
+            normalize_y=True,
         ).fit((x - self._mean) / self._spread, np.log(np.concatenate(factors)))
 
-    def seconds(self, works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
+    def seconds(self, works: Sequence[OperatorWork], device: DeviceProfile) -> np.ndarray:
         """Predict the seconds of each piece of work, on a device with samples or only with
         rates."""
         x = (describe_work(works, device) - self._mean) / self._spread
-        return np.asarray(roofline(works, device) * np.exp(self._process.predict(x)))
+        return np.asarray(roofline_seconds(works, device) * np.exp(self._process.predict(x)))
 
 
-class DeviceCosts:
+class DeviceCostModel:
     """What work takes on one device, asked one by one: a `CostPredictor`.
 
     Args:
@@ -145,32 +156,32 @@ class DeviceCosts:
     ) -> None:
         self.source = source
         self._device = table.device
-        self._costs = OperatorCosts([table, *others])
-        self._known: dict[Work, float] = {}
+        self._costs = OperatorCostModel([table, *others])
+        self._known: dict[OperatorWork, float] = {}
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: OperatorWork) -> float:
         if work not in self._known:
             self._known[work] = float(self._costs.seconds([work], self._device)[0])
         return self._known[work]
 
 
-def roofline(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
+def roofline_seconds(works: Sequence[OperatorWork], device: DeviceProfile) -> np.ndarray:
     """Return the seconds of each piece of work if its products, memory and launches came one after
     the other at the device's rates."""
     return np.array([sum(_parts(work, device)) for work in works])
 
 
-def _parts(work: Work, device: DeviceProfile) -> tuple[float, float, float]:
+def _parts(work: OperatorWork, device: DeviceProfile) -> tuple[float, float, float]:
     rate = device.few_rows if work.op == DECODE else device.flops
     moved = device.link if work.op == GATHER else device.memory
     return (
         work.operations / rate,
         work.bytes / moved,
-        LAUNCHES[work.op] * device.small_op,
+        KERNEL_LAUNCHES[work.op] * device.small_op,
     )
 
 
-def describe_work(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
+def describe_work(works: Sequence[OperatorWork], device: DeviceProfile) -> np.ndarray:
     """A row of numbers for each, alike where loops and their proportions are."""
     rows = []
     for work in works:
@@ -178,7 +189,7 @@ def describe_work(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
         whole = sum(parts)
         rows.append(
             [
-                *(2.0 * (work.op == op) for op in OPS),
+                *(2.0 * (work.op == op) for op in OPERATORS),
                 *map(math.log, (work.tokens, work.length, work.hidden, work.parameters)),
                 *map(math.log, (work.query / work.hidden, work.key_value / work.hidden)),
                 math.log(work.parameters / work.hidden**2),
@@ -190,7 +201,9 @@ def describe_work(works: Sequence[Work], device: DeviceProfile) -> np.ndarray:
     return np.array(rows)
 
 
-def choose_representative(works: Sequence[Work], device: DeviceProfile, number: int) -> list[int]:
+def choose_representative(
+    works: Sequence[OperatorWork], device: DeviceProfile, number: int
+) -> list[int]:
     """Of much work the pieces that stand for the rest, by KMeans over their descriptions: those
     nearest to the centres.
 

@@ -13,14 +13,14 @@ from hybridrl.planner.machine.measurements import (
     find_measurement,
     other_machines,
 )
-from hybridrl.system.cluster_spec import Cluster
-from hybridrl.systems.operator_costs.cost_model import CostTable, DeviceCosts
+from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.systems.operator_costs.cost_model import CostTable, DeviceCostModel
 
-_LEARNED: dict[float, DeviceCosts] = {}
+_LEARNED: dict[float, DeviceCostModel] = {}
 """By the date of the measurement: to learn from it takes a second."""
 
 
-def describe_table(cluster: Cluster, dtype: str) -> dict[str, Any]:
+def describe_table(cluster: ClusterSpec, dtype: str) -> dict[str, Any]:
     """Return what tells tables of this machine apart.
 
     Args:
@@ -30,7 +30,7 @@ def describe_table(cluster: Cluster, dtype: str) -> dict[str, Any]:
     return {**describe_devices(cluster), "model": cluster.devices[0].model, "dtype": dtype}
 
 
-def other_tables(dtype: str) -> list[CostTable]:
+def load_other_tables(dtype: str) -> list[CostTable]:
     """Return those of other machines, from which something can be learned about this one."""
     return [
         CostTable.of_data(one.data)
@@ -39,7 +39,7 @@ def other_tables(dtype: str) -> list[CostTable]:
     ]
 
 
-def find_costs(cluster: Cluster, dtype: str) -> DeviceCosts | None:
+def find_costs(cluster: ClusterSpec, dtype: str) -> DeviceCostModel | None:
     """Return what work takes on the devices of a cluster; None where it was not measured on this
     machine, or scikit-learn is not there to learn from it."""
     kept = find_measurement(OPERATORS, describe_table(cluster, dtype), oldest_s=math.inf)
@@ -47,7 +47,9 @@ def find_costs(cluster: Cluster, dtype: str) -> DeviceCosts | None:
         return None
     if kept.date not in _LEARNED:
         table = CostTable.of_data(kept.data)
-        _LEARNED[kept.date] = DeviceCosts(table, other_tables(dtype), f"pieces of work {kept}")
+        _LEARNED[kept.date] = DeviceCostModel(
+            table, load_other_tables(dtype), f"pieces of work {kept}"
+        )
     return _LEARNED[kept.date]
 
 

@@ -11,40 +11,40 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.language_model import build_language_model
-from hybridrl.planner.memory.model_shape import shape_of
-from hybridrl.system.cluster_spec import Link
+from hybridrl.planner.memory.model_shape import compute_model_shape
+from hybridrl.system.cluster_spec import LinkSpec
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.unequal_generation.decoder_stage import DecoderStage
-from hybridrl.systems.unequal_generation.generation_plan import BITS, WHOLE
+from hybridrl.systems.unequal_generation.generation_plan import FULL_PRECISION_BITS, GENERATION_BITS
 from hybridrl.systems.unequal_generation.generation_problem import (
-    Costs,
-    Curve,
+    CostCurve,
     GenerationProblem,
+    PhaseCosts,
 )
 from hybridrl.systems.unequal_generation.growing_cache import GrowingCache
 
-Choice = Callable[[nn.Module, Tensor], Callable[[], object]]
-DEPTHS = (1, 3)
+TokenChoice = Callable[[nn.Module, Tensor], Callable[[], object]]
+_PROBED_DEPTHS = (1, 3)
 """Layers of the stages that are timed: what the second has more is layers alone."""
-TURNS, SECONDS = 5, 0.2
+_MIN_TURNS, _MIN_SECONDS = 5, 0.2
 """A measurement repeats at least so often, and at least so long."""
-CACHE_BYTES = 64 << 20
+_CACHE_FLUSH_BYTES = 64 << 20
 """More than caches hold."""
-SCALE_BYTES = {8: 0.0, 4: 0.5 / 8}
+_SCALE_BYTES_PER_VALUE = {8: 0.0, 4: 0.5 / 8}
 """Beside a value: float32 scales, one for each 64 values of 4 bits; of rows in 8 bits few."""
 
 
-def probe_costs(
+def measure_phase_costs(
     config: PretrainedConfig,
     dtype: str,
     device: torch.device,
     rows: Sequence[int],
     prompt_tokens: int,
     response_tokens: int,
-    choice: Choice,
-    bits: Sequence[int] = BITS,
-) -> tuple[Costs, Costs]:
+    choice: TokenChoice,
+    bits: Sequence[int] = GENERATION_BITS,
+) -> tuple[PhaseCosts, PhaseCosts]:
     """Measure the costs of prefill and of decode on this device, with random weights.
 
     Args:
@@ -56,16 +56,16 @@ def probe_costs(
     """
     few = copy.deepcopy(config)
     text = few.get_text_config()
-    text.num_hidden_layers = DEPTHS[1] + 1
+    text.num_hidden_layers = _PROBED_DEPTHS[1] + 1
     if getattr(text, "layer_types", None) is not None:
-        text.layer_types = ((DEPTHS[1] + 1) * text.layer_types)[: DEPTHS[1] + 1]
+        text.layer_types = ((_PROBED_DEPTHS[1] + 1) * text.layer_types)[: _PROBED_DEPTHS[1] + 1]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build_language_model(few, dtype=DTYPES[dtype]).eval()
     layer: dict[bool, dict[int, list[tuple[int, float]]]] = {True: {}, False: {}}
     stage: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
     for number in bits:
-        pair = [_stage(model, depth, number, dtype, device) for depth in DEPTHS]
+        pair = [_stage(model, depth, number, dtype, device) for depth in _PROBED_DEPTHS]
         for count in sorted(set(rows)):
             for prefill in (True, False):
                 tokens = prompt_tokens if prefill else 1
@@ -73,17 +73,17 @@ def probe_costs(
                 low, high = _timed(
                     [_pass(one, count, tokens, before, device) for one in pair], device
                 )
-                cost = max(0.0, (high - low) / (DEPTHS[1] - DEPTHS[0]))
+                cost = max(0.0, (high - low) / (_PROBED_DEPTHS[1] - _PROBED_DEPTHS[0]))
                 layer[prefill].setdefault(number, []).append((count, cost))
                 if number == max(bits):
-                    stage[prefill].append((count, max(0.0, low - DEPTHS[0] * cost)))
+                    stage[prefill].append((count, max(0.0, low - _PROBED_DEPTHS[0] * cost)))
     head = model.get_output_embeddings().to(device)
     ends = []
     for count in sorted(set(rows)):
         states = torch.randn(count, text.hidden_size, dtype=DTYPES[dtype], device=device)
         ends.append((count, _timed([choice(head, states)], device)[0]))
     found = [
-        Costs(
+        PhaseCosts(
             {number: _growing(points) for number, points in layer[prefill].items()},
             _growing(ends),
             _growing(stage[prefill]),
@@ -93,26 +93,30 @@ def probe_costs(
     return found[0], found[1]
 
 
-def slowed(costs: Costs, share: float) -> Costs:
+def scale_costs(costs: PhaseCosts, share: float) -> PhaseCosts:
     """Scale costs to a device that does `share` of the measured work per second."""
 
-    def longer(curve: Curve) -> Curve:
+    def longer(curve: CostCurve) -> CostCurve:
         return tuple((rows, seconds / share) for rows, seconds in curve)
 
     layer = {bits: longer(curve) for bits, curve in costs.layer.items()}
     return replace(costs, layer=layer, head=longer(costs.head), stage=longer(costs.stage))
 
 
-def with_sizes(
+def add_model_sizes(
     problem: GenerationProblem, config: PretrainedConfig, dtype: str
 ) -> GenerationProblem:
     """Return the problem with the bytes of this model filled in."""
-    shape = shape_of(config, dtype)
+    shape = compute_model_shape(config, dtype)
     layer = float(shape.layer.all)
-    sizes = {bits: layer * (bits / 8 + SCALE_BYTES[bits]) for bits in BITS if bits != WHOLE}
+    sizes = {
+        bits: layer * (bits / 8 + _SCALE_BYTES_PER_VALUE[bits])
+        for bits in GENERATION_BITS
+        if bits != FULL_PRECISION_BITS
+    }
     return replace(
         problem,
-        layer_bytes=sizes | {WHOLE: layer * shape.item},
+        layer_bytes=sizes | {FULL_PRECISION_BITS: layer * shape.item},
         cache_bytes=float(shape.key_value * shape.item),
         embedding_bytes=float(shape.embedding.all * shape.item),
         head_bytes=float((shape.head.all + shape.norm.all) * shape.item),
@@ -120,16 +124,16 @@ def with_sizes(
     )
 
 
-def copy_link(device: torch.device) -> Link:
+def measure_copy_link(device: torch.device) -> LinkSpec:
     """Measure the cost of messages between devices of one machine, at the rate of memory copies."""
     sizes = (1 << 12, 1 << 24)
     blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     low, high = _timed([lambda block=block: block.clone() for block in blocks], device)
     per_byte = max(1e-18, (high - low) / (sizes[1] - sizes[0]))
-    return Link(1 / (2 * per_byte), LATENCY_S)
+    return LinkSpec(1 / (2 * per_byte), _GLOO_LATENCY_S)
 
 
-LATENCY_S = 2e-4
+_GLOO_LATENCY_S = 2e-4
 """Of a message between two processes of a machine, with gloo."""
 
 
@@ -172,7 +176,7 @@ def _fill(
             layer.update(states, states)
 
 
-def _growing(points: Sequence[tuple[int, float]]) -> Curve:
+def _growing(points: Sequence[tuple[int, float]]) -> CostCurve:
     """Make the times of a curve non-decreasing: a time above that of more rows was a
     disturbance."""
     later = [seconds for _, seconds in points]
@@ -183,5 +187,7 @@ def _growing(points: Sequence[tuple[int, float]]) -> Curve:
 def _timed(runs: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
     """Seconds of each, with caches that hold something else: the layers of a model that is worth
     dividing do not fit into them."""
-    others = torch.zeros(CACHE_BYTES, dtype=torch.uint8, device=device)
-    return measure_seconds(runs, device, turns=TURNS, least=SECONDS, between=lambda: others.add_(1))
+    others = torch.zeros(_CACHE_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    return measure_seconds(
+        runs, device, turns=_MIN_TURNS, least=_MIN_SECONDS, between=lambda: others.add_(1)
+    )

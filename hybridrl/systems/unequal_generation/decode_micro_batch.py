@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, positions_of
+from hybridrl.systems.unequal_generation.growing_cache import GrowingCache, left_padded_positions
 
 
-class Group:
+class DecodeMicroBatch:
     """A micro-batch of samples as one stage sees it. All stages change it alike: what decides is
     only which tokens there are and which of them end a sample.
 
@@ -46,7 +46,7 @@ class Group:
         self.cache = GrowingCache(layers, len(prompts))
         lengths = [len(prompt) for prompt in prompts]
         self.longest = max(lengths)
-        self._mask, self._positions = positions_of(lengths, device)
+        self._mask, self._positions = left_padded_positions(lengths, device)
 
     @property
     def is_over(self) -> bool:
@@ -101,7 +101,7 @@ class Group:
             self._mask = None if self._mask is None else self._mask[keep]
 
 
-def marked(tokens: Tensor, ends: Sequence[bool]) -> Tensor:
+def mark_last_tokens(tokens: Tensor, ends: Sequence[bool]) -> Tensor:
     """Encode tokens for the other stages: ``-1 - token`` is the last one of its sample. ``-1 -
     token`` is the last one of its sample."""
     return torch.where(torch.tensor(list(ends), device=tokens.device), -1 - tokens, tokens)

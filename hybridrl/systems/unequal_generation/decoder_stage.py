@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hybridrl.checkpoint.tensors.tensor_reader import TensorFiles
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.errors import ConfigError
-from hybridrl.layout.boxes import whole
+from hybridrl.layout.boxes import full_box
 from hybridrl.models.language_model import decoder_of
-from hybridrl.models.model_loading import unread_model
+from hybridrl.models.model_loading import open_model
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
-from hybridrl.models.stored_tensors import parts_in_files
-from hybridrl.quantization.low_bit_linear import LowBitLinear, apply_bits, check_linear
+from hybridrl.models.stored_tensors import find_stored_tensors
+from hybridrl.quantization.low_bit_linear import LowBitLinear, apply_layer_bits, check_linear_layers
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.systems.unequal_generation.generation_plan import WHOLE
+from hybridrl.systems.unequal_generation.generation_plan import FULL_PRECISION_BITS
 
-PARTS = ("embed_tokens", "layers", "norm")
+_REQUIRED_PARTS = ("embed_tokens", "layers", "norm")
 
 
 class DecoderStage(nn.Module):
@@ -41,7 +41,7 @@ class DecoderStage(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        files: TensorFiles | None,
+        files: TensorReader | None,
         first: int,
         bits: Sequence[int],
         dtype: torch.dtype,
@@ -56,8 +56,8 @@ class DecoderStage(nn.Module):
         parts = None
         if files is not None:
             shapes = {name: tuple(parameter.shape) for name, parameter in names.items()}
-            parts = parts_in_files(model, shapes, files.shapes)
-        set_attention(model)
+            parts = find_stored_tensors(model, shapes, files.shapes)
+        set_cached_attention(model)
         _renumber(base, every[first:stop], first)
         if not self.is_first:
             base.embed_tokens = nn.Identity()
@@ -67,7 +67,7 @@ class DecoderStage(nn.Module):
         self.head = model.get_output_embeddings() if self.is_last else None
         self._places = self._placed(names)
         # A layer at a time, so that no more than one is here in all its bits.
-        for number, wanted in [(None, WHOLE), *enumerate(bits)]:
+        for number, wanted in [(None, FULL_PRECISION_BITS), *enumerate(bits)]:
             for name in self._names_of(number):
                 own = names[name].detach()
                 values = torch.empty(own.shape, dtype=dtype, device=device)
@@ -75,12 +75,12 @@ class DecoderStage(nn.Module):
                     values.copy_(own)
                 for stored in () if parts is None else parts[name]:
                     place = tuple(slice(*side) for side in stored.box)
-                    files.read(stored.name, whole(stored.shape), values[place])
+                    files.read(stored.name, full_box(stored.shape), values[place])
                 for path, attribute in self._places[name]:
                     parameter = nn.Parameter(values, requires_grad=False)
                     setattr(self.get_submodule(path), attribute, parameter)
             if number is not None:
-                apply_bits(self.base, {number: wanted})
+                apply_layer_bits(self.base, {number: wanted})
         self.base.to(device)  # what is no parameter
         self.eval()
 
@@ -143,22 +143,22 @@ class DecoderStage(nn.Module):
         ]
 
 
-def unread_stage(
+def load_stage(
     path: str, first: int, bits: Sequence[int], dtype: str, device: torch.device
 ) -> DecoderStage:
     """Load a stage of the model at `path`, reading no other parameters where that is possible."""
-    model, files = unread_model(path)
+    model, files = open_model(path)
     unread = any(parameter.is_meta for parameter in model.parameters())
     return DecoderStage(model, files if unread else None, first, bits, DTYPES[dtype], device)
 
 
-def check_stages(config: PretrainedConfig, setting: str, path: str) -> None:
+def check_decoder_stages(config: PretrainedConfig, setting: str, path: str) -> None:
     """Refuse models that cannot be divided into stages, by their parts and by a trial.
 
     Raises:
         ConfigError: begins with `setting`.
     """
-    check_linear(config, setting, path, "Set rollout=vllm.")
+    check_linear_layers(config, setting, path, "Set rollout=vllm.")
     if (key := trial_key(config)) not in _odd:
         _odd[key] = _tried(config)
     if found := _odd[key]:
@@ -177,14 +177,14 @@ def _tried(config: PretrainedConfig) -> str:
         try:
             trial = ModelTrial(config, (21, 21))
             model, ids = trial.model, torch.stack(trial.samples)
-            lacking = [part for part in PARTS if not hasattr(decoder_of(model), part)]
+            lacking = [part for part in _REQUIRED_PARTS if not hasattr(decoder_of(model), part)]
             if lacking:
                 return f"it has no `{lacking[0]}`"
             expected = trial.reference(ids, use_cache=False).logits[:, -1]
             layers = len(decoder_of(model).layers)
             stages = [
                 DecoderStage(copy.deepcopy(model), None, *part, torch.float32, torch.device("cpu"))
-                for part in ((0, [WHOLE]), (1, [WHOLE] * (layers - 1)))
+                for part in ((0, [FULL_PRECISION_BITS]), (1, [FULL_PRECISION_BITS] * (layers - 1)))
             ]
             found, caches = None, [DynamicCache(), DynamicCache()]
             for start, stop in ((0, 20), (20, 21)):  # with what is in the cache, too
@@ -197,7 +197,7 @@ def _tried(config: PretrainedConfig) -> str:
     return "" if off <= TOLERANCE else f"the logits of a small copy are off by {off:.1%}"
 
 
-def set_attention(model: PreTrainedModel) -> None:
+def set_cached_attention(model: PreTrainedModel) -> None:
     """Set an attention that supports KV caches."""
     try:
         model.set_attn_implementation("sdpa")

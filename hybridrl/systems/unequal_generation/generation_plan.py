@@ -16,19 +16,19 @@ from typing import Any
 
 from hybridrl.errors import ConfigError
 
-WHOLE = 16
+FULL_PRECISION_BITS = 16
 """Stands for the precision of the model, whatever it is."""
-BITS = (4, 8, WHOLE)
-COMMAND = "`hybridrl plan generation` makes such a file."
+GENERATION_BITS = (4, 8, FULL_PRECISION_BITS)
+_COMMAND_HINT = "`hybridrl plan generation` makes such a file."
 
 
 @dataclass(frozen=True)
-class Stage:
+class GenerationStage:
     """One pipeline stage: its device and the bits of its layers.
 
     Attributes:
         device: Its number among the devices that share the model.
-        bits: Of each of its layers, one after the other; `WHOLE`: as the model is.
+        bits: Of each of its layers, one after the other; `FULL_PRECISION_BITS`: as the model is.
         name: For people.
     """
 
@@ -49,7 +49,7 @@ class GenerationPlan:
         predicted: Figures for people: seconds, tokens/s.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[GenerationStage, ...]
     decode_micro_batches: int
     prefill_pieces: int = 1
     kl: float | None = None
@@ -68,7 +68,7 @@ class GenerationPlan:
     @property
     def is_rounded(self) -> bool:
         """Whether any layer has fewer bits than the model's own precision."""
-        return any(bits < WHOLE for bits in self.bits.values())
+        return any(bits < FULL_PRECISION_BITS for bits in self.bits.values())
 
     def first_layer(self, number: int) -> int:
         """Return the number of the first layer of a stage."""
@@ -81,7 +81,7 @@ class GenerationPlan:
         return replace(self, stages=tuple(stages))
 
 
-def equal_plan(layers: int, stages: int, bits: int = WHOLE) -> GenerationPlan:
+def make_equal_plan(layers: int, stages: int, bits: int = FULL_PRECISION_BITS) -> GenerationPlan:
     """Build a plan with equally many layers per stage, as far as possible, in one precision.
 
     Raises:
@@ -95,16 +95,17 @@ def equal_plan(layers: int, stages: int, bits: int = WHOLE) -> GenerationPlan:
     bounds = [layers * number // stages for number in range(stages + 1)]
     counts = [stop - start for start, stop in itertools.pairwise(bounds)]
     return GenerationPlan(
-        tuple(Stage(number, (bits,) * count) for number, count in enumerate(counts)), stages
+        tuple(GenerationStage(number, (bits,) * count) for number, count in enumerate(counts)),
+        stages,
     )
 
 
-def to_json(plan: GenerationPlan) -> str:
+def format_generation_plan(plan: GenerationPlan) -> str:
     """Format a plan as JSON for `load_generation_plan`."""
     return json.dumps(asdict(plan), indent=1)
 
 
-def read_plan(path: str | Path) -> GenerationPlan:
+def load_generation_plan(path: str | Path) -> GenerationPlan:
     """Load the plan in a file.
 
     Raises:
@@ -113,13 +114,15 @@ def read_plan(path: str | Path) -> GenerationPlan:
     try:
         data = json.loads(Path(path).expanduser().read_text())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rollout.plan={path} could not be read: {error}. {COMMAND}") from error
+        raise ConfigError(
+            f"rollout.plan={path} could not be read: {error}. {_COMMAND_HINT}"
+        ) from error
     except ValueError as error:
-        raise ConfigError(f"rollout.plan={path} is not JSON: {error}. {COMMAND}") from error
+        raise ConfigError(f"rollout.plan={path} is not JSON: {error}. {_COMMAND_HINT}") from error
     return _parsed(data, f"rollout.plan={path}")
 
 
-def check_plan(plan: GenerationPlan, who: str) -> None:
+def _check_plan(plan: GenerationPlan, who: str) -> None:
     """Check that a plan describes a valid pipeline.
 
     Raises:
@@ -137,8 +140,10 @@ def check_plan(plan: GenerationPlan, who: str) -> None:
     for number, stage in enumerate(plan.stages):
         if not stage.bits:
             raise _wrong(who, f"stage {number} has no layers")
-        if others := sorted(set(stage.bits) - set(BITS)):
-            raise _wrong(who, f"stage {number} has layers of {others} bits, and bits are {BITS}")
+        if others := sorted(set(stage.bits) - set(GENERATION_BITS)):
+            raise _wrong(
+                who, f"stage {number} has layers of {others} bits, and bits are {GENERATION_BITS}"
+            )
     if plan.kl is not None and not 0 <= plan.kl < float("inf"):
         raise _wrong(who, f"its kl is {plan.kl}")
 
@@ -162,18 +167,18 @@ def _parsed(data: Any, who: str) -> GenerationPlan:
         kl,
         predicted,
     )
-    check_plan(plan, who)
+    _check_plan(plan, who)
     return plan
 
 
-def _stage(data: Any, who: str) -> Stage:
+def _stage(data: Any, who: str) -> GenerationStage:
     if not isinstance(data, Mapping):
         raise _wrong(who, f"a stage is {data!r}")
     device = data.get("device")
     if isinstance(device, bool) or not isinstance(device, int):
         raise _wrong(who, f"the device of a stage is {device!r}")
     bits = [_count(one, "bits", who) for one in _list(data.get("bits"), "bits", who)]
-    return Stage(device, tuple(bits), str(data.get("name", "")))
+    return GenerationStage(device, tuple(bits), str(data.get("name", "")))
 
 
 def _list(value: Any, name: str, who: str) -> Sequence[Any]:
@@ -189,4 +194,4 @@ def _count(value: Any, name: str, who: str) -> int:
 
 
 def _wrong(who: str, what: str) -> ConfigError:
-    return ConfigError(f"{who}: {what}. {COMMAND}")
+    return ConfigError(f"{who}: {what}. {_COMMAND_HINT}")

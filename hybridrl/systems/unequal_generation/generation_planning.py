@@ -13,31 +13,38 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.quantization.output_kl import indicator, token_kl
-from hybridrl.rollout.engine_requests import Sampling
-from hybridrl.rollout.token_sampler import Chooser
+from hybridrl.quantization.output_kl import measure_sensitivity, token_kl
+from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.token_sampler import TokenSampler
 from hybridrl.systems.unequal_devices import UnequalDevice
 from hybridrl.systems.unequal_generation.cost_probe import (
-    copy_link,
-    probe_costs,
-    slowed,
-    with_sizes,
+    add_model_sizes,
+    measure_copy_link,
+    measure_phase_costs,
+    scale_costs,
 )
-from hybridrl.systems.unequal_generation.decode_micro_batch import Group, marked
-from hybridrl.systems.unequal_generation.generation_plan import BITS, WHOLE, GenerationPlan
+from hybridrl.systems.unequal_generation.decode_micro_batch import (
+    DecodeMicroBatch,
+    mark_last_tokens,
+)
+from hybridrl.systems.unequal_generation.generation_plan import (
+    FULL_PRECISION_BITS,
+    GENERATION_BITS,
+    GenerationPlan,
+)
 from hybridrl.systems.unequal_generation.generation_problem import (
-    Costs,
     GenerationDevice,
     GenerationProblem,
+    PhaseCosts,
 )
-from hybridrl.systems.unequal_generation.plan_search import plan_generation
+from hybridrl.systems.unequal_generation.plan_search import search_generation_plan
 
 TRIES = 5
 """Plans that are measured, each within a smaller sum of indicators than the one before."""
-LOW = tuple(bits for bits in BITS if bits != WHOLE)
+LOW = tuple(bits for bits in GENERATION_BITS if bits != FULL_PRECISION_BITS)
 
 
-def make_problem(
+def build_generation_problem(
     config: Config,
     architecture: PretrainedConfig,
     described: Sequence[UnequalDevice],
@@ -47,22 +54,22 @@ def make_problem(
     samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
     samples = min(samples, config.rollout.max_sequences)
     rows = sorted({-(-samples // count) for count in (1, 2, 4, 8, 16)})
-    costs: dict[str, tuple[Costs, Costs]] = {}
+    costs: dict[str, tuple[PhaseCosts, PhaseCosts]] = {}
     devices: list[GenerationDevice] = []
     for one in described:
         if one.device not in costs:
             where = torch.device(one.device)
-            costs[one.device] = probe_costs(
-                architecture, config.model.dtype, where, rows, *lengths, choice
+            costs[one.device] = measure_phase_costs(
+                architecture, config.model.dtype, where, rows, *lengths, make_sampling_step
             )
-        prefill, decode = (slowed(phase, one.share) for phase in costs[one.device])
+        prefill, decode = (scale_costs(phase, one.share) for phase in costs[one.device])
         devices.append(GenerationDevice(one.name, one.memory, prefill, decode))
-    link = copy_link(torch.device(described[0].device))
+    link = measure_copy_link(torch.device(described[0].device))
     layers = architecture.get_text_config().num_hidden_layers
     problem = GenerationProblem(
         tuple(devices),
         tuple(tuple(link for _ in devices) for _ in devices),
-        tuple(dict.fromkeys(BITS, 0.0) for _ in range(layers)),
+        tuple(dict.fromkeys(GENERATION_BITS, 0.0) for _ in range(layers)),
         config.rollout.max_kl,
         samples,
         *lengths,
@@ -72,41 +79,45 @@ def make_problem(
         head_bytes=0.0,
         state_bytes=0.0,
     )
-    return with_sizes(problem, architecture, config.model.dtype)
+    return add_model_sizes(problem, architecture, config.model.dtype)
 
 
-def choice(head: nn.Module, states: Tensor) -> Callable[[], object]:
+def make_sampling_step(head: nn.Module, states: Tensor) -> Callable[[], object]:
     """Return a function that does what the last stage does after its layers: choose tokens and send
     them."""
     rows, device, endless = len(states), states.device, 1 << 40
-    chooser = Chooser(Sampling(endless), torch.zeros(1, dtype=torch.int64, device=device), None)
-    group = Group([torch.zeros(1)] * rows, range(rows), 0, endless, device)
+    chooser = TokenSampler(
+        SamplingSettings(endless), torch.zeros(1, dtype=torch.int64, device=device), None
+    )
+    group = DecodeMicroBatch([torch.zeros(1)] * rows, range(rows), 0, endless, device)
 
     def run() -> None:
         tokens, log_probs = chooser.choose(head(states), group.seeds, group.position)
         log_probs.tolist()
         chooser.ends(tokens)
-        group.take(marked(tokens, [False] * rows))
+        group.take(mark_last_tokens(tokens, [False] * rows))
 
     return run
 
 
-def calibrated(model: PreTrainedModel, answers: Sequence[Tensor]) -> tuple[dict[int, float], ...]:
+def calibrate_indicators(
+    model: PreTrainedModel, answers: Sequence[Tensor]
+) -> tuple[dict[int, float], ...]:
     """Return indicators of each layer by bits, scaled so that those of every second layer sum to
     the KL measured with these layers rounded."""
-    found = indicator(model, answers, LOW)
+    found = measure_sensitivity(model, answers, LOW)
     scales = {}
     for bits in LOW:
         some = dict.fromkeys(range(0, len(found), 2), bits)
         said = sum(found[layer][bits] for layer in some)
         scales[bits] = token_kl(model, answers, some) / said if said else 1.0
     return tuple(
-        {WHOLE: 0.0} | {bits: found[layer][bits] * scales[bits] for bits in LOW}
+        {FULL_PRECISION_BITS: 0.0} | {bits: found[layer][bits] * scales[bits] for bits in LOW}
         for layer in range(len(found))
     )
 
 
-def measured_plan(
+def find_measured_plan(
     problem: GenerationProblem, model: PreTrainedModel, answers: Sequence[Tensor]
 ) -> GenerationPlan:
     """Return the best plan whose measured KL is at most `problem.max_kl`.
@@ -116,7 +127,7 @@ def measured_plan(
     """
     budget, kl = problem.max_kl, math.inf
     for _ in range(TRIES):
-        plan = plan_generation(replace(problem, max_kl=budget))
+        plan = search_generation_plan(replace(problem, max_kl=budget))
         kl = token_kl(model, answers, plan.bits) if plan.is_rounded else 0.0
         if kl <= problem.max_kl:
             return replace(plan.renumbered(), kl=kl)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import Link
-from hybridrl.systems.unequal_generation.generation_plan import BITS, GenerationPlan
+from hybridrl.system.cluster_spec import LinkSpec
+from hybridrl.systems.unequal_generation.generation_plan import GENERATION_BITS, GenerationPlan
 
-Curve = tuple[tuple[int, float], ...]
+CostCurve = tuple[tuple[int, float], ...]
 """Seconds by the number of samples in a micro-batch, which grow; between two of them a line."""
 
 
 @dataclass(frozen=True)
-class Costs:
+class PhaseCosts:
     """The measured costs of one phase (prefill or decode) on one device.
 
     Attributes:
@@ -31,9 +31,9 @@ class Costs:
         stage: Of what a stage does besides its layers: masks, positions, messages.
     """
 
-    layer: Mapping[int, Curve]
-    head: Curve
-    stage: Curve
+    layer: Mapping[int, CostCurve]
+    head: CostCurve
+    stage: CostCurve
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class GenerationDevice:
 
     name: str
     memory: float
-    prefill: Costs
-    decode: Costs
+    prefill: PhaseCosts
+    decode: PhaseCosts
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class GenerationProblem:
     """
 
     devices: tuple[GenerationDevice, ...]
-    links: tuple[tuple[Link, ...], ...]
+    links: tuple[tuple[LinkSpec, ...], ...]
     indicators: tuple[Mapping[int, float], ...]
     max_kl: float
     samples: int
@@ -92,7 +92,7 @@ class GenerationProblem:
         return self.cache_bytes * self.samples * (self.prompt_tokens + self.response_tokens)
 
 
-class Seconds(NamedTuple):
+class GenerationTime(NamedTuple):
     """The predicted seconds of a plan: of prefill over all prompts, and of decode for all tokens
     after the first."""
 
@@ -104,7 +104,7 @@ class Seconds(NamedTuple):
         return self.prefill + self.decode
 
 
-def at(curve: Curve, rows: float) -> float:
+def interpolate_seconds(curve: CostCurve, rows: float) -> float:
     """Interpolate a cost curve at a number of samples; beyond its ends the line goes on, but never
     below 0."""
     if len(curve) == 1:
@@ -114,7 +114,7 @@ def at(curve: Curve, rows: float) -> float:
     return max(0.0, before + (after - before) * (rows - low) / (high - low))
 
 
-def rows_of(problem: GenerationProblem, micro_batches: int) -> int:
+def compute_micro_batch_rows(problem: GenerationProblem, micro_batches: int) -> int:
     """Return the number of samples in the largest micro-batch."""
     return -(-problem.samples // micro_batches)
 
@@ -133,25 +133,27 @@ class StageCosts(NamedTuple):
     link: list[float]
 
 
-def stage_costs(
+def compute_stage_costs(
     problem: GenerationProblem, order: Sequence[int], micro_batches: int, prefill: bool
 ) -> StageCosts:
     """Compute the seconds of one micro-batch on each stage and link."""
-    rows, last = rows_of(problem, micro_batches), len(order) - 1
+    rows, last = compute_micro_batch_rows(problem, micro_batches), len(order) - 1
     tokens = rows * (problem.prompt_tokens if prefill else 1)
     found = StageCosts([], [], [])
     for number, device in enumerate(order):
         costs = problem.devices[device].prefill if prefill else problem.devices[device].decode
-        found.layer.append({bits: at(curve, rows) for bits, curve in costs.layer.items()})
-        head = at(costs.head, rows) if number == last else 0.0
-        found.fixed.append(at(costs.stage, rows) + head)
+        found.layer.append(
+            {bits: interpolate_seconds(curve, rows) for bits, curve in costs.layer.items()}
+        )
+        head = interpolate_seconds(costs.head, rows) if number == last else 0.0
+        found.fixed.append(interpolate_seconds(costs.stage, rows) + head)
         link = problem.links[device][order[(number + 1) % len(order)]]
         size = tokens * problem.state_bytes if number < last else 8 * rows
         found.link.append(link.latency + size / link.bandwidth if last else 0.0)
     return found
 
 
-def seconds_of(problem: GenerationProblem, plan: GenerationPlan) -> Seconds:
+def predict_generation_time(problem: GenerationProblem, plan: GenerationPlan) -> GenerationTime:
     """Predict how long a plan takes for all samples.
 
     With S stages, m micro-batches and n tokens: prefill is a pipeline that fills once, ``sum_s P_s
@@ -165,13 +167,13 @@ def seconds_of(problem: GenerationProblem, plan: GenerationPlan) -> Seconds:
     """
     order = [stage.device for stage in plan.stages]
     decode, pieces = plan.decode_micro_batches, plan.prefill_pieces
-    prefilled = _times(stage_costs(problem, order, decode * pieces, True), plan)
+    prefilled = _times(compute_stage_costs(problem, order, decode * pieces, True), plan)
     prefill = sum(prefilled) + (decode * pieces - 1) * max(prefilled)
-    times = _times(stage_costs(problem, order, decode, False), plan)
-    return Seconds(prefill, decode_seconds(times, decode, problem.response_tokens))
+    times = _times(compute_stage_costs(problem, order, decode, False), plan)
+    return GenerationTime(prefill, predict_decode_seconds(times, decode, problem.response_tokens))
 
 
-def decode_seconds(times: Sequence[float], micro_batches: int, tokens: int) -> float:
+def predict_decode_seconds(times: Sequence[float], micro_batches: int, tokens: int) -> float:
     """Predict the seconds of all tokens after the first; see `predict_generation_time`."""
     if tokens < 2:
         return 0.0
@@ -180,7 +182,7 @@ def decode_seconds(times: Sequence[float], micro_batches: int, tokens: int) -> f
     return (tokens - 2) * rounds + (micro_batches - 1) * slowest + whole
 
 
-def memory_of(problem: GenerationProblem, plan: GenerationPlan) -> list[float]:
+def compute_stage_memory(problem: GenerationProblem, plan: GenerationPlan) -> list[float]:
     """Compute the bytes of each stage: weights, KV cache, embedding and head."""
     found = []
     for number, stage in enumerate(plan.stages):
@@ -191,12 +193,12 @@ def memory_of(problem: GenerationProblem, plan: GenerationPlan) -> list[float]:
     return found
 
 
-def kl_of(problem: GenerationProblem, plan: GenerationPlan) -> float:
+def sum_indicators(problem: GenerationProblem, plan: GenerationPlan) -> float:
     """Sum the indicators of a plan's layers, in nats per token."""
     return sum(problem.indicators[layer].get(bits, 0.0) for layer, bits in plan.bits.items())
 
 
-def check_problem(problem: GenerationProblem) -> None:
+def check_generation_problem(problem: GenerationProblem) -> None:
     """Refuse a problem whose numbers are missing, not finite or out of range.
 
     Raises:
@@ -220,10 +222,10 @@ def check_problem(problem: GenerationProblem) -> None:
         if not device.memory > 0:
             raise ConfigError(f"Device {device.name} has a memory of {device.memory} bytes.")
         for costs in (device.prefill, device.decode):
-            if costs.layer.keys() != bits or not bits <= set(BITS):
+            if costs.layer.keys() != bits or not bits <= set(GENERATION_BITS):
                 raise ConfigError(
                     f"Device {device.name} has costs for layers of {sorted(costs.layer)} bits, and "
-                    f"the plan is about {sorted(bits)}; {BITS} are known."
+                    f"the plan is about {sorted(bits)}; {GENERATION_BITS} are known."
                 )
             for curve in (*costs.layer.values(), costs.head, costs.stage):
                 _check(f"costs of {device.name}", (number for point in curve for number in point))

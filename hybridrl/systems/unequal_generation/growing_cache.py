@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-STEP = 64
+_MIN_ROOM = 64
 """Tokens of room that are taken ahead, at least."""
 
 
@@ -20,7 +20,7 @@ class GrowingCache(Cache):
     """
 
     def __init__(self, layers: int, rows: int) -> None:
-        super().__init__(layers=[GrowingLayer(rows) for _ in range(layers)])
+        super().__init__(layers=[GrowingCacheLayer(rows) for _ in range(layers)])
 
     def begin(self, start: int, stop: int) -> None:
         """Start the prefill of the samples from `start` to `stop`."""
@@ -38,7 +38,7 @@ class GrowingCache(Cache):
             layer.keep(rows)
 
 
-class GrowingLayer(CacheLayerMixin):
+class GrowingCacheLayer(CacheLayerMixin):
     """The keys and values ``[samples, heads, tokens, width]`` of one layer."""
 
     is_sliding = False
@@ -88,11 +88,13 @@ class GrowingLayer(CacheLayerMixin):
     def _room_for(self, like: Tensor, tokens: int) -> Tensor:
         """Allocate room for the tokens there are and half as many more, or `_MIN_ROOM`."""
         _, heads, new, width = like.shape
-        room = tokens + new + max(STEP, tokens // 2)
+        room = tokens + new + max(_MIN_ROOM, tokens // 2)
         return like.new_empty((self._rows, heads, room, width))
 
 
-def positions_of(lengths: Sequence[int], device: torch.device) -> tuple[Tensor | None, Tensor]:
+def left_padded_positions(
+    lengths: Sequence[int], device: torch.device
+) -> tuple[Tensor | None, Tensor]:
     """Return mask and positions of prompts that are padded on the left to the longest.
 
     Returns:

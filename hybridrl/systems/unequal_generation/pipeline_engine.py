@@ -16,26 +16,31 @@ from torch import Tensor
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.layout.boxes import Piece, whole
-from hybridrl.models import load_config, load_tokenizer
+from hybridrl.layout.boxes import Piece, full_box
+from hybridrl.models import load_model_config, load_tokenizer
 from hybridrl.quantization.low_bit_linear import LowBitLinear
-from hybridrl.rollout.engine_requests import Sampling, responses, row_seeds
+from hybridrl.rollout.engine_requests import SamplingSettings, build_response_batch, row_seeds
 from hybridrl.rollout.rollout_engine import BatchedEngine, EngineSetup
-from hybridrl.rollout.token_sampler import Chooser
-from hybridrl.rollout.weight_writer import Form, Pieces, WeightWriter, differences
+from hybridrl.rollout.token_sampler import TokenSampler
+from hybridrl.rollout.weight_writer import (
+    EngineTensor,
+    WeightPieces,
+    WeightWriter,
+    find_weight_mismatches,
+)
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.systems.unequal_generation.decode_micro_batch import Group
-from hybridrl.systems.unequal_generation.decoder_stage import check_stages, unread_stage
+from hybridrl.systems.unequal_generation.decode_micro_batch import DecodeMicroBatch
+from hybridrl.systems.unequal_generation.decoder_stage import check_decoder_stages, load_stage
 from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,
-    equal_plan,
-    read_plan,
+    load_generation_plan,
+    make_equal_plan,
 )
-from hybridrl.systems.unequal_generation.pipeline_generation import PipelineRun
+from hybridrl.systems.unequal_generation.pipeline_generation import PipelineGeneration
 from hybridrl.systems.unequal_generation.stage_links import StageLinks
 
 
-class PipelineRollout(BatchedEngine):
+class PipelineEngine(BatchedEngine):
     """One stage of a pipeline that generates; all ranks of the replica make the same calls.
     Building it is collective over the world.
 
@@ -56,11 +61,13 @@ class PipelineRollout(BatchedEngine):
         self._links = StageLinks(plan, self._dtype, device)
         number = self._links.stage
         bits = plan.stages[number].bits
-        self._stage = unread_stage(setup.path, plan.first_layer(number), bits, dtype, device)
+        self._stage = load_stage(setup.path, plan.first_layer(number), bits, dtype, device)
         self._tensors = self._stage.tensors()
 
     @torch.inference_mode()
-    def generate(self, batch: Batch, sampling: Sampling, seed: int | Sequence[int]) -> Batch:
+    def generate(
+        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
+    ) -> Batch:
         prompts = batch["prompt_ids"].rows()
         seeds = row_seeds(seed, len(prompts))
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
@@ -72,7 +79,7 @@ class PipelineRollout(BatchedEngine):
             )
             done.update(zip(rows, found, strict=True))
         columns = [done[row] for row in range(len(prompts))]
-        return responses(*([row[place] for row in columns] for place in range(3)))
+        return build_response_batch(*([row[place] for row in columns] for place in range(3)))
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -81,26 +88,32 @@ class PipelineRollout(BatchedEngine):
             if name in self._tensors:
                 writer.write(name, (0,) * tensor.ndim, tensor)
 
-    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> Pieces:
+    def pieces(self, shapes: Mapping[str, tuple[int, ...]]) -> WeightPieces:
         """Return the parameters of this stage whole, and no piece of others."""
         return {
-            name: (Piece(whole(shape), name, (0,) * len(shape)),) if name in self._tensors else ()
+            name: (Piece(full_box(shape), name, (0,) * len(shape)),)
+            if name in self._tensors
+            else ()
             for name, shape in shapes.items()
         }
 
     def writer(self) -> WeightWriter:
-        return RoundingWriter(self._tensors, self.pieces(self._shapes()), self._dtype, self._device)
+        return LowBitWeightWriter(
+            self._tensors, self.pieces(self._shapes()), self._dtype, self._device
+        )
 
     @torch.no_grad()
     def differences(self, weights: Iterator[tuple[str, Tensor]]) -> list[str]:
-        return differences(weights, self.pieces(self._shapes()), self._forms)
+        return find_weight_mismatches(weights, self.pieces(self._shapes()), self._forms)
 
-    def _forms(self, name: str) -> Iterator[Form]:
+    def _forms(self, name: str) -> Iterator[EngineTensor]:
         kept = self._tensors[name]
         if isinstance(kept, LowBitLinear):
-            yield Form(f"{name} in {kept.bits} bits", kept.dequantised(), self._rounds_as(kept))
+            yield EngineTensor(
+                f"{name} in {kept.bits} bits", kept.dequantised(), self._rounds_as(kept)
+            )
         else:
-            yield Form(name, kept)
+            yield EngineTensor(name, kept)
 
     def _rounds_as(self, layer: LowBitLinear):
         def rounded(values: Tensor) -> Tensor:
@@ -114,18 +127,20 @@ class PipelineRollout(BatchedEngine):
         return {name: _shape(kept) for name, kept in self._tensors.items()}
 
     def _generate(
-        self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: Sampling
+        self, prompts: Sequence[Tensor], seeds: Sequence[int], sampling: SamplingSettings
     ) -> list[tuple[list[int], list[float], str]]:
         """Generate one batch; return tokens, log-probabilities and finish reason of each sample."""
         count = min(self._plan.decode_micro_batches, len(prompts))
         bounds = [len(prompts) * number // count for number in range(count + 1)]
         layers = len(self._plan.stages[self._links.stage].bits)
         groups = [
-            Group(prompts[a:b], seeds[a:b], layers, sampling.max_tokens, self._device)
+            DecodeMicroBatch(prompts[a:b], seeds[a:b], layers, sampling.max_tokens, self._device)
             for a, b in itertools.pairwise(bounds)
         ]
-        chooser = Chooser(sampling, self._eos, self._tokenizer)
-        run = PipelineRun(self._stage, self._links, groups, chooser, self._plan.prefill_pieces)
+        chooser = TokenSampler(sampling, self._eos, self._tokenizer)
+        run = PipelineGeneration(
+            self._stage, self._links, groups, chooser, self._plan.prefill_pieces
+        )
         run.run()
         tokens = [row for group in groups for row in group.token_ids]
         ended = [end for group in groups for end in group.ended]
@@ -143,15 +158,15 @@ class PipelineRollout(BatchedEngine):
 
 def _plan_of(path: str, config: RolloutConfig) -> GenerationPlan:
     """Return the plan of `rollout.plan`, or one of equal stages, for this model."""
-    model = load_config(path)
-    plan = equal_plan(model.get_text_config().num_hidden_layers, config.parallel.pp)
+    model = load_model_config(path)
+    plan = make_equal_plan(model.get_text_config().num_hidden_layers, config.parallel.pp)
     if config.plan is not None:
-        plan = read_plan(config.plan)
-    check_stages(model, "rollout=pipeline", path)
+        plan = load_generation_plan(config.plan)
+    check_decoder_stages(model, "rollout=pipeline", path)
     return plan
 
 
-class RoundingWriter(WeightWriter):
+class LowBitWeightWriter(WeightWriter):
     """A weight writer that rounds each low-bit layer when its weight is complete.
 
     Args:
@@ -163,7 +178,7 @@ class RoundingWriter(WeightWriter):
     def __init__(
         self,
         tensors: Mapping[str, Tensor | LowBitLinear],
-        pieces: Pieces,
+        pieces: WeightPieces,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:

@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.token_sampler import Chooser
-from hybridrl.systems.unequal_generation.decode_micro_batch import Group, marked
+from hybridrl.rollout.token_sampler import TokenSampler
+from hybridrl.systems.unequal_generation.decode_micro_batch import (
+    DecodeMicroBatch,
+    mark_last_tokens,
+)
 from hybridrl.systems.unequal_generation.decoder_stage import DecoderStage
-from hybridrl.systems.unequal_generation.stage_links import Message, StageLinks, take
+from hybridrl.systems.unequal_generation.stage_links import (
+    PendingTensor,
+    StageLinks,
+    receive_tensor,
+)
 
 
-class PipelineRun:
+class PipelineGeneration:
     """A generation of micro-batches, which every stage visits in the same order.
 
     Args:
@@ -31,14 +38,14 @@ class PipelineRun:
         self,
         stage: DecoderStage,
         links: StageLinks,
-        groups: Sequence[Group],
-        chooser: Chooser,
+        groups: Sequence[DecodeMicroBatch],
+        chooser: TokenSampler,
         pieces: int,
     ) -> None:
         self._stage, self._links, self._groups, self._chooser = stage, links, groups, chooser
         self._pieces = pieces
-        self._states: dict[tuple[int, int], Message] = {}
-        self._tokens: dict[int, Message] = {}
+        self._states: dict[tuple[int, int], PendingTensor] = {}
+        self._tokens: dict[int, PendingTensor] = {}
         self.log_probs: list[list[list[float]]] = [[[] for _ in g.token_ids] for g in groups]
 
     def run(self) -> None:
@@ -74,9 +81,9 @@ class PipelineRun:
             self._end_pass(number, group, torch.cat(logits) if self._links.is_last else found)
             logits = []
 
-    def _next_token(self, number: int, group: Group) -> None:
+    def _next_token(self, number: int, group: DecodeMicroBatch) -> None:
         if not self._links.is_last:
-            group.take(take(self._tokens.pop(number)))
+            group.take(receive_tensor(self._tokens.pop(number)))
             self._links.settle(number)
             if group.is_over:
                 return
@@ -91,7 +98,7 @@ class PipelineRun:
             self._links.send_states(number, found)
         self._end_pass(number, group, found)
 
-    def _end_pass(self, number: int, group: Group, found: Tensor) -> None:
+    def _end_pass(self, number: int, group: DecodeMicroBatch, found: Tensor) -> None:
         """Sample a micro-batch's next tokens on the last stage; on others start to receive them."""
         if not self._links.is_last:
             self._tokens[number] = self._links.expect_tokens(len(group.rows))
@@ -104,7 +111,7 @@ class PipelineRun:
                 text = [*group.token_ids[row], said[place]]
                 ends[place] = ends[place] or self._chooser.stops(text)
         self._links.settle(number)
-        tokens = marked(tokens, ends)
+        tokens = mark_last_tokens(tokens, ends)
         self._links.tell_tokens(number, tokens)
         group.take(tokens)
 
@@ -124,4 +131,4 @@ class PipelineRun:
             self._states[number, -1] = self._links.expect_states(*shape)
 
     def _taken(self, key: tuple[int, int]) -> Tensor | None:
-        return None if self._stage.is_first else take(self._states.pop(key))
+        return None if self._stage.is_first else receive_tensor(self._states.pop(key))

@@ -14,31 +14,31 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.formatting import readable_bytes
-from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage
+from hybridrl.system.formatting import format_bytes
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, GenerationStage
 from hybridrl.systems.unequal_generation.generation_problem import (
     GenerationProblem,
-    check_problem,
-    kl_of,
-    seconds_of,
+    check_generation_problem,
+    predict_generation_time,
+    sum_indicators,
 )
-from hybridrl.systems.unequal_generation.stage_program import Choice, StageProgram
+from hybridrl.systems.unequal_generation.stage_program import PipelineCandidate, StageProgram
 
-GAP = 0.01
+_OPTIMALITY_GAP = 0.01
 """Of the time: a plan is no further from the best one."""
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8)
-PIECES = (1, 2, 4)
-MOST_DEVICES = 6
-LOOKS = 2
+_MICRO_BATCH_COUNTS = (1, 2, 3, 4, 6, 8)
+_PREFILL_PIECE_COUNTS = (1, 2, 4)
+_MAX_DEVICES = 6
+_BOUND_LEVELS = 2
 """How many closer bounds there are than the first; see `StageProgram`."""
 
 
-def plan_generation(
+def search_generation_plan(
     problem: GenerationProblem,
     *,
-    micro_batches: Sequence[int] = MICRO_BATCHES,
-    pieces: Sequence[int] = PIECES,
-    gap: float = GAP,
+    micro_batches: Sequence[int] = _MICRO_BATCH_COUNTS,
+    pieces: Sequence[int] = _PREFILL_PIECE_COUNTS,
+    gap: float = _OPTIMALITY_GAP,
 ) -> GenerationPlan:
     """Find the plan that takes least time within memory and KL.
 
@@ -49,10 +49,10 @@ def plan_generation(
     Raises:
         ConfigError: if there is none: what is lacking.
     """
-    check_problem(problem)
-    if len(problem.devices) > MOST_DEVICES:
+    check_generation_problem(problem)
+    if len(problem.devices) > _MAX_DEVICES:
         raise ConfigError(
-            f"Generation is planned over up to {MOST_DEVICES} devices, and there are "
+            f"Generation is planned over up to {_MAX_DEVICES} devices, and there are "
             f"{len(problem.devices)}. Leave out some, or plan for a part of them."
         )
     best, least = None, np.inf
@@ -63,7 +63,7 @@ def plan_generation(
     closer: dict[object, float | None] = {}
     while heap and heap[0][0] < least * (1 - gap):
         bound, number, looks = heapq.heappop(heap)
-        if looks < LOOKS:
+        if looks < _BOUND_LEVELS:
             key = programs[number].alike, looks
             if key not in closer:
                 closer[key] = programs[number].counted_bound(relaxed=looks == 0)
@@ -71,7 +71,7 @@ def plan_generation(
                 heapq.heappush(heap, (max(bound, least_of_it), number, looks + 1))
             continue
         found = programs[number].solve(least * (1 - gap), gap)
-        if found is not None and (took := seconds_of(problem, found).total) < least:
+        if found is not None and (took := predict_generation_time(problem, found).total) < least:
             best, least = found, took
     if best is None:
         raise ConfigError(_what_is_lacking(problem))
@@ -80,11 +80,11 @@ def plan_generation(
 
 def _described(problem: GenerationProblem, plan: GenerationPlan) -> GenerationPlan:
     """Return the plan with device names and predictions."""
-    seconds = seconds_of(problem, plan)
+    seconds = predict_generation_time(problem, plan)
     tokens = problem.samples * problem.response_tokens
     return GenerationPlan(
         tuple(
-            Stage(stage.device, stage.bits, problem.devices[stage.device].name)
+            GenerationStage(stage.device, stage.bits, problem.devices[stage.device].name)
             for stage in plan.stages
         ),
         plan.decode_micro_batches,
@@ -93,14 +93,14 @@ def _described(problem: GenerationProblem, plan: GenerationPlan) -> GenerationPl
             "prefill_seconds": seconds.prefill,
             "decode_seconds": seconds.decode,
             "tokens_per_second": tokens / seconds.total,
-            "kl": kl_of(problem, plan),
+            "kl": sum_indicators(problem, plan),
         },
     )
 
 
 def _choices(
     problem: GenerationProblem, micro_batches: Sequence[int], pieces: Sequence[int]
-) -> Iterator[Choice]:
+) -> Iterator[PipelineCandidate]:
     """Yield each order of each selection of devices, once for equal devices, with each division
     into micro-batches."""
     kinds = [_kind(problem, number) for number in range(len(problem.devices))]
@@ -114,7 +114,7 @@ def _choices(
             for count, parts in itertools.product(micro_batches, pieces):
                 # One stage is busy anyhow; several wait for each other with fewer micro-batches.
                 if count * parts <= problem.samples or count == parts == 1:
-                    yield Choice(order, count, parts)
+                    yield PipelineCandidate(order, count, parts)
 
 
 def _kind(problem: GenerationProblem, number: int) -> str:
@@ -136,8 +136,8 @@ def _what_is_lacking(problem: GenerationProblem) -> str:
     if need > have:
         return (
             f"The model does not fit: with all layers in {lightest} bits, and the KV cache of "
-            f"{problem.samples} samples, it takes {readable_bytes(need)}, and the devices have "
-            f"{readable_bytes(have)}. Set a lower rollout.max_sequences or rollout.max_tokens, or "
+            f"{problem.samples} samples, it takes {format_bytes(need)}, and the devices have "
+            f"{format_bytes(have)}. Set a lower rollout.max_sequences or rollout.max_tokens, or "
             "add a device."
         )
     finest = sum(min(one.values()) for one in problem.indicators)
@@ -148,8 +148,8 @@ def _what_is_lacking(problem: GenerationProblem) -> str:
         )
     return (
         f"No plan keeps both rollout.max_kl={problem.max_kl:.3g} and the memory of the devices: in "
-        f"{widest} bits the model takes {readable_bytes(problem.layers * least[widest] + ends)} "
-        f"with its KV cache, in {lightest} bits {readable_bytes(need)}, and the devices have "
-        f"{readable_bytes(have)} (a layer is on one of them, whole). Set a higher rollout.max_kl "
+        f"{widest} bits the model takes {format_bytes(problem.layers * least[widest] + ends)} "
+        f"with its KV cache, in {lightest} bits {format_bytes(need)}, and the devices have "
+        f"{format_bytes(have)} (a layer is on one of them, whole). Set a higher rollout.max_kl "
         "or a lower rollout.max_sequences, or add a device."
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
 
-Message = tuple[dist.Work, Tensor]
+PendingTensor = tuple[dist.Work, Tensor]
 
 
 class StageLinks:
@@ -30,7 +30,7 @@ class StageLinks:
     def __init__(self, plan: GenerationPlan, dtype: torch.dtype, device: torch.device) -> None:
         self._ranks = [stage.device for stage in plan.stages]
         self._dtype, self._device = dtype, device
-        self._sending: dict[Hashable, list[Message]] = {}
+        self._sending: dict[Hashable, list[PendingTensor]] = {}
         count = len(self._ranks)
         own = 0
         if count > 1:
@@ -53,7 +53,7 @@ class StageLinks:
         work = dist.isend(states, group=self._states, group_dst=after)
         self._sending.setdefault(key, []).append((work, states))
 
-    def expect_states(self, *shape: int) -> Message:
+    def expect_states(self, *shape: int) -> PendingTensor:
         """Start to receive the next hidden states of the previous stage."""
         states = torch.empty(shape, dtype=self._dtype, device=self._device)
         before = self._ranks[self.stage - 1]
@@ -65,7 +65,7 @@ class StageLinks:
             work = dist.isend(tokens, group=self._tokens, group_dst=rank)
             self._sending.setdefault(key, []).append((work, tokens))
 
-    def expect_tokens(self, rows: int) -> Message:
+    def expect_tokens(self, rows: int) -> PendingTensor:
         """Start to receive the next tokens of the last stage."""
         tokens = torch.empty(rows, dtype=torch.int64, device=self._device)
         return dist.irecv(tokens, group=self._tokens, group_src=self._ranks[-1]), tokens
@@ -87,7 +87,7 @@ class StageLinks:
         return values
 
 
-def take(message: Message) -> Tensor:
+def receive_tensor(message: PendingTensor) -> Tensor:
     """Wait for a tensor that is being received and return it."""
     work, values = message
     work.wait()

@@ -8,16 +8,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, Stage
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, GenerationStage
 from hybridrl.systems.unequal_generation.generation_problem import (
     GenerationProblem,
     StageCosts,
-    stage_costs,
+    compute_stage_costs,
 )
 from hybridrl.systems.unequal_generation.integer_program import IntegerProgram
 
 
-class Choice(NamedTuple):
+class PipelineCandidate(NamedTuple):
     """A candidate pipeline: devices in an order, micro-batches of decode, and pieces of each in
     prefill."""
 
@@ -38,12 +38,12 @@ class StageProgram:
             in which order the inner stages come, as long as layers need not be neighbours.
     """
 
-    def __init__(self, problem: GenerationProblem, choice: Choice) -> None:
+    def __init__(self, problem: GenerationProblem, choice: PipelineCandidate) -> None:
         self.problem, self.choice = problem, choice
         self._bits = sorted(problem.layer_bytes)
         order, count, pieces = choice
-        self._prefill = stage_costs(problem, order, count * pieces, True)
-        self._decode = stage_costs(problem, order, count, False)
+        self._prefill = compute_stage_costs(problem, order, count * pieces, True)
+        self._decode = compute_stage_costs(problem, order, count, False)
         self._goes_on = problem.response_tokens > 1
         self._constant = sum(self._prefill.fixed) + sum(self._prefill.link)
         self._fixed_decode = sum(self._decode.fixed) + sum(self._decode.link)
@@ -114,7 +114,7 @@ class StageProgram:
         plan = []
         for stage, device in enumerate(self.choice.order):
             _, places = np.nonzero(chosen[:, stage])
-            plan.append(Stage(device, tuple(self._bits[place] for place in places)))
+            plan.append(GenerationStage(device, tuple(self._bits[place] for place in places)))
         return GenerationPlan(tuple(plan), self.choice.micro_batches, self.choice.pieces)
 
     def _flow(self, costs: StageCosts) -> tuple[float, float]:
