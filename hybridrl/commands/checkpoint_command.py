@@ -24,7 +24,6 @@ from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import load_object
-from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.formatting import format_bytes, format_seconds
 from hybridrl.system.locations import Location
 
@@ -166,6 +165,7 @@ def inspect(chosen: argparse.Namespace) -> int:
 def export_model(chosen: argparse.Namespace) -> int:
     """Write the model of a role as a Hugging Face folder of its own."""
     from hybridrl.checkpoint.export import export_model, saved_dtype
+    from hybridrl.system.dtypes import DTYPES
 
     run, folders, step = _one_step(chosen.step)
     target, role, dtype = Path(chosen.folder), chosen.role, chosen.dtype

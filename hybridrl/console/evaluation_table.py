@@ -18,7 +18,7 @@ _WIDTH = 120
 
 
 def build_evaluation_table(sets: Mapping[str, Mapping[str, Any]], title: str) -> Table:
-    """Build a table with a line for each metric of each set: value, 95 % interval, and the
+    """Build a table with a line for each metric of each set: value, 95% interval, and the
     difference from the baseline if there is one.
 
     Args:

@@ -1,4 +1,4 @@
-"""A live report whose parts are rebuilt when their files change, each using at most 5 % of a
+"""A live report whose parts are rebuilt when their files change, each using at most 5% of a
 core."""
 
 from __future__ import annotations

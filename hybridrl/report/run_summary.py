@@ -75,7 +75,7 @@ def _describe_rewards(seen: RunEvidence) -> list[str]:
 
 
 def _describe_evaluations(seen: RunEvidence) -> list[str]:
-    """Return a sentence for each evaluation set, comparing first and last results with 95 %
+    """Return a sentence for each evaluation set, comparing first and last results with 95%
     intervals."""
     said = []
     for name, first, last in seen.evaluated:

@@ -138,7 +138,7 @@ TIME_RULES = (
 
 
 def _predict_change(seen: RunEvidence, question: WhatIfQuestion) -> float | None:
-    """Predict the relative change of step time: -0.3 means 30 % less. None if the run cannot be
+    """Predict the relative change of step time: -0.3 means 30% less. None if the run cannot be
     replayed."""
     if seen.replayed is None:
         return None

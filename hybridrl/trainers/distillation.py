@@ -44,6 +44,10 @@ class Trainer(PolicyTrainer):
     data."""
 
     USES = trainer_settings("distillation")
+    UNREAD_REASONS = PolicyTrainer.UNREAD_REASONS | {
+        "algorithm.turn_credit": "a student learns what a teacher thinks of tokens, and not from "
+        "rewards"
+    }
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:

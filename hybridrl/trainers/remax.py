@@ -22,6 +22,10 @@ class Trainer(PolicyTrainer):
     """The trainer of ReMax."""
 
     USES = trainer_settings("remax")
+    UNREAD_REASONS = PolicyTrainer.UNREAD_REASONS | {
+        "algorithm.turn_credit": "the greedy response of ReMax has one score, and no turns to "
+        "compare with"
+    }
 
     def step(self) -> StepResult:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens

@@ -104,12 +104,19 @@ class Trainer(ABC):
         USES: Settings that it reads, of those that not every trainer does; the others are refused.
             A trainer of one's own adds to those of its base class:
             `USES = PolicyTrainer.USES | {"algorithm.dynamic_sampling"}`.
+        UNREAD_REASONS: Why it does not read a setting that others read; said when it is refused.
         COMPARES_SAMPLES: Whether it learns from how the samples of a prompt differ.
     """
 
     DATA: ClassVar[Literal["prompts", "examples", "pairs"]] = "prompts"
     TRAINS: ClassVar[bool] = True
     USES: ClassVar[frozenset[str]] = _USUAL
+    UNREAD_REASONS: ClassVar[Mapping[str, str]] = {
+        "algorithm.dynamic_sampling": "it does not compare the samples of a prompt",
+        "algorithm.step_credit": "it knows one score a sample",
+        "reward.normalise_by": "it learns from scores as they are",
+        "reward.shorter": "it learns from scores as they are",
+    }
     COMPARES_SAMPLES: ClassVar[bool] = False
 
     def __init__(

@@ -53,12 +53,16 @@ def _is_built_in(config: Config) -> bool:
 
 def _check_unread(config: Config) -> None:
     """Refuse settings that the trainer does not read, whoever wrote it."""
+    from hybridrl.trainers import load_trainer
+
     name = config.trainer.name
+    reasons = load_trainer(name).UNREAD_REASONS
     own = "" if _is_built_in(config) else f", or name it in the USES of {name} if that reads it"
     for setting, value, readers in unread(config, _uses(config)):
         if setting not in OF_PARTS:
+            reason = f" ({reasons[setting]})" if setting in reasons else ""
             raise ConfigError(
-                f"{setting}={value}: trainer.name={name} does not read it; it counts with "
+                f"{setting}={value}: trainer.name={name} does not read it{reason}; it counts with "
                 f"{readers}. Leave it out{own}."
             )
 
