@@ -26,7 +26,7 @@ import torch
 from figures import report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybridrl.algorithms.corrections import mismatch
+from hybridrl.algorithms import estimate_kl
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller.worker import WorkerContext
@@ -135,7 +135,7 @@ def divergence(model: Qwen2ForCausalLM, samples: Batch, prompts: torch.Tensor) -
     logits[..., 1] = -torch.inf  # the end, which was forbidden
     thought = logits.log_softmax(-1).gather(-1, responses[..., None])[..., 0]
     said = torch.stack(list(samples["rollout_log_probs"].rows()))
-    return mismatch(thought, said, torch.ones_like(said))["k3"].item()
+    return estimate_kl(said, thought, "k3").mean().item()
 
 
 def measure_learning(seeds: list[int]) -> None:

@@ -100,7 +100,7 @@ def run(
     Raises:
         HybridRLError: a sentence that says what is wrong.
         KeyboardInterrupt: after Ctrl-C, when what there was has been saved.
-        Preempted: after SIGTERM, when the run can go on from a checkpoint.
+        PreemptionInterrupt: after SIGTERM, when the run can go on from a checkpoint.
     """
     from hybridrl.data.job_data import with_rows
     from hybridrl.job.config_resolution import apply_python_objects

@@ -113,7 +113,7 @@ class BatchRef:
             raise DataError("There is nothing to concatenate: give one batch or more.")
         if wrong := [part for part in parts if not isinstance(part, BatchRef)]:
             raise DataError(
-                f"`concatenate_tables` takes BatchRefs, this is a {type(wrong[0]).__name__}. A "
+                f"`concat` takes BatchRefs, this is a {type(wrong[0]).__name__}. A "
                 "Batch of the driver's goes through `put` first."
             )
         if any(part.selected is not None for part in parts):

@@ -44,7 +44,7 @@ class EnvironmentProgram:
         try:
             package = importlib.import_module(f"{ADAPTER_PACKAGE}.{setup['adapter']}")
         except ModuleNotFoundError as error:
-            raise self._words.SetupError(
+            raise self._words.EnvironmentSetupError(
                 f"it needs the package `{error.name}`, which is not installed there. Install it, "
                 "or set environment.python to the Python of a virtual environment that has it."
             ) from error
@@ -54,11 +54,11 @@ class EnvironmentProgram:
     async def run(self, payload: dict[str, Any]) -> Any:
         if "rows" in payload:
             return await self._adapter.rows(payload["rows"])
-        episode = self._words.Episode(**payload["play"])
+        episode = self._words.AdapterEpisode(**payload["play"])
         host = urlsplit(episode.url).hostname or ""
         os.environ.update(with_direct_access(os.environ, host))
         try:
-            return vars(self._words.scored(await self._adapter.play(episode)))
+            return vars(self._words.parse_episode_score(await self._adapter.play(episode)))
         finally:
             if episode.is_left_running:
                 self._server.wear_out()

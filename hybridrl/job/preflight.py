@@ -126,7 +126,7 @@ def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) ->
             has_config = plans and (place / "config.json").is_file()
             is_described = has_config and not model_folder_checks.has_weights(place)
             why = "it has no weights" if is_described else ""
-        elif not looks.may_be_on_hub(path):
+        elif not looks.may_be_hub_name(path):
             why = "it is not on this machine" if is_elsewhere else ""
         else:
             why = "it is no file or folder here"

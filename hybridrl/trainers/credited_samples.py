@@ -14,7 +14,7 @@ from torch import Tensor
 from hybridrl.algorithms import (
     PackedTurns,
     TokenSegments,
-    kl,
+    estimate_kl,
     min_form_rewards,
     overlong_penalty,
     part_advantages,
@@ -153,7 +153,7 @@ def token_kl(batch: Batch, mask: Tensor, config: AlgorithmConfig) -> Tensor:
     """Return the KL penalty of each token that is subtracted from the reward."""
     log_probs, reference = batch.ragged("log_probs"), batch.ragged("ref_log_probs")
     estimator = config.kl_estimator or REWARD_KL_ESTIMATOR
-    return kl(log_probs.values, reference.values, estimator, mask=mask)
+    return estimate_kl(log_probs.values, reference.values, estimator, mask=mask)
 
 
 def token_rewards(

@@ -21,9 +21,9 @@ from hybridrl.rollout.single_turn import SingleTurnGenerator
 from hybridrl.workers.training_engines import ModelSource
 
 ENGINES = {
-    "vllm": ("hybridrl.rollout.vllm_engine", "VLLMRollout"),
-    "transformers": ("hybridrl.rollout.transformers_engine", "TransformersRollout"),
-    "pipeline": ("hybridrl.systems.unequal_generation.pipeline_engine", "PipelineRollout"),
+    "vllm": ("hybridrl.rollout.vllm_engine", "VLLMEngine"),
+    "transformers": ("hybridrl.rollout.transformers_engine", "TransformersEngine"),
+    "pipeline": ("hybridrl.systems.unequal_generation.pipeline_engine", "PipelineEngine"),
 }
 """Module and class of each `rollout.engine`; none is imported before it is wanted."""
 

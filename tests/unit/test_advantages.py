@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hybridrl.algorithms import (
     TokenSegments,
     broadcast_to_tokens,
+    estimate_kl,
     find_informative_rows,
     gae,
     group_relative,
-    kl,
     leave_one_out,
     optimal_reward_baseline,
     overlong_penalty,
@@ -292,7 +292,7 @@ def test_shape_rewards_puts_the_score_on_the_last_token_kept(case, estimator):
     log_probs = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
     ref_log_probs = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
     scores = torch.randn(len(mask), generator=generator, dtype=torch.float64)
-    expected = torch.where(mask, -0.3 * kl(log_probs, ref_log_probs, estimator), 0.0)
+    expected = torch.where(mask, -0.3 * estimate_kl(log_probs, ref_log_probs, estimator), 0.0)
     for row, held in enumerate(mask):
         if held.any():
             expected[row, held.nonzero().max()] += scores[row]

@@ -167,7 +167,8 @@ def test_every_group_of_an_accelerator_takes_tensors_of_the_host_too():
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in makers:
                 is_first = ast.unparse(node.func).endswith("init_process_group")
                 assert "backend" not in keywords(node), path
-                assert not is_first or ast.unparse(node.args[0]).startswith("COLLECTIVES["), path
+                backend = ast.unparse(node.args[0]) if is_first else ""
+                assert not is_first or backend.startswith("COLLECTIVE_BACKENDS["), path
 
 
 # vLLM

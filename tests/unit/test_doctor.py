@@ -98,8 +98,8 @@ def test_imports_that_fail_crash_or_hang_are_told_apart(tmp_path, monkeypatch):
     assert found["ray"]["version"] == "2.60.0"
     assert found["torch"]["error"] == "ImportError: libcudart.so.13: no such file"
     assert found["transformers"]["error"] == "the process was ended by SIGSEGV"
-    hangs = libraries.probe_imports(["ray", "vllm"], 2)
-    assert hangs["vllm"] == {"late": 2} and "version" in hangs["ray"]
+    hangs = libraries.probe_imports(["ray", "vllm"], 8)
+    assert hangs["vllm"] == {"late": 8} and "version" in hangs["ray"]
     for name in ("torch", "transformers"):
         assert libraries._report_import(name, found[name]).state == FindingState.PROBLEM
     assert libraries._report_import("vllm", hangs["vllm"]).state == FindingState.NOTE
@@ -207,7 +207,7 @@ def test_what_dead_jobs_left_in_shared_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY_FOLDER", tmp_path)
     for job in ("hybridrl-1-2", "hybridrl-3-4"):
         (tmp_path / f"{job}-segment").write_bytes(bytes(1024))
-    holds = f"import hybridrl.system.shared_memory as m, pathlib, time; m.FOLDER = pathlib.Path({str(tmp_path)!r}); m.hold_shared_memory('hybridrl-3-4'); print('held', flush=True); time.sleep(60)"  # noqa: E501
+    holds = f"import hybridrl.system.shared_memory as m, pathlib, time; m.SHARED_MEMORY_FOLDER = pathlib.Path({str(tmp_path)!r}); m.lock_shared_memory('hybridrl-3-4'); print('held', flush=True); time.sleep(60)"  # noqa: E501
     with subprocess.Popen([sys.executable, "-c", holds], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         assert "1 KiB left by dead jobs: hybridrl-1-2 ->" in said(

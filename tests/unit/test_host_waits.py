@@ -28,8 +28,11 @@ ALLOWED = {
     ("parallel/block_attention.py", "between"): "lengths are on the host",
     ("parallel/block_attention.py", "longest"): "lengths are on the host",
     ("parallel/block_attention.py", "_indices"): "lengths are on the host",
-    ("parallel/collectives.py", "all_values"): "what ranks tell each other before they begin",
-    ("parallel/padded_attention.py", "rectangles"): "lengths are on the host",
+    (
+        "parallel/collectives.py",
+        "all_gather_distinct",
+    ): "what ranks tell each other first",
+    ("parallel/padded_attention.py", "make_rectangles"): "lengths are on the host",
     ("parallel/sequence_parallel.py", "split"): "once for a micro-batch, before the model runs",
     ("parallel/sequence_parallel.py", "of"): "on the host, before the model runs",
 }

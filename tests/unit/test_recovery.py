@@ -113,7 +113,7 @@ def interrupted(then, number, times=1):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_end_of_the_grace_ends_everything(then, code, number):
     said, found = interrupted(then, number)
-    assert said == f"asked\nraised Preempted {number.name}\n" and found == code
+    assert said == f"asked\nraised PreemptionInterrupt {number.name}\n" and found == code
 
 
 @pytest.mark.parametrize(("then", "code"), [("ends", 130), ("hangs", 130), ("goes on", 0)])
@@ -124,7 +124,7 @@ def test_ctrl_c_raises_at_once_and_has_an_end(then, code):
 
 def test_the_second_signal_waits_for_nothing():
     said, found = interrupted("ends", signal.SIGTERM, times=2)
-    assert said == "asked\nraised Preempted SIGTERM\n" and found == 75
+    assert said == "asked\nraised PreemptionInterrupt SIGTERM\n" and found == 75
 
 
 def test_what_is_ignored_from_the_start_stays_so():

@@ -11,9 +11,9 @@ from hybridrl.system.shared_memory import remove_shared_memory, remove_stale_seg
 HOLDS = """
 import sys, pathlib
 from hybridrl.system import shared_memory
-shared_memory.FOLDER = pathlib.Path(sys.argv[1])
-shared_memory.hold_shared_memory("hybridrl-1-20")
-(shared_memory.FOLDER / "psm_hybridrl-1-20_0").touch()
+shared_memory.SHARED_MEMORY_FOLDER = pathlib.Path(sys.argv[1])
+shared_memory.lock_shared_memory("hybridrl-1-20")
+(shared_memory.SHARED_MEMORY_FOLDER / "psm_hybridrl-1-20_0").touch()
 print("held", flush=True)
 sys.stdin.read()
 """

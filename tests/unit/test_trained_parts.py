@@ -37,5 +37,5 @@ def test_what_is_in_files_of_torch_save_is_said_to_be_lost(folder):
 
 
 def test_a_class_that_is_saved_in_another_form_loses_the_rest_with_a_sentence(folder, monkeypatch):
-    monkeypatch.setitem(trained_parts.__globals__, "stored_form", lambda *_: None)
+    monkeypatch.setitem(trained_parts.__globals__, "find_storage_format", lambda *_: None)
     assert "is left out" in said_of(folder)

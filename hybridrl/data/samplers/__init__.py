@@ -43,7 +43,7 @@ def check_sampler(config: Config) -> None:
     if spec is None:
         return
     found = user_code.resolve_user_object(SAMPLER_SETTING, spec, BUILT_IN_SAMPLERS)
-    for name in ("draw_rows", "update"):
+    for name in ("draw", "update"):
         if not callable(getattr(found, name, None)):
             raise ConfigError(
                 f"{SAMPLER_SETTING}={spec} has no method `{name}`; a sampler has draw(number), "

@@ -45,7 +45,7 @@ class PipelineEngine(BatchedEngine):
     Building it is collective over the world.
 
     Prompts of similar length run together, `max_sequences` at a time, in the groups that the plan
-    says; what a sample draws is what it draws from `TransformersRollout`, but for rounding.
+    says; what a sample draws is what it draws from `TransformersEngine`, but for rounding.
     """
 
     def __init__(
