@@ -94,7 +94,7 @@ def read_rows(
     return _add_required_columns(table, required, f"`{path}`")
 
 
-def is_hub_name(path: str) -> bool:
+def may_be_hub_name(path: str) -> bool:
     """Return whether the path has the form of a hub data set's name."""
     return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
 
@@ -112,7 +112,7 @@ def find_data_files(
         DataError: if it can be neither.
     """
     files = [] if format == "datasets" else _list_files(path, split, format, origin)
-    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not is_hub_name(path)):
+    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not may_be_hub_name(path)):
         cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
         if "," in path:
             cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."

@@ -1,6 +1,6 @@
 """A program that imports large libraries in a separate process and prints a line of JSON for each.
 
-python -P import_trial.py torch transformers vllm
+python -P import_probe.py torch transformers vllm
 
 It stands alone, because it is run where `hybridrl` may not be installed. If it dies, the library
 that has no line is the one that killed it.
@@ -69,7 +69,7 @@ def main() -> None:
     os.dup2(2, 1)  # what libraries print is no answer
     for name in sys.argv[1:]:
         try:
-            found = globals()[name]()
+            found = globals()[f"_probe_{name}"]()
         except BaseException as error:  # libraries raise whatever they like
             first = next(iter(str(error).splitlines()), "")
             found = {"error": f"{type(error).__name__}: {first}"}

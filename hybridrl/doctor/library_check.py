@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hybridrl.doctor import import_probe as import_trial
+from hybridrl.doctor import import_probe
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import pip_install
 from hybridrl.system.formatting import format_bytes, format_seconds
@@ -51,7 +51,7 @@ def check(seconds: float) -> Iterator[DoctorFinding]:
 
 def probe_imports(names: list[str], seconds: float) -> dict[str, _ProbeResult]:
     """Import libraries in a subprocess; return what each reported, or `error`, or `late`."""
-    program = [sys.executable, "-P", str(Path(import_trial.__file__)), *names]
+    program = [sys.executable, "-P", str(Path(import_probe.__file__)), *names]
     process = subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
     )

@@ -68,7 +68,7 @@ def test_help_and_wrong_folders_import_nothing_heavy(tmp_path):
         f"for words in {given}:\n"
         "    try:\n        cli.main(words)\n"
         "    except SystemExit as end:\n"
-        "        assert end.code == (0 if '--help' in words else cli.REFUSED), words\n"
+        "        assert end.code == (0 if '--help' in words else cli.EXIT_CONFIG_ERROR), words\n"
         "    brought = {'torch', 'transformers', 'ray', 'vllm', 'numpy'} & sys.modules.keys()\n"
         "    assert not brought, f'{words} imports {brought}'\n"
     )
