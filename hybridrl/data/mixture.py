@@ -54,7 +54,7 @@ class DataSource:
         return RowOrigin(self.setting, held_out=self.setting / "eval_prompts")
 
 
-class DataSplits(NamedTuple):
+class MixedSplits(NamedTuple):
     training: Batch
     held_out: Batch | None
     examples: Batch | None
@@ -89,7 +89,7 @@ def load_mixture(
     config: DataConfig,
     load: Callable[[DataConfig, RowOrigin, int], Sequence[Batch | None]],
     held_out: int,
-) -> DataSplits:
+) -> MixedSplits:
     """Load the rows of all sources one after the other, with a column `source`.
 
     Args:
@@ -116,7 +116,7 @@ def load_mixture(
                 part.append(rows.with_columns({SOURCE_COLUMN: [source.name] * len(rows)}))
     training, kept, examples = (_concat_sources(part) for part in parts)
     assert training is not None
-    return DataSplits(training, kept, examples)
+    return MixedSplits(training, kept, examples)
 
 
 def collect_task_characters(config: DataConfig) -> str:

@@ -26,7 +26,7 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SingleTurnStream,
+    SampleStream,
 )
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.rollout.user_code_loop import CoroutineResult, UserCodeLoop
@@ -68,7 +68,7 @@ class EpisodeGenerator(SampleGenerator):
         self.tools = UserCodeLoop(tool_timeout_s)
         self._logged: set[str] = set()
 
-    def begin(self, task: GenerationTask) -> SingleTurnStream:
+    def begin(self, task: GenerationTask) -> SampleStream:
         """Begin the episodes of all rows; the columns of the data go to their `reset`.
 
         `sampling.max_tokens` is the limit of the whole response, what the environment says
@@ -106,7 +106,7 @@ class _Sample:
     finish_reason: str | None = None
 
 
-class EpisodeStream(SingleTurnStream):
+class EpisodeStream(SampleStream):
     """The episodes of one generation. All of it runs in the caller's thread, except for the
     coroutines of the user's."""
 

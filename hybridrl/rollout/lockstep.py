@@ -24,7 +24,7 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SingleTurnStream,
+    SampleStream,
 )
 
 
@@ -91,7 +91,7 @@ class LockstepFollower(SampleGenerator):
         super().__init__(engine)
         self._peers = peers
 
-    def begin(self, task: GenerationTask) -> SingleTurnStream:
+    def begin(self, task: GenerationTask) -> SampleStream:
         return FollowerStream(self.engine, self._peers)
 
     def generate(
@@ -101,7 +101,7 @@ class LockstepFollower(SampleGenerator):
         return build_episode_batch([EMPTY_EPISODE] * len(batch), [], branching=False)
 
 
-class FollowerStream(SingleTurnStream):
+class FollowerStream(SampleStream):
     """Does what the leader says until the leader returns."""
 
     def __init__(self, engine: RolloutEngine, peers: dist.ProcessGroup) -> None:

@@ -108,7 +108,7 @@ class TokenVersions:
             self._begins.pop(key, None)
 
 
-class SingleTurnStream(ABC):
+class SampleStream(ABC):
     """The samples that a replica makes of a batch, as they finish."""
 
     def __init__(self, requests: RequestQueue, version: int) -> None:
@@ -149,7 +149,7 @@ class SampleGenerator(ABC):
         self.engine, self.requests = engine, requests or engine
 
     @abstractmethod
-    def begin(self, task: GenerationTask) -> SingleTurnStream:
+    def begin(self, task: GenerationTask) -> SampleStream:
         """Begin a sample of each row."""
 
     def generate(

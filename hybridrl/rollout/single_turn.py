@@ -27,14 +27,14 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SingleTurnStream,
+    SampleStream,
 )
 
 
 class SingleTurnGenerator(SampleGenerator):
     """Makes responses, one turn each."""
 
-    def begin(self, task: GenerationTask) -> SingleTurnStream:
+    def begin(self, task: GenerationTask) -> SampleStream:
         return SingleTurnStream(self.engine, task)
 
     def generate(
@@ -43,7 +43,7 @@ class SingleTurnGenerator(SampleGenerator):
         return self.engine.generate(batch, sampling, seed)
 
 
-class SingleTurnStream(SingleTurnStream):
+class SingleTurnStream(SampleStream):
     """The responses that this replica generates to the prompts of all."""
 
     def __init__(self, engine: RolloutEngine, task: GenerationTask) -> None:

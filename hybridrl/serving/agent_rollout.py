@@ -31,7 +31,7 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleGenerator,
-    SingleTurnStream,
+    SampleStream,
 )
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.serving.agent_session import REPORT, AgentSession
@@ -83,7 +83,7 @@ class AgentGenerator(SampleGenerator):
         self._logged: set[str] = set()
         self._notices: list[str] = []
 
-    def begin(self, task: GenerationTask) -> SingleTurnStream:
+    def begin(self, task: GenerationTask) -> SampleStream:
         """Begin the episodes of all rows; the columns of the data go to their programs.
 
         `sampling.max_tokens` is the limit of a turn, or `max_turn_tokens`. A `finish_reason` is
@@ -129,7 +129,7 @@ class _RunningEpisode(NamedTuple):
     play: EpisodeRequest
 
 
-class AgentStream(SingleTurnStream):
+class AgentStream(SampleStream):
     """The episodes of one generation, in the caller's thread."""
 
     def __init__(self, rollout: AgentGenerator, task: GenerationTask) -> None:

@@ -26,7 +26,7 @@ from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     ReplicaShare,
-    SingleTurnStream,
+    SampleStream,
     drop_token_versions,
 )
 from hybridrl.system.dtypes import DTYPES
@@ -76,7 +76,7 @@ class GeneratorWorker(ModelWorker):
         self._in_flight = in_flight
         self._started = 0
         self._version = 0
-        self._samples: SingleTurnStream
+        self._samples: SampleStream
         share = rollout.parallel.ranks
         self._mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._device = process_group.join_group_world(context)

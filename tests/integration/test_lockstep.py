@@ -12,7 +12,7 @@ from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSett
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SingleTurnStream
+from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SampleStream
 from hybridrl.rollout.transcript import TokenTranscript
 
 pytestmark = pytest.mark.more
@@ -58,7 +58,7 @@ class Plays(SampleGenerator):
         return OneTurn(self.requests, task)
 
 
-class OneTurn(SingleTurnStream):
+class OneTurn(SampleStream):
     def __init__(self, requests, task):
         super().__init__(requests, task.version)
         self.sampling, self.left = task.sampling, list(range(len(task.batch)))

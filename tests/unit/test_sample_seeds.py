@@ -11,7 +11,7 @@ from hybridrl.engine.hybrid_engine import add_response_mask
 from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
 from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.sample_generator import SampleGenerator, SingleTurnStream
+from hybridrl.rollout.sample_generator import SampleGenerator, SampleStream
 from hybridrl.rollout.single_turn import SingleTurnGenerator
 from hybridrl.workers import generator_worker as generator
 from hybridrl.workers.actor_worker import ActorWorker
@@ -51,7 +51,7 @@ class Player(SampleGenerator):
             [[one] for one in seeds], [[0.0]] * len(seeds), ["stop"] * len(seeds)
         )
 
-        class Played(SingleTurnStream):
+        class Played(SampleStream):
             def _collect(self, least, refresh):
                 versions = {"token_versions": [[0]] * len(seeds)}
                 return samples.with_columns(versions), np.arange(len(seeds)) + first

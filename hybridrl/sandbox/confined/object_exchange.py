@@ -15,7 +15,7 @@ from _thread import RLock
 
 from . import proxies
 from .data_codec import BASES, DataCodec, Frame, fill
-from .proxies import Handle, RemoteClass, RemoteData, RemoteError, RemoteObject, handle_of
+from .proxies import ObjectHandle, RemoteClass, RemoteData, RemoteError, RemoteObject, handle_of
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class ObjectExchange(DataCodec):
             made = self._data_for(remote, *data, frame)
             if type(made) is remote and not isinstance(remote, RemoteClass):
                 return made
-        proxies.attach(made, Handle(self, number))
+        proxies.attach(made, ObjectHandle(self, number))
         return _wait_for(made) if remote.__name__ == "coroutine" else made
 
     def _data_for(self, remote: Any, base: str, sent: Any, frame: Frame) -> Any:
@@ -258,7 +258,7 @@ class ObjectExchange(DataCodec):
 
     def _make_class(self, number: int, name: str, bases: list[type]) -> type:
         ancestors = {number}.union(*(vars(base).get("_ancestors", ()) for base in bases))
-        handle = Handle(self, number)
+        handle = ObjectHandle(self, number)
         names = {"_remote": handle, "_ancestors": ancestors, "__module__": "__main__"}
         errors = tuple(base for base in bases if issubclass(base, BaseException))
         plain = next((p for b in bases for p in reversed(BASES.values()) if issubclass(b, p)), None)

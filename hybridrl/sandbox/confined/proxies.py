@@ -18,7 +18,7 @@ _OF_OBJECTS += ("reversed", "enter", "trunc", "floor", "ceil", *COMPARISONS, *AR
 _DESCRIBING = ("__name__", "__qualname__", "__wrapped__", "__cause__")
 
 
-class Handle:
+class ObjectHandle:
     """Which object of the other process it is.
 
     Attributes:
@@ -37,7 +37,7 @@ class Handle:
         self.is_class = False
 
 
-def handle_of(thing: Any) -> Handle | None:
+def handle_of(thing: Any) -> ObjectHandle | None:
     """The handle of what stands for an object, None of anything else."""
     if isinstance(type(thing), RemoteClass) or type(thing) is RemoteClass:
         return object.__getattribute__(thing, "__dict__").get("_remote")  # type: ignore
@@ -50,7 +50,7 @@ def is_same(left: Any, right: Any) -> bool:
     return left is right or bool(handle and other and handle.number == other.number)
 
 
-def attach(thing: Any, handle: Handle) -> Any:
+def attach(thing: Any, handle: ObjectHandle) -> Any:
     """Makes it stand for the handle's object."""
     object.__getattribute__(thing, "__dict__")["_remote"] = handle
     return thing
@@ -62,14 +62,14 @@ def as_constructed(thing: Any) -> Any:
         return thing
     handle: Any = handle_of(thing)
     made = object.__new__(type(thing))
-    return attach(made, Handle(handle.exchange, handle.number, is_constructed=True))
+    return attach(made, ObjectHandle(handle.exchange, handle.number, is_constructed=True))
 
 
 def as_function(kind: Any) -> Any:
     """A class as something that is called and makes nothing here."""
     handle: Any = handle_of(kind)
     names = {n: vars(kind)[n] for n in ("_ancestors", "__module__")}
-    names["_remote"] = Handle(handle.exchange, handle.number)
+    names["_remote"] = ObjectHandle(handle.exchange, handle.number)
     return type.__call__(RemoteClass, kind.__name__, kind.__bases__, names)
 
 
@@ -111,7 +111,7 @@ class RemoteClass(type):
             names = {"_ancestors": vars(kind)["_ancestors"], "__module__": "__main__"}
             kind = type.__call__(RemoteClass, kind.__name__, (RemoteObject,), names)
         exchange, number = handle.exchange, handle.number
-        return attach(object.__new__(kind), Handle(exchange, number, is_constructed=True))
+        return attach(object.__new__(kind), ObjectHandle(exchange, number, is_constructed=True))
 
     def __instancecheck__(cls, thing: Any) -> bool:
         return cls.__subclasscheck__(type(thing))
