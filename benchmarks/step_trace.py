@@ -16,6 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from figures import report
+
 import hybridrl
 
 ROOT = f"{Path(hybridrl.__file__).parent}/"
@@ -63,6 +65,13 @@ def main() -> None:
     for file, names in trace.functions.items():
         print(f"{len(names):4d} {file}: {' '.join(sorted(names)[:6])}")
     print(f"{len(trace.functions)} files, {functions} functions, {len(rooms)} rooms: {dict(rooms)}")
+    report(
+        "step_trace.files",
+        len(trace.functions),
+        109,
+        "<= 0.55",
+        "files, before the rooms were redrawn",
+    )
 
 
 if __name__ == "__main__":

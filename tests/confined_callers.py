@@ -43,10 +43,10 @@ from hybridrl.sandbox import python_runner as sandbox
 from hybridrl.rewards.code import passes_tests
 
 level = sys.argv[1]
-sandbox._probe = lambda: sandbox.Confinement(level, 0, "")
+sandbox._probe = lambda: sandbox.SandboxConfinement(level, 0, "")
 for line in sys.stdin:
     job = json.loads(line)
-    limits = sandbox.Limits(**job.pop("limits"))
+    limits = sandbox.SandboxLimits(**job.pop("limits"))
     try:
         if "tests" in job:
             answer = passes_tests("", job["source"], job["tests"], cpu_s=limits.cpu_s)

@@ -10,8 +10,8 @@ and returns a list of numbers (None: the row is dropped). That one call has `rew
 
 A module of reward functions may define `check_reward(options, timeout_s)`. Each reward process
 calls it once for each of the module's functions that is used, before any row, with the function's
-options and `reward.timeout_s`. It raises a `ConfigError` or a `MachineError` where they or the
-machine will not do, and may return a line for the user to read.
+options and `reward.timeout_s`. It raises a `ConfigError` or an `UnsupportedMachineError` where they
+or the machine will not do, and may return a line for the user to read.
 
 Nothing is imported before it is asked for: a reward process has no use for the pool.
 """

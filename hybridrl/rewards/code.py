@@ -69,7 +69,7 @@ def passes_tests(
 
     Raises:
         ValueError: see `read_tests`.
-        MachineError: if this machine cannot confine programs.
+        UnsupportedMachineError: if this machine cannot confine programs.
     """
     tests = read_tests(tests)
     program = extract_program(response)
@@ -92,7 +92,7 @@ def check_reward(
 
     Raises:
         ConfigError: if a limit among the options is no limit.
-        MachineError: if this machine cannot confine programs.
+        UnsupportedMachineError: if this machine cannot confine programs.
     """
     limits = {"cpu_s": 10, "memory_mib": 1024, "total_s": _TOTAL_S, **options}
     for name, value in limits.items():

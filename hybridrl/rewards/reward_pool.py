@@ -29,7 +29,7 @@ __all__ = ["RewardPool", "RewardResult"]
 _IMPORT_S = 120.0
 """For the import of functions beside a job's other work; see `RewardPool.start`."""
 _CONCURRENT_ROWS = 64  # of asynchronous functions, in each process
-_ERRORS = {"ConfigError": ConfigError, "MachineError": UnsupportedMachineError}
+_ERRORS = {kind.__name__: kind for kind in (ConfigError, UnsupportedMachineError)}
 
 
 class RewardPool:
@@ -124,7 +124,7 @@ class RewardPool:
         Raises:
             ConfigError: if a function cannot be loaded, or not in that time.
             RewardError: if its process died.
-            MachineError: if it cannot work on this machine.
+            UnsupportedMachineError: if it cannot work on this machine.
         """
         with self._lock:
             self._wait_until_ready(within_s, all)
@@ -147,7 +147,8 @@ class RewardPool:
 
         Raises:
             RewardError: if a call failed and `on_error` is `fail`, or the pool is closed.
-            MachineError: if a function cannot work on this machine, whatever `on_error` is.
+            UnsupportedMachineError: if a function cannot work on this machine, whatever `on_error`
+                is.
         """
         with self._lock:
             modes = self._wait_until_ready(_IMPORT_S, any)

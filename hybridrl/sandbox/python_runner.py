@@ -198,7 +198,7 @@ def run_python(
     several threads at once.
 
     Raises:
-        MachineError: if this machine cannot confine programs.
+        UnsupportedMachineError: if this machine cannot confine programs.
         RewardError: if the sandbox itself was killed.
     """
     limits = limits or SandboxLimits()
@@ -212,7 +212,7 @@ def _run_tests(
     limits; see `confined.judge` for what is written and for what the tests may do.
 
     Raises:
-        MachineError, RewardError: as `run_python`.
+        UnsupportedMachineError, RewardError: as `run_python`.
     """
     return _run_confined(find_confinement().namespaces, source, "", limits, tests)[0]
 
@@ -229,7 +229,7 @@ def judge_program(
 
     Raises:
         SyntaxError, ValueError: if a test is neither Python nor a doctest.
-        MachineError: if this machine cannot confine programs.
+        UnsupportedMachineError: if this machine cannot confine programs.
         RewardError: if the sandbox itself was killed.
     """
     limits = dataclasses.replace(limits or SandboxLimits(), output_kib=_OUTPUT_KIB)
@@ -248,7 +248,7 @@ def find_confinement() -> SandboxConfinement:
     """Find the best confinement that this machine allows, by trying each level once.
 
     Raises:
-        MachineError: if nothing does; says what is missing.
+        UnsupportedMachineError: if nothing does; says what is missing.
     """
     with _probing:
         return _try_confinement_levels()

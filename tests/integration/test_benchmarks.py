@@ -49,6 +49,7 @@ SMALLEST = {
     "reshard": (["--rounds", "1", "--no-vllm"],),
     "sandbox": ([],),
     "scaling": ([],),
+    "step_trace": ([],),
     "slow_device": (
         ["--jobs", "1"],
         pytest.mark.skipif(

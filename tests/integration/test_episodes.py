@@ -536,7 +536,7 @@ def test_the_calculator_task():
 
 def test_the_calculator_answers_calls_and_judges_answers():
     async def steps(*texts):
-        episode = calculator.CalculatorEpisode()
+        episode = calculator.Calculator()
         await episode.reset({"answer": "4042"})
         return [await episode.step(text, []) for text in texts]
 

@@ -99,7 +99,7 @@ def test_driver_programs_know_no_engine():
                 f"{module.name}.py imports {target}"
             )
             if target.startswith("hybridrl.rollout"):
-                assert (target, names) == ("hybridrl.rollout", ["Sampling"]), module.name
+                assert (target, names) == ("hybridrl.rollout", ["SamplingSettings"]), module.name
 
 
 def test_driver_programs_differ_only_in_their_mathematics():
@@ -108,7 +108,7 @@ def test_driver_programs_differ_only_in_their_mathematics():
         targets = {target for target, _ in imports(name) if target.startswith("hybridrl.")}
         own = ("trainers", "algorithms", "config")
         known[name] = {target for target in targets if target.split(".")[1] not in own}
-    assert set(map(frozenset, known.values())) == {frozenset({"hybridrl.controller"})}, known
+    assert all(one <= {"hybridrl.controller"} for one in known.values()), known
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ WRONG = [
     ),
     (
         ["algorithm=safe_rlhf", "data=jsonl", "data.path=rows.jsonl"],
-        "cost.function=hybridrl.data.tasks.arithmetic:odd_answer is the cost of a built-in",
+        "cost.function=hybridrl.data.tasks.arithmetic:odd is the cost of a built-in",
         "cost.model",
     ),
     (

@@ -130,6 +130,7 @@ def test_the_second_signal_waits_for_nothing():
 def test_what_is_ignored_from_the_start_stays_so():
     script = "import signal; from hybridrl.run.signals import SignalHandler\n"
     script += "from hybridrl.config.schema import RecoveryConfig\n"
-    script += "with SignalHandler(RecoveryConfig()): print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN)"
+    ignored = "signal.getsignal(signal.SIGHUP) is signal.SIG_IGN"
+    script += f"with SignalHandler(RecoveryConfig()): print({ignored})"
     run = ["nohup", sys.executable, "-c", script]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "True\n"

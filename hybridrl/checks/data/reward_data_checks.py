@@ -68,7 +68,7 @@ def check_reward_data(config: Config, prompts: Batch, held_out: Batch | None = N
             function that compares with answers where there are none.
         DataError: names the row whose answer nothing can be compared with.
         RewardError: quotes the row, and says what the function did.
-        MachineError: if a function cannot work on this machine.
+        UnsupportedMachineError: if a function cannot work on this machine.
     """
     trains = load_trainer(config.trainer.name).TRAINS
     if "prompt" not in prompts.columns or not (trains or needs_held_out_rows(config, trains)):

@@ -19,24 +19,24 @@ _ACTOR_SETTING_NAMES = {
 """Settings of the role `actor`, which has them elsewhere."""
 
 
-def check_roles(config: Config, chosen: Mapping[str, RoleSpec] | None = None) -> None:
+def check_roles(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
     """Yield a refusal for each unknown role and each wrong setting of a role.
 
     Args:
-        chosen: Roles of a job that are not its trainer's.
+        roles: Of a job, where they are not its trainer's alone.
 
     Raises:
         ConfigError: names the role, the setting and the nearest known one.
     """
     own = load_roles(config)
-    roles = {**own, **(chosen or {})}
+    known = {**own, **(roles or {})}
     for role in config.models:
-        if role not in roles:
+        if role not in known:
             raise ConfigError(
                 f"models.{role} is set, but trainer.name={config.trainer.name} has no role "
-                f"`{role}`; it has {', '.join(roles)}.{suggest_name(role, roles)}"
+                f"`{role}`; it has {', '.join(known)}.{suggest_name(role, known)}"
             )
-        _check_role_settings(config, role, roles[role])
+        _check_role_settings(config, role, known[role])
     warms_up = config.warmup.steps and load_trainer(config.trainer.name).DATA == "prompts"
     if warms_up and load_trainer(config.trainer.name).TRAINS and ACTOR_ROLE not in own:
         raise ConfigError(

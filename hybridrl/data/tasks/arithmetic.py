@@ -64,7 +64,7 @@ def pairs(
     return varied, hardest
 
 
-def odd_answer(prompt: str, response: str, **row: object) -> float:
+def odd(prompt: str, response: str, **row: object) -> float:
     """Return 1 for a response that ends in an odd digit: a cost that half of the correct responses
     have, so that it conflicts with the reward."""
     return float(response[-1:] in tuple("13579"))

@@ -28,7 +28,7 @@ _OPERANDS = _LARGEST - _SMALLEST + 1
 _CALL = re.compile(r"<(\d+)\*(\d+)>$")
 
 
-class CalculatorEpisode:
+class Calculator:
     """An episode of one problem: `<a*b>` is answered with the product and `=`; any other turn is
     the final answer, worth 1 if it is correct. `<a*b>` is answered by the product and `=`, anything
     else is taken for the answer. A right one earns 1."""
