@@ -121,7 +121,11 @@ def test_a_killed_launcher_is_no_way_out(folder):
         pool.score([{"prompt": "", "response": str(folder / "reward"), "answer": ""}])
         (folder / "reward" / "empty").unlink()  # that one has no variable
         (launcher,) = children(os.getpid())
+        leaves = {int(file.read_text()) for file in (folder / "reward").iterdir()}
+        ended = {launcher, *children(launcher)} - leaves
         os.kill(launcher, signal.SIGKILL)
+        while any(map(is_alive, ended)):  # until then, its process may answer a row
+            time.sleep(0.01)
         (folder / "reward" / "third").write_text(str(launcher))
         assert pool.score([{"prompt": "quiet", "response": "", "answer": ""}]).scores == [1.0]
         assert left_in(folder / "reward") == []
