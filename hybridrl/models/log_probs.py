@@ -182,13 +182,14 @@ def compute_head_gradients(
         del logits, slope  # the products below are large themselves
         grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
         if grad_weight is None:
-            continue
-        if table.dtype is torch.float32:
+            pass
+        elif table.dtype is torch.float32:
             grad_weight.addmm_(grad.T, states[chunk])
         else:  # summed where it lies: as large as the output embedding in float32
             torch.addmm(
                 *(grad_weight, grad.T, states[chunk]), out_dtype=torch.float32, out=grad_weight
             )
+        del grad  # the next chunk's logits come before its own
     del table  # perhaps a copy, and another one is made now
     if vocabulary is not None:
         dist.all_reduce(grad_hidden, group=vocabulary.group)

@@ -106,6 +106,7 @@ def build_family_config(family: ModelFamily, hidden: int) -> PretrainedConfig:
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
+        attn_logit_softcapping=None,  # Gemma 2's is refused, and costs nothing to speak of
     )
 
 
