@@ -29,7 +29,7 @@ PATTERNS = {
     "host": "RayHost",
     "relay": "ray::Relay",
     "reward": "hybridrl.rewards.reward_program",
-    "keeper": "RayKeeper",
+    "keeper": "RayMemoryKeeper",
     "raylet": "raylet/raylet",
     "gcs": "gcs_server",
 }

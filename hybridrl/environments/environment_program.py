@@ -65,7 +65,7 @@ class EnvironmentProgram:
 
     def explain(self, error: BaseException) -> tuple[str, str]:
         """The kind of failure, and what to say of it."""
-        if type(error).__name__ == "SetupError":
+        if type(error).__name__ == "EnvironmentSetupError":
             return "refused", str(error)
         if type(error).__name__ == "EpisodeError":
             return error.kind, _shortened(str(error))  # type: ignore[attr-defined]

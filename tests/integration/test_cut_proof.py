@@ -31,7 +31,12 @@ MODELS = {
     "qwen3 of experts": ("qwen3_moe", {}),
     "mistral, windows": ("mistral", {"sliding_window": 4096}),
 }
-WRONG = [("sum_over", True), ("sum_over", False), ("copy_to_all", True), ("nan", True)]
+WRONG = [
+    ("reduce_from_region", True),
+    ("reduce_from_region", False),
+    ("copy_to_region", True),
+    ("nan", True),
+]
 """Sums over ranks that are forgotten, in the forward or in the backward pass, or give no number;
 whether the model learns."""
 
