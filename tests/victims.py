@@ -27,7 +27,7 @@ MEASURED = ("time/", "share/", "throughput/", "memory/", "sync/", "checkpoint/")
 """Figures of the machine, which no two runs have in common."""
 PATTERNS = {
     "host": "RayHost",
-    "relay": "ray::Relay",
+    "relay": "ray::CallRelay",
     "reward": "hybridrl.rewards.reward_program",
     "keeper": "RayMemoryKeeper",
     "raylet": "raylet/raylet",

@@ -117,7 +117,7 @@ def relay_process() -> psutil.Process:
     found = [
         child
         for child in psutil.Process().children(recursive=True)
-        if "ray::Relay" in " ".join(child.cmdline())
+        if "ray::CallRelay" in " ".join(child.cmdline())
     ]
     return max(found, key=psutil.Process.create_time)
 
