@@ -35,7 +35,7 @@ PATTERNS = {
 }
 """What is in the command of each kind of process."""
 WITH_RELAY = (
-    "import hybridrl.ray_backend.ray_executor as e; e.DIRECT_HOSTS = 0; "
+    "import hybridrl.ray_backend.ray_executor as e; e.MAX_DIRECT_HOSTS = 0; "
     "from hybridrl.main import main; main()"
 )
 STEP = re.compile(r"step +(\d+)/")

@@ -607,5 +607,5 @@ def test_the_reward_pool_may_kill_its_processes(folder, monkeypatch):
 def test_a_limit_that_is_not_positive_is_refused():
     with pytest.raises(ConfigError, match=r"`SandboxLimits.cpu_s` is 0, expected a whole number"):
         SandboxLimits(cpu_s=0)
-    with pytest.raises(ConfigError, match=r"`Limits.wall_s` is nan, expected a number"):
+    with pytest.raises(ConfigError, match=r"`SandboxLimits.wall_s` is nan, expected a number"):
         SandboxLimits(wall_s=float("nan"))
