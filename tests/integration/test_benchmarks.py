@@ -11,7 +11,7 @@ from pages import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 SECONDS = {
-    *("codecs", "dispatch", "distillation", "loading", "operator_cost", "overhead", "packing"),
+    *("codecs", "dispatch", "distillation", "loading", "overhead", "packing"),
     *("paper_placements", "plan", "plan_at_size", "reshard", "sandbox", "timeline", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
