@@ -70,7 +70,7 @@ def main() -> None:
         len(trace.functions),
         109,
         "<= 0.55",
-        "files, before the rooms were redrawn",
+        "files",
     )
 
 

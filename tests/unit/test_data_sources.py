@@ -185,8 +185,10 @@ def test_conversations_are_read_from_their_column(tokenizer, tmp_path):
          "If no row has an answer, set data.answer_column=null"),
         (load_examples, {}, "rows.jsonl, line 1, has no column `response` .`data.response_column`"),
         (load_examples, {"messages_column": "talk"}, "no column `talk` .`data.messages_column`"),
-        (load_preference_pairs, {}, "line 1, has no column `chosen` .`data.chosen_column`"),
-        (load_preference_pairs, {"chosen_column": "prompt"}, "no column `rejected`"),
+        (load_preference_pairs, {}, "rows.jsonl, line 1, has no column `chosen` "
+         ".`data.chosen_column`"),
+        (load_preference_pairs, {"chosen_column": "prompt"}, "no column `rejected` "
+         ".`data.rejected_column`"),
         (load_preference_pairs, {"chosen_column": "prompt", "rejected_column": "prompt",
                       "margin_column": "by"}, "no column `by` .`data.margin_column`"),
     ],
