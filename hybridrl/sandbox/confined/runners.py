@@ -124,8 +124,11 @@ def _run_by_pytest(names: Any) -> int:
         def pytest_runtest_logreport(self, report: Any) -> None:
             self.passed += report.when == "call" and report.passed
 
-    anything = os.path.join(os.path.dirname(pytest.__file__), "py.typed")  # noqa: PTH118, PTH120
-    options = ["-c", "/dev/null", "--rootdir", "/", "--noconftest", "--capture=sys", "--tb=no"]
+    # pytest lists the folders above a file, too, up to `--confcutdir`; few of them are readable.
+    folder = os.path.dirname(pytest.__file__)  # noqa: PTH120
+    anything = os.path.join(folder, "py.typed")  # noqa: PTH118
+    options = ["-c", "/dev/null", "--rootdir", "/", "--confcutdir", folder, "--noconftest"]
+    options += ["--capture=sys", "--tb=no"]
     disabled = [f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest")]
     told = Collecting()
     code = pytest.main([*options, *disabled, anything], plugins=[told])
