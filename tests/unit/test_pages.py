@@ -2,6 +2,7 @@
 Python compile, those that only define something do, sentences of the library are its own."""
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import re
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from pages import INLINE, PAGES, ROOT, anchors, blocks, commands, links
 
+import hybridrl
 from hybridrl import cli, main
 from hybridrl.commands import plan_command as plan
 from hybridrl.config.aliases import explain_alias
@@ -198,6 +200,43 @@ def test_settings_that_are_named_exist(page):
     if page.name in NAMES_OF_OTHERS:
         wrong = {name for name in wrong if not explain_alias(name)}
     assert not wrong, page.name
+
+
+ROOMS = {path.parent.name for path in (ROOT / "hybridrl").glob("*/__init__.py")}
+MODULE = re.compile(rf"(?:hybridrl\.)?((?:{'|'.join(sorted(ROOMS))})(?:\.[A-Za-z_]\w*)+)")
+"""A name within a room, as `trainers.objectives.build_preference_objective`."""
+
+
+def is_file_of_a_room(path):
+    room, name = path.split(".")[:2]
+    places = ROOT / "hybridrl" / room
+    return (places / f"{name}.py").exists() or (places / name).is_dir()
+
+
+def resolves(path):
+    found = hybridrl
+    parts = path.split(".")
+    for depth, part in enumerate(parts, 1):
+        if not hasattr(found, part):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(["hybridrl", *parts[:depth]]))
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_code_exist(page):
+    if page.name == "old_names.md":
+        return
+    named = [
+        match[1]
+        for span in INLINE.findall(page.read_text(encoding="utf-8"))
+        if (match := MODULE.match(span))
+        and (span.startswith("hybridrl.") or is_file_of_a_room(match[1]))
+    ]
+    assert not [name for name in named if not resolves(name)]
 
 
 NAMES_OF_OTHERS = {"coming_from_verl.md", "settings.md"}
