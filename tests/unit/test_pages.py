@@ -310,8 +310,8 @@ def test_sentences_of_the_troubleshooting_page_are_the_librarys():
     sources = (path.read_text(encoding="utf-8") for path in (ROOT / "hybridrl").rglob("*.py"))
     library = re.sub(r'"\s*\n\s*f?"', "", "\n".join(sources))  # literals over several lines
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    section = page.partition("## What it says")[2].partition("\n## ")[0]
+    section = page.partition("## Messages, causes and fixes")[2].partition("\n## ")[0]
     rows = [row.split(" | ") for row in re.findall(r"^\| (.+) \|$", section, re.M)]
-    shown = [row[0] for row in rows if row[0] != "it says"]
+    shown = [row[0] for row in rows if row[0] != "message"]
     assert len(shown) > 30
     assert not [one for one in shown if one.partition("...")[0] not in library]
