@@ -42,8 +42,7 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join_group_world
+from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 
 RANKS = 4
 SAMPLES, TOKENS = 4, 48

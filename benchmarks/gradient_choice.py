@@ -54,8 +54,7 @@ from hybridrl.parallel.compressed_collectives import (
 )
 from hybridrl.parallel.gradient_reduction import make_reduce_scatter
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter, UnitReduceScatter
-from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join_group_world
+from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
     NO_OVERLAP,

@@ -39,8 +39,7 @@ from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.models import CausalPolicy, load_model, make_tiny_config
-from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join_group_world
+from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_linear import find_decoder_layers, find_linear_layers
 from hybridrl.quantization.output_kl import measure_sensitivity, token_kl
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training

@@ -40,8 +40,7 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.models import load_model, load_model_config, make_tiny_model
 from hybridrl.parallel.process_group import join_group_world
 from hybridrl.quantization.output_kl import token_kl
-from hybridrl.rollout.engine_requests import SamplingSettings
-from hybridrl.rollout.rollout_engine import EngineSetup
+from hybridrl.rollout.rollout_engine import EngineSetup, SamplingSettings
 from hybridrl.system.cluster_spec import LinkSpec
 from hybridrl.systems.unequal_generation.cost_probe import (
     add_model_sizes,

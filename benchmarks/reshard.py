@@ -36,16 +36,14 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import box_shape
 from hybridrl.layout.hybrid_mesh import HybridMesh
-from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, load_model
-from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join_group_world
+from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.system.shared_memory import remove_shared_memory
 from hybridrl.weights.collective_reshard import CollectiveReshard
 from hybridrl.weights.weight_sync import WeightSync
-from hybridrl.weights.weight_transport import make_tensor_sink
 
 RANKS, TRAIN_TP, ROLLOUT_TP = 4, 4, 2
 CPU = torch.device("cpu")

@@ -40,8 +40,7 @@ from hybridrl.controller.worker import Rendezvous
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import CausalPolicy, load_model, make_tiny_model
-from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join_group_world, join_world
+from hybridrl.parallel.process_group import ParallelMesh, join_group_world, join_world
 from hybridrl.placement.separation import choose_weight_transport
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup

@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
 from hybridrl.environments.episode_runner import EpisodeResult
-from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings
-from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.rollout_engine import EngineOutput, RolloutEngine, SamplingSettings
 from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.template_chat import TemplateRenderer
 

@@ -141,7 +141,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
     from hybridrl.layout.training_mesh import build_training_mesh
     from hybridrl.models import CausalPolicy, load_model_config
     from hybridrl.models.packed_attention import PACKED_ATTENTION
-    from hybridrl.parallel.parallel_mesh import ParallelMesh
+    from hybridrl.parallel.process_group import ParallelMesh
     from hybridrl.weights.weight_sync import WeightSync
 
     config = configured(overrides)

@@ -68,8 +68,7 @@ def mesh(process_group):
     import torch
 
     from hybridrl.controller import WorkerContext
-    from hybridrl.parallel.parallel_mesh import ParallelMesh
-    from hybridrl.parallel.process_group import join_group_world
+    from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 
     join_group_world(WorkerContext("actor", 0, 1))
     return ParallelMesh.data_parallel(torch.device("cpu"), 1)

@@ -17,7 +17,7 @@ from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, PackedSamples, ScalarModel
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel
 
 CPU = torch.device("cpu")

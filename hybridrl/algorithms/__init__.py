@@ -28,11 +28,18 @@ from hybridrl.algorithms.group_advantages import (
     pass_at_k,
     reinforce_plus_plus_baseline,
 )
-from hybridrl.algorithms.kl import AdaptiveKLController, FixedKLController, estimate_kl
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
-from hybridrl.algorithms.loss_weights import token_weights
 from hybridrl.algorithms.packed_turns import PackedTurns
-from hybridrl.algorithms.policy_losses import cispo, ppo_clip, reinforce, sapo
+from hybridrl.algorithms.policy_losses import (
+    AdaptiveKLController,
+    FixedKLController,
+    cispo,
+    estimate_kl,
+    ppo_clip,
+    reinforce,
+    sapo,
+    token_weights,
+)
 from hybridrl.algorithms.policy_objective import PolicyObjective
 from hybridrl.algorithms.preference_losses import BradleyTerryObjective, PreferenceObjective
 from hybridrl.algorithms.reward_terms import overlong_penalty, relative_length_reward, shape_rewards

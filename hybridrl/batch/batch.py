@@ -3,7 +3,7 @@
 One row per sample, named columns, held in Arrow. A token-level column is a ragged list (values and
 offsets), so nothing is ever padded in memory, on the wire or on disk. Numeric columns are views of
 the Arrow buffers: reading one copies nothing, and because others read the same memory, the tensors
-refuse to be changed in place (see `read_only`).
+refuse to be changed in place (see `arrow_columns`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from hybridrl.console.dashboard import (
     render_samples,
     render_values,
 )
-from hybridrl.console.run_readings import RunReadings
+from hybridrl.console.line_console import RunReadings
 from hybridrl.console.run_view import RunView
 from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.console.sample_table_text import ShownSample

@@ -40,11 +40,6 @@ def sanitize_lines(text: str) -> str:
     return "\n".join(_replace_control_characters(line) for line in redact(text).splitlines())
 
 
-def escape_unencodable(text: str, encoding: str) -> str:
-    """`text` with what `encoding` cannot say written as \\uXXXX, so that printing cannot fail."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def _replace_control_characters(text: str) -> str:
     kept: list[str] = []
     marks = 0

@@ -18,7 +18,6 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch, resolve_row_numbers
 from hybridrl.controller.group_call import ExpectedColumns, RequestedColumns, Rows
-from hybridrl.controller.row_selection import IndexSelection, PartitionSelection, RepeatSelection
 from hybridrl.controller.table_expression import (
     ResultTable,
     SelectedTable,
@@ -26,6 +25,11 @@ from hybridrl.controller.table_expression import (
     choose,
     concatenate_tables,
     join,
+)
+from hybridrl.controller.transfer_protocol import (
+    IndexSelection,
+    PartitionSelection,
+    RepeatSelection,
 )
 from hybridrl.errors import DataError, suggest_name
 

@@ -27,7 +27,11 @@ from hybridrl.controller.group_call import (
     ShardedResult,
     ShardInfo,
 )
-from hybridrl.controller.row_selection import IndexSelection, PartitionSelection, RepeatSelection
+from hybridrl.controller.transfer_protocol import (
+    IndexSelection,
+    PartitionSelection,
+    RepeatSelection,
+)
 from hybridrl.errors import DataError
 
 

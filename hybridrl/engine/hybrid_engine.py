@@ -18,7 +18,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.engine.train_engine import LossFunction, TrainEngine
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.rollout.sample_generator import SampleGenerator
 from hybridrl.system.device_traits import free_cached_memory, synchronize_device
 from hybridrl.system.dtypes import DTYPES

@@ -23,7 +23,7 @@ from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
 from hybridrl.models.shrunk_config import SHRUNK_WINDOW
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 _SAMPLE_LENGTHS = (SHRUNK_WINDOW, 5, SHRUNK_WINDOW - 1)
 """Of the samples: a ring takes none that are longer than a window."""

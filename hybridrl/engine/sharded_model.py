@@ -23,7 +23,7 @@ from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise
 from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.layout.boxes import full_box, make_local_pieces
-from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.models import PackedModel
 from hybridrl.models.activation_checkpointing import set_activation_checkpointing
@@ -37,13 +37,12 @@ from hybridrl.parallel.fsdp import (
     list_fsdp_units,
 )
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
-from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.parameter_layout import build_training_layout
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.training_pipeline import TrainingPipeline
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
 from hybridrl.weights.collective_reshard import reshard_tensors
-from hybridrl.weights.weight_transport import make_tensor_sink
 
 
 class ShardedModel:

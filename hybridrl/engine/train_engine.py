@@ -38,7 +38,7 @@ from hybridrl.models.expert_routing import (
     compute_router_metrics,
 )
 from hybridrl.parallel.fsdp import list_unit_parameters
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible
 from hybridrl.quantization.rounded_matrix import seed_rounding
 from hybridrl.system.device_traits import free_cached_memory, synchronize_device

@@ -1,18 +1,21 @@
-"""Tensor layouts, which say which part of every tensor each rank holds, and the transfer plans
-between them.
+"""Tensor layouts, which say which part of every tensor each rank holds, the transfer plans between
+them, and the moves of a plan from one tensor to another.
 
 Bringing weights from training to generation, weights between separate groups, checkpoints on
 another number of ranks and elastic restarts are all a plan (`layout.transfer_planner`) between two
-layouts, executed by another transport. Nothing here touches a tensor; all sizes are in elements.
+layouts, executed by another transport. All sizes are in elements.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from hybridrl.errors import LayoutError
 from hybridrl.layout.boxes import (
@@ -23,7 +26,9 @@ from hybridrl.layout.boxes import (
     Place,
     RankPieces,
     box_numel,
+    box_shape,
     make_disjoint,
+    split_box,
     subtract_boxes,
 )
 
@@ -261,3 +266,103 @@ def _count(together: Iterable[RankPieces]) -> int:
         for name, pieces in of_rank.items():
             boxes[name] += [piece.box for piece in pieces]
     return sum(box_numel(box) for of_name in boxes.values() for box in make_disjoint(of_name))
+
+
+TensorSource = Callable[[str], Tensor]
+"""Name of a local tensor of the source layout to the tensor itself."""
+
+TensorSink = Callable[[str, tuple[int, ...], Tensor], None]
+"""(name of a local tensor of the target layout, start, values) puts values there. The values are
+valid during the call only."""
+
+
+@dataclass(frozen=True)
+class TransferTraffic:
+    """The traffic of one rank in one transfer, in bytes on the wire.
+
+    Attributes:
+        received, sent: From and to other ranks.
+        copied: From its own old tensors to its own new ones.
+        rounds: Exchanges, the same number on all ranks.
+        buffer: Most memory for what is sent and received, at one moment.
+    """
+
+    received: int = 0
+    sent: int = 0
+    copied: int = 0
+    rounds: int = 0
+    buffer: int = 0
+
+
+def make_tensor_sink(tensors: Mapping[str, Tensor]) -> TensorSink:
+    """Return a sink that copies values into these tensors, cast to their dtype."""
+
+    def write(name: str, start: tuple[int, ...], values: Tensor) -> None:
+        slice_at(tensors[name], start, tuple(values.shape)).copy_(values)
+
+    return write
+
+
+def slice_at(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """Return the part of `tensor` with this shape that begins at `start`."""
+    return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
+
+
+@torch.no_grad()
+def pack_moves(moves: Iterable[TensorMove], read: TensorSource, buffer: Tensor) -> None:
+    """Write the values of moves into a flat buffer, cast to its dtype, one after the other."""
+    at = 0
+    for move in moves:
+        size = box_numel(move.box)
+        values = _values(read, move.source, move.box)
+        buffer[at : at + size].view(values.shape).copy_(values)
+        at += size
+
+
+@torch.no_grad()
+def unpack_moves(moves: Iterable[TensorMove], write: TensorSink, buffer: Tensor) -> None:
+    """Write the values in a buffer of `pack_moves` to the targets of the moves."""
+    at = 0
+    for move in moves:
+        size = box_numel(move.box)
+        write(*move.target, buffer[at : at + size].view(box_shape(move.box)))
+        at += size
+
+
+@torch.no_grad()
+def copy_moves(
+    moves: Iterable[TensorMove],
+    read: TensorSource,
+    write: TensorSink,
+    dtype: torch.dtype,
+    most: int,
+) -> int:
+    """Copy values inside one process, rounded to `dtype` as if they had been sent, and return the
+    number of elements.
+
+    Args:
+        most: Elements that may be in memory a second time: those of one cast.
+    """
+    copied = 0
+    for whole in moves:
+        for move in map(whole.part, split_box(whole.box, most)):
+            write(*move.target, _values(read, move.source, move.box).to(dtype))
+            copied += box_numel(move.box)
+    return copied
+
+
+def copy_all(
+    plan: TransferPlan,
+    reads: Mapping[int, TensorSource],
+    writes: Mapping[int, TensorSink],
+    dtype: torch.dtype,
+    most: int,
+) -> None:
+    """Execute a plan whose ranks all live in this process; see `copy_moves`."""
+    for move in (*plan.copies, *plan.moves):
+        for receiver in move.receivers:
+            copy_moves([move], reads[move.sender], writes[receiver], dtype, most)
+
+
+def _values(read: TensorSource, source: Place, box: Box) -> Tensor:
+    return slice_at(read(source.tensor), source.start, box_shape(box))

@@ -14,8 +14,14 @@ from hybridrl.models.model_loading import (
     open_scalar_model,
     read_stored_dtype,
 )
-from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
-from hybridrl.models.packing import PackedSamples, PackingMetadata, SampleLayout
+from hybridrl.models.packed_models import (
+    CausalPolicy,
+    PackedModel,
+    PackedSamples,
+    PackingMetadata,
+    SampleLayout,
+    ScalarModel,
+)
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.models.trained_parts import trained_parts
 

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.packing import PackingMetadata
+from hybridrl.models.packed_models import PackingMetadata
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hybridrl.models.packing import AttentionBucket, PackingMetadata
+from hybridrl.models.packed_models import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
 
 _SINK_DIMS = 8

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.models.packing import MAX_PADDING_RATIO
+from hybridrl.models.packed_models import MAX_PADDING_RATIO
 from hybridrl.parallel.zigzag import concatenate_ranges
 
 SLICE_ELEMENTS = 1 << 20

@@ -22,7 +22,7 @@ from hybridrl.layout.boxes import (
 )
 from hybridrl.layout.tensor_layout import TensorLayout, merge_layouts
 from hybridrl.parallel.collectives import all_gather_distinct
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
 
 _Held = tuple[Piece, ...]

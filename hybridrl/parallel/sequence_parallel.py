@@ -27,9 +27,9 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packing import PackedSamples, PackingMetadata, SampleLayout
+from hybridrl.models.packed_models import PackedSamples, PackingMetadata, SampleLayout
 from hybridrl.models.teacher_kl import TopTokens
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.ring_attention import RingPlan, ring_attention
 from hybridrl.parallel.ulysses import HeadExchange
 from hybridrl.parallel.zigzag import compute_rank_positions, split_bounds, split_over_ring
@@ -133,7 +133,7 @@ class SequenceParallel:
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalTokens:
     """The tokens of a packed row that this rank holds; implements
-    `hybridrl.models.packing.SequenceShard`.
+    `hybridrl.models.packed_models.SequenceShard`.
 
     Attributes:
         tokens: How many.

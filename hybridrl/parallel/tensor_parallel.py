@@ -24,7 +24,7 @@ from hybridrl.models import CausalPolicy, PackedModel
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard
 from hybridrl.parallel.collectives import copy_to_region, reduce_from_region
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 _EXPERTS_STYLE, _PACKED_STYLE = "moe_tp_experts", "packed_colwise"
 """A module that holds all experts of a layer, and in it the parameter that holds two matrices of

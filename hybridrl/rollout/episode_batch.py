@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hybridrl.batch.batch import Batch, RaggedColumn
-from hybridrl.rollout.engine_requests import build_response_batch, ragged
+from hybridrl.rollout.rollout_engine import build_response_batch, ragged
 from hybridrl.rollout.transcript import TokenTranscript
 
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from hybridrl.batch.turn import Episode, Turn
 from hybridrl.rollout import user_code_loop as tool_loop
-from hybridrl.rollout.engine_requests import EngineOutput, Request, RequestQueue
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
-from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.rollout_engine import EngineOutput, Request, RequestQueue, RolloutEngine
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     NumberedSamples,

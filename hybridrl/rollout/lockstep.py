@@ -16,9 +16,14 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.batch.batch import Batch
-from hybridrl.rollout.engine_requests import EngineOutput, Request, RequestQueue, SamplingSettings
 from hybridrl.rollout.episode_batch import EMPTY_EPISODE, build_episode_batch
-from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.rollout_engine import (
+    EngineOutput,
+    Request,
+    RequestQueue,
+    RolloutEngine,
+    SamplingSettings,
+)
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     NumberedSamples,

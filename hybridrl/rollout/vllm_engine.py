@@ -26,9 +26,14 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import HybridRLError, RolloutError
 from hybridrl.rollout import vllm_expert_routes as vllm_routes
 from hybridrl.rollout import vllm_weights
-from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSettings
 from hybridrl.rollout.loader_probe import LoaderProbeError
-from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
+from hybridrl.rollout.rollout_engine import (
+    EngineOutput,
+    EngineSetup,
+    Request,
+    RolloutEngine,
+    SamplingSettings,
+)
 from hybridrl.rollout.vllm_lora import VLLMAdapter
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
 from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter, find_weight_mismatches

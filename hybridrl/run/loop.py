@@ -35,14 +35,18 @@ from hybridrl.run.recovery import RunRecovery
 from hybridrl.run.run_end import RunEnd
 from hybridrl.run.step_runner import PendingStep, StepRunner, list_measured_choices
 from hybridrl.run.warmup import warm_up
-from hybridrl.run.watchers.accuracy_decline import AccuracyDeclineWatcher
-from hybridrl.run.watchers.early_stop import EarlyStopWatcher
-from hybridrl.run.watchers.generator_mismatch import GeneratorCheck
+from hybridrl.run.watchers.evaluation_watchers import AccuracyDeclineWatcher, EarlyStopWatcher
 from hybridrl.run.watchers.nan_guard import NanGuard
-from hybridrl.run.watchers.slow_devices import SlowDeviceWatcher
 from hybridrl.run.watchers.tripwires import TripwireWatcher
-from hybridrl.run.watchers.unscored_samples import UnscoredSamplesWatcher
-from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation, RewindRequest, Watcher
+from hybridrl.run.watchers.watcher import (
+    EndRun,
+    FinishedEvaluation,
+    GeneratorCheck,
+    RewindRequest,
+    SlowDeviceWatcher,
+    UnscoredSamplesWatcher,
+    Watcher,
+)
 from hybridrl.run_files.recorded_steps import CHECKPOINT, DRIVER_EVALUATION
 from hybridrl.run_files.summary import RunSummary, resolve_accuracy_name
 

@@ -23,9 +23,8 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
 from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 from hybridrl.errors import RolloutError
-from hybridrl.rollout.engine_requests import RequestQueue
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
-from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.rollout_engine import RequestQueue, RolloutEngine
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
     NumberedSamples,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.serving.request_parsing import EpisodeReport
 

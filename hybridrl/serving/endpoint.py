@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
-from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, AgentSession, SessionRegistry
 from hybridrl.serving.chat import ConversationRenderer
 from hybridrl.serving.connections import Connection, Connections, most_open

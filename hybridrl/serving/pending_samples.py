@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from hybridrl.rollout.engine_requests import SamplingSettings
+from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.serving.agent_session import AgentSession, RecordedTurn, SampledTurn
 from hybridrl.serving.request_exchange import (
     PendingReply,

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hybridrl.errors import HybridRLError
-from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSettings
+from hybridrl.rollout.rollout_engine import EngineOutput, Request, SamplingSettings
 from hybridrl.serving.agent_session import SampledTurn
 
 

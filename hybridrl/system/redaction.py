@@ -139,3 +139,8 @@ def redact_output() -> None:
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None and not isinstance(stream, RedactedStream):
             setattr(sys, name, RedactedStream(stream))
+
+
+def escape_unencodable(text: str, encoding: str) -> str:
+    """`text` with what `encoding` cannot say written as \\uXXXX, so that printing cannot fail."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)

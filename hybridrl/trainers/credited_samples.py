@@ -22,7 +22,7 @@ from hybridrl.algorithms import (
     place_part_rewards,
     shape_rewards,
 )
-from hybridrl.algorithms.kl import REWARD_KL_ESTIMATOR
+from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
 from hybridrl.algorithms.segments import apply_mask
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import AlgorithmConfig, Config, RewardConfig, is_served

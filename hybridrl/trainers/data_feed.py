@@ -13,8 +13,7 @@ from hybridrl.batch.batch import OUTCOMES, Batch, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
-from hybridrl.data.prompt_loader import PromptLoader
-from hybridrl.data.row_schedule import build_row_schedule
+from hybridrl.data.prompt_loader import PromptLoader, build_row_schedule
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.run_files.recorded_steps import DATA, DriverActivity
 from hybridrl.trainers.update_columns import loss_weights

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridrl.algorithms import AdaptiveKLController, FixedKLController
-from hybridrl.algorithms.kl import REWARD_KL_ESTIMATOR
+from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base

@@ -22,7 +22,7 @@ from hybridrl.algorithms import (
     token_weights,
     whiten,
 )
-from hybridrl.algorithms.registry import (
+from hybridrl.algorithms.policy_objective import (
     GROUPWISE_ADVANTAGES,
     filter_arguments,
     find_advantage_estimator,

@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.layout.boxes import box_numel
-from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
+from hybridrl.layout.tensor_layout import (
+    TensorMove,
+    TensorSink,
+    TensorSource,
+    TransferPlan,
+    TransferTraffic,
+    copy_moves,
+    pack_moves,
+    unpack_moves,
+)
 from hybridrl.system.device_traits import default_bucket_bytes
 from hybridrl.weights.parcel_transfer import (
     RankLoad,
@@ -21,14 +30,6 @@ from hybridrl.weights.parcel_transfer import (
     max_adjacent_sum,
     schedule,
     split_stream,
-)
-from hybridrl.weights.weight_transport import (
-    TensorSink,
-    TensorSource,
-    TransferTraffic,
-    copy_moves,
-    pack_moves,
-    unpack_moves,
 )
 
 

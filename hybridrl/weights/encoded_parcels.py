@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from hybridrl.errors import RolloutError
+from hybridrl.layout.tensor_layout import TensorSink, TensorSource
 from hybridrl.weights.encoded_reshard import EncodedTraffic
 from hybridrl.weights.parcel_transfer import ParcelKey, ParcelReceiver, ParcelSender
 from hybridrl.weights.weight_message import (
@@ -21,7 +22,6 @@ from hybridrl.weights.weight_message import (
     WeightMessage,
     WeightRecord,
 )
-from hybridrl.weights.weight_transport import TensorSink, TensorSource
 
 EncodedParcel = tuple[ParcelKey, WeightMessage]
 """A message and the sender and number of its parcel."""

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from hybridrl.errors import LayoutError, RolloutError
 from hybridrl.layout.boxes import box_numel
-from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
+from hybridrl.layout.tensor_layout import (
+    TensorMove,
+    TensorSink,
+    TensorSource,
+    TransferPlan,
+    pack_moves,
+    unpack_moves,
+)
 from hybridrl.system.device_traits import default_bucket_bytes, synchronize_device
 from hybridrl.weights.parcel_transfer import (
     RankLoad,
@@ -34,7 +41,6 @@ from hybridrl.weights.weight_message import (
     WeightMessage,
     WeightRecord,
 )
-from hybridrl.weights.weight_transport import TensorSink, TensorSource, pack_moves, unpack_moves
 
 
 @dataclass

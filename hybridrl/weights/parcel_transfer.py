@@ -16,16 +16,17 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout.boxes import Box, box_numel, box_shape, flat_range_boxes
-from hybridrl.layout.tensor_layout import TensorMove, TransferPlan
-from hybridrl.system.device_traits import default_bucket_bytes
-from hybridrl.weights.weight_transport import (
+from hybridrl.layout.tensor_layout import (
+    TensorMove,
     TensorSink,
     TensorSource,
+    TransferPlan,
     TransferTraffic,
     copy_all,
     pack_moves,
     unpack_moves,
 )
+from hybridrl.system.device_traits import default_bucket_bytes
 
 DEFAULT_PARCEL_BYTES = 16 << 20
 """Largest parcel: as large as what processes without a GPU copy best."""

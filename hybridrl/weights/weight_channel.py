@@ -19,8 +19,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.parallel.process_group import find_store
-from hybridrl.rollout.engine_requests import ragged
-from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.rollout.rollout_engine import RolloutEngine, ragged
 from hybridrl.system.collective_waits import count_wait
 from hybridrl.system.device_traits import synchronize_device
 from hybridrl.weights.encoded_parcels import (

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.tensor_layout import (
     TensorLayout,
+    TensorSource,
+    TransferTraffic,
     compute_peak_elements,
     compute_redundant_elements,
+    copy_all,
 )
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.parallel.collectives import all_gather_distinct
@@ -26,7 +29,6 @@ from hybridrl.weights.collective_reshard import CollectiveReshard
 from hybridrl.weights.encoded_reshard import EncodedReshard, EncodedTraffic
 from hybridrl.weights.parcel_transfer import compute_round_capacity
 from hybridrl.weights.weight_message import FULL_SYNC
-from hybridrl.weights.weight_transport import TensorSource, TransferTraffic, copy_all
 
 
 @dataclass(frozen=True)

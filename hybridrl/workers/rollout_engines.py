@@ -16,8 +16,7 @@ from hybridrl.controller import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
-from hybridrl.rollout.sample_generator import SampleGenerator
-from hybridrl.rollout.single_turn import SingleTurnGenerator
+from hybridrl.rollout.sample_generator import SampleGenerator, SingleTurnGenerator
 from hybridrl.workers.training_engines import ModelSource
 
 ENGINES = {

@@ -24,8 +24,7 @@ from hybridrl.models import (
     resolve_sample_layout,
 )
 from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
-from hybridrl.parallel.parallel_mesh import ParallelMesh
-from hybridrl.parallel.process_group import join_group_world
+from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan

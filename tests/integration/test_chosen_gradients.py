@@ -15,7 +15,7 @@ from hybridrl.parallel import fsdp
 from hybridrl.parallel import gradient_reduction as gradients
 from hybridrl.parallel import measured_reduction as measured_sums
 from hybridrl.parallel import reduction_timing as sum_times
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.reduction_choice import FULL_REDUCTION, ZERO_COST, CostCurve, HopCost
 
 pytestmark = pytest.mark.more

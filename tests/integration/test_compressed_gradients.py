@@ -13,7 +13,7 @@ from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
 from hybridrl.parallel import gradient_reduction as gradients
 from hybridrl.parallel.compressed_collectives import INT4_CODEC, INT8_CODEC
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 WORLD = 4
 # Name: setting, the node of each rank, and the relative error of a gradient that is expected.

@@ -13,7 +13,7 @@ from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel import tensor_parallel as tensor
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 pytestmark = pytest.mark.more
 

@@ -28,10 +28,10 @@ from engine_cases import (
 )
 from ranks import run_ranks
 
-from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 
 def cases():

@@ -14,7 +14,7 @@ from hybridrl.algorithms import DistillationObjective
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 pytestmark = pytest.mark.more
 

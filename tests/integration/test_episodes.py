@@ -19,10 +19,14 @@ from hybridrl.data.datasets import load_prompts
 from hybridrl.data.tasks import calculator
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
 from hybridrl.rollout.episode_class import load_episode_class
 from hybridrl.rollout.episode_generator import EpisodeGenerator
-from hybridrl.rollout.rollout_engine import BatchedEngine
+from hybridrl.rollout.rollout_engine import (
+    BatchedEngine,
+    EngineOutput,
+    SamplingSettings,
+    build_response_batch,
+)
 from hybridrl.rollout.transcript import TokenTranscript
 
 TOKENIZER = build_character_tokenizer()

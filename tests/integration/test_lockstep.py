@@ -8,10 +8,9 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from hybridrl.batch.batch import Batch
-from hybridrl.rollout.engine_requests import EngineOutput, Request, SamplingSettings
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
-from hybridrl.rollout.rollout_engine import BatchedEngine
+from hybridrl.rollout.rollout_engine import BatchedEngine, EngineOutput, Request, SamplingSettings
 from hybridrl.rollout.sample_generator import GenerationTask, SampleGenerator, SampleStream
 from hybridrl.rollout.transcript import TokenTranscript
 

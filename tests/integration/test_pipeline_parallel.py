@@ -36,7 +36,7 @@ from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 pytestmark = pytest.mark.more
 

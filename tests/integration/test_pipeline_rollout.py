@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.rollout.engine_requests import SamplingSettings
-from hybridrl.rollout.rollout_engine import EngineSetup
+from hybridrl.rollout.rollout_engine import EngineSetup, SamplingSettings
 from hybridrl.rollout.transformers_engine import TransformersEngine
 from hybridrl.systems.unequal_generation.generation_plan import (
     GenerationPlan,

@@ -13,7 +13,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
 from hybridrl.layout.rank_mesh import RankMesh
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.run import loop
 from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training

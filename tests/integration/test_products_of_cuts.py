@@ -9,7 +9,7 @@ from ranks import run_ranks
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 WORLD = 4
 # Ranks, how they are cut, ranks that share a copy while generating.

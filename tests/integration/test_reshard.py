@@ -11,9 +11,9 @@ from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanil
 
 from hybridrl.layout.boxes import Piece
 from hybridrl.layout.hybrid_mesh import HybridMesh
+from hybridrl.layout.tensor_layout import TransferTraffic, make_tensor_sink
 from hybridrl.weights.collective_reshard import CollectiveReshard, reshard_tensors
 from hybridrl.weights.parcel_transfer import count
-from hybridrl.weights.weight_transport import TransferTraffic, make_tensor_sink
 
 WORLD = 8
 ARMS = {

@@ -38,7 +38,7 @@ from sequence_cases import (
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 pytestmark = pytest.mark.more
 

@@ -23,7 +23,7 @@ from hybridrl.layout.boxes import box_numel
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.lora import add_adapters
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 WORLD = 4
 CUTS = {

@@ -16,7 +16,7 @@ from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, ScalarModel, load_model, load_scalar_model
 from hybridrl.models.lora import add_adapters
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.workers.training_engines import ModelSource, build_policy_engine, build_scalar_engine
 
 pytestmark = pytest.mark.more

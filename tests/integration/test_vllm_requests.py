@@ -21,7 +21,7 @@ def make_requests(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.models import make_tiny_model
-    from hybridrl.rollout.engine_requests import Request, SamplingSettings
+    from hybridrl.rollout.rollout_engine import Request, SamplingSettings
     from hybridrl.rollout.vllm_engine import VLLMEngine
     from hybridrl.system.shared_memory import remove_shared_memory
 

@@ -13,7 +13,7 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RolloutError
 from hybridrl.layout.boxes import box_numel, box_shape
 from hybridrl.models import CausalPolicy
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.weights.weight_message import compute_checksum
 

@@ -22,7 +22,7 @@ from hybridrl.checkpoint.engine_state.training_state import load_training_state,
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.weight_gathers import (
     DIFFERENCE_CODEC,
     DifferenceAllGather,

@@ -15,7 +15,7 @@ from hybridrl.controller.table_expression import ResultTable
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import Piece, box_shape, full_box
 from hybridrl.models import CausalPolicy
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.rollout.rollout_engine import BatchedEngine
 from hybridrl.rollout.weight_writer import WeightWriter
 from hybridrl.weights.weight_channel import WeightChannel

@@ -8,8 +8,7 @@ import pytest
 from settings import configured
 
 from hybridrl.algorithms.group_advantages import ADVANTAGE_SCALES
-from hybridrl.algorithms.kl import KL_ESTIMATORS
-from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.policy_losses import AGGREGATION_MODES, KL_ESTIMATORS
 from hybridrl.algorithms.policy_objective import CORRECTION_MODES
 from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from hybridrl.checks.check_list import check

@@ -18,7 +18,7 @@ from engine_cases import (
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AttentionInterface
 
-from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.engine import compiled_layers
 from hybridrl.engine.compiled_layers import compile_layers
 from hybridrl.models import CausalPolicy

@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.varlen import varlen_attn
 
 from hybridrl.models.packed_attention import _flash_attention, causal_attention
-from hybridrl.models.packing import PackingMetadata
+from hybridrl.models.packed_models import PackingMetadata
 from hybridrl.parallel.block_attention import AttentionBlock, _flash_backward, _flash_forward
 from hybridrl.parallel.zigzag import split_over_ring
 from hybridrl.system.device_traits import COLLECTIVE_BACKENDS

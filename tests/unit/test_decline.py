@@ -7,7 +7,7 @@ import pytest
 from watching import evaluated
 
 from hybridrl.config.schema import Config
-from hybridrl.run.watchers.accuracy_decline import AccuracyDeclineWatcher
+from hybridrl.run.watchers.evaluation_watchers import AccuracyDeclineWatcher
 
 
 def told(decline, *accuracies):

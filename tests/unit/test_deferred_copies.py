@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridrl.engine import train_engine
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.parallel_mesh import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (3, 2), (5, 4), (6, 5), (7, 6)])

@@ -32,7 +32,7 @@ from hybridrl.evaluation.loaded_sets import resolve_set_sampling
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.evaluation.scored_samples import compute_prompt_keys
 from hybridrl.rollout import SamplingSettings
-from hybridrl.run.watchers.early_stop import EarlyStopWatcher
+from hybridrl.run.watchers.evaluation_watchers import EarlyStopWatcher
 from hybridrl.run.watchers.watcher import EndRun, FinishedEvaluation
 from hybridrl.run_files.evaluation_log import (
     EvaluationLog,

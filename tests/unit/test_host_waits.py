@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "hybridrl"
 LAYERS = [
     *("models/packed_attention.py", "models/log_probs.py", "models/packed_models.py"),
-    *("models/packing.py", "parallel/block_attention.py", "parallel/collectives.py"),
+    *("models/packed_models.py", "parallel/block_attention.py", "parallel/collectives.py"),
     *("parallel/fsdp.py", "parallel/padded_attention.py", "parallel/ring_attention.py"),
     *("parallel/sequence_parallel.py", "parallel/staged_model.py", "parallel/tensor_parallel.py"),
     "parallel/ulysses.py",
@@ -21,10 +21,10 @@ ALLOWED = {
         "_with_buckets",
     ): "CPUs only, and devices without a kernel in float32",
     ("models/log_probs.py", "backward"): "whether the entropy has a gradient: once for all tokens",
-    ("models/packing.py", "of"): "on the host, before the model runs",
-    ("models/packing.py", "_places"): "on the host, before the model runs",
-    ("models/packing.py", "_candidates"): "on the host, before the model runs",
-    ("models/packing.py", "_routes"): "on the host, before the model runs",
+    ("models/packed_models.py", "of"): "on the host, before the model runs",
+    ("models/packed_models.py", "_places"): "on the host, before the model runs",
+    ("models/packed_models.py", "_candidates"): "on the host, before the model runs",
+    ("models/packed_models.py", "_routes"): "on the host, before the model runs",
     ("parallel/block_attention.py", "between"): "lengths are on the host",
     ("parallel/block_attention.py", "longest"): "lengths are on the host",
     ("parallel/block_attention.py", "_indices"): "lengths are on the host",

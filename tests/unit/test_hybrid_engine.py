@@ -8,9 +8,8 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.engine.hybrid_engine import HybridEngine
-from hybridrl.rollout.engine_requests import SamplingSettings, build_response_batch
-from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.single_turn import SingleTurnGenerator
+from hybridrl.rollout.rollout_engine import BatchedEngine, SamplingSettings, build_response_batch
+from hybridrl.rollout.sample_generator import SingleTurnGenerator
 
 PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})
 

@@ -17,7 +17,7 @@ from hybridrl.data.mixture import (
     load_mixture,
     parse_sources,
 )
-from hybridrl.data.row_schedule import MixtureSchedule
+from hybridrl.data.prompt_loader import MixtureSchedule
 from hybridrl.errors import ConfigError, DataError, RewardError
 from hybridrl.rewards.source_rewards import SourceRewardPools, resolve_source_settings
 from hybridrl.trainers.data_feed import SourceMetrics, compute_source_metrics

@@ -20,7 +20,7 @@ from hybridrl.models import (
 )
 from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packing import MAX_PADDING_RATIO
+from hybridrl.models.packed_models import MAX_PADDING_RATIO
 from hybridrl.system.device_traits import logits_per_chunk
 
 CPU = torch.device("cpu")

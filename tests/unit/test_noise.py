@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hybridrl.rollout.engine_requests import SamplingSettings
-from hybridrl.rollout.token_sampler import TokenSampler, gumbel_noise, uniform
+from hybridrl.rollout.rollout_engine import SamplingSettings
+from hybridrl.rollout.transformers_engine import TokenSampler, gumbel_noise, uniform
 
 QWEN = 151_936
 """The size of a large vocabulary."""

@@ -9,12 +9,18 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from hybridrl.console.dashboard import split_cells
-from hybridrl.console.line_console import LineConsole, format_step_line
+from hybridrl.console.line_console import (
+    LineConsole,
+    RunReadings,
+    format_clock_time,
+    format_step_line,
+    render_sparkline,
+)
 from hybridrl.console.live_console import LiveConsole
 from hybridrl.console.run_console import make_console, progress_lines
-from hybridrl.console.run_readings import RunReadings, format_clock_time, render_sparkline
-from hybridrl.console.safe_text import escape_unencodable, sanitize_line, sanitize_lines
+from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.console.sample_table_text import ShownSample
+from hybridrl.system.redaction import escape_unencodable
 
 STEP = {
     "reward/mean": 0.613,

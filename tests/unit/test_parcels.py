@@ -13,7 +13,13 @@ from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout.boxes import Place, box_numel, box_shape, make_local_pieces
-from hybridrl.layout.tensor_layout import TensorLayout, TensorMove
+from hybridrl.layout.tensor_layout import (
+    TensorLayout,
+    TensorMove,
+    TransferTraffic,
+    make_tensor_sink,
+    slice_at,
+)
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.weights.parcel_transfer import (
     ParcelReceiver,
@@ -27,7 +33,6 @@ from hybridrl.weights.parcel_transfer import (
     schedule,
     split_stream,
 )
-from hybridrl.weights.weight_transport import TransferTraffic, make_tensor_sink, slice_at
 
 FLOAT = torch.float32
 

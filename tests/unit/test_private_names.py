@@ -14,7 +14,7 @@ KNOWN = {
     "_update_default_pg": ("parallel/process_group.py",),
     "_C": (
         "system/device_traits.py",
-        "batch/read_only.py",
+        "batch/arrow_columns.py",
         "system/collective_waits.py",
         "models/expert_routing.py",
     ),

@@ -8,7 +8,7 @@ import torch
 from settings import configured
 
 from hybridrl.algorithms import PolicyObjective, TokenSegments, ppo_clip
-from hybridrl.algorithms.registry import find_advantage_estimator, find_policy_loss
+from hybridrl.algorithms.policy_objective import find_advantage_estimator, find_policy_loss
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.shared_paths import list_worker_paths

@@ -12,7 +12,7 @@ from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.expert_routing import ExpertRouters, check_routers, find_routers
-from hybridrl.models.packing import SampleLayout
+from hybridrl.models.packed_models import SampleLayout
 
 WEIGHT = 0.5
 TINY = {

@@ -9,10 +9,13 @@ from hybridrl.batch.batch import Batch
 from hybridrl.controller import Worker, WorkerContext
 from hybridrl.engine.hybrid_engine import add_response_mask
 from hybridrl.layout.rank_mesh import RankMesh
-from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
-from hybridrl.rollout.rollout_engine import BatchedEngine
-from hybridrl.rollout.sample_generator import SampleGenerator, SampleStream
-from hybridrl.rollout.single_turn import SingleTurnGenerator
+from hybridrl.rollout.rollout_engine import (
+    BatchedEngine,
+    EngineOutput,
+    SamplingSettings,
+    build_response_batch,
+)
+from hybridrl.rollout.sample_generator import SampleGenerator, SampleStream, SingleTurnGenerator
 from hybridrl.workers import generator_worker as generator
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.generation import SampleSeeds

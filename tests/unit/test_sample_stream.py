@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.rollout.engine_requests import EngineOutput, SamplingSettings, build_response_batch
-from hybridrl.rollout.rollout_engine import BatchedEngine, RolloutEngine
-from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare
-from hybridrl.rollout.single_turn import SingleTurnStream
+from hybridrl.rollout.rollout_engine import (
+    BatchedEngine,
+    EngineOutput,
+    RolloutEngine,
+    SamplingSettings,
+    build_response_batch,
+)
+from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare, SingleTurnStream
 
 SAMPLING = SamplingSettings(max_tokens=100)
 

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
-from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
+from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.engine.optimizer import SCHEDULES, learning_rate_factor, make_optimizer

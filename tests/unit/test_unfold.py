@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms.loss_weights import AGGREGATION_MODES
-from hybridrl.algorithms.registry import ADVANTAGE_ESTIMATORS
+from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
+from hybridrl.algorithms.policy_objective import ADVANTAGE_ESTIMATORS
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
-from hybridrl.rollout.engine_requests import ragged
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
+from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.trainers.episode_branches import select_branch_tokens
 from hybridrl.trainers.update_columns import (

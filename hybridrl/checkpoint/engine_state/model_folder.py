@@ -36,8 +36,8 @@ from hybridrl.models.stored_tensors import (
     remove_adapter_prefix,
     select_local_tensor,
 )
-from hybridrl.parallel.parallel_mesh import ParallelMesh
 from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
 from hybridrl.system.dtypes import with_dtype
 

@@ -8,7 +8,7 @@ from hybridrl.batch.batch import Batch, is_user_column
 from hybridrl.config.schema import Config
 from hybridrl.config.setting import Setting
 from hybridrl.data.job_data import JobData
-from hybridrl.data.row_schedule import build_row_schedule
+from hybridrl.data.prompt_loader import build_row_schedule
 from hybridrl.data.samplers import BUILT_IN_SAMPLERS
 from hybridrl.errors import ConfigError, suggest_name
 from hybridrl.rewards.rubrics import load_rubric, read_row_rubric

@@ -152,7 +152,7 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_advantages(config: Config) -> None:
-    from hybridrl.algorithms.registry import (
+    from hybridrl.algorithms.policy_objective import (
         ADVANTAGE_ESTIMATORS,
         find_advantage_estimator,
         has_parameter,
@@ -276,7 +276,7 @@ def _check_kl(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    from hybridrl.algorithms.registry import find_policy_loss, list_loss_options
+    from hybridrl.algorithms.policy_objective import find_policy_loss, list_loss_options
     from hybridrl.trainers.objectives import resolve_correction
 
     algorithm, correction = config.algorithm, resolve_correction(config)
@@ -312,7 +312,7 @@ def _check_loss(config: Config) -> None:
 def _check_on_policy_sampling(config: Config) -> None:
     """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
     checked."""
-    from hybridrl.algorithms.registry import uses_policy_ratio
+    from hybridrl.algorithms.policy_objective import uses_policy_ratio
 
     algorithm, rollout = config.algorithm, config.rollout
     if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):

@@ -14,7 +14,7 @@ from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 
 
 def _check_program_settings(config: Config) -> None:
-    from hybridrl.algorithms.registry import find_policy_loss
+    from hybridrl.algorithms.policy_objective import find_policy_loss
     from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
     from hybridrl.trainers import load_trainer
 

@@ -22,7 +22,7 @@ import numpy as np
 from hybridrl.batch.trends import variance_of_sums
 from hybridrl.config.schema import Config
 from hybridrl.errors import TrainingError
-from hybridrl.run.watchers.accuracy_decline import is_significant_drop
+from hybridrl.run.watchers.evaluation_watchers import is_significant_drop
 from hybridrl.run.watchers.watcher import Finding, FinishedEvaluation, FinishedStep, Watcher
 
 _REWARD, _LENGTH, _ENTROPY, _REPEATED = (

@@ -14,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.quantization.output_kl import measure_sensitivity, token_kl
-from hybridrl.rollout.engine_requests import SamplingSettings
-from hybridrl.rollout.token_sampler import TokenSampler
+from hybridrl.rollout.rollout_engine import SamplingSettings
+from hybridrl.rollout.transformers_engine import TokenSampler
 from hybridrl.systems.unequal_devices import UnequalDevice
 from hybridrl.systems.unequal_generation.cost_probe import (
     add_model_sizes,

@@ -19,9 +19,14 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece, full_box
 from hybridrl.models import load_model_config, load_tokenizer
 from hybridrl.quantization.low_bit_linear import LowBitLinear
-from hybridrl.rollout.engine_requests import SamplingSettings, build_response_batch, row_seeds
-from hybridrl.rollout.rollout_engine import BatchedEngine, EngineSetup
-from hybridrl.rollout.token_sampler import TokenSampler
+from hybridrl.rollout.rollout_engine import (
+    BatchedEngine,
+    EngineSetup,
+    SamplingSettings,
+    build_response_batch,
+    row_seeds,
+)
+from hybridrl.rollout.transformers_engine import TokenSampler
 from hybridrl.rollout.weight_writer import (
     EngineTensor,
     WeightPieces,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.token_sampler import TokenSampler
+from hybridrl.rollout.transformers_engine import TokenSampler
 from hybridrl.systems.unequal_generation.decode_micro_batch import (
     DecodeMicroBatch,
     mark_last_tokens,
