@@ -8,11 +8,13 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from hybridrl.config.aliases import AUTOMATIC, ForeignSetting, foreign_settings
+from hybridrl.composition.aliases import AUTOMATIC, ForeignSetting, foreign_settings
 
 FOLDER = Path(__file__).parent
 PAGES = {"TRL": FOLDER / "coming_from_trl.md", "verl": FOLDER / "coming_from_verl.md"}
-BEGIN = "<!-- Written by docs/generate_migration.py from hybridrl/config/other_libraries.yaml. -->"
+BEGIN = (
+    "<!-- Written by docs/generate_migration.py from hybridrl/composition/other_libraries.yaml. -->"
+)
 END = "<!-- End of what is written. -->"
 
 

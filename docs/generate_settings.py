@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from generate_migration import PAGES, table_row
 
-from hybridrl.config.aliases import foreign_settings
+from hybridrl.composition.aliases import foreign_settings
+from hybridrl.composition.setting_names import list_settings
 from hybridrl.config.schema import Config, EvalSetConfig
-from hybridrl.config.setting_names import list_settings
 from hybridrl.config.setting_types import (
     describe_type,
     find_condition,

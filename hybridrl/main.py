@@ -29,10 +29,10 @@ from rich.console import Console
 
 from hybridrl import __version__
 from hybridrl.cli import COMMANDS
+from hybridrl.composition.load import format_effective_yaml
+from hybridrl.composition.overrides import expand_sweep
 from hybridrl.config.effective_settings import find_ineffective_settings
-from hybridrl.config.load import format_effective_yaml
 from hybridrl.config.schema import Config
-from hybridrl.config.sweep import expand_sweep
 from hybridrl.errors import (
     ConfigError,
     DataError,

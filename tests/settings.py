@@ -5,7 +5,7 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridrl.config.load import build_config
+from hybridrl.composition.load import build_config
 from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
 from hybridrl.job.config_resolution import load_config

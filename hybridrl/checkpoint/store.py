@@ -33,7 +33,7 @@ from hybridrl.checkpoint.tensors.rank_manifest import (
     list_written_files,
     read_manifests,
 )
-from hybridrl.config.secrets import has_redacted_password
+from hybridrl.composition.secrets import has_redacted_password
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.run_paths import CHECKPOINTS_FOLDER
 from hybridrl.run_files.run_reader import RunReader

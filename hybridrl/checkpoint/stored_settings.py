@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hybridrl.composition.setting_names import without_old_settings
 from hybridrl.config.presets import flatten_settings
 from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS
-from hybridrl.config.setting_names import without_old_settings
 from hybridrl.errors import ConfigError
 from hybridrl.system.bounded_files import load_yaml
 from hybridrl.system.locations import Location

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridrl.config.model_start import ACTOR_ROLE
+from hybridrl.composition.model_start import ACTOR_ROLE
 from hybridrl.errors import ConfigError
 from hybridrl.system.locations import Location, copy_files, list_file_sizes, remove_location
 from hybridrl.system.storage import explain_write_errors

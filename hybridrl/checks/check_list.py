@@ -15,7 +15,6 @@ from typing import Any
 from hybridrl.checks.data.reward_data_checks import check_eval_set_rewards, check_reward_data
 from hybridrl.checks.data.row_checks import ROW_CHECKS, check_rubrics, check_teacher_columns
 from hybridrl.checks.folder.resume_checks import check_run_folder, check_source
-from hybridrl.checks.machine.device_checks import check_open_files
 from hybridrl.checks.machine.placement_checks import check_devices
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.checks.settings.checkpoint_checks import check_checkpoints
@@ -28,6 +27,7 @@ from hybridrl.checks.settings.training_checks import TRAINING_CHECKS
 from hybridrl.config.schema import Config
 from hybridrl.config.setting_types import find_invalid_values, reset_to_defaults
 from hybridrl.errors import ConfigError, ErrorCollector
+from hybridrl.system.open_files import check_open_files
 from hybridrl.trainers.role_spec import RoleSpec
 
 

@@ -144,8 +144,8 @@ def _list_completions(
 
 def list_setting_completions() -> list[str]:
     """List all settings and presets with their `=`."""
+    from hybridrl.composition.setting_names import list_settings
     from hybridrl.config.presets import DEFAULT_PRESETS
-    from hybridrl.config.setting_names import list_settings
 
     return sorted({f"{name}=" for name in (*list_settings(), *DEFAULT_PRESETS, "recipe")})
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import ConfigError
-from hybridrl.system.cpu_cores import count_usable_cores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -62,12 +61,9 @@ def devices_here(devices: str, number: int | None) -> ClusterSpec:
     """
     if devices not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--devices {devices}: must be auto, cpu or cuda.")
-    import torch
+    from hybridrl.system.cluster_spec import find_local_cluster
 
-    from hybridrl.system.cluster_spec import ClusterSpec, resolve_devices
-
-    gpus, cpus = torch.accelerator.device_count(), count_usable_cores()
-    return ClusterSpec.of_one_node(*resolve_devices(devices, number, gpus, cpus))
+    return find_local_cluster(devices, number)
 
 
 def resolve_tiny_model(config: Config) -> PretrainedConfig | None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hybridrl.commands.output import print_for_people, print_json
+from hybridrl.composition.overrides import parse_overrides
 from hybridrl.config.changed import apply_changes
-from hybridrl.config.overrides import parse_overrides
 from hybridrl.config.setting_types import find_invalid_values
 from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.planner.step.graph_replay import ReplayResult

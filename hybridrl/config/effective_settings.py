@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from hybridrl.config.constraints import AppliesIf
-from hybridrl.config.eval_sets import INHERITED_DATA_SETTINGS
+from hybridrl.config.eval_schema import INHERITED_DATA_SETTINGS
 from hybridrl.config.presets import DATA, flatten_settings, list_presets, load_preset
 from hybridrl.config.schema import Config
 from hybridrl.config.setting_types import (

@@ -18,6 +18,13 @@ from hybridrl.config.constraints import (
 _WITH_EVAL_SETS = AppliesIf("eval.sets")
 _WITH_STOP_METRIC = AppliesIf(".metric")
 
+INHERITED_DATA_SETTINGS = (
+    *("prompt_column", "answer_column", "chat", "system_prompt", "max_prompt_tokens"),
+    *("too_long", "answer_format", "bad_rows", "bad_rows_limit"),
+    *("tools_column", "chat_template_options", "date"),
+)
+"""Settings of `data` that a set has from the job where it says nothing."""
+
 
 @dataclass
 class EvalSetConfig:

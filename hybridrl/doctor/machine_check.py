@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
-from hybridrl.checks.machine.device_checks import MIN_OPEN_FILES, check_open_files
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import ConfigError
 from hybridrl.system import shared_memory
 from hybridrl.system.cpu_cores import read_core_quota
 from hybridrl.system.formatting import format_bytes
+from hybridrl.system.open_files import MIN_OPEN_FILES, check_open_files
 
 _CGROUP_FOLDER = Path("/sys/fs/cgroup")
 _MIN_MEMORY_BYTES, _LOW_MEMORY_BYTES = 2 * 2**30, 6 * 2**30

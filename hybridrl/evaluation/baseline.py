@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.config.eval_sets import AT_K_METRICS, SAMPLE_METRICS, EvalMetric
 from hybridrl.data.encoding import shorten_value
 from hybridrl.evaluation.confidence import (
     MetricDifference,
@@ -18,6 +17,7 @@ from hybridrl.evaluation.confidence import (
     estimate_mean,
 )
 from hybridrl.evaluation.eval_metrics import compute_metric
+from hybridrl.evaluation.eval_sets import AT_K_METRICS, SAMPLE_METRICS, EvalMetric
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.run_files.evaluation_log import find_latest_by_set, load_named_evaluations
 

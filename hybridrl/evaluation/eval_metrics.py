@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.config.eval_sets import EvalMetric
+from hybridrl.evaluation.eval_sets import EvalMetric
 from hybridrl.evaluation.sample_table import SampleTable
 
 FloatArray = npt.NDArray[np.float64]

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.eval_sets import ResolvedEvalSet, resolve_eval_sets
 from hybridrl.config.schema import Config
 from hybridrl.data.datasets import load_eval_prompts
 from hybridrl.data.held_out import sample_batch_rows
@@ -16,6 +15,7 @@ from hybridrl.data.job_data import longest
 from hybridrl.data.row_origin import RowOrigin
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.evaluation.answer_extraction import AnswerExtractor, resolve_extractor
+from hybridrl.evaluation.eval_sets import ResolvedEvalSet, resolve_eval_sets
 from hybridrl.rewards import parse_function_list
 from hybridrl.rollout import SamplingSettings
 

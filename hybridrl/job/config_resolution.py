@@ -20,9 +20,9 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 
 from hybridrl.checkpoint.resume import AUTO, find_source
 from hybridrl.checkpoint.stored_settings import load_stored
-from hybridrl.config import secrets
+from hybridrl.composition import secrets
+from hybridrl.composition.load import compose_config, load_run_config
 from hybridrl.config.changed import apply_changes
-from hybridrl.config.load import compose_config, load_run_config
 from hybridrl.config.schema import Config
 from hybridrl.config.task_settings import without_task
 from hybridrl.errors import ConfigError

@@ -27,12 +27,12 @@ from hybridrl.checkpoint.run_state import check_model_identity, describe_model_i
 from hybridrl.checkpoint.store import resolve_checkpoint_folder
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
-from hybridrl.config.eval_sets import resolve_eval_sets
-from hybridrl.config.load import config_to_dict, format_config_yaml
+from hybridrl.composition.load import config_to_dict, format_config_yaml
+from hybridrl.composition.secrets import redact_command_line
 from hybridrl.config.schema import Config
-from hybridrl.config.secrets import redact_command_line
 from hybridrl.console.run_console import progress_lines
 from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
+from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
     resolve_auto_placement,

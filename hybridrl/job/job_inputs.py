@@ -18,9 +18,9 @@ from hybridrl.checks.models.tokenizer_checks import (
 )
 from hybridrl.checks.settings.environment_checks import check_chat_template
 from hybridrl.checks.settings.role_checks import find_model_setting
-from hybridrl.config.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.task_settings import remark_on_task
+from hybridrl.console.first_row import show_first_row
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.data_files import find_data_files
 from hybridrl.data.duplicates import HELD_OUT_NAME, DuplicateReport, find_duplicates
@@ -30,8 +30,8 @@ from hybridrl.data.mixture import collect_task_characters
 from hybridrl.data.refused_rows import checked_by, collected
 from hybridrl.environments.rows import check_environment_loads
 from hybridrl.errors import ConfigError, ErrorCollector
+from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
 from hybridrl.evaluation.loaded_sets import load_eval_sets, longest_evaluated
-from hybridrl.run_files.first_row import show_first_row
 from hybridrl.system.storage import explain_write_errors
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.role_spec import RoleSpec

@@ -14,7 +14,7 @@ from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_
 from hybridrl.checks.models import model_folder_checks
 from hybridrl.checks.settings.job_checks import lacks_model
 from hybridrl.checks.settings.role_checks import check_role_models
-from hybridrl.config.load import config_to_dict
+from hybridrl.composition.load import config_to_dict
 from hybridrl.config.schema import Config
 from hybridrl.data import data_files
 from hybridrl.errors import ErrorCollector

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from hybridrl.algorithms import BradleyTerryObjective
 from hybridrl.checks.models.tokenizer_checks import find_end_tokens
 from hybridrl.config.effective_settings import is_effective
-from hybridrl.config.eval_sets import resolve_eval_sets
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import (
     ActorConfig,
@@ -28,6 +27,7 @@ from hybridrl.controller.executor import Executor
 from hybridrl.controller.fault_injection import FaultInjector
 from hybridrl.conversations.rendering import TemplateContext, check_options
 from hybridrl.data.mixture import find_source_rewards, list_source_names
+from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.models import load_tokenizer
 from hybridrl.placement import GENERATOR_ROLE, Placement
 from hybridrl.placement.disaggregated_actor import DisaggregatedActor

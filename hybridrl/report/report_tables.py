@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.config.load import compose_config, config_to_dict, load_run_config
+from hybridrl.composition.load import compose_config, config_to_dict, load_run_config
 from hybridrl.config.presets import flatten_settings
 from hybridrl.errors import HybridRLError
 from hybridrl.placement import Placement

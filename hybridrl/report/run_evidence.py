@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.batch.trends import variance_of_sums
-from hybridrl.config.load import load_run_config
+from hybridrl.composition.load import load_run_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import HybridRLError
 from hybridrl.planner.what_if.recorded_run import RecordedRun

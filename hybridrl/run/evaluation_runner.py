@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.eval_sets import HELD_OUT_SET, EvalMetric, evaluates_held_out
-from hybridrl.config.load import config_to_dict
+from hybridrl.composition.load import config_to_dict
 from hybridrl.config.schema import is_served
 from hybridrl.console.evaluation_table import build_evaluation_table, render_plain_table
 from hybridrl.evaluation import evaluation_function as own
 from hybridrl.evaluation.answer_extraction import resolve_extractor
 from hybridrl.evaluation.baseline import EvalBaseline, doubts, estimate_metrics
+from hybridrl.evaluation.eval_sets import HELD_OUT_SET, EvalMetric, evaluates_held_out
 from hybridrl.evaluation.loaded_sets import LoadedEvalSet
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.evaluation.scored_samples import (

@@ -27,9 +27,9 @@ from hybridrl.checkpoint.pruning import check_figure, metric_of
 from hybridrl.checkpoint.resume import ResumePoint
 from hybridrl.checkpoint.saver import CheckpointSaver
 from hybridrl.checkpoint.warm_model import has_warmup
-from hybridrl.config.eval_sets import HELD_OUT_SET
 from hybridrl.console.run_view import RunView
 from hybridrl.errors import HybridRLError, LostError, PreemptionInterrupt
+from hybridrl.evaluation.eval_sets import HELD_OUT_SET
 from hybridrl.run.evaluation_runner import EvaluationRunner
 from hybridrl.run.recovery import RunRecovery
 from hybridrl.run.run_end import RunEnd

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from hybridrl.errors import ConfigError
+from hybridrl.system.cpu_cores import count_usable_cores
 
 DEFAULT_CPU_SLOTS = 2
 MAX_DEVICES = 10_000
@@ -294,3 +295,15 @@ def resolve_devices(devices: str, number: int | None, gpus: int, cpus: int) -> t
             + (", or join a larger Ray cluster with ray.address=..." if wanted > there else ".")
         )
     return kind, wanted
+
+
+def find_local_cluster(devices: str, number: int | None) -> ClusterSpec:
+    """Return the devices of this machine that a job gets; see `resolve_devices`.
+
+    Raises:
+        ConfigError: if there are fewer than asked for.
+    """
+    import torch  # which takes a second, and a cluster may be read from a file
+
+    gpus = torch.accelerator.device_count()
+    return ClusterSpec.of_one_node(*resolve_devices(devices, number, gpus, count_usable_cores()))

@@ -9,6 +9,7 @@ from typing import Any, get_origin
 
 from campaigns.campaign import Case
 
+from hybridrl.composition.setting_names import OPEN_SETTINGS, list_settings
 from hybridrl.config.constraints import (
     NameOrNames,
     NotEmpty,
@@ -17,7 +18,6 @@ from hybridrl.config.constraints import (
     OneOrMoreOf,
     RegexWithGroup,
 )
-from hybridrl.config.setting_names import OPEN_SETTINGS, list_settings
 from hybridrl.config.setting_types import is_optional, list_constraints, strip_annotations
 
 HERE = ["executor=inline", "rollout=transformers"]

@@ -17,8 +17,8 @@ from flips import another_value
 
 from hybridrl import main
 from hybridrl.cli import main as command_line
+from hybridrl.composition.setting_names import list_settings
 from hybridrl.config.effective_settings import find_ineffective_settings
-from hybridrl.config.setting_names import list_settings
 from hybridrl.errors import HybridRLError
 from hybridrl.job.config_resolution import load_config
 

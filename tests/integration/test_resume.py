@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.config.load import load_run_config
+from hybridrl.composition.load import load_run_config
 from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS

@@ -10,7 +10,7 @@ from settings import configured
 
 from hybridrl import cli
 from hybridrl.batch.call_record import CallRecord, PhaseSpan
-from hybridrl.config.load import format_config_yaml
+from hybridrl.composition.load import format_config_yaml
 from hybridrl.planner.machine.device_catalog import add_device_memory
 from hybridrl.report.advice import TIP, WARNING
 from hybridrl.report.run_evidence import RunEvidence

@@ -7,8 +7,8 @@ from settings import configured
 
 from hybridrl.checks.check_list import check
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
+from hybridrl.composition.setting_names import list_settings
 from hybridrl.config.presets import PRESETS_FOLDER
-from hybridrl.config.setting_names import list_settings
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.trainers import load_trainer

@@ -14,7 +14,6 @@ from settings import configured
 
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.evaluation_checks import EVALUATION_CHECKS
-from hybridrl.config.eval_sets import EvalMetric, resolve_eval_sets
 from hybridrl.config.schema import EvalStopConfig
 from hybridrl.console.evaluation_table import build_evaluation_table, render_plain_table
 from hybridrl.errors import ConfigError
@@ -28,6 +27,7 @@ from hybridrl.evaluation.confidence import (
     mcnemar_p_value,
 )
 from hybridrl.evaluation.eval_metrics import compute_metric, majority_at_k, pass_at_k
+from hybridrl.evaluation.eval_sets import EvalMetric, resolve_eval_sets
 from hybridrl.evaluation.loaded_sets import resolve_set_sampling
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.evaluation.scored_samples import compute_prompt_keys

@@ -6,7 +6,7 @@ import pytest
 from conversation_cases import tokenizer_of
 
 from hybridrl.batch.batch import Batch
-from hybridrl.run_files.first_row import show_first_row
+from hybridrl.console.first_row import show_first_row
 
 
 @pytest.fixture(scope="module")

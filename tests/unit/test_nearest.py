@@ -21,7 +21,7 @@ def test_case_is_no_difference_and_a_poor_guess_is_none(name, known, meant):
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "rloo", "dr_grpo", "sft", "ppo"])
 def test_a_run_is_known_by_its_algorithm(name):
-    from hybridrl.config.load import config_to_dict
+    from hybridrl.composition.load import config_to_dict
     from hybridrl.job.config_resolution import load_config
 
     assert algorithm_of(config_to_dict(load_config([f"algorithm={name}"]))) == name

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hybridrl.config.aliases import explain_alias, foreign_settings
+from hybridrl.composition.aliases import explain_alias, foreign_settings
+from hybridrl.composition.overrides import expand_sweep
+from hybridrl.composition.setting_names import is_open_setting, list_settings
 from hybridrl.config.presets import DEFAULT_PRESETS
-from hybridrl.config.setting_names import is_open_setting, list_settings
-from hybridrl.config.sweep import expand_sweep
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 

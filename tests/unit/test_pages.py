@@ -18,9 +18,9 @@ from pages import INLINE, PAGES, ROOT, anchors, blocks, commands, links
 import hybridrl
 from hybridrl import cli, main
 from hybridrl.commands import plan_command as plan
-from hybridrl.config.aliases import explain_alias
-from hybridrl.config.setting_names import list_settings
-from hybridrl.config.sweep import expand_sweep
+from hybridrl.composition.aliases import explain_alias
+from hybridrl.composition.overrides import expand_sweep
+from hybridrl.composition.setting_names import list_settings
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 

@@ -11,7 +11,7 @@ from settings import configured
 
 import hybridrl
 from hybridrl.checks.machine.placement_checks import resolve_placement
-from hybridrl.config.load import format_config_yaml
+from hybridrl.composition.load import format_config_yaml
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.placement import Placement

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checks.check_list import check
-from hybridrl.config.overrides import parse_overrides
+from hybridrl.composition.overrides import parse_overrides
 from hybridrl.errors import ErrorCollector
 from hybridrl.job.config_resolution import load_config
 from hybridrl.planner.job_plan import build_job_plan

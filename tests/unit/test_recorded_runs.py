@@ -9,7 +9,7 @@ from settings import configured
 from hybridrl import cli
 from hybridrl.batch.call_record import CallRecord, PhaseSpan
 from hybridrl.commands.whatif_command import parse_question
-from hybridrl.config.load import format_config_yaml
+from hybridrl.composition.load import format_config_yaml
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models import make_tiny_model

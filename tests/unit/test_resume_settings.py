@@ -5,7 +5,7 @@ import pytest
 from hybridrl.checkpoint.resume import find_source
 from hybridrl.checkpoint.stored_settings import changes_learning, differences, named_code
 from hybridrl.checks.check_list import check
-from hybridrl.config.load import config_to_dict, format_config_yaml, load_run_config
+from hybridrl.composition.load import config_to_dict, format_config_yaml, load_run_config
 from hybridrl.errors import ConfigError, MissingPackageError
 from hybridrl.job.config_resolution import load_config
 

@@ -10,8 +10,8 @@ import traceback
 import pytest
 
 from hybridrl import main
-from hybridrl.config.load import config_to_dict, format_config_yaml
-from hybridrl.config.secrets import SecretStr, is_secret_name, redact_command_line
+from hybridrl.composition.load import config_to_dict, format_config_yaml
+from hybridrl.composition.secrets import SecretStr, is_secret_name, redact_command_line
 from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.job.config_resolution import load_config

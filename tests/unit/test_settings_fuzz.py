@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybridrl.checks.check_list import check
-from hybridrl.config.aliases import foreign_settings
+from hybridrl.composition.aliases import foreign_settings
+from hybridrl.composition.load import format_config_yaml
+from hybridrl.composition.setting_names import OPEN_SETTINGS, list_settings
 from hybridrl.config.constraints import OneOf, OneOrMoreOf
-from hybridrl.config.load import format_config_yaml
 from hybridrl.config.presets import DEFAULT_PRESETS, list_presets
 from hybridrl.config.schema import OptimizerConfig, ParallelConfig
-from hybridrl.config.setting_names import OPEN_SETTINGS, list_settings
 from hybridrl.config.setting_types import (
     is_optional,
     list_constraints,

@@ -8,13 +8,13 @@ import pytest
 import yaml
 from settings import configured
 
+from hybridrl.composition.load import format_effective_yaml
+from hybridrl.composition.setting_names import is_open_setting, list_settings
 from hybridrl.config.effective_settings import find_ineffective_settings
-from hybridrl.config.load import format_effective_yaml
 from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.presets import flatten_settings as nested_leaves
 from hybridrl.config.presets import list_presets as preset_names
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_names import is_open_setting, list_settings
 from hybridrl.config.setting_types import find_condition
 
 DOCS = Path(__file__).parents[2] / "docs"

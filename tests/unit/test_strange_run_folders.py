@@ -8,7 +8,7 @@ import pytest
 from run_folders import run_folder
 
 from hybridrl import cli
-from hybridrl.config.load import load_run_config
+from hybridrl.composition.load import load_run_config
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.report.prometheus_metrics import render_prometheus_metrics

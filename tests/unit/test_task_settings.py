@@ -8,17 +8,17 @@ import pytest
 
 from hybridrl import cli
 from hybridrl.checks.check_list import check
+from hybridrl.composition.load import format_effective_yaml
 from hybridrl.config.changed import apply_changes
 from hybridrl.config.effective_settings import find_ineffective_settings
-from hybridrl.config.eval_sets import (
+from hybridrl.config.schema import DataConfig
+from hybridrl.errors import ConfigError
+from hybridrl.evaluation.eval_sets import (
     INHERITED_DATA_SETTINGS,
     OF_PLACE,
     OF_TRAINING,
     resolve_eval_sets,
 )
-from hybridrl.config.load import format_effective_yaml
-from hybridrl.config.schema import DataConfig
-from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import apply_python_objects, load_config
 from hybridrl.job.job_inputs import list_data_remarks
 

@@ -5,8 +5,8 @@ from flips import another_value, default_at
 from settings import configured
 
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
+from hybridrl.composition.setting_names import list_settings
 from hybridrl.config.effective_settings import find_ineffective_settings
-from hybridrl.config.setting_names import list_settings
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.objectives import build_policy_objective
 

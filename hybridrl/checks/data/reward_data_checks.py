@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hybridrl.batch.batch import is_user_column
-from hybridrl.config.eval_sets import needs_held_out_rows, resolve_eval_sets
 from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
 from hybridrl.config.setting import Setting
 from hybridrl.data.mixture import SOURCE_COLUMN as SOURCE
 from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
 from hybridrl.errors import ConfigError, DataError, ErrorCollector, RewardError
+from hybridrl.evaluation.eval_sets import needs_held_out_rows, resolve_eval_sets
 from hybridrl.rewards import RewardPool
 from hybridrl.rewards.loading import (
     check_functions_fit_columns,

@@ -17,10 +17,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.config.eval_sets import resolve_eval_sets
 from hybridrl.config.schema import Config, DataConfig, RewardConfig
 from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
 from hybridrl.errors import RowError
+from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.rewards.code import read_tests
 from hybridrl.rewards.loading import parse_function_list
 from hybridrl.rewards.source_rewards import resolve_source_settings

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridrl.config.eval_sets import (
+from hybridrl.config.schema import Config
+from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
+from hybridrl.evaluation.answer_extraction import resolve_extractor
+from hybridrl.evaluation.baseline import EvalBaseline
+from hybridrl.evaluation.eval_sets import (
     HELD_OUT_SET,
     ResolvedEvalSet,
     evaluates_held_out,
     resolve_eval_sets,
 )
-from hybridrl.config.schema import Config
-from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
-from hybridrl.evaluation.answer_extraction import resolve_extractor
-from hybridrl.evaluation.baseline import EvalBaseline
 from hybridrl.evaluation.evaluation_function import check_evaluation_function
 from hybridrl.rewards import parse_function_list
 from hybridrl.rewards.loading import check_reward_functions

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hybridrl.checks.machine.device_checks import check_min_devices
 from hybridrl.checks.models.model_folder_checks import check_generator
-from hybridrl.config.eval_sets import needs_held_out_rows
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
+from hybridrl.evaluation.eval_sets import needs_held_out_rows
 
 
 def _check_program_settings(config: Config) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hybridrl.batch.call_record import CallRecord
+from hybridrl.composition.load import load_run_config
 from hybridrl.config.changed import Setting, apply_changes
-from hybridrl.config.load import load_run_config
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.placement import Placement

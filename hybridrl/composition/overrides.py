@@ -7,6 +7,7 @@ the whole of it are left away. Others are read by Hydra's grammar: numbers, `tru
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
@@ -17,10 +18,9 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from hybridrl.config import recipe
+from hybridrl.composition.setting_names import check_setting_name, is_open_setting, list_settings
 from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_names import check_setting_name, is_open_setting, list_settings
 from hybridrl.config.setting_types import (
     describe_expected,
     is_optional,
@@ -31,6 +31,8 @@ from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.system.redaction import register_secrets
 
 _PARSER = OverridesParser.create()
+RECIPE_KEY = "recipe"
+"""`recipe=<file>` stands for the settings in the file; what follows it wins."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _parse_override(argument: str, arguments: Sequence[str]) -> list[SettingOver
             f"`{argument}` is not an override; write key=value, for example trainer.steps=20."
         )
     key = re.sub(r"^\+{1,2}", "", key).strip()
-    if key == recipe.RECIPE_KEY:
+    if key == RECIPE_KEY:
         return _expand_recipe(Path(text))
     check_setting_name(key, text, arguments)
     value = text if key in DEFAULT_PRESETS else _parse_value(key, text)
@@ -107,7 +109,7 @@ def _parse_override(argument: str, arguments: Sequence[str]) -> list[SettingOver
 
 
 def _expand_recipe(path: Path) -> list[SettingOverride]:
-    settings, problems = recipe.read_recipe(path), ErrorCollector()
+    settings, problems = _read_recipe(path), ErrorCollector()
     for name in settings:
         with problems.noted():
             check_setting_name(name)
@@ -116,6 +118,37 @@ def _expand_recipe(path: Path) -> list[SettingOverride]:
     except ConfigError as error:
         raise ConfigError(*(f"recipe={path}: {said}" for said in error.problems)) from None
     return [SettingOverride(name, value, f"{name}={value}") for name, value in settings.items()]
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Read the settings of a recipe, by dotted name.
+
+    Raises:
+        ConfigError: if the file is missing, or is not a flat mapping of settings.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+        register_secrets(text)
+        settings = yaml.safe_load(text)
+    except (OSError, UnicodeError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise ConfigError(
+            f"recipe={path} could not be read: {why}. Name a file of settings."
+        ) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)  # without the line itself: it may be a secret
+        place = "" if mark is None else f" in line {mark.line + 1}"
+        why = getattr(error, "problem", None) or "it cannot be read"
+        raise ConfigError(f"recipe={path} is not YAML{place}: {why}.") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"recipe={path} must hold lines such as `trainer.steps: 100`.")
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            raise ConfigError(
+                f"recipe={path}: write `{key}.{next(iter(value))}: ...` on a line of its own; a "
+                "recipe is flat, like the command line."
+            )
+    return {str(key): value for key, value in settings.items()}
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -170,3 +203,30 @@ def _check_repeated_presets(arguments: Sequence[str]) -> None:
                 f"--multirun and write {group}={','.join(one.split('=', 1)[1] for one in chosen)} "
                 "for a job with each."
             )
+
+
+def expand_sweep(arguments: Sequence[str]) -> list[list[str]]:
+    """Expand a command line to the overrides of each job, the product of all listed values. Commas
+    separate values outside of quotes and brackets; `range(first, end)` yields integers.
+
+    Raises:
+        ConfigError: for functions of Hydra's other than `choice` and `range`.
+    """
+    return [list(chosen) for chosen in itertools.product(*map(_list_choices, arguments))]
+
+
+def _list_choices(argument: str) -> list[str]:
+    key, _, text = argument.partition("=")
+    try:
+        parsed = _PARSER.parse_override(argument)
+    except HydraException:  # characters that only text has
+        is_whole = text[:1] in ("'", '"', "[", "{")
+        return [argument] if is_whole else [f"{key}={value.strip()}" for value in text.split(",")]
+    if not parsed.is_sweep_override():
+        return [argument]
+    try:
+        return [f"{key}={value}" for value in parsed.sweep_string_iterator()]
+    except (HydraException, AssertionError) as error:  # `glob` and `interval`
+        raise ConfigError(
+            f"{argument}: a sweep has values with commas between, or range(1, 4)."
+        ) from error

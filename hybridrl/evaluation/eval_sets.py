@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from hybridrl.config.eval_schema import EvalSetConfig
+from hybridrl.config.eval_schema import INHERITED_DATA_SETTINGS, EvalSetConfig
 from hybridrl.config.role_models import check_group_names, parse_group
 from hybridrl.config.schema import Config, DataConfig, RewardConfig
 from hybridrl.config.setting import Setting
@@ -20,12 +20,6 @@ _RESERVED_NAMES = (HELD_OUT_SET, "loss", "pair_accuracy", "pair_margin")
 """Names that figures of evaluations have already."""
 SAMPLE_METRICS = ("accuracy", "score", "length", "truncated")
 AT_K_METRICS = ("mean", "pass", "maj")
-INHERITED_DATA_SETTINGS = (
-    *("prompt_column", "answer_column", "chat", "system_prompt", "max_prompt_tokens"),
-    *("too_long", "answer_format", "bad_rows", "bad_rows_limit"),
-    *("tools_column", "chat_template_options", "date"),
-)
-"""Settings of `data` that a set has from the job where it says nothing."""
 OF_PLACE = ("path", "split", "task", "tasks", "task_options", "rows")
 """Settings of `data` that say where a set's rows are, which a set has for itself."""
 OF_TRAINING = (

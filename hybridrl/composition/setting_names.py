@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
-from hybridrl.config.aliases import explain_alias
+from hybridrl.composition.aliases import explain_alias
 from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
 from hybridrl.config.setting_types import read_type_hints, strip_annotations

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.model_start import ACTOR_ROLE, resolve_model_folder
+from hybridrl.composition.model_start import ACTOR_ROLE, resolve_model_folder
 from hybridrl.config.schema import Config, LoraAdapterConfig
 from hybridrl.errors import ConfigError
 

@@ -13,17 +13,22 @@ from typing import Any, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from hybridrl.config import secrets
-from hybridrl.config.adapter_start import with_adapters
-from hybridrl.config.effective_settings import select_effective_settings
-from hybridrl.config.model_start import resolve_run_models
-from hybridrl.config.objective_schema import RewardConfig
-from hybridrl.config.overrides import (
+from hybridrl.composition import secrets
+from hybridrl.composition.adapter_start import with_adapters
+from hybridrl.composition.model_start import resolve_run_models
+from hybridrl.composition.overrides import (
     SettingOverride,
     find_setting_type,
     parse_overrides,
     suggest_brackets,
 )
+from hybridrl.composition.setting_names import (
+    check_setting_name,
+    list_settings,
+    without_old_settings,
+)
+from hybridrl.config.effective_settings import select_effective_settings
+from hybridrl.config.objective_schema import RewardConfig
 from hybridrl.config.presets import (
     DATA,
     DEFAULT_PRESETS,
@@ -35,7 +40,6 @@ from hybridrl.config.presets import (
 )
 from hybridrl.config.presets import flatten_settings as leaves_of_preset
 from hybridrl.config.schema import Config, is_served
-from hybridrl.config.setting_names import check_setting_name, list_settings, without_old_settings
 from hybridrl.config.setting_types import (
     describe_expected,
     explain_wrong_type,

@@ -1,0 +1,1 @@
+"""From a command line to a `Config`: presets, recipes, overrides, earlier models, and secrets."""
