@@ -239,6 +239,16 @@ def test_names_of_the_code_exist(page):
     assert not [name for name in named if not resolves(name)]
 
 
+FILE = re.compile(rf"(?:hybridrl/)?((?:{'|'.join(sorted(ROOMS))})/[\w/]+\.py)$")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_of_the_code_exist(page):
+    spans = INLINE.findall(page.read_text(encoding="utf-8"))
+    named = [match[1] for span in spans if (match := FILE.match(span))]
+    assert not [path for path in named if not (ROOT / "hybridrl" / path).exists()]
+
+
 NAMES_OF_OTHERS = {"coming_from_verl.md", "settings.md"}
 NO_SETTINGS = {"model.chat", "reward.score"}
 """What looks like a setting: a method that an environment calls, and a phase of a call."""
