@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.conversations.messages import (
@@ -12,7 +11,7 @@ from hybridrl.conversations.messages import (
     read_messages,
 )
 from hybridrl.data.encoding import quote_excerpt, shorten_value
-from hybridrl.data.row_origin import DataRow, RowOrigin
+from hybridrl.data.row_origin import DataRow
 from hybridrl.errors import ConfigError, RowError
 
 if TYPE_CHECKING:
@@ -47,11 +46,10 @@ def check_chat_allowed(
     column: str,
     chat: bool | None,
 ) -> None:
-    """Refuse a chat that the settings or the tokenizer do not allow; `chat` is `data.chat`. `chat`
-    is `data.chat`.
+    """Refuse a chat that the settings or the tokenizer do not allow; `chat` is `data.chat`.
 
     Raises:
-        DataError: if row `number` has messages in `column` and only strings are allowed.
+        DataError: if the row has messages in `column` and only strings are allowed.
         ConfigError: if the tokenizer has no chat template.
     """
     chat_setting = row / "chat"
@@ -70,21 +68,8 @@ def check_chat_allowed(
         )
 
 
-def check_system_prompt(
-    system_prompt: str | None, is_chat: Sequence[bool], origin: RowOrigin
-) -> None:
-    """Refuse a system prompt for rows that are not chats, where no message could hold it."""
-    if system_prompt is not None and not all(is_chat):
-        raise ConfigError(
-            f"`{origin / 'system_prompt'}` is set, but the prompts are plain strings, which are "
-            f"taken as they are. Set `{origin / 'chat'}=true` to wrap each as a user message, or "
-            "unset the system prompt."
-        )
-
-
 def check_no_nul(row: DataRow, text: str, column: str, setting: str) -> None:
-    """Refuse text with NUL characters, which end a text in C. NUL characters, which end a text in
-    C.
+    """Refuse text with NUL characters, which end a text in C.
 
     Raises:
         DataError: naming the row.
@@ -98,7 +83,8 @@ def check_no_nul(row: DataRow, text: str, column: str, setting: str) -> None:
 
 
 def parse_prompt_messages(row: DataRow, cell: str | list[Any], role: str = "user") -> list[Message]:
-    """The cell as chat messages, as `read_messages` makes them; a string is one message of `role`.
+    """Return the cell as chat messages, as `read_messages` makes them; a string becomes one message
+    of `role`.
 
     Raises:
         DataError: naming the row, if a message lacks `role` or `content`, has other than text, or

@@ -22,6 +22,7 @@ from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
 
 FileFormat = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
+TableReader = Callable[[Path, Mapping[str, str]], pa.Table]
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -96,7 +97,7 @@ def read_rows(
 
 def may_be_hub_name(path: str) -> bool:
     """Return whether the path has the form of a hub data set's name."""
-    return _HUB_NAME.fullmatch(path) is not None and not _has_suffix(path)
+    return _HUB_NAME.fullmatch(path) is not None and _find_format(path) is None
 
 
 def find_data_files(
@@ -125,13 +126,12 @@ def find_data_files(
 
 def list_splits(path: str) -> list[str]:
     """Return the splits that files of a folder are named after, `train` first, then `EVAL_SPLITS`
-    in order; empty if the path is not a folder. `train` first, then those of `EVAL_SPLITS`; none of
-    anything else than a folder."""
+    in order; empty if the path is not a folder."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return []
     files = [file.relative_to(folder) for file in _glob_visible(folder / "**" / "*")]
-    named = [file for file in files if _has_suffix(file.name)]
+    named = [file for file in files if _find_format(file.name)]
     return [
         name for name in (TRAIN_SPLIT, *EVAL_SPLITS) if any(_is_split_file(f, name) for f in named)
     ]
@@ -170,13 +170,12 @@ def _list_folder_files(
 ) -> list[Path]:
     path_setting, split_setting = origin / "path", origin / "split"
     files = [
-        file for file in _glob_visible(folder / "**" / "*") if format or _has_suffix(file.name)
+        file for file in _glob_visible(folder / "**" / "*") if format or _find_format(file.name)
     ]
     if (folder / "dataset_dict.json").is_file():
         split = split or "train"
-    if any(
-        file.name in _SAVED_DATASET_FILES for file in files
-    ):  # by `save_to_disk`: beside the rows lie notes
+    # `save_to_disk` writes notes beside the rows.
+    if any(file.name in _SAVED_DATASET_FILES for file in files):
         files = [file for file in files if file.suffix == ".arrow"]
     if not files:
         raise DataError(
@@ -223,10 +222,6 @@ def _glob_visible(pattern: Path) -> list[Path]:
     return sorted(file for file in visible if file.is_file())
 
 
-def _has_suffix(name: str) -> bool:
-    return _find_format(name) is not None
-
-
 def _find_format(name: str) -> str | None:
     return next((kind for suffix, kind in _SUFFIXES.items() if name.endswith(suffix)), None)
 
@@ -242,18 +237,9 @@ def _read_files(
     kinds = {format or _find_format(file.name) for file in files}
     if kinds == {"jsonl"}:
         return read_json_lines(files, required, texts, refused)
-    if kinds == {"csv"}:
-        return _concat_tables(
-            files, [_read_csv(file, required, setting) for file in files], required, setting
-        )
-    if kinds == {"parquet"}:
-        return _concat_tables(
-            files, [_read_parquet(file, required, setting) for file in files], required, setting
-        )
-    if kinds == {"arrow"}:
-        return _concat_tables(
-            files, [_read_arrow(file, required, setting) for file in files], required, setting
-        )
+    if len(kinds) == 1 and (reader := _READERS.get(str(*kinds))) is not None:
+        tables = [_read_table(file, *reader, required, setting) for file in files]
+        return _concat_tables(files, tables, required, setting)
     unknown = next((file for file in files if _find_format(file.name) is None), None)
     if unknown is not None:
         raise DataError(
@@ -267,49 +253,55 @@ def _read_files(
     )
 
 
-def _read_csv(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
-    """A table whose first line names the columns. Those of prompts and answers are texts as they
-    are written; others become numbers where they can."""
+def _read_table(
+    file: Path, kind: str, read: TableReader, required: Mapping[str, str], setting: Setting
+) -> pa.Table:
+    try:
+        table = read(file, required)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"`{file}` (`{setting}`) is no readable {kind} file: {error}") from error
+    return _add_required_columns(table, required, f"`{file}`")
+
+
+def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
+    """Read a table whose first line names the columns. Those of prompts and answers are texts as
+    they are written; others become numbers where they can."""
     texts = [column for name, column in required.items() if not name.endswith(".margin_column")]
-    try:
-        table = csv.read_csv(
-            file,
-            parse_options=csv.ParseOptions(
-                delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
-            ),
-            convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
-        )
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`{setting}`) is no readable CSV file: {error}") from error
-    return _add_required_columns(table, required, f"`{file}`")
+    return csv.read_csv(
+        file,
+        parse_options=csv.ParseOptions(
+            delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
+        ),
+        convert_options=csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string())),
+    )
 
 
-def _read_parquet(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
-    try:
-        table = pq.ParquetFile(file).read()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`{setting}`) is no readable Parquet file: {error}") from error
-    return _add_required_columns(table, required, f"`{file}`")
+def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
+    return pq.ParquetFile(file).read()
 
 
-def _read_arrow(file: Path, required: Mapping[str, str], setting: Setting) -> pa.Table:
+def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
     """Read an Arrow stream, as `datasets` writes it, or an Arrow file."""
-    try:
-        with pa.memory_map(str(file)) as source:
-            try:
-                table = pa.ipc.open_stream(source).read_all()
-            except pa.ArrowInvalid:
-                table = pa.ipc.open_file(source).read_all()
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`{setting}`) is no readable Arrow file: {error}") from error
-    return _add_required_columns(table, required, f"`{file}`").replace_schema_metadata(None)
+    with pa.memory_map(str(file)) as source:
+        try:
+            table = pa.ipc.open_stream(source).read_all()
+        except pa.ArrowInvalid:
+            table = pa.ipc.open_file(source).read_all()
+    return table.replace_schema_metadata(None)
+
+
+_READERS: dict[str, tuple[str, TableReader]] = {
+    "csv": ("CSV", _read_csv),
+    "parquet": ("Parquet", _read_parquet),
+    "arrow": ("Arrow", _read_arrow),
+}
 
 
 def _concat_tables(
     files: list[Path], tables: list[pa.Table], required: Mapping[str, str], setting: Setting
 ) -> pa.Table:
-    """All rows. Columns whose types differ between files are brought to one; where that is not
-    possible, a column that no setting names is left out."""
+    """Concatenate the tables of several files. Columns whose types differ between files are brought
+    to one; where that is not possible, a column that no setting names is left out."""
     for name in dict.fromkeys(name for table in tables for name in table.column_names):
         mine = [table.select([name]) for table in tables if name in table.column_names]
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,7 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
 from hybridrl.data.answer_formats import extract_reference_answers
 from hybridrl.data.data_files import TRAIN_SPLIT, list_splits, read_rows
-from hybridrl.data.held_out import sample_batch_rows, split_held_out
+from hybridrl.data.held_out import DataSplits, sample_batch_rows, split_held_out
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows, check_rows
@@ -40,26 +40,16 @@ TASK_ARGUMENTS = ("tasks", "task_options", "rows")
 NO_REFERENCE_ANSWER = "(no single answer)"
 """In place of the answer of a problem that many answers solve, which a verifier tells apart."""
 
+_TASK_COLUMNS = {
+    "prompt_column": "prompt",
+    "answer_column": "answer",
+    "response_column": "answer",
+    "chosen_column": "chosen",
+    "rejected_column": "rejected",
+}
+"""Keys of a task's rows, by the setting that names the column of files."""
+
 _log = logging.getLogger(__name__)
-
-
-class TokenizedPrompts(NamedTuple):
-    """Tokenized rows to learn from, to evaluate on, and with reference responses.
-
-    Attributes:
-        training: To learn from.
-        held_out: To evaluate on; None if the data is too small to spare any.
-        examples: Prompts with right answers, of a built-in task; None otherwise.
-    """
-
-    training: Batch
-    held_out: Batch | None
-    examples: Batch | None
-
-
-class DataSplits(NamedTuple):
-    training: Batch
-    held_out: Batch | None
 
 
 def load_prompts(
@@ -69,32 +59,25 @@ def load_prompts(
     held_out: int,
     seed: int,
     origin: RowOrigin = DATA,
-) -> TokenizedPrompts:
+) -> DataSplits:
     """Read and tokenize the prompts that `config` names.
 
     Args:
-        held_out: How many prompts to evaluate on.
-        seed: Of a built-in task's problems.
+        held_out: Number of prompts to evaluate on.
+        seed: Draws the held-out prompts, and the problems of a built-in task.
 
     Raises:
         DataError: for a missing file or column, a malformed row, or no rows at all.
         ConfigError: for settings that contradict each other or the tokenizer.
     """
-    task = config.task is not None
-    prompt_column = "prompt" if task else _require_prompt_column(config, origin, "")
-    answer_column = "answer" if task else config.answer_column
-    required = {origin / "prompt_column": prompt_column}
-    if answer_column is not None:
-        required[origin / "answer_column"] = answer_column
-    tokenized = partial(tokenize_prompts, prompt_column=prompt_column, answer_column=answer_column)
+    columns = _name_columns(config, "prompt_column", "answer_column")
+    _check_prompt_column(columns, origin, "")
     load = partial(_load_splits, config, origin, tokenizer, held_out, seed)
-    split = load("problems", required, tokenized, _fill_missing_answers)
-    examples = None
-    if task and any(answer != NO_REFERENCE_ANSWER for answer in split.training["answer"]):
-        examples = load_examples(
-            config, tokenizer, held_out=held_out, seed=seed, origin=origin
-        ).training
-    return TokenizedPrompts(split.training, split.held_out, examples)
+    found = load("problems", tokenize_prompts, columns, prepare=_fill_missing_answers)
+    if config.task is None or set(found.training["answer"]) <= {NO_REFERENCE_ANSWER}:
+        return found
+    examples = load_examples(config, tokenizer, held_out=held_out, seed=seed, origin=origin)
+    return found._replace(examples=examples.training)
 
 
 def load_eval_prompts(
@@ -109,7 +92,7 @@ def load_eval_prompts(
     folder, or all rows of other data.
 
     Args:
-        number: The most; of more there are drawn so many.
+        number: Maximum number of prompts; they are drawn if there are more.
         seed: Of the draw, and of a built-in task's problems.
 
     Raises:
@@ -138,24 +121,14 @@ def load_examples(
     """
     load = partial(_load_splits, config, origin, tokenizer, held_out, seed)
     if config.task is not None and hasattr(load_task(config.task, origin / "task"), "examples"):
-        return load("examples", {}, tokenize_task_turns)
-    if config.task is None and config.messages_column is not None:
-        required = {origin / "messages_column": config.messages_column}
-        tokenized = partial(tokenize_conversations, messages_column=config.messages_column)
-        return load("problems", required, tokenized, _select_answered)
+        return load("examples", tokenize_task_turns, {})
+    conversations = _name_columns(config, "messages_column")
+    if conversations["messages_column"] is not None:
+        return load("problems", tokenize_conversations, conversations)
+    columns = _name_columns(config, "prompt_column", "response_column")
     or_messages = f", or `{origin / 'messages_column'}` to that of the conversations to learn"
-    prompt_column, response_column = "prompt", "answer"
-    if config.task is None:
-        prompt_column = _require_prompt_column(config, origin, or_messages)
-        response_column = config.response_column
-    required = {
-        origin / "prompt_column": prompt_column,
-        origin / "response_column": response_column,
-    }
-    tokenized = partial(
-        tokenize_examples, prompt_column=prompt_column, response_column=response_column
-    )
-    return load("problems", required, tokenized, _select_answered)
+    _check_prompt_column(columns, origin, or_messages)
+    return load("problems", tokenize_examples, columns, prepare=_select_answered)
 
 
 def load_preference_pairs(
@@ -171,27 +144,32 @@ def load_preference_pairs(
     The arguments and errors are those of `load_prompts`, the columns those of
     `tokenize_preference_pairs`.
     """
-    task = config.task is not None
-    prompt_column = "prompt" if task else config.prompt_column
-    chosen_column, rejected_column = (
-        ("chosen", "rejected") if task else (config.chosen_column, config.rejected_column)
-    )
-    margin_column = None if task else config.margin_column
+    named = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
+    columns = _name_columns(config, *named)
     # The prompt may stand in the conversations instead; `tokenize_preference_pairs` finds out.
-    required = {
-        origin / "chosen_column": chosen_column,
-        origin / "rejected_column": rejected_column,
-    }
-    if margin_column is not None:
-        required[origin / "margin_column"] = margin_column
-    tokenized = partial(
-        tokenize_preference_pairs,
-        prompt_column=prompt_column,
-        chosen_column=chosen_column,
-        rejected_column=rejected_column,
-        margin_column=margin_column,
+    return _load_splits(
+        *(config, origin, tokenizer, held_out, seed, "pairs", tokenize_preference_pairs, columns),
+        optional=("prompt_column",),
     )
-    return _load_splits(config, origin, tokenizer, held_out, seed, "pairs", required, tokenized)
+
+
+def _name_columns(config: DataConfig, *settings: str) -> dict[str, str | None]:
+    """Return the columns that these settings name; a task's rows have columns of their own."""
+    if config.task is not None:
+        return {name: _TASK_COLUMNS.get(name) for name in settings}
+    return {name: getattr(config, name) for name in settings}
+
+
+def _check_prompt_column(
+    columns: Mapping[str, str | None], origin: RowOrigin, otherwise: str
+) -> None:
+    """Refuse settings without a column of prompts; `otherwise` ends the error with an
+    alternative."""
+    if columns["prompt_column"] is None:
+        raise ConfigError(
+            f"`{origin / 'prompt_column'}` is null, which only preference pairs allow. Set it to "
+            f"the column of the prompts{otherwise}."
+        )
 
 
 def _load_splits(
@@ -201,22 +179,35 @@ def _load_splits(
     held_out: int,
     seed: int,
     of_task: str,
-    required: Mapping[str, str],
-    tokenized: Callable[[RowReader, pa.Table], Batch],
-    prepared: Callable[[pa.Table], pa.Table] = lambda rows: rows,
+    tokenize: Callable[..., Batch],
+    columns: Mapping[str, str | None],
+    optional: Sequence[str] = (),
+    prepare: Callable[[pa.Table], pa.Table] = lambda rows: rows,
 ) -> DataSplits:
-    """Load and tokenize rows of a task's function `of_task`, first passed through `prepared`, or of
-    files."""
+    """Load and tokenize rows of files, or of a task.
+
+    Args:
+        of_task: The task's function that makes its rows; they pass through `prepare`.
+        tokenize: Called with a reader, the rows and `columns`, by the names of their settings.
+        optional: Settings whose column the files may lack.
+    """
     _check_file_settings(config, origin)
+
+    def tokenized(rows: pa.Table, refused: RefusedRows) -> Batch:
+        return tokenize(RowReader.of(config, tokenizer, refused), rows, **columns)
+
     if config.task is not None:
-        training, kept = map(prepared, _make_task_rows(config, origin, of_task, held_out, seed))
-        parts = [
-            tokenized(RowReader.of(config, tokenizer, RefusedRows(origin=origin)), rows)
-            for rows in ([training, kept] if len(kept) else [training])
-        ]
-        return DataSplits(parts[0], parts[1] if len(kept) else None)
-    path, (eval_path, eval_split) = str(config.path), _find_eval_split(config)
-    answers = required.get(origin / "answer_column")
+        training, kept = map(prepare, _make_task_rows(config, origin, of_task, held_out, seed))
+        refused = RefusedRows(origin=origin)
+        held_out_rows = tokenized(kept, refused) if len(kept) else None
+        return DataSplits(tokenized(training, refused), held_out_rows)
+    eval_path, eval_split = _find_eval_split(config)
+    required: dict[str, str] = {
+        origin / name: column
+        for name, column in columns.items()
+        if column is not None and name not in optional
+    }
+    answers = columns.get("answer_column")
     texts = [] if answers is None else [answers]
 
     def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
@@ -225,13 +216,13 @@ def _load_splits(
         rows = read_rows(path, split, required=required, texts=texts, refused=refused)
         rows = extract_reference_answers(rows, config.answer_format, answers, refused)
         check_rows(config, rows, refused)
-        batch = tokenized(RowReader.of(config, tokenizer, refused), rows)
+        batch = tokenized(rows, refused)
         refused.tell()
         return batch
 
-    batch = made(path, config.split)
+    batch = made(str(config.path), config.split)
     if eval_path is None:
-        return DataSplits(*split_held_out(batch, held_out, seed))
+        return split_held_out(batch, held_out, seed)
     if config.eval_path is not None:
         rows = f"`{origin / 'eval_path'}`"
         origin = origin._replace(rows=rows, is_eval_path=True)
@@ -279,17 +270,16 @@ def check_eval_data_separate(config: DataConfig, settings: Setting = DATA.settin
 
 def _find_eval_split(config: DataConfig) -> tuple[str | None, str | None]:
     """Return path and split of the evaluation rows; None if they are held out of the training rows.
-    None: they are held out of the others.
 
     A folder that has files of a split for that beside those of `train` is asked for them.
     """
     if config.eval_path is not None or config.split is not None:
         return config.eval_path, config.eval_split
-    first, *others = list_splits(str(config.path)) or [None]
-    if first != TRAIN_SPLIT or not others:
+    splits = list_splits(str(config.path))
+    if len(splits) < 2 or splits[0] != TRAIN_SPLIT:
         return None, None
-    _log.warning("Evaluations are on the split `%s` of `%s`.", others[0], config.path)
-    return config.path, others[0]
+    _log.warning("Evaluations are on the split `%s` of `%s`.", splits[1], config.path)
+    return config.path, splits[1]
 
 
 def _make_task_rows(
@@ -297,7 +287,14 @@ def _make_task_rows(
 ) -> list[pa.Table]:
     """Call a task's function and return its rows to learn from and its rows to evaluate on."""
     name, setting = str(config.task), origin / "task"
-    make = _find_task_function(setting, name, function)
+    make = getattr(load_task(name, setting), function, None)
+    if make is None:
+        others = [known for known in list_tasks() if hasattr(load_task(known), function)]
+        raise ConfigError(
+            f"`{setting}` is `{name}`, which has no preference pairs: a trainer that learns from "
+            f"preferences needs a task with a function `{function}(count_held_out, seed)` "
+            f"({', '.join(others)}), or pairs from a file: data=jsonl data.path=<file>."
+        )
     named = inspect.signature(make).parameters
     offered = {name: getattr(config, name) for name in TASK_ARGUMENTS if name in named}
     if "origin" in named:  # a task of the library makes its sentences of it
@@ -339,26 +336,3 @@ def _select_answered(rows: pa.Table) -> pa.Table:
             "right), so there is nothing to learn by imitation. Name other tasks."
         )
     return found
-
-
-def _find_task_function(setting: Setting, name: str, function: str) -> Callable[..., Any]:
-    task = load_task(name, setting)
-    if not hasattr(task, function):
-        others = [known for known in list_tasks() if hasattr(load_task(known), function)]
-        raise ConfigError(
-            f"`{setting}` is `{name}`, which has no preference pairs: a trainer that learns from "
-            f"preferences needs a task with a function `{function}(count_held_out, seed)` "
-            f"({', '.join(others)}), or pairs from a file: data=jsonl data.path=<file>."
-        )
-    return getattr(task, function)  # type: ignore[no-any-return]
-
-
-def _require_prompt_column(config: DataConfig, origin: RowOrigin, otherwise: str) -> str:
-    """Return the column of the prompts, which must be set; `otherwise` ends the error with an
-    alternative."""
-    if config.prompt_column is None:
-        raise ConfigError(
-            f"`{origin / 'prompt_column'}` is null, which only preference pairs allow. Set it to "
-            f"the column of the prompts{otherwise}."
-        )
-    return config.prompt_column

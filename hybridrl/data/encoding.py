@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.data.refused_rows import RefusedRows
-    from hybridrl.data.row_origin import DataRow
 
 _log = logging.getLogger(__name__)
 
@@ -35,12 +34,11 @@ def encode_prompts(
     numbers: Sequence[int] | None = None,
 ) -> list[TokenIds]:
     """Tokenize each prompt; rendered chats contain their special tokens, plain strings get the
-    tokenizer's. A chat template writes the special tokens itself; a plain string gets the
-    tokenizer's own.
+    tokenizer's.
 
     Args:
         refused: Gets rows whose prompt has no tokens.
-        numbers: Of the rows; None: they count from 1.
+        numbers: Numbers of the rows; None: they count from 1.
     """
     plain = [text for text, chatty in zip(texts, is_chat, strict=True) if text and not chatty]
     holding = sum(bool(special_token_pattern(tokenizer).search(text)) for text in plain)
@@ -63,16 +61,13 @@ def encode_prompts(
     numbers = range(1, len(texts) + 1) if numbers is None else numbers
     for number, ids, text in zip(numbers, encoded, texts, strict=True):
         if not len(ids):
-            refused.refuse(number, _without_tokens(refused.row(number), text))
+            said = "has a prompt that the tokenizer turns into no tokens"
+            error = RowError(
+                f"{refused.row(number)} {said}: {quote_excerpt(text)}", "with a prompt of no tokens"
+            )
+            refused.refuse(number, error)
     _warn_unknown_tokens(encoded, tokenizer, "prompts")
     return encoded
-
-
-def _without_tokens(row: DataRow, text: str) -> RowError:
-    return RowError(
-        f"{row} has a prompt that the tokenizer turns into no tokens: {quote_excerpt(text)}",
-        "with a prompt of no tokens",
-    )
 
 
 def _without_second_ends(
@@ -81,7 +76,7 @@ def _without_second_ends(
     is_chat: Sequence[bool],
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Takes from plain prompts what the tokenizer adds wrongly: a beginning-of-sequence token
+    """Take from plain prompts what the tokenizer adds wrongly: a beginning-of-sequence token
     before the one of a text that is rendered already, and an end-of-sequence token at the end,
     after which nothing is to be generated."""
     begin, end, twice = tokenizer.bos_token_id, tokenizer.eos_token_id, 0
@@ -140,7 +135,7 @@ def find_end_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def trimmed(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A response without the blanks behind an end-of-sequence token that it brings."""
+    """Return a response without the blanks behind an end-of-sequence token that it brings."""
     end, found = tokenizer.eos_token, text.rstrip()
     return found if isinstance(end, str) and found.endswith(end) else text
 

@@ -1,4 +1,4 @@
-"""An environment's own tasks as training prompts (`data=environment`). `data=environment`."""
+"""An environment's own tasks as training prompts (`data=environment`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow as pa
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig, EnvironmentConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.datasets import TokenizedPrompts
+from hybridrl.data.held_out import DataSplits
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.table_columns import table_of
@@ -35,11 +35,11 @@ def load_environment_tasks(
     *,
     held_out: int,
     seed: int,
-) -> TokenizedPrompts:
+) -> DataSplits:
     """Ask the environment for its tasks and tokenize their prompts.
 
-    The tokens are those of the prompt's text alone; what a model reads in an episode, its program
-    says.
+    The tokens are those of the prompt's text alone; the environment's program decides what the
+    model reads in an episode.
 
     Raises:
         ConfigError: if the environment has no tasks.
@@ -63,4 +63,4 @@ def load_environment_tasks(
         answers = "answer" if "answer" in table.column_names else None
         return tokenize_prompts(reader, table, "prompt", answers)
 
-    return TokenizedPrompts(tokenized(training), tokenized(kept) if kept else None, None)
+    return DataSplits(tokenized(training), tokenized(kept) if kept else None)

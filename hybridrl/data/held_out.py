@@ -4,6 +4,7 @@ side."""
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +18,28 @@ _SEED_STREAM = 1
 """Beside the seed, so that these draws are not those of other purposes."""
 
 
-def split_held_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | None]:
+class DataSplits(NamedTuple):
+    """Tokenized rows by what they are for.
+
+    Attributes:
+        training: To learn from.
+        held_out: To evaluate on; None if the data is too small to spare any.
+        examples: Prompts with right answers, where a built-in task makes them beside prompts.
+    """
+
+    training: Batch
+    held_out: Batch | None
+    examples: Batch | None = None
+
+
+def split_held_out(rows: Batch, number: int, seed: int) -> DataSplits:
     """Draw rows to evaluate on, at most a fifth of all; rows of one prompt stay together, and both
-    sides keep the order of the data. All rows of a prompt are on one side, and in the order of the
-    data.
+    sides keep the order of the data.
 
     Args:
         rows: Tokenized, with `prompt_ids`.
-        number: How many.
+        number: Rows to hold out.
         seed: Of the draw.
-
-    Returns:
-        Rows to learn from, and rows to evaluate on (None if there are too few to spare any).
     """
     left = min(number, int(MAX_HELD_OUT_SHARE * len(rows)))
     prompts = _number_prompts(rows)
@@ -42,12 +53,13 @@ def split_held_out(rows: Batch, number: int, seed: int) -> tuple[Batch, Batch | 
             break
     is_held_out = np.isin(prompts, drawn)
     if not is_held_out.any():
-        return rows, None
-    return rows.take(np.flatnonzero(~is_held_out)), rows.take(np.flatnonzero(is_held_out))
+        return DataSplits(rows, None)
+    training, held_out = (rows.take(np.flatnonzero(of)) for of in (~is_held_out, is_held_out))
+    return DataSplits(training, held_out)
 
 
 def sample_batch_rows(rows: Batch, number: int, seed: int) -> Batch:
-    """So many of the rows, in their order, or all if there are fewer."""
+    """Draw `number` of the rows, which keep their order; all rows if there are fewer."""
     drawn = np.random.default_rng([_SEED_STREAM, seed]).permutation(len(rows))[:number]
     return rows if len(rows) <= number else rows.take(np.sort(drawn))
 

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.data.datasets import (
-    TokenizedPrompts,
     check_eval_data_separate,
     load_examples,
     load_preference_pairs,
     load_prompts,
 )
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK, load_environment_tasks
+from hybridrl.data.held_out import DataSplits
 from hybridrl.data.mixture import load_mixture, parse_sources
 from hybridrl.data.preference_pairs import split_pairs_into_samples
 from hybridrl.data.row_origin import DATA, RowOrigin
@@ -60,7 +60,7 @@ def load_job_data(
         held_out: How many rows to evaluate on.
     """
 
-    def load(data: DataConfig, origin: RowOrigin, number: int) -> Sequence[Batch | None]:
+    def load(data: DataConfig, origin: RowOrigin, number: int) -> DataSplits:
         seed = config.run.seed
         return LOADERS[kind](data, tokenizer, held_out=number, seed=seed, origin=origin)
 
@@ -68,15 +68,13 @@ def load_job_data(
         for source in parse_sources(config.data):
             check_eval_data_separate(source.data, source.setting)
         check_eval_data_separate(config.data)
-    found: Sequence[Batch | None]
     if config.data.task == ENVIRONMENT_TASK:
         found = _load_tasks(config, kind, tokenizer, held_out)
     elif config.data.sources:
         found = load_mixture(config.data, load, held_out)
     else:
         found = load(config.data, DATA, held_out)
-    training, kept, examples = (*found, None)[:3]
-    assert training is not None
+    training, kept, examples = found
     if kind == "pairs" and kept is not None:
         kept = split_pairs_into_samples(kept)
     batches = [training] if kept is None else [training, kept]
@@ -88,7 +86,7 @@ def load_job_data(
     return JobData(training, kept, examples, prompt, response)
 
 
-def _load_tasks(config: Config, kind: str, tokenizer: Any, held_out: int) -> TokenizedPrompts:
+def _load_tasks(config: Config, kind: str, tokenizer: Any, held_out: int) -> DataSplits:
     if kind != "prompts":
         raise ConfigError(
             f"data=environment with trainer.name={config.trainer.name}, which learns from {kind}: "

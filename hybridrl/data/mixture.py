@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -15,6 +15,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.role_models import check_group_names, parse_group
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
+from hybridrl.data.held_out import DataSplits
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import ConfigError, DataError
@@ -32,10 +33,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSource:
-    """A source of a data mixture and its settings. Where its rows come from, and what its columns
-    are. weight: Its rows in a step, against those of other sources. reward: Functions that score
-    its rows in place of `reward.function`; None: that. eval_prompts: How many of its rows are held
-    out; None: its share of `eval.prompts`."""
+    """A source of a data mixture and its settings.
+
+    Attributes:
+        data: Where its rows come from, and what its columns are.
+        weight: Its rows in a step, relative to those of other sources.
+        reward: Functions that score its rows in place of `reward.function`; None: that.
+        eval_prompts: Number of its rows to hold out; None: its share of `eval.prompts`.
+    """
 
     name: str
     data: DataConfig
@@ -45,25 +50,18 @@ class DataSource:
 
     @property
     def setting(self) -> Setting:
-        """The name of its settings."""
+        """Return the name of its settings: `data.sources.gsm8k`."""
         return Setting("data.sources") / self.name
 
     @property
     def origin(self) -> RowOrigin:
-        """How sentences call its rows and their settings."""
+        """Return the names by which sentences about its rows call them and their settings."""
         return RowOrigin(self.setting, held_out=self.setting / "eval_prompts")
 
 
-class MixedSplits(NamedTuple):
-    training: Batch
-    held_out: Batch | None
-    examples: Batch | None
-
-
 def parse_sources(config: DataConfig) -> list[DataSource]:
-    """Parse the sources of a mixture; other settings of `data` are their defaults. Return an empty
-    list if there is no mixture. What `data` says besides holds for each source that does not say
-    otherwise.
+    """Parse the sources of a mixture, whose defaults are the other settings of `data`. Return an
+    empty list if there is no mixture.
 
     Raises:
         ConfigError: for a setting or a value that is none.
@@ -87,14 +85,13 @@ def find_source_rewards(config: DataConfig) -> dict[str, list[str]]:
 
 def load_mixture(
     config: DataConfig,
-    load: Callable[[DataConfig, RowOrigin, int], Sequence[Batch | None]],
+    load: Callable[[DataConfig, RowOrigin, int], DataSplits],
     held_out: int,
-) -> MixedSplits:
+) -> DataSplits:
     """Load the rows of all sources one after the other, with a column `source`.
 
     Args:
-        load: Reads the rows of a source, so many of them held out: to learn from, to evaluate on,
-            and with right responses where there are some.
+        load: Reads the rows of a source, of which it holds out the given number.
         held_out: `eval.prompts`.
 
     Raises:
@@ -111,12 +108,12 @@ def load_mixture(
             found = load(source.data, source.origin, number)
         except (ConfigError, DataError) as error:
             raise type(error)(f"Source `{source.name}`: {error}") from error
-        for part, rows in zip(parts, found, strict=False):
+        for part, rows in zip(parts, found, strict=True):
             if rows is not None:
                 part.append(rows.with_columns({SOURCE_COLUMN: [source.name] * len(rows)}))
     training, kept, examples = (_concat_sources(part) for part in parts)
     assert training is not None
-    return MixedSplits(training, kept, examples)
+    return DataSplits(training, kept, examples)
 
 
 def collect_task_characters(config: DataConfig) -> str:

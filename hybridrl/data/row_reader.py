@@ -17,7 +17,7 @@ from hybridrl.batch.arrow_columns import python_values
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.chat import check_chat_allowed, check_no_nul, check_system_prompt
+from hybridrl.data.chat import check_chat_allowed, check_no_nul
 from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.encoding import TokenIds, encode_prompts, quote_excerpt
 from hybridrl.data.refused_rows import RefusedRows
@@ -36,19 +36,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RowReader:
-    """How the rows of one table become token ids.
+    """Read the cells of one table's rows, render its chats and tokenize its texts.
 
     Attributes:
         chat: None renders lists of messages with the tokenizer's chat template and takes strings as
             they are; True also wraps a string as one user message; False allows strings only.
         system_prompt: Opens every chat that does not bring a system message of its own.
         max_prompt_tokens, max_response_tokens: Limits; None: there is none.
-        too_long: `error` refuses a longer row, `drop` leaves it out and logs how many it were.
+        too_long: `error` refuses a longer row, `drop` leaves it out and logs the number.
         context: Options of the chat template, and the date of the run.
-        tools_column: Of the functions that the model may call, which the template shows; `tools`
-            may be missing. None: there are none.
-        learn: Which answers of a conversation: `all`, in one row where the template shows each as
-            it is generated, else in several; `each` in a row of its own; or the `last` alone.
+        tools_column: Column of the functions that the model may call, which the template shows;
+            `tools` may be missing. None: there are none.
+        learn: Answers of a conversation to learn: `all`, in one row where the template shows each
+            as it is generated, else in several; `each` in a row of its own; or the `last` alone.
         refused: Gets the rows that cannot be read, which are left out if it allows that; else they
             are an error.
     """
@@ -84,7 +84,7 @@ class RowReader:
 
     @cached_property
     def renderer(self) -> ChatRenderer:
-        """What renders the chats of this table."""
+        """Return the renderer of this table's chats, which counts what it does not show."""
         return ChatRenderer(
             self.tokenizer, self.context, self.tools_column, self.learn, self.origin
         )
@@ -134,8 +134,13 @@ class RowReader:
         return False
 
     def check_system_prompt(self, is_chat: Sequence[bool]) -> None:
-        """Refuse a system prompt for rows that are no chats."""
-        check_system_prompt(self.system_prompt, is_chat, self.origin)
+        """Refuse a system prompt for rows that are not chats, where no message could hold it."""
+        if self.system_prompt is not None and not all(is_chat):
+            raise ConfigError(
+                f"`{self.origin / 'system_prompt'}` is set, but the prompts are plain strings, "
+                f"which are taken as they are. Set `{self.origin / 'chat'}=true` to wrap each as a "
+                "user message, or unset the system prompt."
+            )
 
     def encode_prompts(
         self, texts: Sequence[str], is_chat: Sequence[bool], numbers: Sequence[int] | None = None

@@ -29,6 +29,7 @@ from hybridrl.rewards.signature import (
     find_call_scope,
 )
 from hybridrl.system import user_code
+from hybridrl.system.reasoning_gym_library import check_reasoning_gym_installed
 
 _FIRST_PARAMETERS = [
     "prompt",
@@ -130,9 +131,7 @@ def check_function_exists(spec: str, setting: Setting = REWARD.function) -> None
 
         check_math_verify_installed()
     elif name == "reasoning_gym":
-        from hybridrl.rewards import reasoning_gym_reward as procedural
-
-        procedural.check_reasoning_gym_installed()
+        check_reasoning_gym_installed()
 
 
 def find_parameters(

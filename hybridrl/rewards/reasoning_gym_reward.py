@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
-from hybridrl.errors import MissingPackageError, pip_install
+from hybridrl.system.reasoning_gym_library import (
+    build_reasoning_gym_dataset,
+    check_reasoning_gym_installed,
+)
 
 TASKS_WITH_TUPLES = ("arc_agi", "rearc")
 """Tasks that compare their problems' tuples, which JSON writes as lists."""
@@ -47,29 +48,6 @@ def check_reward(options: Mapping[str, Any], timeout_s: float) -> None:
     """
     check_reasoning_gym_installed()
     import reasoning_gym  # noqa: F401
-
-
-def check_reasoning_gym_installed() -> None:
-    """Raise a `MissingPackageError` if reasoning-gym is not installed; nothing is imported. Imports
-    nothing."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise MissingPackageError(
-            "data.task=reasoning_gym and the reward function `reasoning_gym` need the package "
-            f"reasoning-gym: {pip_install('reasoning-gym', 'math-verify')}"
-        )
-
-
-@lru_cache(maxsize=256)
-def build_reasoning_gym_dataset(task: str, options: str) -> Any:
-    """Build reasoning-gym's data set of a task, cached by its parameters.
-
-    Args:
-        options: Parameters of the task, as JSON.
-    """
-    check_reasoning_gym_installed()
-    from reasoning_gym import create_dataset
-
-    return create_dataset(task, **json.loads(options))
 
 
 def _lists_to_tuples(value: Any) -> Any:

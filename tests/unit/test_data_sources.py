@@ -46,7 +46,8 @@ def test_the_task_gives_all_three_kinds(tokenizer):
     prompts = load(load_prompts, TASK, tokenizer)
     examples = load(load_examples, TASK, tokenizer)
     pairs = load(load_preference_pairs, TASK, tokenizer)
-    assert [len(part) for part in prompts[:2]] == [len(part) for part in examples] == [1500, 100]
+    for split in (prompts, examples):
+        assert (len(split.training), len(split.held_out)) == (1500, 100)
     assert len(pairs.training) > len(pairs.held_out) == 100
     for part in ("training", "held_out"):
         asked = texts(getattr(prompts, part), "prompt_ids", tokenizer)

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "parallel": {
         *("layout", "system", "compress", "models", "=controller.worker"),
     },
-    "data": {"batch", "system", "conversations", "environments", "=rewards.reasoning_gym_reward"},
+    "data": {"batch", "system", "conversations", "environments"},
     "rollout": {"quantization", "batch", "layout", "system", "models"},
     "serving": {"batch", "system", "conversations", "environments", "rollout"},
     "weights": {

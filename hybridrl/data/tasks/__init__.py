@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Callable
 from types import ModuleType
 
+import numpy as np
+
 from hybridrl.config.setting import Setting
+from hybridrl.data.row_origin import RowOrigin
 from hybridrl.errors import ConfigError, suggest_name
 
 
@@ -60,3 +64,31 @@ def load_task(name: str, setting: Setting = Setting("data.task")) -> ModuleType:
             "expected a string of all characters that prompts and answers use."
         )
     return task
+
+
+def split_problems(
+    task: str,
+    operands: int,
+    make: Callable[[int, int], dict[str, str]],
+    count_held_out: int,
+    seed: int,
+    origin: RowOrigin,
+) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return the problems of all pairs of operands, shuffled by `seed` and split into
+    `(train, held_out)`.
+
+    Args:
+        operands: Number of operands; `make` is called with numbers from 0.
+
+    Raises:
+        ConfigError: if `count_held_out` leaves nothing to train on.
+    """
+    total = operands**2
+    if not 0 <= count_held_out < total:
+        raise ConfigError(
+            f"`{origin.held_out}` is {count_held_out}, but `{task}` has {total} problems and "
+            f"at least one must be left for training: give a number from 0 to {total - 1}."
+        )
+    order = np.random.default_rng(seed).permutation(total).tolist()
+    rows = [make(*divmod(number, operands)) for number in order]
+    return rows[count_held_out:], rows[:count_held_out]

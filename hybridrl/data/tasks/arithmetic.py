@@ -1,12 +1,11 @@
-"""The task of adding two numbers below 40: `17+38=` has the answer `55`. `17+38=` is answered by
-`55`."""
+"""The task of adding two numbers below 40: `17+38=` has the answer `55`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from hybridrl.data.row_origin import DATA, RowOrigin
-from hybridrl.errors import ConfigError
+from hybridrl.data.tasks import split_problems
 
 CHARACTERS = "0123456789+="
 
@@ -24,15 +23,7 @@ def problems(
     Raises:
         ConfigError: if `count_held_out` leaves nothing to train on.
     """
-    total = _OPERANDS**2
-    if not 0 <= count_held_out < total:
-        raise ConfigError(
-            f"`{origin.held_out}` is {count_held_out}, but `arithmetic` has {total} problems and "
-            f"at least one must be left for training: give a number from 0 to {total - 1}."
-        )
-    order = np.random.default_rng(seed).permutation(total).tolist()
-    rows = [_problem(*divmod(number, _OPERANDS)) for number in order]
-    return rows[count_held_out:], rows[:count_held_out]
+    return split_problems("arithmetic", _OPERANDS, _problem, count_held_out, seed, origin)
 
 
 def pairs(

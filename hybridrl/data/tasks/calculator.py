@@ -1,6 +1,5 @@
 """The task of multiplying with a tool: for `47*86=` the model writes `<47*86>`, the calculator says
-`4042=`, and the answer is `4042`. `47*86=` is answered by `<47*86>`, what the calculator says,
-`4042`.
+`4042=`, and the answer is `4042`.
 
 Two-digit products are more than a tiny model can do in its head; copying is not. Few of the
 examples use the calculator, so that after supervised training the model guesses as a rule, and
@@ -17,7 +16,7 @@ import numpy as np
 
 from hybridrl.batch.turn import Turn
 from hybridrl.data.row_origin import DATA, RowOrigin
-from hybridrl.errors import ConfigError
+from hybridrl.data.tasks import split_problems
 
 CHARACTERS = "0123456789*=<>"
 TOOL_SHARE = 0.2
@@ -30,8 +29,7 @@ _CALL = re.compile(r"<(\d+)\*(\d+)>$")
 
 class Calculator:
     """An episode of one problem: `<a*b>` is answered with the product and `=`; any other turn is
-    the final answer, worth 1 if it is correct. `<a*b>` is answered by the product and `=`, anything
-    else is taken for the answer. A right one earns 1."""
+    the final answer, worth 1 if it is correct."""
 
     async def reset(self, row: Mapping[str, Any]) -> None:
         self._answer = row["answer"]
@@ -51,15 +49,7 @@ def problems(
     Raises:
         ConfigError: if `count_held_out` leaves nothing to train on.
     """
-    total = _OPERANDS**2
-    if not 0 <= count_held_out < total:
-        raise ConfigError(
-            f"`{origin.held_out}` is {count_held_out}, but `calculator` has {total} problems and "
-            f"at least one must be left for training: give a number from 0 to {total - 1}."
-        )
-    order = np.random.default_rng(seed).permutation(total).tolist()
-    rows = [_problem(*divmod(number, _OPERANDS)) for number in order]
-    return rows[count_held_out:], rows[:count_held_out]
+    return split_problems("calculator", _OPERANDS, _problem, count_held_out, seed, origin)
 
 
 def examples(

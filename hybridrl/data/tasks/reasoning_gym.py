@@ -17,7 +17,7 @@ from typing import Any
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.errors import ConfigError, suggest_name
-from hybridrl.rewards.reasoning_gym_reward import (
+from hybridrl.system.reasoning_gym_library import (
     build_reasoning_gym_dataset,
     check_reasoning_gym_installed,
 )
@@ -130,8 +130,7 @@ def _make_row(task: str, options: Mapping[str, Any], entry: Mapping[str, Any]) -
 
 def _read_difficulty(metadata: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric difficulty parameters of a problem; ranges count only if the metadata has
-    the value drawn from them. A parameter that is a range says nothing of the problem, unless the
-    metadata has the number that was drawn from it."""
+    the value drawn from them."""
     said = metadata.get("difficulty")
     said = said if isinstance(said, Mapping) else {"level": said}
     found = {name: metadata.get(name, value) for name, value in said.items()}
