@@ -15,14 +15,12 @@ from typing import Any
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.engine.train_engine import LossFunction, TrainEngine
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.rollout.sample_generator import SampleGenerator
 from hybridrl.system.device_traits import free_cached_memory, synchronize_device
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.system.locations import Location
 from hybridrl.weights.weight_sync import SyncCost, WeightSync
 
 PhaseTimer = Callable[[str], AbstractContextManager[None]]
@@ -99,11 +97,10 @@ class HybridEngine:
         self.train.load(folder)
         self.policy_version += 1
 
-    def load_state(self, folder: Location) -> None:
-        """Resume from a state that was saved with its `policy_version`. The next generation uses
-        its weights. Collective."""
-        counters = load_training_state(self.train, folder)
-        self.policy_version = counters["policy_version"]
+    def resume(self, policy_version: int) -> None:
+        """Go on with the state that was loaded into the trainer, which is of this policy version.
+        The next generation uses its weights."""
+        self.policy_version = policy_version
         self._loaded_version = _NOT_LOADED
 
     @torch.no_grad()

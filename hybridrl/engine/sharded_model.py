@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybridrl.checkpoint.engine_state.model_folder import (
-    is_unread,
-    load_model_folder,
-    materialize_parameters,
-    save_model_folder,
-)
 from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
 from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.compiled_layers import compile_layers
+from hybridrl.engine.model_folder import (
+    is_unread,
+    load_model_folder,
+    materialize_parameters,
+    save_model_folder,
+)
 from hybridrl.layout.boxes import full_box, make_local_pieces
 from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.transfer_planner import plan_transfer
@@ -40,8 +40,8 @@ from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.training_pipeline import TrainingPipeline
+from hybridrl.quantization.low_bit_scoring import LowBitScoring
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
 from hybridrl.weights.collective_reshard import reshard_tensors
 
 

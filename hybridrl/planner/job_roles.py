@@ -15,10 +15,10 @@ from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
 from hybridrl.models import load_model_config
+from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.separation import choose_weight_transport
 from hybridrl.planner.memory.model_part import CHECKPOINT_BYTES, ModelPart, generation_copy_bytes
-from hybridrl.planner.memory.model_shape import ModelShape, compute_model_shape
 from hybridrl.planner.step.call_recorder import record_calls
 from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
 from hybridrl.system.cluster_spec import ClusterSpec

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.batch.batch import Batch
-from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, RolloutError
 from hybridrl.parallel.process_group import find_store
 from hybridrl.rollout.rollout_engine import RolloutEngine, ragged
@@ -39,7 +38,7 @@ from hybridrl.weights.parcel_transfer import (
 )
 from hybridrl.weights.sync_choice import AUTO_SYNC, PLAIN_SYNC, SyncMethodChoice
 from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC
-from hybridrl.weights.weight_sync import SyncCost, WeightSync
+from hybridrl.weights.weight_sync import SyncCost, WeightSource, WeightSync
 
 
 class WeightChannel:
@@ -70,7 +69,7 @@ class WeightChannel:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         device: torch.device,
-        train: TrainEngine | None = None,
+        train: WeightSource | None = None,
         rollout: RolloutEngine | None = None,
         verify: bool = False,
         adapters: bool = False,

@@ -6,12 +6,14 @@ Sheng et al., "HybridFlow" (EuroSys'25, arXiv:2409.19256), section 5: the 3D-Hyb
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.tensor_layout import (
     TensorLayout,
     TensorSource,
@@ -22,6 +24,7 @@ from hybridrl.layout.tensor_layout import (
 )
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.parallel.collectives import all_gather_distinct
+from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.weight_writer import WeightWriter
 from hybridrl.system.device_traits import default_bucket_bytes
@@ -29,6 +32,21 @@ from hybridrl.weights.collective_reshard import CollectiveReshard
 from hybridrl.weights.encoded_reshard import EncodedReshard, EncodedTraffic
 from hybridrl.weights.parcel_transfer import compute_round_capacity
 from hybridrl.weights.weight_message import FULL_SYNC
+
+
+class WeightSource(Protocol):
+    """A model in training, as a sync reads it: the layout of its parameters over the mesh, this
+    rank's shards of them, and its weights in full, one at a time."""
+
+    has_adapters: bool
+    device: torch.device
+    mesh: ParallelMesh
+
+    def layout(self) -> TensorLayout: ...
+
+    def local_parameters(self) -> dict[str, Tensor]: ...
+
+    def weights_for(self, adapters: bool) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,7 @@ class WeightSync:
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        train: TrainEngine | None = None,
+        train: WeightSource | None = None,
         rollout: RolloutEngine | None = None,
     ) -> None:
         self._train, self._rollout, self._dtype = train, rollout, dtype
@@ -103,7 +121,7 @@ class WeightSync:
 
     @classmethod
     def between(
-        cls, train: TrainEngine, rollout: RolloutEngine, dtype: torch.dtype
+        cls, train: WeightSource, rollout: RolloutEngine, dtype: torch.dtype
     ) -> WeightSync | None:
         """Plan the sync between two layouts on the same ranks. Collective. Returns None where
         weights have to be sent in full: an engine cannot say which pieces it holds, or adapters
@@ -123,7 +141,7 @@ class WeightSync:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         device: torch.device,
-        train: TrainEngine | None = None,
+        train: WeightSource | None = None,
         rollout: RolloutEngine | None = None,
     ) -> WeightSync | None:
         """Plan the sync from the ranks of `group` that train to those that generate; None as in

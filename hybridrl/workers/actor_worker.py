@@ -19,6 +19,7 @@ from hybridrl.algorithms import (
     negative_log_likelihood,
 )
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
+from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.config.schema import (
     ActorConfig,
     EnvironmentConfig,
@@ -309,7 +310,8 @@ class ActorWorker(TrainedModelWorker):
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Load the state of a saved actor, to continue where it stopped."""
-        self._engine.load_state(parse_location(folder))
+        counters = load_training_state(self.model_engine, parse_location(folder))
+        self._engine.resume(counters["policy_version"])
         if self._engine.rollout is not None:
             self._seeds.load(parse_location(folder))
 

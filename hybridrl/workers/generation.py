@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,8 @@ import torch
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, is_user_column, sampled_tokens
 from hybridrl.batch.turn import EPISODE_FAILURES
-from hybridrl.checkpoint.engine_state.training_state import read_state_numbers, write_state_numbers
+from hybridrl.checkpoint.engine_state.training_state import read_state_numbers
+from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
 from hybridrl.system.locations import Location
@@ -195,7 +197,8 @@ class SampleSeeds:
 
     def save(self, folder: Location) -> None:
         """Writes the number of generations to the folder of the actor's state."""
-        write_state_numbers(folder / GENERATION_COUNT_FILE, {"generations": self.generations})
+        counted = json.dumps({"generations": self.generations})
+        write_small_file(folder / GENERATION_COUNT_FILE, counted.encode())
 
     def load(self, folder: Location) -> None:
         """Goes on from what was saved."""

@@ -25,7 +25,7 @@ from hybridrl.models import (
 )
 from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
-from hybridrl.systems.low_bits.low_bit_scoring import LowBitScoring
+from hybridrl.quantization.low_bit_scoring import LowBitScoring
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
 

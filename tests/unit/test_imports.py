@@ -38,23 +38,22 @@ MAY_IMPORT = {
     "rollout": {"quantization", "batch", "layout", "system", "models"},
     "serving": {"batch", "system", "conversations", "environments", "rollout"},
     "weights": {
-        *("batch", "layout", "system", "compress", "parallel", "rollout", "=engine.train_engine"),
+        *("batch", "layout", "system", "compress", "parallel", "rollout"),
     },
     "checkpoint.engine_state": {
-        *("batch", "layout", "system", "checkpoint.tensors", "models", "parallel"),
-        "=engine.train_engine",
+        *("layout", "system", "checkpoint.tensors", "models", "parallel", "engine"),
     },
     "engine": {
         "quantization",
         *("batch", "layout", "system", "algorithms", "checkpoint.tensors", "models", "parallel"),
-        *("compress", "checkpoint.engine_state", "weights", "rollout"),
-        "=systems.low_bits.low_bit_scoring",
+        *("compress", "weights", "rollout"),
     },
     "ray_backend": {"batch", "controller", "system", "checkpoint.copies"},
     "workers": {
         *("batch", "layout", "system", "algorithms", "models", "parallel", "engine", "weights"),
         *("rollout", "rewards", "data", "controller", "checkpoint.tensors", "compress"),
         *("checkpoint.engine_state", "conversations", "environments", "serving", "systems"),
+        "quantization",
     },
     "placement": {"batch", "layout", "system", "controller"},
     "run_files": {"batch", "system"},
@@ -92,11 +91,10 @@ MAY_IMPORT = {
     "quantization": {"system", "models"},
     "systems.low_bits": {
         *("batch", "system", "models", "quantization", "systems", "trainers"),
-        "=planner.memory.model_shape",
     },
     "systems.unequal_generation": {
         *("batch", "layout", "system", "models", "rollout", "checkpoint.tensors"),
-        *("quantization", "systems", "=planner.memory.model_shape"),
+        *("quantization", "systems"),
     },
     "systems.operator_costs": {"batch", "system", "models", "planner"},
     "systems": {"system"},

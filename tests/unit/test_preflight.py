@@ -11,10 +11,9 @@ from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.preflight import run_preflight
 from hybridrl.main import run
-from hybridrl.models import make_tiny_config
+from hybridrl.models import make_tiny_config, model_shape
 from hybridrl.planner import job_roles as planner
 from hybridrl.planner.machine import device_catalog as devices
-from hybridrl.planner.memory import model_shape
 
 TINY = ["model.tiny={hidden_size: 32, layers: 1, heads: 1}", "rollout=transformers"]
 

@@ -20,7 +20,7 @@ KNOWN = {
     ),
     "_has_mkldnn": ("system/device_traits.py",),
     "_int_mm": ("quantization/int8_products.py",),
-    "_apply": ("checkpoint/engine_state/model_folder.py", "engine/train_engine.py"),  # of modules
+    "_apply": ("engine/model_folder.py", "engine/train_engine.py"),  # of modules
     "_current_graph_task_id": ("models/expert_routing.py",),
     "_is_amx_tile_supported": ("system/device_traits.py",),
     "_is_avx512_bf16_supported": ("system/device_traits.py",),
@@ -33,14 +33,14 @@ KNOWN = {
     "_flash_attention_backward": ("parallel/block_attention.py",),
     "_cdata": (
         "layout/tensor_views.py",
-        "planner/memory/token_bytes.py",
+        "models/token_bytes.py",
     ),  # of storages, as torch's own
     "_schema": ("rollout/loader_probe.py",),
     "_dynamo": ("rollout/vllm_startup.py",),
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
-        *("models/stored_tensors.py", "planner/memory/token_bytes.py", "rollout/loader_probe.py"),
+        *("models/stored_tensors.py", "models/token_bytes.py", "rollout/loader_probe.py"),
     ),
     "torch.utils._pytree": ("rollout/loader_probe.py",),
     # argparse, which has no way to be asked what it takes

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.engine_state.async_saving import BackgroundTask, StagingBuffer
-from hybridrl.checkpoint.engine_state.model_folder import write_model_config
 from hybridrl.checkpoint.engine_state.state_files import (
     MOMENT_NAMES,
     MOMENTS_STEM,
@@ -55,6 +54,7 @@ from hybridrl.checkpoint.tensors.tensor_writer import (
     write_small_file,
 )
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors
+from hybridrl.engine.model_folder import write_model_config
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import StorageError
 from hybridrl.layout.boxes import Place, box_shape

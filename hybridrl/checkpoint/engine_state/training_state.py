@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hybridrl.checkpoint.engine_state.model_folder import read_parameter_pieces
 from hybridrl.checkpoint.engine_state.state_files import (
     MOMENT_NAMES,
     MOMENTS_STEM,
@@ -27,7 +26,7 @@ from hybridrl.checkpoint.tensors.remote_files import (
     open_tensor_reader,
 )
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
-from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
+from hybridrl.engine.model_folder import read_parameter_pieces
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import box_shape
@@ -104,20 +103,11 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     return numbers["counters"]
 
 
-def write_state_numbers(file: Location, numbers: Mapping[str, Any]) -> None:
-    """Write numbers as JSON and wait until they are on the disk. Creates the folder.
-
-    Raises:
-        StorageError: if that fails; names the file.
-    """
-    write_small_file(file, json.dumps(numbers).encode())
-
-
 def read_state_numbers(file: Location) -> dict[str, Any]:
-    """Read the JSON that `write_state_numbers` wrote.
+    """Read a JSON file of plain numbers that belongs to a state.
 
     Raises:
-        ConfigError: if that is not there.
+        ConfigError: if it cannot be read; names it.
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.models.model_shape import ModelShape
 from hybridrl.parallel.reduction_choice import ReductionChoice
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.model_part import (
@@ -17,7 +18,6 @@ from hybridrl.planner.memory.model_part import (
     generation_copy_bytes,
     kv_cache_bytes,
 )
-from hybridrl.planner.memory.model_shape import ModelShape
 from hybridrl.planner.step.gradient_sums import (
     choose_gradient_sums,
     list_sum_candidates,

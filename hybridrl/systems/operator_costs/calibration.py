@@ -20,9 +20,9 @@ from transformers import AutoConfig, DynamicCache, PretrainedConfig
 
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.model_shape import compute_model_shape, narrow_config
 from hybridrl.planner.machine.device_probe import measure_on_all
 from hybridrl.planner.machine.layer_probe import PROBED_LAYERS, build_layers, packed_run
-from hybridrl.planner.memory.model_shape import compute_model_shape, narrow_config
 from hybridrl.planner.step.operator_work import (
     DECODE,
     FORWARD,

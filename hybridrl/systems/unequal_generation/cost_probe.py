@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.language_model import build_language_model
-from hybridrl.planner.memory.model_shape import compute_model_shape
+from hybridrl.models.model_shape import compute_model_shape
 from hybridrl.system.cluster_spec import LinkSpec
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds

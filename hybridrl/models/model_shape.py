@@ -29,7 +29,7 @@ from hybridrl.models.activation_checkpointing import (
 )
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.lora import add_adapters
-from hybridrl.planner.memory.token_bytes import (
+from hybridrl.models.token_bytes import (
     META_ATTENTION,
     UNIFORM_LAYER_TYPES,
     TokenBytes,
