@@ -46,6 +46,7 @@ from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_engine import VLLMEngine
 from hybridrl.serving.agent_rollout import AgentGenerator
 from hybridrl.serving.endpoint import ReplicaEndpoint
+from hybridrl.serving.routes import ServedModel
 from hybridrl.serving.template_chat import TemplateRenderer
 from hybridrl.system.shared_memory import remove_shared_memory
 
@@ -178,13 +179,8 @@ def vllm_engine(folder: Path, hidden: int, sessions: int, kv_gib: float, job: st
 
 def served(engine: VLLMEngine, turns: int, given_up: float) -> AgentGenerator:
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
-    endpoint = ReplicaEndpoint(
-        tokenizer,
-        TemplateRenderer(tokenizer),
-        model="tiny",
-        vocabulary=len(tokenizer),
-        context_length=CONTEXT,
-    )
+    chat = TemplateRenderer(tokenizer)
+    endpoint = ReplicaEndpoint(ServedModel("tiny", tokenizer, chat, len(tokenizer), CONTEXT))
     programs = OtherProcess(turns, given_up, endpoint.exchange.wake)
     return AgentGenerator(engine, endpoint, programs, EnvironmentConfig())
 

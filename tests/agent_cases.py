@@ -14,7 +14,9 @@ from collections.abc import Callable
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS
 from hybridrl.environments.episode_runner import EpisodeResult
 from hybridrl.rollout.rollout_engine import EngineOutput, RolloutEngine, SamplingSettings
+from hybridrl.serving.agent_session import SampledTurn
 from hybridrl.serving.endpoint import ReplicaEndpoint
+from hybridrl.serving.routes import ServedModel
 from hybridrl.serving.template_chat import TemplateRenderer
 
 PLAIN = """\
@@ -227,6 +229,12 @@ class ThreadPrograms:
         pass
 
 
+def sampled_turn(done):
+    versions = [3] * len(done.token_ids)
+    sampled = (done.prompt_ids, done.token_ids, done.log_probs)
+    return SampledTurn(*sampled, versions, done.finish_reason)
+
+
 class Pump:
     """Polls an engine for an endpoint in a thread, as `AgentGenerator` does."""
 
@@ -236,8 +244,6 @@ class Pump:
         self.thread.start()
 
     def _run(self):
-        from hybridrl.serving.request_exchange import EngineReply
-
         exchange, running = self.endpoint.exchange, set()
         while not self.stopping:
             if not running:
@@ -251,7 +257,7 @@ class Pump:
             if running:
                 done = self.engine.poll()
                 running.difference_update(one.key for one in done)
-                exchange.answer([EngineReply(one, [3] * len(one.token_ids)) for one in done])
+                exchange.answer({one.key: sampled_turn(one) for one in done})
                 if exchange.streams:
                     exchange.grow(self.engine.partial())
 
@@ -261,10 +267,11 @@ class Pump:
         self.thread.join(60)
 
 
-def endpoint_of(tokenizer, context=None, **options) -> ReplicaEndpoint:
+def endpoint_of(tokenizer, context=None, context_length=4096, **options) -> ReplicaEndpoint:
     """An endpoint with the template's chat."""
-    options = {"model": "m", "vocabulary": len(tokenizer), "context_length": 4096} | options
-    return ReplicaEndpoint(tokenizer, TemplateRenderer(tokenizer, context), **options)
+    chat = TemplateRenderer(tokenizer, context)
+    model = ServedModel("m", tokenizer, chat, len(tokenizer), context_length)
+    return ReplicaEndpoint(model, **options)
 
 
 TRAINED = SamplingSettings(256, temperature=0.7)

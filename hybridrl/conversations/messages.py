@@ -84,7 +84,7 @@ def joined_text(content: Any) -> str | None:
     """
     if isinstance(content, list) and content:
         kinds = {part.get("type", "text") for part in content if isinstance(part, dict)}
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        parts: list[Any] = [p.get("text") if isinstance(p, dict) else p for p in content]
         if kinds <= {"text"} and all(isinstance(part, str) for part in parts):
             return "".join(parts)
     return content if isinstance(content, str) else None

@@ -1,4 +1,4 @@
-"""What travels between driver and hosts as bytes: requests, and replies where they are plain.
+"""Serialization of what travels between driver and hosts: requests, and replies that are plain.
 
 Ray's own pickler takes any object, at a third of a millisecond each; it also counts references, so
 that the references in a request are set apart from it.
@@ -9,27 +9,18 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hybridrl.controller.group_call import CallRequest, CallResult, InvokeRequest, ShardedResult
-from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.ray_import import CloudPickler
 
 
-class CallHeader(NamedTuple):
-    """The header of a message, for one rank, before the body for all: a `RankAssignment` or a
-    `WorkerContext`, the call's name, and whether it returns a batch."""
-
-    part: Any
-    role: str
-    method: str
-    returns_batch: bool
-
-
-class _RequestPickler(ray.cloudpickle.Pickler):
+class _RequestPickler(CloudPickler):
     """A pickler that writes a number in place of each result."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        begin: Any = super().__init__  # which has no annotations
+        begin(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.numbers: dict[CallResult, int] = {}
 
     def persistent_id(self, value: Any) -> Any:
@@ -54,7 +45,7 @@ def serialize_request(request: CallRequest) -> tuple[bytes, list[CallResult]]:
     if isinstance(request, InvokeRequest) and _is_plain((request.arguments, request.keywords)):
         return pickle.dumps(request, pickle.HIGHEST_PROTOCOL), []  # a tenth of the time
     file = io.BytesIO()
-    packer = _RequestPickler(file)
+    packer: Any = _RequestPickler(file)
     packer.dump(request)
     return file.getvalue(), list(packer.numbers)
 
@@ -74,7 +65,8 @@ def split_header(message: bytes) -> tuple[Any, bytes]:
 def deserialize_request(body: bytes, result: Callable[..., ShardedResult]) -> CallRequest:
     """Deserialize a request; `result` builds the stand-in for another call's result from its number
     in the request, its columns and its rows."""
-    return _RequestUnpickler(io.BytesIO(body), result).load()
+    request: CallRequest = _RequestUnpickler(io.BytesIO(body), result).load()
+    return request
 
 
 def serialize_reply(content: Any, values: Sequence[Any]) -> Any:

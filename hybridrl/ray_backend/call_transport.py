@@ -1,4 +1,4 @@
-"""How group calls travel from the driver to the hosts: three verbs, and the direct way."""
+"""The transport of group calls from the driver to the hosts: three verbs, and the direct way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from hybridrl.controller.group_call import CallResult, RankReply
-from hybridrl.ray_backend.call_messages import CallHeader, deserialize_reply, join_header
+from hybridrl.ray_backend.call_messages import deserialize_reply, join_header
 from hybridrl.ray_backend.ray_import import ray
 from hybridrl.ray_backend.remote_result import ResultRefs
 
@@ -91,13 +91,14 @@ class DirectTransport(CallTransport):
         if order.method == "__init__":
             first = self._actors[order.hosts[0]]
             options["rendezvous"] = first.listen.remote(order.role)
-        replies, shards = [], []
+        replies: list[Any] = []
+        shards: list[Any] = []
         for host, part in zip(order.hosts, order.parts, strict=True):
-            head = CallHeader(part, order.role, order.method, order.returns_batch)
+            head = (part, order.role, order.method, order.returns_batch)
             run = self._actors[host].run
             if order.returns_batch:
                 run = run.options(num_returns=2)
-            made = run.remote(join_header(tuple(head), body), **options)
+            made = run.remote(join_header(head, body), **options)
             shard, reply = made if order.returns_batch else (None, made)
             self._pending[reply] = (order.number, len(replies))
             replies.append(reply)

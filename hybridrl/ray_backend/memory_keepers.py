@@ -4,7 +4,6 @@ starts them, and they outlive the hosts: a job that has lost some goes on from w
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 import uuid
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ import fsspec
 import numpy as np
 
 from hybridrl.checkpoint.copies.memory_files import URL_SCHEME, KeeperFileSystem, MemoryKeeper
-from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.ray_import import ignore_interrupts, ray
 
 KEEPER_TIMEOUT_SECONDS = 30.0
 """The time limit for an answer of a keeper, whose calls take milliseconds."""
@@ -25,9 +24,7 @@ class RayMemoryKeeper(MemoryKeeper):
     """A `MemoryKeeper` in a process of its own."""
 
     def __init__(self) -> None:
-        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_interrupts()
         super().__init__()
 
 
@@ -54,7 +51,8 @@ class MemoryKeepers:
             if not any(name.startswith(f"{self._job}/{node}/") for name in there):
                 name = f"{self._job}/{node}/{len(self._actors)}"  # of a lost one it is not free
                 pin = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)
-                made = RayMemoryKeeper.options(name=name, scheduling_strategy=pin)
+                actor: Any = RayMemoryKeeper
+                made = actor.options(name=name, scheduling_strategy=pin)
                 self._actors[name] = made.remote()  # which ends with its handle
 
     def close(self) -> None:

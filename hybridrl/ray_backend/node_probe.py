@@ -1,4 +1,4 @@
-"""What a node says of itself before anything of ours is imported there.
+"""A probe of a node, before anything of this package is imported there.
 
 Sent to the nodes by value, so it imports nothing but the standard library.
 """
@@ -17,7 +17,8 @@ def probe_node(
     packages: Mapping[str, Sequence[str]], paths: Mapping[str, str]
 ) -> tuple[dict[str, str], list[str]]:
     """Return the versions of packages, and the settings whose paths do not exist here."""
-    return read_versions(packages), find_missing_paths(paths)
+    missing = [setting for setting, path in paths.items() if not Path(path).exists()]
+    return read_versions(packages), missing
 
 
 def read_versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -29,11 +30,6 @@ def read_versions(packages: Mapping[str, Sequence[str]]) -> dict[str, str]:
     return {"Python": platform.python_version()} | {
         package: _find_version(package, names) for package, names in packages.items()
     }
-
-
-def find_missing_paths(paths: Mapping[str, str]) -> list[str]:
-    """Return the settings whose paths do not exist here."""
-    return [setting for setting, path in paths.items() if not Path(path).exists()]
 
 
 def _find_version(package: str, names: Sequence[str]) -> str:

@@ -61,11 +61,11 @@ through a relay, so that the driver's cost hardly grows with their number."""
 
 
 class HostFiles(NamedTuple):
-    """What hosts read and write.
+    """The files and folders that hosts use.
 
     Attributes:
         run: The folder of the run; None: there is none.
-        paths: What every node of a cluster has to see, by the setting that it comes from.
+        paths: Files that every node of a cluster has to see, by the setting that they come from.
         folders: Folders and URLs that workers read, by setting.
         written: The settings of those that they write to.
     """
@@ -161,18 +161,14 @@ class RayExecutor(Executor):
     def _start_hosts(
         self, kind: str, number: int, cpus: float, preload: Sequence[str], start_timeout_s: float
     ) -> None:
-        hosts = [
-            RayHost.options(
-                num_cpus=cpus,
-                num_gpus=1 if kind == "cuda" else 0,
-                scheduling_strategy=ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    self._bundles, placement_group_bundle_index=index
-                ),
-            ).remote(str(Path.cwd()))
-            for index in range(number)
-        ]
-        for host in hosts:
-            host.preload.remote(preload)
+        actor: Any = RayHost
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        gpus, hosts = 1 if kind == "cuda" else 0, []
+        for index in range(number):
+            at = place(self._bundles, placement_group_bundle_index=index)
+            made = actor.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=at)
+            hosts.append(made.remote(str(Path.cwd())))
+            hosts[-1].preload.remote(preload)
         try:
             asked = [host.identity.remote(kind) for host in hosts]
             identities = ray.get(asked, timeout=start_timeout_s)
@@ -242,9 +238,9 @@ class RayExecutor(Executor):
         begin = time.monotonic()
         while True:
             try:
-                return ray.get(
-                    self._transport.fetch(result.data, index), timeout=FAILURE_POLL_SECONDS
-                )
+                shard = self._transport.fetch(result.data, index)
+                batch: Batch = ray.get(shard, timeout=FAILURE_POLL_SECONDS)
+                return batch
             except ray.exceptions.GetTimeoutError:
                 self._check()
                 if time.monotonic() - begin < self._timeout:

@@ -8,7 +8,6 @@ import importlib
 import ipaddress
 import logging
 import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ from hybridrl.ray_backend.call_messages import (
     serialize_reply,
     split_header,
 )
-from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.ray_import import actor_method, ignore_interrupts, ray
 from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
 from hybridrl.system.garbage_collection import pause_garbage_collection
 from hybridrl.system.redaction import redact_output
@@ -44,7 +43,7 @@ PRELOAD_METHOD = "preload"
 class RayHost:
     """A `WorkerHost` in a process of its own.
 
-    A call comes as a message of a `Head` for this rank and a request for all, and the references
+    A call comes as a message of a header for this rank and a request for all, and the references
     that belong into it.
 
     Args:
@@ -52,9 +51,7 @@ class RayHost:
     """
 
     def __init__(self, folder: str) -> None:
-        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_interrupts()
         redact_output()
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         _configure_network(ray.util.get_node_ip_address())
@@ -63,11 +60,11 @@ class RayHost:
         self._host = WorkerHost()
         self._around = HostLocality()
 
-    @ray.method(concurrency_group="health")
+    @actor_method(concurrency_group="health")
     def listen(self, role: str) -> Rendezvous:
         return self._host.listen(role, ray.util.get_node_ip_address())
 
-    @ray.method(concurrency_group="health")
+    @actor_method(concurrency_group="health")
     def identity(self, kind: str) -> HostIdentity:
         node = ray.get_runtime_context().get_node_id()
         known = HostIdentity(ray.util.get_node_ip_address(), os.getpid(), node)
@@ -78,7 +75,7 @@ class RayHost:
         model, memory = read_gpu_name_and_memory()
         return known._replace(model=model, memory=memory)
 
-    @ray.method(concurrency_group="work")
+    @actor_method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:
         # It works, as far as anybody asks, but on no call.
         with (
@@ -91,7 +88,7 @@ class RayHost:
                     importlib.import_module(module)
         gc.freeze()  # vLLM collects three times while it starts, for half a second each
 
-    @ray.method(concurrency_group="work")
+    @actor_method(concurrency_group="work")
     def run(
         self,
         message: bytes,
@@ -100,13 +97,15 @@ class RayHost:
     ) -> Any:
         """Run this rank's part of a group call, and return the reply, after the batch if the call
         returns one."""
-        head, body = split_header(message)
-        part, role, method, returns_batch = head
+        (part, role, method, returns_batch), body = split_header(message)
         rank = getattr(part, "rank", part[0] if isinstance(part, tuple) else 0)
         try:
             with self._host.receiving(CallRecord(role, rank, method)):
                 request = deserialize_request(
-                    body, lambda n, *known: RemoteResult(references[n], *known, self._around)
+                    body,
+                    lambda n, columns, rows: RemoteResult(
+                        references[n], columns, rows, self._around
+                    ),
                 )
         except Exception as error:
             batch, reply = None, _build_unreadable_reply(role, part, method, error)
@@ -117,40 +116,41 @@ class RayHost:
         sealed = serialize_reply(reply, [reply.value])
         return (batch, sealed) if returns_batch else sealed
 
-    @ray.method(concurrency_group="data")
+    @actor_method(concurrency_group="data")
     def gather(self, replies: Sequence[Any]) -> Any:
         """Return the replies of a call's ranks as one object, for the readers of its result."""
         found = [deserialize_reply(reply) for reply in ray.get(list(replies))]
         return serialize_reply(found, [reply.value for reply in found])
 
-    @ray.method(concurrency_group="data")
+    @actor_method(concurrency_group="data")
     def rows(self, shard: Sequence[Any], rows: Rows, names: Sequence[str]) -> Batch:
         """Return the rows and columns of a shard on this node that a host on another node
         requests."""
-        return ray.get(shard[0]).select(names).take(rows)
+        batch: Batch = ray.get(shard[0])
+        return batch.select(names).take(rows)
 
-    @ray.method(concurrency_group="health")
+    @actor_method(concurrency_group="health")
     def introduce(self, actors: Sequence[Any], nodes: Sequence[str]) -> None:
         """Set the hosts of a job with several nodes, and the node of each."""
         here = ray.get_runtime_context().get_node_id()
         self._around = HostLocality(actors, nodes, here)
 
-    @ray.method(concurrency_group="work")
+    @actor_method(concurrency_group="work")
     def close(self) -> None:
         try:
             self._host.close()
         except Exception:  # the job is over: it may not keep the other hosts from closing
             logging.getLogger(__name__).exception("Closing failed:")
 
-    @ray.method(concurrency_group="health")
+    @actor_method(concurrency_group="health")
     def status(self) -> HostStatus:
         return self._host.status()
 
-    @ray.method(concurrency_group="health")
+    @actor_method(concurrency_group="health")
     def clock(self) -> float:
         return time.time()
 
-    @ray.method(concurrency_group="health")
+    @actor_method(concurrency_group="health")
     def snapshot(self) -> HostSnapshot:
         return self._host.snapshot()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+from typing import Any
 
 from hybridrl.errors import MissingPackageError, pip_install
 
@@ -18,11 +21,20 @@ os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "15")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 try:
-    import ray
+    import ray as typed_ray
 except ImportError as error:
     raise MissingPackageError(
         f"executor=ray needs Ray, which is not installed: {pip_install('ray')}. Or run without it, "
         "on one device: executor=inline rollout=transformers."
     ) from error
 
-__all__ = ["ray"]
+ray: Any = typed_ray
+"""The package, whose annotations do not cover what actors are given as options."""
+actor_method = typed_ray.method
+CloudPickler = typed_ray.cloudpickle.Pickler
+
+
+def ignore_interrupts() -> None:
+    """Leave Ctrl-C to the driver: in a terminal it reaches every process of the job."""
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from hybridrl.ray_backend.call_transport import (
     DirectTransport,
     ReplyEvent,
 )
-from hybridrl.ray_backend.ray_import import ray
+from hybridrl.ray_backend.ray_import import actor_method, ignore_interrupts, ray
 from hybridrl.ray_backend.remote_result import ResultRefs
 
 RELAY_TIMEOUT_SECONDS = 60.0
@@ -39,9 +37,7 @@ class CallRelay:
     no batch passes through it."""
 
     def __init__(self) -> None:
-        # Ctrl-C in a terminal reaches every process of the job; only the driver decides.
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_interrupts()
         self._made: dict[int, ResultRefs] = {}
         self._last = 0  # call that was made
         self._news = threading.Condition()
@@ -50,11 +46,11 @@ class CallRelay:
         self._events: list[ReplyEvent] = []  # that the driver may not have got
         self._told = 0  # events before them
 
-    @ray.method(concurrency_group="calls")
+    @actor_method(concurrency_group="calls")
     def connect(self, actors: list[Any]) -> None:
         self._direct = DirectTransport(actors, gathers=True)
 
-    @ray.method(concurrency_group="calls", num_returns=0)
+    @actor_method(concurrency_group="calls", num_returns=0)
     def send(self, message: bytes, stored: Sequence[ResultRefs] = ()) -> None:
         """Make a call. The header names the results in its request (those of a call by its number,
         those that the driver has stored as None, in their order) and the results that nobody needs
@@ -73,7 +69,7 @@ class CallRelay:
             self._last = order.number
             self._news.notify_all()
 
-    @ray.method(concurrency_group="answers")
+    @actor_method(concurrency_group="answers")
     def poll(self, question: bytes) -> Any:
         """Return events as `CallTransport.poll_events` does. The message says how many events the
         driver has received, because an answer is lost if the driver is interrupted."""
@@ -95,7 +91,7 @@ class CallRelay:
             (got, events), [getattr(event[2], "value", None) for event in events]
         )
 
-    @ray.method(concurrency_group="answers")
+    @actor_method(concurrency_group="answers")
     def shards(self, number: int) -> Sequence[Any]:
         """Return the references to the batches that a finished call returned."""
         return self._made[number].shards
@@ -132,7 +128,8 @@ class RelayTransport(CallTransport):
         # Beside the driver: if their node is lost, so is the job.
         node = ray.get_runtime_context().get_node_id()
         near = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
-        self._relay = CallRelay.options(scheduling_strategy=near).remote()
+        actor: Any = CallRelay
+        self._relay = actor.options(scheduling_strategy=near).remote()
         self._relay.connect.remote(list(actors))
         self._unused: deque[int] = deque()
         self._got = 0

@@ -86,12 +86,15 @@ class RemoteResult(ShardedResult):
         return self._infos
 
     def batch(self, index: int) -> Batch:
-        return ray.get(self._refs.shards[index])
+        batch: Batch = ray.get(self._refs.shards[index])
+        return batch
 
     def read(self, index: int, rows: Rows, names: Sequence[str]) -> Batch:
         info = self.infos()[index]
         wanted, whole = info.bytes_of(len(rows), names), float(sum(info.sizes))
         if self._refs.hosts and self._around.asks(host := self._refs.hosts[index], wanted, whole):
             shard = [self._refs.shards[index]]  # in a list, or Ray would bring it here
-            return ray.get(self._around.actors[host].rows.remote(shard, rows, list(names)))
+            asked = self._around.actors[host].rows.remote(shard, rows, list(names))
+            batch: Batch = ray.get(asked)
+            return batch
         return super().read(index, rows, names)

@@ -38,7 +38,7 @@ class CheckedTest(NamedTuple):
 
 @functools.lru_cache(maxsize=1 << 12)
 def check_test(test: str) -> CheckedTest:
-    """Compiles a test; kept for the other responses to its prompt.
+    """Compile a test; it is kept for the other responses to its prompt.
 
     Raises:
         SyntaxError, ValueError: if it is neither Python nor a doctest.
@@ -50,8 +50,10 @@ def check_test(test: str) -> CheckedTest:
             raise
         tree = ast.Module([ast.Expr(ast.Constant(test))], [])
     nodes = list(ast.walk(tree))
-    texts = [node.value.value for node in nodes if _is_constant(node)]  # type: ignore
-    called = {node.func.id for node in nodes if _is_call_by_name(node)}  # type: ignore
+    alone = [node.value for node in nodes if isinstance(node, ast.Expr)]
+    texts = [value.value for value in alone if isinstance(value, ast.Constant)]
+    functions = [node.func for node in nodes if isinstance(node, ast.Call)]
+    called = {function.id for function in functions if isinstance(function, ast.Name)}
     defined = {statement.name for statement in tree.body if isinstance(statement, _DEFINITIONS)}
     doctests = tuple(text for text in texts if isinstance(text, str) and _is_doctest(text))
     names = _names(nodes).union(*map(_names_in_doctest, doctests))
@@ -67,7 +69,7 @@ def check_test(test: str) -> CheckedTest:
 
 
 def _is_doctest(text: str) -> bool:
-    """Whether a text has lines that a session with Python would begin with."""
+    """Return whether a text has lines that a session with Python would begin with."""
     return any(line.lstrip().startswith(">>> ") for line in text.splitlines())
 
 
@@ -87,25 +89,18 @@ def _names_in_doctest(text: str) -> set[str]:
 
 
 def _call_if_unnamed(statement: ast.stmt, names: set[str]) -> str:
-    is_checking = isinstance(statement, ast.FunctionDef) and any(
-        isinstance(node, ast.Assert) for node in ast.walk(statement)
-    )
-    if not is_checking or statement.name in names or statement.name.startswith("test"):  # type: ignore
+    """Return a call of a function with asserts that nothing names; empty for anything else."""
+    if not isinstance(statement, ast.FunctionDef) or statement.name in names:
         return ""
-    given = "<the program's function>" if statement.args.args else ""  # type: ignore
-    return f"{statement.name}({given})"  # type: ignore
-
-
-def _is_constant(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def _is_call_by_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    is_checking = any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+    if not is_checking or statement.name.startswith("test"):
+        return ""
+    given = "<the program's function>" if statement.args.args else ""
+    return f"{statement.name}({given})"
 
 
 class _Counting(ast.NodeTransformer):
-    """Puts a call of `__passed__` where a check has held: after an assert, after a call of
+    """Inserts a call of `__passed__` where a check has held: after an assert, after a call of
     `assertEqual` and its like, after a block that expects an exception, after an `if` that would
     have raised, and where an expected exception is caught."""
 
@@ -137,7 +132,7 @@ class _Counting(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         self.generic_visit(node)
-        wholes = {ast.dump(a.value if _is_cut(a) else a) for a in node.args}  # type: ignore
+        wholes = {ast.dump(_uncut(argument)) for argument in node.args}
         if getattr(node.func, "id", "") == "zip" and len(wholes) == 1 and not node.keywords:
             node.keywords.append(ast.keyword("strict", ast.Constant(False)))
         return node
@@ -161,14 +156,18 @@ def _name(node: ast.expr) -> str:
     return getattr(called, "attr", getattr(called, "id", ""))
 
 
-def _is_cut(node: ast.expr) -> bool:
-    return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)
+def _uncut(node: ast.expr) -> ast.expr:
+    """Return the sequence that a slice such as `found[1:]` is taken of; anything else as it is."""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
+        return node.value
+    return node
 
 
 def _ends(body: list[ast.stmt]) -> bool:
-    """Whether a block ends in a failure of the test."""
+    """Return whether a block ends in a failure of the test."""
     last = body[-1] if body else None
     if isinstance(last, ast.Expr):
         return isinstance(last.value, ast.Call) and _name(last.value) in _ENDS
-    is_false = isinstance(last, ast.Assert) and isinstance(last.test, ast.Constant)
-    return isinstance(last, ast.Raise) or (is_false and not last.test.value)  # type: ignore[union-attr]
+    if isinstance(last, ast.Assert):
+        return isinstance(last.test, ast.Constant) and not last.test.value
+    return isinstance(last, ast.Raise)

@@ -149,7 +149,7 @@ class SandboxResult:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a program's tests.
+    """The results of a program's tests.
 
     Attributes:
         passed: of each test, in order.
@@ -194,8 +194,7 @@ class SandboxConfinement:
 def run_python(
     source: str, stdin: str = "", *, limits: SandboxLimits | None = None
 ) -> SandboxResult:
-    """Run a Python program in the sandbox; threads may call this concurrently. May be called from
-    several threads at once.
+    """Run a Python program in the sandbox; threads may call this concurrently.
 
     Raises:
         UnsupportedMachineError: if this machine cannot confine programs.
@@ -205,22 +204,11 @@ def run_python(
     return _run_confined(find_confinement().namespaces, source, stdin, limits)[0]
 
 
-def _run_tests(
-    source: str, tests: Sequence[CheckedTest], *, limits: SandboxLimits
-) -> SandboxResult:
-    """Runs a Python program and, in another process, tests of it, both confined and each with these
-    limits; see `confined.judge` for what is written and for what the tests may do.
-
-    Raises:
-        UnsupportedMachineError, RewardError: as `run_python`.
-    """
-    return _run_confined(find_confinement().namespaces, source, "", limits, tests)[0]
-
-
 def judge_program(
     program: str, tests: Sequence[str], limits: SandboxLimits | None = None
 ) -> Verdict:
-    """Runs tests of a program; whatever the program does, it can at most fail them.
+    """Run tests of a program, in another process than its own; see `confined.judge`. Whatever the
+    program does, it can at most fail them.
 
     Args:
         program: Python. The empty program is the one that no sound test passes.
@@ -233,7 +221,8 @@ def judge_program(
         RewardError: if the sandbox itself was killed.
     """
     limits = dataclasses.replace(limits or SandboxLimits(), output_kib=_OUTPUT_KIB)
-    outcome = _run_tests(program, [check_test(test) for test in tests], limits=limits)
+    checked = [check_test(test) for test in tests]
+    outcome = _run_confined(find_confinement().namespaces, program, "", limits, checked)[0]
     passed, vacuous = [False] * len(tests), [False] * len(tests)
     reasons = ["it was stopped before its end"] * len(tests)
     for line in outcome.stdout.splitlines():
@@ -292,17 +281,25 @@ def _run_confined(
     limits: SandboxLimits,
     tests: Sequence[CheckedTest] | None = None,
 ) -> tuple[SandboxResult, int, bool]:
-    """Runs a program at a level of confinement, and tests of it if there are any; gives the version
+    """Run a program at a level of confinement, and tests of it if there are any; return the version
     of Landlock, too, and whether the program had a memory group.
 
     Raises:
-        _RefusedError: if the kernel does not provide that level.
+        _ConfinementRefusedError: if the kernel does not provide that level.
         RewardError: if the supervisor died without a report.
     """
-    given = (source, stdin.encode("utf-8", "replace"), level, dataclasses.asdict(limits))
-    job = [
-        marshal.dumps((*given, *_find_library_folders(), tempfile.gettempdir(), tests is not None))
-    ]
+    libraries, search_path = _find_library_folders()
+    fields = {
+        "source": source,
+        "stdin": stdin.encode("utf-8", "replace"),
+        "level": level,
+        "limits": dataclasses.asdict(limits),
+        "libraries": libraries,
+        "search_path": search_path,
+        "temporary": tempfile.gettempdir(),
+        "is_judged": tests is not None,
+    }
+    job = [marshal.dumps(fields)]
     job += [] if tests is None else [marshal.dumps([tuple(test[:5]) for test in tests])]
     with ExitStack() as opened:
         group = make_memory_cgroup(limits.memory_mib << 20)

@@ -127,7 +127,7 @@ class SandboxSupervisor:
         return bool(self._outgoing)
 
     def _receive(self, descriptor: int) -> bool:
-        """Read a piece of output; return False at its end. False at its end."""
+        """Read a piece of output; return False at its end."""
         piece = os.read(descriptor, _PIECE)
         sink = self._sinks[descriptor]
         sink += piece

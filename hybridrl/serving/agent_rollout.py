@@ -13,14 +13,12 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
-from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
 from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
@@ -33,15 +31,11 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
 )
 from hybridrl.rollout.transcript import TokenTranscript
-from hybridrl.serving.agent_session import REPORT, AgentSession
+from hybridrl.serving.agent_session import REPORT, AgentSession, SampledTurn
 from hybridrl.serving.endpoint import ReplicaEndpoint
 from hybridrl.serving.failed_episodes import FailedEpisodes
 from hybridrl.serving.outside import EpisodeRunner, ExternalPrograms
-from hybridrl.serving.renderer_chat import choose_renderer
-from hybridrl.serving.request_exchange import EngineReply
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from hybridrl.serving.routes import ServedModel
 
 IDLE_POLL_S = 1.0
 """With nothing to generate, programs are asked so often whether they are late."""
@@ -204,9 +198,12 @@ class AgentStream(SampleStream):
     def _poll(self) -> None:
         finished = [one for one in self._requests.poll() if one.key in self._running]
         self._running.difference_update(one.key for one in finished)
-        self._exchange.answer(
-            [EngineReply(one, self._versions.end(one.key, len(one.token_ids))) for one in finished]
-        )
+        turns = {}
+        for one in finished:
+            versions = self._versions.end(one.key, len(one.token_ids))
+            sampled = (one.prompt_ids, one.token_ids, one.log_probs)
+            turns[one.key] = SampledTurn(*sampled, versions, one.finish_reason)
+        self._exchange.answer(turns)
         if self._exchange.streams:
             self._exchange.grow(self._requests.partial())
 
@@ -276,25 +273,8 @@ def set_proxies() -> str:
     return " and ".join(f"{kind}_proxy" for kind in sorted(kinds) if kind != "no")
 
 
-class ServedModel(NamedTuple):
-    """The model that programs ask.
-
-    Attributes:
-        path: Its folder or hub name; programs call it by `MODEL_NAME`.
-        vocabulary: Token ids are less than this.
-        context_length: Longest prompt and response together, in tokens.
-        template: Options of the chat template where a request has none, and the run's date.
-    """
-
-    path: str
-    vocabulary: int
-    context_length: int
-    template: TemplateContext | None = None
-
-
 def agent_generator(
     engine: RolloutEngine,
-    tokenizer: PreTrainedTokenizerBase,
     model: ServedModel,
     rollout: RolloutConfig,
     environment: EnvironmentConfig,
@@ -307,22 +287,18 @@ def agent_generator(
 
     Args:
         replica: Its number; each has a port of its own.
-        folder: Of the run, where programs from outside find address and token, and which keeps
-            episodes that fail; None: there is none.
+        folder: The run's folder, where programs from outside find address and token, and which
+            keeps episodes that fail; None: there is none.
     """
     outside = None if environment.name else ExternalPrograms(environment.timeout_s)
     endpoint = ReplicaEndpoint(
-        tokenizer,
-        choose_renderer(tokenizer, model.path, model.template),
-        model=MODEL_NAME,
-        vocabulary=model.vocabulary,
-        context_length=model.context_length,
+        model,
         host=rollout.serve_host,
         port=rollout.serve_port + replica if rollout.serve_port else 0,
         outside=outside,
     )
     failed_at = None if folder is None else folder / "failed"
-    failed = FailedEpisodes(failed_at, replica, environment.name, tokenizer)
+    failed = FailedEpisodes(failed_at, replica, environment.name, model.tokenizer)
     if folder is not None and rollout.serve:
         endpoint.announce(folder / f"endpoint-{replica}.json")
     if outside is not None:

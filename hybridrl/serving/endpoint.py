@@ -11,34 +11,29 @@ import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, AgentSession, SessionRegistry
-from hybridrl.serving.chat import ConversationRenderer
 from hybridrl.serving.connections import Connection, Connections, most_open
 from hybridrl.serving.outside import ExternalPrograms
 from hybridrl.serving.request_exchange import RequestExchange
 from hybridrl.serving.request_parsing import ApiError
-from hybridrl.serving.routes import PERMISSION, EndpointRoutes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from hybridrl.serving.routes import PERMISSION, EndpointRoutes, ServedModel
 
 _log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 64 << 20
-"""Of a request."""
 MAX_WAITING_REQUESTS = 4096
-"""Requests that wait for a generation."""
+"""Requests that may wait for a generation at a time."""
 GENERATION_TIMEOUT_S = 300.0
-"""So long they wait."""
+"""Seconds that a request waits for a generation to begin."""
 _CLIENT_CLOSED_STATUS = 499
 SHUTDOWN_TIMEOUT_S = 0.2
-"""For what is under way when it closes."""
+"""Seconds for requests that are under way when the endpoint closes."""
 
 RouteHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,10 +43,10 @@ class ReplicaEndpoint:
     engine's thread.
 
     Args:
-        host, port: Where; port 0: any that is free.
+        host, port: Where it listens; port 0: any that is free.
         outside: Gives episodes to programs that ask for them; None: nothing does.
-        patience_s: So long requests wait while no generation is under way.
-        most_bytes: Of a request.
+        patience_s: Seconds that requests wait while no generation is under way.
+        most_bytes: Largest request.
 
     Attributes:
         url: Its address, without a path.
@@ -64,12 +59,8 @@ class ReplicaEndpoint:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        chat: ConversationRenderer | None,
+        model: ServedModel,
         *,
-        model: str,
-        vocabulary: int,
-        context_length: int,
         host: str = "127.0.0.1",
         port: int = 0,
         outside: ExternalPrograms | None = None,
@@ -78,20 +69,10 @@ class ReplicaEndpoint:
     ) -> None:
         self.model = model
         self.exchange = RequestExchange(MAX_WAITING_REQUESTS)
-        self._sessions = SessionRegistry(context_length)
+        self._sessions = SessionRegistry(model.context_length)
         self.token = self._sessions.token(ROWS, ANY)
         self._connections = Connections(most_open())
-        self._routes = EndpointRoutes(
-            tokenizer,
-            chat,
-            self._sessions,
-            self.exchange,
-            outside,
-            model=model,
-            vocabulary=vocabulary,
-            context_length=context_length,
-            patience_s=patience_s,
-        )
+        self._routes = EndpointRoutes(model, self._sessions, self.exchange, outside, patience_s)
         self._most_bytes = most_bytes
         self._address: tuple[str, int] | OSError = (host, port)
         self._loop = asyncio.new_event_loop()
@@ -109,8 +90,7 @@ class ReplicaEndpoint:
         self.url = f"http://{shown}:{self._address[1]}"
 
     def open_session(self, name: str, sampling: SamplingSettings, seed: int) -> AgentSession:
-        """Open a session that requests may name; the name must not contain a dot. Its name has no
-        dot."""
+        """Open a session that requests may name; the name must not contain a dot."""
         return self._sessions.open(name, sampling, seed)
 
     def close_session(self, session: AgentSession) -> None:
@@ -124,20 +104,20 @@ class ReplicaEndpoint:
         return f"{self.url}/session/{session.name}/v1"
 
     def session_token(self, session: AgentSession, scope: str = SAMPLE) -> str:
-        """What a program of this session brings: to sample, or with `REPORT` to say what the
-        episode was worth."""
+        """Return the token of a session's program: to sample, or with `REPORT` to report the
+        reward."""
         return self._sessions.token(scope, session.name)
 
     def sampling_token(self) -> str:
-        """For a program that plays many episodes and names them by `X-Session-ID`: it samples in
-        each of them."""
+        """Return a token to sample in every session, for a program that plays many episodes and
+        names them by `X-Session-ID`."""
         return self._sessions.token(SAMPLE, ANY)
 
     def announce(self, path: Path) -> None:
         """Write URL and token to a file that only this user can read."""
         new = path.with_name(f"{path.name}.new")
         new.unlink(missing_ok=True)
-        content = {"url": self.url, "token": self.token, "model": self.model}
+        content = {"url": self.url, "token": self.token, "model": self.model.name}
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             json.dump(content, file)
         new.replace(path)

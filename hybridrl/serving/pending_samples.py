@@ -32,7 +32,7 @@ def resolve_sampling(
     wishes: GenerationOptions, session: AgentSession, room: int, stop_token_ids: Sequence[int] = ()
 ) -> SamplingSettings:
     """Return the sampling parameters of a request: the episode's, shortened as the request says;
-    untrained sessions may choose all of them. Where nothing is learned the request chooses.
+    untrained sessions may choose all of them.
 
     Args:
         room: Tokens left after the prompt.
@@ -58,11 +58,10 @@ def resolve_sampling(
 
 class PendingSamples:
     """A context manager for the samples of one request; leaving it drops those that are not done.
-    Leaving its `with` block drops those under way.
 
     Args:
-        patience_s: So long they wait for a generation to begin.
-        grown: With a stream: is given each reply with its tokens so far, or None at its end.
+        patience_s: Seconds to wait for a generation to begin.
+        grown: The queue of a stream, for each reply with its tokens so far, or None at its end.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class PendingSamples:
     ) -> None:
         self._exchange = exchange
         self._place = place
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._grown = grown
         self._recorded: list[RecordedTurn] = []
         self.replies: list[PendingReply] = []
@@ -95,25 +94,18 @@ class PendingSamples:
         """Submit a prompt to the engine.
 
         Raises:
-            RefusedError: if too many requests wait already.
+            ApiError: if too many requests wait already.
         """
         session, part = self._place
         for _ in range(samples):
-            seed = session.next_seed(part)
-            is_full = len(session.under_way) >= MOST_OF_SESSION
-            ask = self._exchange.ask
-            reply = None if is_full else ask(prompt_ids, sampling, seed, self._grown)
+            seed, reply, who = session.next_seed(part), None, "Too many requests"
+            if len(session.under_way) < MOST_OF_SESSION:
+                reply = self._exchange.ask(prompt_ids, sampling, seed, self._grown)
+            else:
+                who = f"{MOST_OF_SESSION} requests of this session"
             if reply is None:
-                who = (
-                    f"{MOST_OF_SESSION} requests of this session"
-                    if is_full
-                    else "Too many requests"
-                )
-                raise ApiError(
-                    429,
-                    f"{who} wait for the policy. Ask again later.",
-                    code="too_many_requests",
-                )
+                said = f"{who} wait for the policy. Ask again later."
+                raise ApiError(429, said, code="too_many_requests")
             self.replies.append(reply)
             session.under_way.add(reply.request.key)
 
@@ -121,11 +113,11 @@ class PendingSamples:
         """Wait for all submitted samples and return their turns.
 
         Raises:
-            RefusedError: if there will be no answer.
+            ApiError: if there will be no answer.
         """
         pending = {reply.outcome for reply in self.replies}
         while pending:
-            _, pending = await asyncio.wait(pending, timeout=self._patience_s)
+            _, pending = await asyncio.wait(pending, timeout=self.patience_s)
             self.check_patience()
         try:
             return [reply.outcome.result() for reply in self.replies]
@@ -136,12 +128,12 @@ class PendingSamples:
         """Raise if no generation has taken the requests within the time limit.
 
         Raises:
-            RefusedError: if no generation has taken the requests.
+            ApiError: if no generation has taken the requests.
         """
         if any(not (reply.outcome.done() or reply.is_taken) for reply in self.replies):
             raise ApiError(
                 503,
-                f"No generation was under way for {self._patience_s:g} s: the policy is being "
+                f"No generation was under way for {self.patience_s:g} s: the policy is being "
                 "updated. Ask again later.",
                 code="no_generation",
             )
@@ -150,7 +142,7 @@ class PendingSamples:
         """Record a turn that is about to be sent; it is discarded if the block ends with an error.
 
         Raises:
-            RefusedError: if the episode is over.
+            ApiError: if the episode is over.
         """
         session, part = self._place
         recorded = session.record(part, turn, key)

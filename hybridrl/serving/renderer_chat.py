@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.conversations.messages import Message, ToolSchema, read_messages
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving.agent_session import TurnTokens
-from hybridrl.serving.chat import ConversationError, ConversationRenderer
 from hybridrl.serving.messages import AssistantTurn, ToolCall, format_arguments
-from hybridrl.serving.template_chat import TemplateRenderer
+from hybridrl.serving.template_chat import ConversationError, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,37 +22,32 @@ _DATE = "conversation_start_date"
 """What renderers call the date that a template asks the clock for."""
 
 
-class LibraryRenderer(ConversationRenderer):
-    """By the package `renderers`, which knows the formats of many models: what they think, and how
-    they call tools. Prompts are those of the tokenizer's own template, as in the data.
+class LibraryRenderer(TemplateRenderer):
+    """A renderer of the package `renderers`, which knows the formats of many models: how they mark
+    reasoning and call tools. Prompts are those of the tokenizer's own template, as in the data.
 
     Args:
-        renderer: Reads what the model wrote.
+        renderer: Parses what the model wrote.
         template: Writes the prompts.
         kind: The name of the renderer in its package.
     """
 
     def __init__(self, renderer: Any, template: TemplateRenderer, kind: str) -> None:
-        self._renderer, self._template, self._kind = renderer, template, kind
+        super().__init__(template.tokenizer, template.context)
+        self._renderer, self._kind = renderer, kind
         self.stop_token_ids = tuple(renderer.get_stop_token_ids())
         bridge = _renderer_of(kind, template)
-        self._bridge = (
-            bridge
-            if bridge and _renders_like_template(bridge, template, _PROBE_CONVERSATIONS[:1])
-            else None
-        )
+        fits = bridge and _renders_like_template(bridge, template, _PROBE_CONVERSATIONS[:1])
+        self._bridge = bridge if fits else None
 
     def with_options(self, options: Mapping[str, Any]) -> LibraryRenderer:
-        return LibraryRenderer(self._renderer, self._template.with_options(options), self._kind)
-
-    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
-        return self._template.prompt(messages, tools)
+        return LibraryRenderer(self._renderer, super().with_options(options), self._kind)
 
     def continuation(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], at: int, known: TurnTokens
     ) -> list[int] | None:
         if self._bridge is None:  # it does not know the template's options
-            return self._template.continuation(messages, tools, at, known)
+            return super().continuation(messages, tools, at, known)
         try:
             found = self._bridge.bridge_to_next_turn(
                 known.prompt_ids,
@@ -87,9 +81,8 @@ class LibraryRenderer(ConversationRenderer):
 
 def choose_renderer(
     tokenizer: PreTrainedTokenizerBase, model: str, context: TemplateContext | None = None
-) -> ConversationRenderer | None:
-    """Return the renderer of a model; None if its tokenizer has no chat template. None if its
-    tokenizer has no chat template.
+) -> TemplateRenderer | None:
+    """Return the renderer of a model; None if its tokenizer has no chat template.
 
     Args:
         model: Its folder or hub name. A renderer is taken by that, if it writes a conversation just
@@ -108,8 +101,8 @@ def choose_renderer(
 
 
 def _kinds_of(model: str) -> list[str]:
-    """The renderers of the package `renderers` for models of this name: those of several owners may
-    have the same."""
+    """Return the renderers of the package `renderers` for models of this name; models of several
+    owners may have the same name."""
     try:
         from renderers.base import MODEL_RENDERER_MAP
     except ImportError:
@@ -120,7 +113,7 @@ def _kinds_of(model: str) -> list[str]:
 
 
 def _renderer_of(kind: str, template: TemplateRenderer) -> Any:
-    """The renderer with the template's options and date; None if it does not know them."""
+    """Return the renderer with the template's options and date; None if it does not know them."""
     from renderers import config_from_name, create_renderer
     from renderers.base import merge_chat_template_kwargs, template_field_names
 
@@ -151,11 +144,10 @@ _PROBE_TOOL: ToolSchema = {
 
 
 def _renders_like_template(
-    renderer: Any, template: ConversationRenderer, probes: Sequence[list[Message]]
+    renderer: Any, template: TemplateRenderer, probes: Sequence[list[Message]]
 ) -> bool:
     """Return whether both renderers produce the same tokens; a fine-tuned model of this name may
-    have another template. A model that was trained on from one of this name may have another
-    template."""
+    have another template."""
     for messages, tools in itertools.product(probes, ([], [_PROBE_TOOL])):
         try:
             found = renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)

@@ -1,19 +1,17 @@
 """Builders of reply bodies in the formats of OpenAI and vLLM; every reply carries the sampled
-tokens and their log-probabilities. In each of them are the tokens that were sampled and their
-log-probabilities, whether they were asked for or not."""
+tokens and their log-probabilities, whether they were asked for or not."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.serving.agent_session import SampledTurn
-from hybridrl.serving.chat import ConversationRenderer
 from hybridrl.serving.messages import AssistantTurn, compute_prefix_keys
 from hybridrl.serving.request_parsing import ChatCompletionRequest, GenerationOptions
+from hybridrl.serving.template_chat import TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,13 +19,27 @@ if TYPE_CHECKING:
 JsonObject = dict[str, Any]
 
 
-class ReplyBuilder(ABC):
+class SampledChoice(NamedTuple):
+    """A complete choice of a reply.
+
+    Attributes:
+        turn: The sampled tokens.
+        said: What they say.
+        call_ids: An id for each tool call in it.
+    """
+
+    turn: SampledTurn
+    said: AssistantTurn
+    call_ids: list[str]
+
+
+class ReplyBuilder:
     """A builder of the replies to one kind of request.
 
     Args:
-        model: The name that they tell.
-        wishes: Of the request.
-        tokenizer: For the texts of tokens.
+        model: The name of the model in the replies.
+        wishes: The options of the request.
+        tokenizer: Decodes tokens into text.
 
     Attributes:
         streams_text: Whether a stream shows text as it grows; if not, nobody can tell before the
@@ -35,6 +47,7 @@ class ReplyBuilder(ABC):
     """
 
     kind = ""
+    chunk_kind = ""
     prefix = ""
     streams_text = True
 
@@ -43,76 +56,77 @@ class ReplyBuilder(ABC):
     ) -> None:
         self.wishes = wishes
         self._tokenizer = tokenizer
-        name, self._made = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._head = {"id": name, "created": self._made, "model": model}
+        name = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": model}
 
     def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> AssistantTurn:
         """Parse tokens into a turn, without the stop text that ended it."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text = str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
         return AssistantTurn(text).cut_at(self.wishes.stop)
 
-    def key(self, said: AssistantTurn, call_ids: Sequence[str]) -> str | None:
-        """Return the key under which the session finds the turn again; None if it need not. None:
-        it need not."""
+    def key(self, choice: SampledChoice) -> str | None:
+        """Return the key under which the session finds the turn again; None if it need not."""
         return None
-
-    @abstractmethod
-    def choice(
-        self, index: int, turn: SampledTurn, said: AssistantTurn, call_ids: Sequence[str]
-    ) -> JsonObject:
-        """Build one choice of the reply."""
 
     def opening(self, index: int) -> JsonObject | None:
         """Build the first chunk of a choice's stream; None if there is none."""
         return None
 
-    @abstractmethod
     def piece(self, index: int, new: AssistantTurn) -> JsonObject:
         """Build a chunk with the new part of a stream."""
+        return {"index": index, **self._delta(new), "logprobs": None, "finish_reason": None}
 
-    @abstractmethod
-    def last(
-        self,
-        index: int,
-        turn: SampledTurn,
-        said: AssistantTurn,
-        new: AssistantTurn,
-        call_ids: Sequence[str],
-    ) -> JsonObject:
-        """Build the last chunk of a choice's stream; `new` is the part that was not sent before.
-        `new` of it was not told before."""
+    def last(self, index: int, choice: SampledChoice, new: AssistantTurn) -> JsonObject:
+        """Build the last chunk of a choice's stream; `new` is the part that was not sent before."""
+        return self._complete(index, choice, self._delta(new))
 
-    def whole(
-        self,
-        choices: Sequence[JsonObject],
-        turns: Sequence[SampledTurn],
-        prompts: Sequence[list[int]],
-    ) -> JsonObject:
+    def whole(self, choices: Sequence[SampledChoice], prompts: Sequence[list[int]]) -> JsonObject:
         """Build the body with all choices."""
-        body = self._head | {"object": self.kind, "choices": list(choices)}
-        return body | {"usage": count_usage(turns, prompts)} | self._of_prompt(prompts)
+        built = [
+            self._complete(index, one, self._content(one)) for index, one in enumerate(choices)
+        ]
+        body = self._head | {"object": self.kind, "choices": built}
+        body["usage"] = count_usage(choices, prompts)
+        if self.wishes.return_token_ids:
+            body["prompt_token_ids"] = prompts[0] if len(prompts) == 1 else list(prompts)
+        return body
 
     def event(self, choices: Sequence[JsonObject], **further: Any) -> JsonObject:
         """Build the body of one event of a stream."""
-        return self._head | {"object": self.kind, "choices": list(choices)} | further
+        return self._head | {"object": self.chunk_kind, "choices": list(choices)} | further
 
-    def _of_prompt(self, prompts: Sequence[list[int]]) -> JsonObject:
-        if not self.wishes.return_token_ids:
-            return {}
-        return {"prompt_token_ids": prompts[0] if len(prompts) == 1 else list(prompts)}
+    def _complete(self, index: int, choice: SampledChoice, content: JsonObject) -> JsonObject:
+        turn, wants_log_probs = choice.turn, self.wishes.alternatives is not None
+        return {
+            "index": index,
+            **content,
+            "logprobs": self._log_probs(turn) if wants_log_probs else None,
+            "finish_reason": "tool_calls" if choice.said.calls else turn.finish_reason,
+            "token_ids": turn.token_ids,
+            "token_logprobs": turn.log_probs,
+        }
+
+    def _content(self, choice: SampledChoice) -> JsonObject:
+        raise NotImplementedError
+
+    def _delta(self, new: AssistantTurn) -> JsonObject:
+        raise NotImplementedError
+
+    def _log_probs(self, turn: SampledTurn) -> JsonObject:
+        raise NotImplementedError
 
 
 class ChatReplyBuilder(ReplyBuilder):
     """A builder of the replies of `/v1/chat/completions`."""
 
-    kind, prefix = "chat.completion", "chatcmpl"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(
         self,
         model: str,
         asked: ChatCompletionRequest,
         tokenizer: PreTrainedTokenizerBase,
-        chat: ConversationRenderer,
+        chat: TemplateRenderer,
     ) -> None:
         super().__init__(model, asked, tokenizer)
         self._asked, self._chat = asked, chat
@@ -122,61 +136,34 @@ class ChatReplyBuilder(ReplyBuilder):
     def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> AssistantTurn:
         return self._chat.said(token_ids, prompt_ids, self._callable).cut_at(self.wishes.stop)
 
-    def key(self, said: AssistantTurn, call_ids: Sequence[str]) -> str | None:
+    def key(self, choice: SampledChoice) -> str | None:
         asked = self._asked
-        messages = [*asked.conversation, said.message(call_ids)]
+        messages = [*asked.conversation, choice.said.message(choice.call_ids)]
         *_, key = compute_prefix_keys(messages, asked.functions, asked.options)
         return key
 
-    def choice(
-        self, index: int, turn: SampledTurn, said: AssistantTurn, call_ids: Sequence[str]
-    ) -> JsonObject:
-        return self._ended(index, turn, said, {"message": said.message(call_ids)})
-
     def opening(self, index: int) -> JsonObject | None:
-        return self._choice(index, {"role": "assistant", "content": ""})
+        delta = {"role": "assistant", "content": ""}
+        return self.piece(index, AssistantTurn("")) | {"delta": delta}
 
-    def piece(self, index: int, new: AssistantTurn) -> JsonObject:
-        delta = {"content": new.content} if new.content else {}
-        if new.reasoning:
-            delta["reasoning_content"] = new.reasoning
-        return self._choice(index, delta)
+    def last(self, index: int, choice: SampledChoice, new: AssistantTurn) -> JsonObject:
+        body = super().last(index, choice, new)
+        if choice.said.calls:
+            calls = choice.said.message(choice.call_ids)["tool_calls"]
+            body["delta"]["tool_calls"] = [call | {"index": n} for n, call in enumerate(calls)]
+        return body
 
-    def last(
-        self,
-        index: int,
-        turn: SampledTurn,
-        said: AssistantTurn,
-        new: AssistantTurn,
-        call_ids: Sequence[str],
-    ) -> JsonObject:
-        delta = self.piece(index, new)["delta"]
-        if said.calls:
-            calls = said.message(call_ids)["tool_calls"]
-            delta["tool_calls"] = [call | {"index": n} for n, call in enumerate(calls)]
-        return self._ended(index, turn, said, {"delta": delta})
+    def _content(self, choice: SampledChoice) -> JsonObject:
+        return {"message": choice.said.message(choice.call_ids)}
 
-    def event(self, choices: Sequence[JsonObject], **further: Any) -> JsonObject:
-        return super().event(choices, **further) | {"object": "chat.completion.chunk"}
-
-    def _choice(self, index: int, delta: JsonObject) -> JsonObject:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def _ended(
-        self, index: int, turn: SampledTurn, said: AssistantTurn, what: JsonObject
-    ) -> JsonObject:
-        return {
-            "index": index,
-            **what,
-            "logprobs": self._log_probs(turn) if self.wishes.alternatives is not None else None,
-            "finish_reason": "tool_calls" if said.calls else turn.finish_reason,
-            **sampled_token_fields(turn),
-        }
+    def _delta(self, new: AssistantTurn) -> JsonObject:
+        fields = {"content": new.content, "reasoning_content": new.reasoning}
+        return {"delta": {name: text for name, text in fields.items() if text}}
 
     def _log_probs(self, turn: SampledTurn) -> JsonObject:
         content = []
         for token, log_prob in zip(turn.token_ids, turn.log_probs, strict=True):
-            text = self._tokenizer.decode([token])
+            text = str(self._tokenizer.decode([token]))
             entry: JsonObject = {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
             content.append(entry | {"top_logprobs": [entry] if self.wishes.alternatives else []})
         return {"content": content, "refusal": None}
@@ -185,31 +172,13 @@ class ChatReplyBuilder(ReplyBuilder):
 class CompletionReplyBuilder(ReplyBuilder):
     """A builder of the replies of `/v1/completions`."""
 
-    kind, prefix = "text_completion", "cmpl"
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def choice(
-        self, index: int, turn: SampledTurn, said: AssistantTurn, call_ids: Sequence[str]
-    ) -> JsonObject:
-        return {
-            "index": index,
-            "text": said.content,
-            "logprobs": self._log_probs(turn) if self.wishes.alternatives is not None else None,
-            "finish_reason": turn.finish_reason,
-            **sampled_token_fields(turn),
-        }
+    def _content(self, choice: SampledChoice) -> JsonObject:
+        return {"text": choice.said.content}
 
-    def piece(self, index: int, new: AssistantTurn) -> JsonObject:
-        return {"index": index, "text": new.content, "logprobs": None, "finish_reason": None}
-
-    def last(
-        self,
-        index: int,
-        turn: SampledTurn,
-        said: AssistantTurn,
-        new: AssistantTurn,
-        call_ids: Sequence[str],
-    ) -> JsonObject:
-        return self.choice(index, turn, new, call_ids)
+    def _delta(self, new: AssistantTurn) -> JsonObject:
+        return {"text": new.content}
 
     def _log_probs(self, turn: SampledTurn) -> JsonObject:
         texts = [self._tokenizer.decode([token]) for token in turn.token_ids]
@@ -226,62 +195,41 @@ class CompletionReplyBuilder(ReplyBuilder):
 
 
 class GenerateReplyBuilder(ReplyBuilder):
-    """A builder of the replies of `/inference/v1/generate`."""
+    """A builder of the replies of `/inference/v1/generate`, which are never streamed."""
 
     kind, prefix = "generate", "generate"
 
     def said(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> AssistantTurn:
         return AssistantTurn("")
 
-    def choice(
-        self, index: int, turn: SampledTurn, said: AssistantTurn, call_ids: Sequence[str]
-    ) -> JsonObject:
+    def whole(self, choices: Sequence[SampledChoice], prompts: Sequence[list[int]]) -> JsonObject:
+        body = super().whole(choices, prompts)
+        return body | {"request_id": body["id"]}
+
+    def _complete(self, index: int, choice: SampledChoice, content: JsonObject) -> JsonObject:
         """Build one choice; each token is given as text for older clients and as a number for newer
         ones."""
-        content = [
+        turn = choice.turn
+        entries = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": x, "top_logprobs": []}
             for token, x in zip(turn.token_ids, turn.log_probs, strict=True)
         ]
         return {
             "index": index,
             "token_ids": turn.token_ids,
-            "logprobs": {"content": content},
+            "logprobs": {"content": entries},
             "finish_reason": turn.finish_reason,
         }
 
-    def whole(
-        self,
-        choices: Sequence[JsonObject],
-        turns: Sequence[SampledTurn],
-        prompts: Sequence[list[int]],
-    ) -> JsonObject:
-        body = super().whole(choices, turns, prompts)
-        return body | {"request_id": body["id"]}
-
-    def piece(self, index: int, new: AssistantTurn) -> JsonObject:
-        raise NotImplementedError
-
-    def last(
-        self,
-        index: int,
-        turn: SampledTurn,
-        said: AssistantTurn,
-        new: AssistantTurn,
-        call_ids: Sequence[str],
-    ) -> JsonObject:
-        raise NotImplementedError
+    def _content(self, choice: SampledChoice) -> JsonObject:
+        return {}
 
 
-def count_usage(turns: Sequence[SampledTurn], prompts: Sequence[list[int]]) -> JsonObject:
+def count_usage(choices: Sequence[SampledChoice], prompts: Sequence[list[int]]) -> JsonObject:
     """Return the token counts of a reply; each prompt counts once."""
-    read, sampled = sum(map(len, prompts)), sum(len(turn.token_ids) for turn in turns)
+    read, sampled = sum(map(len, prompts)), sum(len(one.turn.token_ids) for one in choices)
     return {
         "prompt_tokens": read,
         "completion_tokens": sampled,
         "total_tokens": read + sampled,
     }
-
-
-def sampled_token_fields(turn: SampledTurn) -> JsonObject:
-    """Return the sampled tokens and their log-probabilities as fields of a choice."""
-    return {"token_ids": turn.token_ids, "token_logprobs": turn.log_probs}

@@ -11,40 +11,28 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
 
 from hybridrl.errors import HybridRLError
-from hybridrl.rollout.rollout_engine import EngineOutput, Request, SamplingSettings
+from hybridrl.rollout.rollout_engine import Request, SamplingSettings
 from hybridrl.serving.agent_session import SampledTurn
 
 
 class UnansweredRequestError(HybridRLError):
-    """A request that will not be answered; the message is the reason. Says why."""
-
-
-class EngineReply(NamedTuple):
-    """The engine's reply to a request, with the policy version of each token."""
-
-    finished: EngineOutput
-    versions: list[int]
-
-    @property
-    def sampled(self) -> SampledTurn:
-        f = self.finished
-        return SampledTurn(f.prompt_ids, f.token_ids, f.log_probs, self.versions, f.finish_reason)
+    """A request that will not be answered; the message is the reason."""
 
 
 class PendingReply:
     """The pending reply to one request. Only the loop's thread uses it, except for `is_taken` and
-    `length`. Of the loop, but for `is_taken` and `length`.
+    `length`.
 
     Attributes:
         request: As it goes to the engine.
         is_taken: Whether a generation has it; if not, it waits for one.
-        outcome: Is given the answer.
-        grown: With a stream: is given the tokens so far, each time that there are more, and None
-            at the end.
-        length: How many tokens that were.
+        outcome: A future of the turn.
+        grown: The queue of a stream, for the tokens so far each time that there are more, and for
+            None at the end.
+        length: The number of tokens put into the queue so far.
     """
 
     def __init__(self, request: Request, grown: TokenQueue | None) -> None:
@@ -66,6 +54,9 @@ class RequestExchange:
 
     Args:
         most_waiting: Requests that may wait for a generation at a time.
+
+    Attributes:
+        is_attended: Whether a generation is under way.
     """
 
     def __init__(self, most_waiting: int) -> None:
@@ -76,20 +67,15 @@ class RequestExchange:
         self._new: list[PendingReply] = []
         self._dropped: list[int] = []
         self._replies: dict[int, PendingReply] = {}
-        self._is_attended = False
+        self.is_attended = False
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def is_attended(self) -> bool:
-        return self._is_attended
 
     # The loop's side.
 
     def ask(
         self, prompt_ids: list[int], sampling: SamplingSettings, seed: int, grown: TokenQueue | None
     ) -> PendingReply | None:
-        """Submit a request to the engine; return None if too many are waiting. None if too many
-        wait already."""
+        """Submit a request to the engine; return None if too many are waiting."""
         self._loop = asyncio.get_running_loop()
         with self._changed:
             if len(self._new) >= self._most_waiting:
@@ -117,7 +103,7 @@ class RequestExchange:
         """Take the requests that came since the last call, in order."""
         with self._changed:
             taken, self._new = self._new, []
-            self._is_attended = True
+            self.is_attended = True
             for reply in taken:
                 reply.is_taken = True
         return [reply.request for reply in taken]
@@ -128,20 +114,21 @@ class RequestExchange:
             dropped, self._dropped = self._dropped, []
         return dropped
 
-    def answer(self, answers: Sequence[EngineReply]) -> None:
-        """Deliver replies to the requests that wait for them."""
+    def answer(self, turns: Mapping[int, SampledTurn]) -> None:
+        """Deliver sampled turns, by key, to the requests that wait for them."""
         with self._changed:
-            found = [(self._replies.pop(a.finished.key, None), a.sampled) for a in answers]
+            found = [(self._replies.pop(key, None), turn) for key, turn in turns.items()]
         self._tell([(reply, turn) for reply, turn in found if reply is not None])
 
     def grow(self, tokens: Mapping[int, list[int]]) -> None:
         """Deliver the tokens so far to requests that stream."""
+        grown: list[tuple[PendingReply, list[int]]] = []
         with self._changed:
-            found = [(self._replies.get(key), ids) for key, ids in tokens.items()]
-            found = [(r, ids) for r, ids in found if r is not None and r.grown is not None]
-        grown = [(reply, ids) for reply, ids in found if len(ids) > reply.length]
-        for reply, ids in grown:
-            reply.length = len(ids)
+            for key, ids in tokens.items():
+                reply = self._replies.get(key)
+                if reply is not None and reply.grown is not None and len(ids) > reply.length:
+                    reply.length = len(ids)
+                    grown.append((reply, ids))
         if grown and self._loop is not None:
             self._loop.call_soon_threadsafe(_put_partial_tokens, grown)
 
@@ -151,19 +138,15 @@ class RequestExchange:
             return any(reply.grown is not None for reply in self._replies.values())
 
     def put_back(self) -> None:
-        """Requeue unanswered requests for the next generation, which starts them anew; streams are
-        rejected. A stream cannot."""
+        """Requeue unanswered requests for the next generation, which starts them anew; streams
+        cannot begin anew and are rejected."""
         with self._changed:
-            begun = [
-                key
-                for key, reply in self._replies.items()
-                if reply.is_taken and reply.grown is not None
-            ]
-            for reply in self._replies.values():
-                reply.is_taken = False
             self._new = list(self._replies.values())
+            begun = [r.request.key for r in self._new if r.is_taken and r.grown is not None]
+            for reply in self._new:
+                reply.is_taken = False
             self._dropped.clear()
-            self._is_attended = False
+            self.is_attended = False
         self.refuse(begun, "The policy is updated. Ask again.")
 
     def refuse(self, keys: Iterable[int], why: str) -> None:
@@ -184,15 +167,19 @@ class RequestExchange:
         """Wait for more requests as long as they arrive in quick succession.
 
         Args:
-            wanted: So many are enough.
-            quiet_s: Nothing came for so long: nobody else is about to ask.
+            wanted: Number of requests that is enough.
+            quiet_s: Seconds without a request after which nobody else is about to ask.
+            longest_s: Longest wait in all, in seconds.
         """
         until = time.monotonic() + longest_s
         with self._changed:
             while (count := len(self._new)) < wanted and (left := until - time.monotonic()) > 0:
-                self._changed.wait_for(lambda c=count: len(self._new) > c, min(quiet_s, left))
-                if len(self._new) == count:
+                has_more = partial(self._has_more_than, count)
+                if not self._changed.wait_for(has_more, min(quiet_s, left)):
                     return
+
+    def _has_more_than(self, count: int) -> bool:
+        return len(self._new) > count
 
     def wake(self) -> None:
         """End a `wait` in another thread."""

@@ -57,7 +57,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Parse the body of a request as a JSON object.
 
     Raises:
-        RefusedError: if it is none.
+        ApiError: if it is none.
     """
     try:
         body = json.loads(raw)
@@ -103,7 +103,7 @@ class _StreamOptions(_Object):
 
 
 class GenerationOptions(_Object):
-    """What a request says of the answer.
+    """The options of a request that say how to sample and what to reply.
 
     Attributes:
         n: Answers to each prompt.
@@ -239,7 +239,7 @@ class ChatCompletionRequest(GenerationOptions):
 
     @property
     def may_call(self) -> bool:
-        """Whether a call of a tool is one, or just text."""
+        """Whether the model may call tools; if not, what looks like a call is text."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -292,16 +292,19 @@ class TokenGenerateRequest(_Object):
 
     @cached_property
     def options(self) -> GenerationOptions:
-        """How to sample.
+        """The sampling parameters.
 
         Raises:
-            RefusedError: as `parse`.
+            ApiError: as `parse`.
         """
-        return parse(GenerationOptions, self.sampling_params)
+        options = parse(GenerationOptions, self.sampling_params)
+        if options.stream:
+            raise make_field_error("sampling_params.stream", "is not supported here")
+        return options
 
 
 class EpisodeReport(_Object):
-    """What a program says of its episode."""
+    """The reward that a program reports of its episode."""
 
     reward: float = _field("must be a number")
     turn_rewards: list[float] | None = _field("must be a list of numbers", None)
@@ -321,7 +324,7 @@ def parse(kind: type[_Parsed], body: Mapping[str, Any]) -> _Parsed:
     """Reads the body of a request.
 
     Raises:
-        RefusedError: names what is missing, of a wrong type, out of range or not supported.
+        ApiError: names what is missing, of a wrong type, out of range or not supported.
     """
     try:
         parsed = kind.model_validate(body)

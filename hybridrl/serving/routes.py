@@ -1,5 +1,4 @@
-"""The routes of the endpoint; all handlers run in its asyncio loop. All of it runs in the
-endpoint's asyncio loop."""
+"""The routes of the endpoint; all handlers run in its asyncio loop."""
 
 from __future__ import annotations
 
@@ -7,12 +6,11 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aiohttp import web
 
 from hybridrl.serving.agent_session import ANY, REPORT, ROWS, SAMPLE, Permission, SessionRegistry
-from hybridrl.serving.chat import ConversationError, ConversationRenderer
 from hybridrl.serving.messages import compute_prefix_keys, make_call_ids
 from hybridrl.serving.outside import ExternalPrograms
 from hybridrl.serving.pending_samples import PendingSamples, SessionPart, resolve_sampling
@@ -20,10 +18,12 @@ from hybridrl.serving.reply_builders import (
     ChatReplyBuilder,
     CompletionReplyBuilder,
     GenerateReplyBuilder,
+    JsonObject,
     ReplyBuilder,
+    SampledChoice,
 )
-from hybridrl.serving.reply_stream import EventStream, ReplyStream, send_stream_error
-from hybridrl.serving.request_exchange import RequestExchange, TokenQueue
+from hybridrl.serving.reply_stream import ReplyStream
+from hybridrl.serving.request_exchange import RequestExchange
 from hybridrl.serving.request_parsing import (
     ApiError,
     ChatCompletionRequest,
@@ -34,6 +34,7 @@ from hybridrl.serving.request_parsing import (
     parse,
     parse_json_object,
 )
+from hybridrl.serving.template_chat import ConversationError, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,41 +48,45 @@ EPISODE_POLL_TIMEOUT_S = 30.0
 """So long a program waits for an episode before it has to ask again."""
 
 
+class ServedModel(NamedTuple):
+    """The model that an endpoint serves.
+
+    Attributes:
+        name: What programs call it.
+        chat: Renders its conversations; None: there is no chat template.
+        vocabulary: Token ids are less than this.
+        context_length: Longest prompt and response together, in tokens.
+    """
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    chat: TemplateRenderer | None
+    vocabulary: int
+    context_length: int
+
+
 class EndpointRoutes:
     """The HTTP routes of one model.
 
     Args:
-        model: Its name.
-        vocabulary: Token ids are less than this.
-        context_length: Longest prompt and answer together, in tokens.
-        chat: None: there is no chat template.
-        patience_s: So long a request waits for a generation to begin.
         outside: Gives episodes to programs that ask for them; None: nothing does.
+        patience_s: Seconds that a request waits for a generation to begin.
     """
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        chat: ConversationRenderer | None,
+        model: ServedModel,
         sessions: SessionRegistry,
         exchange: RequestExchange,
         outside: ExternalPrograms | None,
-        *,
-        model: str,
-        vocabulary: int,
-        context_length: int,
         patience_s: float,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-        self._chat = chat
+        self._model = model
+        self._longest_token = max(map(len, model.tokenizer.get_vocab()), default=1)
         self._chat_with = lru_cache(MOST_CHATS)(self._make_chat)
         self._sessions = sessions
         self._exchange = exchange
         self._outside = outside
-        self._model = model
-        self._vocabulary = vocabulary
-        self._context_length = context_length
         self._patience_s = patience_s
 
     def add_to(self, app: web.Application) -> None:
@@ -103,20 +108,20 @@ class EndpointRoutes:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Reply with the only model."""
-        card = {"id": self._model, "object": "model", "owned_by": "hybridrl", "created": 0}
-        card["max_model_len"] = self._context_length
-        card["root"] = self._tokenizer.name_or_path  # clients that send token ids load it
+        card = {"id": self._model.name, "object": "model", "owned_by": "hybridrl", "created": 0}
+        card["max_model_len"] = self._model.context_length
+        card["root"] = self._model.tokenizer.name_or_path  # clients that send token ids load it
         return web.json_response({"object": "list", "data": [card]})
 
     async def chat_completions(self, request: web.Request) -> web.StreamResponse:
         """Reply to chat messages."""
         asked = parse(ChatCompletionRequest, parse_json_object(await request.read()))
         self._check_model(asked.model)
-        if self._chat is None:
+        if self._model.chat is None:
             raise ApiError(
                 400,
-                f"The tokenizer of `{self._model}` has no chat template; use `/v1/completions`, or "
-                "give it a template.",
+                f"The tokenizer of `{self._model.name}` has no chat template; use "
+                "`/v1/completions`, or give it a template.",
             )
         self._check_length(*(str(message.get("content") or "") for message in asked.conversation))
         place = self._place(request, asked.seed)
@@ -128,9 +133,8 @@ class EndpointRoutes:
             prompt_ids = self._chat_prompt(chat, asked, place)
         except ConversationError as error:
             raise ApiError(400, str(error), param="messages") from error
-        shape = ChatReplyBuilder(self._model, asked, self._tokenizer, chat)
-        ends = chat.stop_token_ids
-        return await self._answer(request, place, [prompt_ids], shape, ends)
+        shape = ChatReplyBuilder(self._model.name, asked, self._model.tokenizer, chat)
+        return await self._answer(request, place, [prompt_ids], shape, chat.stop_token_ids)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete prompts given as text or tokens."""
@@ -139,23 +143,22 @@ class EndpointRoutes:
         for one in asked.prompts:
             self._check_length(one if isinstance(one, str) else "")
         prompts = [
-            one if isinstance(one, list) else list(self._tokenizer(one)["input_ids"])
+            one if isinstance(one, list) else list(self._model.tokenizer(one)["input_ids"])
             for one in asked.prompts
         ]
-        shape = CompletionReplyBuilder(self._model, asked, self._tokenizer)
+        shape = CompletionReplyBuilder(self._model.name, asked, self._model.tokenizer)
         return await self._answer(request, self._place(request, asked.seed), prompts, shape)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt of tokens with tokens."""
         asked = parse(TokenGenerateRequest, parse_json_object(await request.read()))
         self._check_model(asked.model)
-        shape = GenerateReplyBuilder(self._model, asked.options, self._tokenizer)
+        shape = GenerateReplyBuilder(self._model.name, asked.options, self._model.tokenizer)
         place = self._place(request, asked.options.seed)
         return await self._answer(request, place, [asked.token_ids], shape)
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
-        """Record the reward that a program reports; ends the episode of an external program. If the
-        job has not started it, the episode is over then."""
+        """Record the reward that a program reports; ends the episode of an external program."""
         report = parse(EpisodeReport, parse_json_object(await request.read()))
         place = self._place(request, None, REPORT)
         place.session.report = report
@@ -178,7 +181,7 @@ class EndpointRoutes:
             raise ApiError(410, "The job has ended: there are no more rows.", code="job_ended")
         if play is None:
             return web.Response(status=204)
-        row = {"session": play.session, "url": play.url, "row": dict(play.row)}
+        row: JsonObject = {"session": play.session, "url": play.url, "row": dict(play.row)}
         row |= {"greedy": play.greedy, "token": play.token, "report_token": play.report_token}
         try:
             return await _send_json(request, row)
@@ -195,54 +198,48 @@ class EndpointRoutes:
         stop_token_ids: Sequence[int] = (),
     ) -> web.StreamResponse:
         """Sample all prompts and send the replies; turns are recorded once complete, and discarded
-        if the client has disconnected. What was sampled is kept as soon as it is all there, and
-        forgotten if the program has gone away."""
+        if the client has disconnected."""
         wishes = shape.wishes
-        if max(wishes.stop_token_ids, default=0) >= self._vocabulary:
-            raise make_field_error(
-                "stop_token_ids", f"has a token that the model has not; it knows {self._vocabulary}"
-            )
-        grown: TokenQueue | None = asyncio.Queue() if wishes.stream else None
-        events = EventStream(request)
+        if max(wishes.stop_token_ids, default=0) >= self._model.vocabulary:
+            known = self._model.vocabulary
+            must = f"has a token that the model has not; it knows {known}"
+            raise make_field_error("stop_token_ids", must)
+        stream = ReplyStream(request, shape) if wishes.stream else None
+        grown = None if stream is None else stream.grown
         try:
             with PendingSamples(self._exchange, place, self._patience_s, grown) as asking:
                 for prompt_ids in prompts:
                     room = self._room(prompt_ids)
                     sampling = resolve_sampling(wishes, place.session, room, stop_token_ids)
                     asking.ask(prompt_ids, sampling, wishes.n)
-                stream = ReplyStream(events, asking, grown, shape) if grown is not None else None
                 if stream is not None:
-                    await stream.follow(self._patience_s)
+                    await stream.follow(asking)
                 turns = await asking.turns()
                 await _check_client_connected(request)
-                ends = []
+                choices = []
                 for reply, turn in zip(asking.replies, turns, strict=True):
                     said = shape.said(turn.token_ids, turn.prompt_ids)
                     ids = make_call_ids(reply.request.seed, len(said.calls))
-                    asking.record(turn, shape.key(said, ids))
-                    ends.append((turn, said, ids))
+                    choices.append(SampledChoice(turn, said, ids))
+                    asking.record(turn, shape.key(choices[-1]))
                 if stream is not None:
-                    await stream.finish(ends, prompts)
-                    return await events.end()
-                choices = [shape.choice(index, *end) for index, end in enumerate(ends)]
-                return await _send_json(request, shape.whole(choices, turns, prompts))
+                    return await stream.finish(choices, prompts)
+                return await _send_json(request, shape.whole(choices, prompts))
         except ApiError as error:
-            if events.has_begun:
-                return await send_stream_error(events, error)
+            if stream is not None and stream.has_begun:
+                return await stream.fail(error)
             raise
 
-    def _make_chat(self, options: str) -> ConversationRenderer:
-        """The chat with options of a request, as JSON."""
-        assert self._chat is not None
+    def _make_chat(self, options: str) -> TemplateRenderer:
+        """Return the chat with the options of a request, given as JSON."""
+        assert self._model.chat is not None
         found = json.loads(options)
-        return self._chat.with_options(found) if found else self._chat
+        return self._model.chat.with_options(found) if found else self._model.chat
 
     def _chat_prompt(
-        self, chat: ConversationRenderer, asked: ChatCompletionRequest, place: SessionPart
+        self, chat: TemplateRenderer, asked: ChatCompletionRequest, place: SessionPart
     ) -> list[int]:
-        """Return the tokens of a conversation; a turn of this session keeps its sampled tokens.
-        Where it goes on after a turn of this session, that turn has the tokens that were
-        sampled."""
+        """Return the tokens of a conversation; a turn of this session keeps its sampled tokens."""
         messages, tools = asked.conversation, asked.functions
         turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         if turns and (at := turns[-1]) < len(messages) - 1:
@@ -257,13 +254,12 @@ class EndpointRoutes:
         """Return how many tokens may follow the prompt."""
         if not prompt_ids:
             raise ApiError(400, "The prompt is empty.")
-        if max(prompt_ids) >= self._vocabulary:
+        known = self._model.vocabulary
+        if (largest := max(prompt_ids)) >= known:
             raise ApiError(
-                400,
-                f"The prompt has the token {max(prompt_ids)}; the model knows {self._vocabulary}, "
-                "from 0 on.",
+                400, f"The prompt has the token {largest}; the model knows {known}, from 0 on."
             )
-        room = self._context_length - len(prompt_ids)
+        room = self._model.context_length - len(prompt_ids)
         if room < 1:
             raise self._too_long(f"{len(prompt_ids)} tokens")
         return room
@@ -273,13 +269,13 @@ class EndpointRoutes:
         requests."""
         characters = sum(map(len, texts))
         least = characters // self._longest_token
-        if least >= self._context_length:
+        if least >= self._model.context_length:
             raise self._too_long(f"more than {least} tokens ({characters} characters)")
 
     def _too_long(self, much: str) -> ApiError:
         return ApiError(
             400,
-            f"This model's maximum context length is {self._context_length} tokens. However, "
+            f"This model's maximum context length is {self._model.context_length} tokens. However, "
             f"your messages resulted in {much}. Please reduce the length of the messages.",
             code="context_length_exceeded",
             param="messages",
@@ -289,7 +285,7 @@ class EndpointRoutes:
         """Return the session that a request names in its path or header, else a new untrained one.
 
         Raises:
-            RefusedError: if the token is not for this there, or the session is over.
+            ApiError: if the token is not for this there, or the session is over.
         """
         part: Any = request.match_info.get("session") or request.headers.get(SESSION_HEADER)
         allowed, name = request[PERMISSION], part and part.partition(".")[0]
@@ -300,8 +296,8 @@ class EndpointRoutes:
         if not part:
             if allowed.scope == SAMPLE and allowed.session != ANY:
                 raise _forbidden(request, "sample outside of its session")
-            session = self._sessions.untrained(seed)
-            return SessionPart(session, session.name)
+            own = self._sessions.untrained(seed)
+            return SessionPart(own, own.name)
         session = self._sessions.find(part)
         if session is None or (self._outside is not None and session.report is not None):
             raise ApiError(
@@ -312,10 +308,10 @@ class EndpointRoutes:
         return SessionPart(session, part)
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model:
+        if name is not None and name != self._model.name:
             raise ApiError(
                 404,
-                f"The model `{name}` does not exist; this is `{self._model}`.",
+                f"The model `{name}` does not exist; this is `{self._model.name}`.",
                 code="model_not_found",
                 param="model",
             )

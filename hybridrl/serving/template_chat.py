@@ -1,4 +1,10 @@
-"""A renderer for any model with a chat template."""
+"""A renderer for any model with a chat template: messages become tokens, and tokens messages.
+
+Tokens of earlier turns are never made again from their text: what a model sampled need not be what
+its tokenizer makes of that, and a policy trained on other tokens than it sampled learns from
+log-probabilities that were never its own. So of a conversation that goes on, only what is new is
+tokenized.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +21,8 @@ from hybridrl.conversations.rendering import (
     render_chat,
     special_tokens,
 )
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.serving.agent_session import TurnTokens
-from hybridrl.serving.chat import ConversationError, ConversationRenderer
 from hybridrl.serving.messages import AssistantTurn, ToolCall, format_arguments
 
 if TYPE_CHECKING:
@@ -28,10 +33,21 @@ _RESPONSE_MARK = "hybridrl5e27answer"
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
-class TemplateRenderer(ConversationRenderer):
-    """A renderer by the tokenizer's chat template. Tool calls are parsed as `<tool_call>{"name":
-    ..., "arguments": {...}}</tool_call>`, as many models write them. The calls of tools are looked
-    for as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many models write them."""
+class ConversationError(HybridRLError):
+    """The chat template refuses a conversation, or options of it; the message quotes it."""
+
+
+class TemplateRenderer:
+    """A renderer for the conversations of one model, by its tokenizer's chat template.
+
+    Tool calls are parsed as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as many
+    models write them.
+
+    Attributes:
+        stop_token_ids: Tokens that end a turn, besides the model's own.
+    """
+
+    stop_token_ids: tuple[int, ...] = ()
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: TemplateContext | None = None
@@ -41,6 +57,11 @@ class TemplateRenderer(ConversationRenderer):
         self._special = special_tokens(tokenizer)
 
     def with_options(self, options: Mapping[str, Any]) -> TemplateRenderer:
+        """Return the renderer whose template has these variables, which win over those of the job.
+
+        Raises:
+            ConversationError: if the template does not read one of them.
+        """
         try:
             check_options(options, self.tokenizer, "chat_template_kwargs")
         except ConfigError as error:
@@ -48,11 +69,26 @@ class TemplateRenderer(ConversationRenderer):
         return TemplateRenderer(self.tokenizer, self.context.with_options(options))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
+        """Return the tokens of a conversation that the model is to continue.
+
+        Raises:
+            ConversationError: if the template refuses it.
+        """
         return self._tokens(self._text(messages, tools, ask=True))
 
     def continuation(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], at: int, known: TurnTokens
     ) -> list[int] | None:
+        """Return the tokens of a conversation in which an earlier turn keeps its sampled tokens.
+
+        Args:
+            at: The message that is this turn; only others than the assistant's follow.
+            known: The turn.
+
+        Returns:
+            All tokens of the turn, then what is new; None if the template does not keep what it
+            wrote before, as those do that leave out what was thought in earlier turns.
+        """
         before, answer, after = messages[:at], messages[at], messages[at + 1 :]
         opened = self._text(before, tools, ask=True)
         whole = self._text(messages, tools, ask=True)
@@ -83,17 +119,18 @@ class TemplateRenderer(ConversationRenderer):
     def said(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int], tools: Sequence[ToolSchema]
     ) -> AssistantTurn:
+        """Parse the tokens of a turn into text, reasoning and tool calls."""
         if tools:
-            text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
+            text = str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
             calls, rest = _split_tool_calls(text)
             if calls:
                 for token in self._special:
                     rest = rest.replace(token, "")
                 return AssistantTurn(rest.strip(), calls)
-        return AssistantTurn(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return AssistantTurn(str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True)))
 
     def _ended_by(self, known: TurnTokens) -> str | None:
-        """The control token that the model ended its turn with."""
+        """Return the control token that the model ended its turn with."""
         last = self.tokenizer.convert_ids_to_tokens(known.token_ids[-1:])
         return next((token for token in last if token in self._special), None)
 
@@ -103,7 +140,7 @@ class TemplateRenderer(ConversationRenderer):
 
     def _around(self, text: str) -> tuple[str | None, str]:
         """Return the text before and after the mark; None and an empty text unless it occurs
-        exactly once. None and nothing if it is not there just once."""
+        exactly once."""
         head, mark, tail = text.partition(_RESPONSE_MARK)
         return (head, tail) if mark and _RESPONSE_MARK not in tail else (None, "")
 

@@ -81,13 +81,16 @@ def build_rollout_engine(
             tool_timeout_s=config.tool_timeout_s,
             requests=requests,
         )
-    from hybridrl.serving.agent_rollout import ServedModel, agent_generator
+    from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
+    from hybridrl.serving.agent_rollout import agent_generator
+    from hybridrl.serving.renderer_chat import choose_renderer
+    from hybridrl.serving.routes import ServedModel
 
     vocabulary = load_model_config(source.path).get_text_config().vocab_size
+    chat = choose_renderer(tokenizer, source.path, source.template)
     return agent_generator(
         engine,
-        tokenizer,
-        ServedModel(source.path, vocabulary, source.context_length, source.template),
+        ServedModel(MODEL_NAME, tokenizer, chat, vocabulary, source.context_length),
         config,
         environment,
         replica=context.rank // config.parallel.ranks,

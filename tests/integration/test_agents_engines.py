@@ -35,6 +35,7 @@ def play(engine, tokenizer, episodes):
     from hybridrl.serving.agent_rollout import AgentGenerator
     from hybridrl.serving.endpoint import ReplicaEndpoint
     from hybridrl.serving.renderer_chat import choose_renderer
+    from hybridrl.serving.routes import ServedModel
 
     sampled, poll = [], engine.poll
 
@@ -44,13 +45,8 @@ def play(engine, tokenizer, episodes):
         return found
 
     engine.poll = recording
-    endpoint = ReplicaEndpoint(
-        tokenizer,
-        choose_renderer(tokenizer, "tiny"),
-        model="tiny",
-        vocabulary=len(tokenizer),
-        context_length=1024,
-    )
+    chat = choose_renderer(tokenizer, "tiny")
+    endpoint = ReplicaEndpoint(ServedModel("tiny", tokenizer, chat, len(tokenizer), 1024))
     with httpx.Client() as http:
         programs = ThreadPrograms(
             lambda play: Conversation(play, http).run(3), endpoint.exchange.wake

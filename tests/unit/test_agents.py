@@ -25,12 +25,15 @@ from agent_programs import Conversation, turns_of
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
+from hybridrl.environments.adapters.environment_adapter import MODEL_NAME
 from hybridrl.environments.episode_runner import EpisodeResult
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.sample_generator import GenerationTask
 from hybridrl.run_files.run_reader import open_run
-from hybridrl.serving.agent_rollout import AgentGenerator, ServedModel, agent_generator
+from hybridrl.serving.agent_rollout import AgentGenerator, agent_generator
 from hybridrl.serving.failed_episodes import FailedEpisodes
+from hybridrl.serving.renderer_chat import choose_renderer
+from hybridrl.serving.routes import ServedModel
 
 
 def rows(count, copies=1):
@@ -311,10 +314,10 @@ def test_nobody_works_while_nobody_asks(http, closing):
 
 
 def outside_rollout(tmp_path, closing, timeout_s=60.0):
+    tokenizer = merging_tokenizer("plain")
     rollout = agent_generator(
         ScriptedEngine(merging_tokenizer("plain")),
-        merging_tokenizer("plain"),
-        ServedModel("m", 200, 4096),
+        ServedModel(MODEL_NAME, tokenizer, choose_renderer(tokenizer, "m"), 200, 4096),
         RolloutConfig(serve=True),
         EnvironmentConfig(timeout_s=timeout_s),
         folder=tmp_path,

@@ -8,10 +8,9 @@ from agent_cases import TEMPLATES, WEATHER, letters, merging_tokenizer
 from hybridrl.conversations.messages import read_messages
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving.agent_session import TurnTokens
-from hybridrl.serving.chat import ConversationError
 from hybridrl.serving.messages import AssistantTurn, compute_prefix_keys
 from hybridrl.serving.renderer_chat import LibraryRenderer, choose_renderer
-from hybridrl.serving.template_chat import TemplateRenderer
+from hybridrl.serving.template_chat import ConversationError, TemplateRenderer
 
 CALL = '<tool_call>{"name": "weather",\n "arguments": {"place": "there"}}</tool_call>'
 QUESTION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the weather?"}]

@@ -359,6 +359,12 @@ WRONG = [
     (GENERATE, {"token_ids": "x"}, 400, "token_ids"),
     (GENERATE, {"token_ids": [-1]}, 400, "token_ids"),
     (GENERATE, {"token_ids": [1], "sampling_params": 1}, 400, "sampling_params"),
+    (
+        GENERATE,
+        {"token_ids": [1], "sampling_params": {"stream": True}},
+        400,
+        "sampling_params.stream",
+    ),
     (f"/session/none{CHAT}", {"messages": USER}, 403, None),
     ("/v1/embeddings", {}, 404, None),
     ("/v1/models", {}, 405, None),

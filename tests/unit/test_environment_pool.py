@@ -98,6 +98,13 @@ def test_failures_cost_their_own_episodes(endpoint, pool_of):
     assert "environment.timeout_s" in found[4].failure
 
 
+def test_time_is_limited_after_the_only_episode_was_late(endpoint, pool_of):
+    pool = pool_of(timeout_s=1, processes=1)
+    for _ in range(2):
+        (late,) = play(pool, endpoint, ["hang"])
+        assert late.kind == "timeout"
+
+
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
     [

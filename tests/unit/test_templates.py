@@ -11,9 +11,9 @@ from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.data.datasets import load_examples, load_prompts
 from hybridrl.errors import DataError
 from hybridrl.serving.agent_session import TurnTokens
-from hybridrl.serving.chat import ConversationError
 from hybridrl.serving.renderer_chat import choose_renderer
 from hybridrl.serving.request_parsing import ApiError, ChatCompletionRequest, parse
+from hybridrl.serving.template_chat import ConversationError
 
 CASES = read_cases()
 SHOWN = [case for case in CASES if case.rows and case.learn is None]

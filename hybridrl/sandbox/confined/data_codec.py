@@ -25,7 +25,7 @@ CHANGING = tuple(kind for kind in _CONTAINERS if kind not in (tuple, frozenset))
 _SCALARS = (int, float, complex, str, bytes)
 BASES = {kind.__name__: kind for kind in (*_CONTAINERS, *_SCALARS)}
 """The plain types that a class may derive from, by their names."""
-_VIEWS = {type({}.keys()): "keys", type({}.values()): "values", type({}.items()): "items"}
+_VIEWS: dict[Any, str] = {type(getattr({}, name)()): name for name in ("keys", "values", "items")}
 _FIELDS = {  # of types that are made again of numbers or texts, by their modules
     "fractions.Fraction": ("numerator", "denominator"),
     "datetime.date": ("year", "month", "day"),
@@ -49,23 +49,23 @@ class Frame:
         self._highest = 0
 
     def number_of(self, container: Any) -> int:
-        """The container's number, a new one if it has none."""
+        """Return the container's number, a new one if it has none."""
         if id(container) not in self.numbers:
             self.enter(self._highest + 1, container)
         return self.numbers[id(container)]
 
     def enter(self, number: int, container: Any) -> None:
-        """Gives the container a number, and keeps it alive as long as the frame."""
+        """Give the container a number, and keep it alive as long as the frame."""
         self.containers[number] = container
         self.numbers[id(container)] = number
         self._highest = max(self._highest, number)
 
 
 class DataCodec:
-    """Writes and reads values; subclasses say what becomes of objects and of classes."""
+    """Encodes and decodes values; subclasses define how objects and classes are sent."""
 
     def encode(self, value: Any, frame: Frame, written: set[int]) -> Any:
-        """What JSON can say of a value.
+        """Return a value in terms of JSON.
 
         Args:
             frame: of the request.
@@ -108,7 +108,7 @@ class DataCodec:
         return self.encode_object(value, data, frame)
 
     def _encode_as(self, kind: Any, value: Any, frame: Frame, written: set[int]) -> Any:
-        """Of a value whose type is derived from a plain one: its content."""
+        """Return the content of a value whose type is derived from the plain type `kind`."""
         if kind is int:
             return self.encode(int.__int__(value), frame, written)
         if kind in (float, str):
@@ -139,19 +139,19 @@ class DataCodec:
         return self.encode_class(kind, frame)
 
     def encode_known(self, value: Any) -> Any:
-        """What is written of an object of the other process; None of anything else."""
+        """Return the message for an object of the other process; None of anything else."""
         raise NotImplementedError
 
     def encode_object(self, value: Any, data: Any, frame: Frame) -> Any:
-        """What is written of an object; `data`: name and content of the plain type it is of."""
+        """Return the message for an object; `data`: name and content of the plain type it is of."""
         raise NotImplementedError
 
     def encode_class(self, kind: type, frame: Frame) -> Any:
-        """What is written of a class that is not in the closed list."""
+        """Return the message for a class that is not in the closed list."""
         raise NotImplementedError
 
     def decode(self, sent: Any, frame: Frame) -> Any:
-        """The value again.
+        """Return the value that was encoded.
 
         Raises:
             ValueError, TypeError, KeyError: if it is none.
@@ -221,18 +221,17 @@ class DataCodec:
         return made
 
     def decode_object(self, kind: str, content: list[Any], frame: Frame) -> Any:
-        """What stands for an object or a class of the other process."""
+        """Return the proxy of an object or a class of the other process."""
         raise NotImplementedError
 
     def import_numpy(self) -> Any:
-        """The module."""
         import numpy
 
         return numpy
 
 
 def fill(container: Any, kind: Any, items: Any) -> None:
-    """Puts items into an empty container of a kind that changes."""
+    """Put items into an empty container of a kind that changes."""
     if issubclass(kind, dict):
         add = dict.update if kind is collections.Counter else kind.update
         add(container, items)
@@ -243,8 +242,9 @@ def fill(container: Any, kind: Any, items: Any) -> None:
 
 
 def find_class(module: str, name: str) -> Any:
-    """A class of the closed list: a type or an exception that is built in, one that data has, or an
-    exception of a standard module that is already loaded. None if it is not among them."""
+    """Return a class of the closed list: a type or an exception that is built in, one that data
+    has, or an exception of a standard module that is already loaded. None if it is not among them.
+    """
     is_named = f"{module}.{name}" in _NAMED
     if is_named:
         __import__(module)

@@ -14,6 +14,7 @@ import math
 import os
 import sys
 
+from .linux_kernel import read_message
 from .object_exchange import ObjectExchange, ProgramFailedError, encode_message
 from .proxies import (
     ARITHMETIC,
@@ -31,8 +32,10 @@ from .vacuous import CheckCounter
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import CodeType
+    from types import CodeType, ModuleType
     from typing import Any, NoReturn
+else:
+    ModuleType = type(sys)
 
 MODULES = ("solution", "program")
 """What tests may import the program as."""
@@ -40,18 +43,9 @@ TESTS = "tests"  # the name of their module: what runs a program as a script doe
 _ABOUT_OTHERS = {*COMPARISONS, *ARITHMETIC, "contains"}
 # Methods of data that change it, or get what is in it, as `[]` does: objects may have their own.
 _OF_STORES = {
-    "add",
-    "append",
-    "clear",
-    "copy",
-    "discard",
-    "extend",
-    "get",
-    "insert",
-    "items",
-    "keys",
+    *("add", "append", "clear", "copy", "discard", "extend", "get", "insert", "items", "keys"),
+    *("pop", "popitem", "remove", "reverse", "setdefault", "sort", "update", "values"),
 }
-_OF_STORES |= {"pop", "popitem", "remove", "reverse", "setdefault", "sort", "update", "values"}
 _DATA_METHODS = {n for kind in (str, list, dict, set) for n in dir(kind) if not n.startswith("_")}
 _DATA_METHODS -= _OF_STORES
 
@@ -84,8 +78,8 @@ class Judge(ObjectExchange):
         return self.as_got(others[0] if operation == "getattr" else "", found)
 
     def as_got(self, name: str, found: Any) -> Any:
-        """What the test gets by a name: a class is one where the name has a capital letter; by any
-        other name, or by none, it is called as a function is."""
+        """Return an object as the test gets it by a name: a class is one where the name has a
+        capital letter; by any other name, or by none, it is called as a function is."""
         handle = handle_of(found) if isinstance(found, type) else None
         if handle and name.lstrip("_")[:1].isupper():
             handle.is_class = True
@@ -97,15 +91,16 @@ class Judge(ObjectExchange):
         return any(handle and handle.is_constructed for handle in map(handle_of, things))
 
     def _is_believed(self, operation: str, things: list[Any]) -> bool:
-        """Whether objects of the program are asked about these things: about each other; and those
-        that the test has made, whether they hold one of the test's and what they make of it."""
+        """Return whether objects of the program are asked about these things: about each other; and
+        those that the test has made, whether they hold one of the test's and what they make of it.
+        """
         others = [thing for thing in things if not handle_of(thing)]
         if not others or operation in COMPARISONS:
             return not others
         return self._has_constructed(things)
 
     def _decide(self, operation: str, things: list[Any]) -> Any:
-        """The comparison of an object of the program with something of the test's."""
+        """Compare an object of the program with something of the test's."""
         mine, other = things
         if type(other).__module__ == TESTS and operation != "contains":
             return NotImplemented  # the test's own class may say
@@ -116,7 +111,7 @@ class Judge(ObjectExchange):
         raise TypeError(f"an object of the program and {operation} with something of the test's")
 
     def perform(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
-        """Answers the program, to which the test has passed an object. It may be called; only what
+        """Answer the program, to which the test has passed an object. It may be called; only what
         is of a class of the test's is asked for more."""
         thing = arguments[0]
         if id(thing) not in self._numbers:  # a class that both have, such as `type`
@@ -136,8 +131,8 @@ class Judge(ObjectExchange):
             raise
 
     def error_to_raise(self, found: Any) -> BaseException:
-        """An exception of the program as the test sees it. What a failed assert raises, or an exit,
-        is no sign of a right program."""
+        """Return an exception of the program as the test sees it. What a failed assert raises, or
+        an exit, is no sign of a right program."""
         if isinstance(found, AssertionError) or not isinstance(found, Exception):
             return self.fail(f"the program has raised {type(found).__name__}")
         return found
@@ -153,7 +148,7 @@ class Judge(ObjectExchange):
         return found if found.size else self.checks.mark_empty(found)
 
 
-class TestNames(dict):  # type: ignore[type-arg]
+class TestNames(dict[str, "Any"]):
     """The global names of tests: their own, then those of the program.
 
     A name that Python has, too, is the program's only where a test has no other name of it: a
@@ -167,7 +162,7 @@ class TestNames(dict):  # type: ignore[type-arg]
         self._functions: dict[str, Any] = {}  # and classes: no test sees a program rename them
 
     def begin(self, used: Iterable[str]) -> None:
-        """Prepares for the names in a test."""
+        """Prepare for the names in a test."""
         own = self._of_program.intersection(used)
         self._takes_builtins = not any(not hasattr(builtins, name) for name in own)
 
@@ -178,8 +173,8 @@ class TestNames(dict):  # type: ignore[type-arg]
         return self.of_program(name)
 
     def of_program(self, name: str) -> Any:
-        """What the program has under the name, as it is now; a module that it imports is the
-        judge's own."""
+        """Return what the program has under the name now; for a module that it imports, the judge's
+        own."""
         if name in self._functions:
             return self._functions[name]
         if name not in self._of_program:
@@ -199,15 +194,15 @@ class TestNames(dict):  # type: ignore[type-arg]
         return importlib.import_module(found)
 
     def public(self) -> list[str]:
-        """The names that `from program import *` brings."""
+        """Return the names that `from program import *` brings."""
         return sorted(name for name in self._of_program if not name.startswith("_"))
 
     def copy(self) -> TestNames:
-        """Itself: doctest wants a copy."""
+        """Return the same names: doctest wants a copy."""
         return self
 
 
-class ProgramModule(type(sys)):  # type: ignore[misc]
+class ProgramModule(ModuleType):
     """The program as a module that tests import."""
 
     def __init__(self, name: str, names: TestNames) -> None:
@@ -222,14 +217,14 @@ class ProgramModule(type(sys)):  # type: ignore[misc]
 
 
 def judge_tests(source: int, sink: int, given: int) -> NoReturn:
-    """Reads the tests, runs each, and writes a line for each that ends: a JSON list of its number,
+    """Read the tests, run each, and write a line for each that ends: a JSON list of its number,
     whether it passed, its vacuous comparisons and why it failed.
 
     Args:
-        source, sink: from and to the program.
-        given: where the tests come from.
+        source, sink: descriptors of pipes from and to the program.
+        given: the descriptor to read the tests from.
     """
-    tests = marshal.loads(_read_all(given))
+    tests = marshal.loads(read_message(given))
     results = os.dup(1)
     nowhere = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -245,21 +240,22 @@ def judge_tests(source: int, sink: int, given: int) -> NoReturn:
     for name in MODULES:
         sys.modules[name] = ProgramModule(name, names)
     for number, test in enumerate(tests):
-        passed, why = _passes(*test, judge, names)
+        passed, why = _passes(judge, names, *test)
         line = encode_message([number, passed, judge.checks.vacuous, why[:1000]])
         os.write(results, line + b"\n")
     os._exit(0)
 
 
 def _passes(
+    judge: Judge,
+    names: TestNames,
     text: str,
     code: CodeType,
     used: Iterable[str],
     doctests: Iterable[str],
     defined: Iterable[str],
-    judge: Judge,
-    names: TestNames,
 ) -> tuple[bool, str]:
+    """Run one test; return whether it passed, and why not."""
     checks = judge.checks
     checks.reset()
     if judge.is_over:
@@ -268,7 +264,8 @@ def _passes(
     try:
         names.begin(used)
         if "unittest" in text:
-            importlib.import_module("unittest").main = lambda *_, **__: None  # they are run below
+            unittest: Any = importlib.import_module("unittest")
+            unittest.main = lambda *_, **__: None  # they are run below
         if "numpy" in text:
             checks.watch(judge.import_numpy(), is_for_tests="testing" in text)
         exec(code, names)
@@ -278,14 +275,3 @@ def _passes(
     if judge.failure or not checks.passed:
         return False, judge.failure or "nothing was checked"
     return True, ""
-
-
-def _read_all(source: int) -> bytes:
-    size = int.from_bytes(os.read(source, 8), "little")
-    pieces = bytearray()
-    while len(pieces) < size:
-        piece = os.read(source, size - len(pieces))
-        if not piece:
-            os._exit(1)
-        pieces += piece
-    return bytes(pieces)

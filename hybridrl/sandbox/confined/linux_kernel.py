@@ -1,4 +1,4 @@
-"""Linux system calls that Python's standard library lacks."""
+"""Linux system calls that Python's standard library lacks, and reading whole messages of pipes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,31 @@ _SYSCALL_NUMBERS = {  # of the system calls that libc has no function for, by ma
     "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
 }
+_PIECE = 1 << 20
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAP_SETUID = 7
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 38
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+
+def read_fully(source: int, size: int) -> bytes:
+    """Return `size` bytes of a pipe; fewer if it ends before."""
+    pieces = bytearray()
+    while len(pieces) < size and (piece := os.read(source, min(size - len(pieces), _PIECE))):
+        pieces += piece
+    return bytes(pieces)
+
+
+def read_message(source: int) -> bytes:
+    """Return what a pipe has behind the number of its bytes; end this process if the pipe ends
+    before, for whoever wrote it is gone."""
+    header = read_fully(source, 8)
+    size = int.from_bytes(header, "little")
+    content = read_fully(source, size)
+    if len(header) < 8 or len(content) < size:
+        os._exit(1)
+    return content
 
 
 def find_machine_index() -> int:
@@ -39,7 +59,7 @@ def find_machine_index() -> int:
 
 
 def call_kernel(name: str, *arguments: Any) -> int:
-    """Make a system call; integers are passed as C longs. Integers are passed as C longs.
+    """Make a system call; integers are passed as C longs.
 
     Raises:
         OSError: if the kernel refuses; names the call.
@@ -101,6 +121,5 @@ def _set_capabilities(capabilities: int) -> None:
 
 
 def set_parent_death_signal() -> None:
-    """Have the kernel kill this process when its parent ends; a change of user undoes this.
-    Changing the user undoes it."""
+    """Have the kernel kill this process when its parent ends; a change of user undoes this."""
     check_result("prctl", libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0))

@@ -15,6 +15,7 @@ from _thread import RLock
 
 from . import proxies
 from .data_codec import BASES, DataCodec, Frame, fill
+from .linux_kernel import read_fully
 from .proxies import ObjectHandle, RemoteClass, RemoteData, RemoteError, RemoteObject, handle_of
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
@@ -57,9 +58,9 @@ class ObjectExchange(DataCodec):
         self._lock = RLock()  # other threads of a program may ask, too
 
     def ask(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
-        """What the operation gives in the other process; raises what it raises there. Lists and
-        their like that it has changed there are changed here, and the other way round for what an
-        attribute was."""
+        """Return what the operation gives in the other process, or raise what it raises there.
+        Lists and their like that it has changed there are changed here, and the other way round for
+        what an attribute was."""
         with self._lock:
             frame, number = Frame(), self._asked
             self._asked += 1
@@ -79,7 +80,7 @@ class ObjectExchange(DataCodec):
             return found
 
     def _changed(self) -> list[Any]:
-        """What has been changed here of what was got from the other process, by question."""
+        """Return what has been changed here of values of the other process, by question."""
         changed = []
         for lent in self._lent:
             number, value, frame, before = lent
@@ -94,7 +95,7 @@ class ObjectExchange(DataCodec):
                 self.decode(content, self._lending[number])
 
     def serve(self) -> None:
-        """Answers questions until the other process is gone."""
+        """Answer questions until the other process is gone."""
         while not self.is_over:
             try:
                 _, *content = self.receive()
@@ -103,11 +104,11 @@ class ObjectExchange(DataCodec):
                 pass
 
     def perform(self, operation: str, arguments: list[Any], options: dict[str, Any]) -> Any:
-        """Answers a question of the other process."""
+        """Return the answer to a question of the other process."""
         return OPERATIONS[operation](*arguments, **options)
 
     def printed(self) -> str:
-        """What has been printed since the last answer."""
+        """Return the text printed since the last answer."""
         return ""
 
     def _answer(self, lent: list[Any], number: int, operation: str, sent: Any) -> None:
@@ -151,7 +152,7 @@ class ObjectExchange(DataCodec):
         return found
 
     def error_to_raise(self, found: Any) -> BaseException:
-        """What is raised here for what was raised there."""
+        """Return the exception to raise here for one that was raised there."""
         return found if isinstance(found, BaseException) else RuntimeError()
 
     def send(self, message: Any) -> None:
@@ -175,16 +176,13 @@ class ObjectExchange(DataCodec):
             raise self._end("the program sent what is no message") from None
 
     def _read(self, size: int) -> bytes:
-        pieces = bytearray()
-        while len(pieces) < size:
-            piece = os.read(self._source, min(size - len(pieces), _PIECE))
-            if not piece:
-                raise self._end("the program has ended")
-            pieces += piece
-        return bytes(pieces)
+        content = read_fully(self._source, size)
+        if len(content) < size:
+            raise self._end("the program has ended")
+        return content
 
     def fail(self, reason: str) -> ProgramFailedError:
-        """Notes that the other process counts no more; gives what to raise."""
+        """Note that the other process counts no more; return the exception to raise."""
         self.failure = reason
         return ProgramFailedError(reason)
 
@@ -194,8 +192,9 @@ class ObjectExchange(DataCodec):
 
     def encode_known(self, value: Any) -> Any:
         handle = handle_of(value)
-        is_theirs = handle is not None and handle.exchange is self
-        return ["yours", handle.number] if is_theirs else None  # type: ignore[union-attr]
+        if handle is None or handle.exchange is not self:
+            return None
+        return ["yours", handle.number]
 
     def encode_object(self, value: Any, data: Any, frame: Frame) -> Any:
         return ["object", self._number_of(value), self.encode(type(value), frame, set()), data]
@@ -217,7 +216,7 @@ class ObjectExchange(DataCodec):
         if kind == "yours":
             return self._objects[content[0]]
         if kind == "class":
-            return self._class_for(*content, frame)
+            return self._class_for(frame, *content)
         number, of_class, data = content
         if number in self._proxies:
             return self._proxies[number]
@@ -225,16 +224,17 @@ class ObjectExchange(DataCodec):
         if not isinstance(remote, type):
             raise TypeError("an object of no class")
         if data is None:
-            made = object.__new__(remote if isinstance(remote, RemoteClass) else RemoteObject)
+            kind_of: Any = remote if isinstance(remote, RemoteClass) else RemoteObject
+            made = object.__new__(kind_of)
             self._proxies[number] = made
         else:
-            made = self._data_for(remote, *data, frame)
+            made = self._data_for(frame, remote, *data)
             if type(made) is remote and not isinstance(remote, RemoteClass):
                 return made
         proxies.attach(made, ObjectHandle(self, number))
         return _wait_for(made) if remote.__name__ == "coroutine" else made
 
-    def _data_for(self, remote: Any, base: str, sent: Any, frame: Frame) -> Any:
+    def _data_for(self, frame: Frame, remote: Any, base: str, sent: Any) -> Any:
         content = self.decode(sent, frame)
         plain: Any = BaseException if base == "error" else BASES[base]
         if not issubclass(remote, plain):
@@ -250,7 +250,7 @@ class ObjectExchange(DataCodec):
         fill(made, plain, content)
         return made
 
-    def _class_for(self, number: int, name: str, sent: list[Any], frame: Frame) -> type:
+    def _class_for(self, frame: Frame, number: int, name: str, sent: list[Any]) -> type:
         if number not in self._classes:
             bases = [self.decode(base, frame) for base in sent]
             self._classes[number] = self._make_class(number, str(name), bases)
@@ -270,14 +270,15 @@ class ObjectExchange(DataCodec):
         else:
             kinds = (RemoteData, plain) if plain else others or (RemoteObject,)
         try:
-            return type.__call__(RemoteClass, name, kinds, names)  # type: ignore[no-any-return]
+            made: type = type.__call__(RemoteClass, name, kinds, names)
         except TypeError:  # of several bases of different kinds
-            return type.__call__(RemoteClass, name, (kinds[0],), names)  # type: ignore[no-any-return]
+            made = type.__call__(RemoteClass, name, (kinds[0],), names)
+        return made
 
 
 class _JsonContext:
-    """How JSON is read, as `json.JSONDecoder` has it: importing `json` would take half as long as
-    a small program's verdict."""
+    """The settings of `json.JSONDecoder`: importing `json` would take half as long as a small
+    program's verdict."""
 
     strict, memo = True, None
     object_hook = object_pairs_hook = None
@@ -285,12 +286,16 @@ class _JsonContext:
     parse_constant = staticmethod(float)  # of `NaN`, `Infinity` and `-Infinity`
 
 
-_scan = make_scanner(_JsonContext)
-_write = make_encoder(None, None, encode_basestring_ascii, None, ":", ",", False, False, True)
+_context: Any = _JsonContext
+_no_default: Any = None
+_scan = make_scanner(_context)
+_write = make_encoder(
+    None, _no_default, encode_basestring_ascii, None, ":", ",", False, False, True
+)
 
 
 def encode_message(message: Any) -> bytes:
-    """A message as JSON.
+    """Return a message as JSON.
 
     Raises:
         TypeError, RecursionError: if it is none.

@@ -1,4 +1,4 @@
-"""What stands in one process for an object or a class of another: it asks there for everything."""
+"""Proxies in one process of objects and classes of another: they ask there for everything."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
     from typing import Any
 
-ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod")
-ARITHMETIC += ("and", "or", "xor", "lshift", "rshift")
+ARITHMETIC = (
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "divmod"),
+    *("and", "or", "xor", "lshift", "rshift"),
+)
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _OF_CLASSES = ("iter", "len", "getitem", "contains", "setattr", "delattr")
-_OF_OBJECTS = ("call", "setitem", "delitem", "format", "round", "next", "bool", "str", "repr")
-_OF_OBJECTS += ("hash", "abs", "int", "float", "complex", "index", "neg", "pos", "invert")
-_OF_OBJECTS += ("reversed", "enter", "trunc", "floor", "ceil", *COMPARISONS, *ARITHMETIC)
+_OF_OBJECTS = (
+    *("call", "setitem", "delitem", "format", "round", "next", "bool", "str", "repr"),
+    *("hash", "abs", "int", "float", "complex", "index", "neg", "pos", "invert"),
+    *("reversed", "enter", "trunc", "floor", "ceil", *COMPARISONS, *ARITHMETIC),
+)
 _DESCRIBING = ("__name__", "__qualname__", "__wrapped__", "__cause__")
 
 
 class ObjectHandle:
-    """Which object of the other process it is.
+    """A handle of an object of the other process.
 
     Attributes:
         exchange: leads there.
@@ -38,26 +42,27 @@ class ObjectHandle:
 
 
 def handle_of(thing: Any) -> ObjectHandle | None:
-    """The handle of what stands for an object, None of anything else."""
+    """Return the handle of a proxy, None of anything else."""
+    handle: ObjectHandle | None = None
     if isinstance(type(thing), RemoteClass) or type(thing) is RemoteClass:
-        return object.__getattribute__(thing, "__dict__").get("_remote")  # type: ignore
-    return None
+        handle = object.__getattribute__(thing, "__dict__").get("_remote")
+    return handle
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Whether they are one object, here or there."""
+    """Return whether they are one object, here or there."""
     handle, other = handle_of(left), handle_of(right)
     return left is right or bool(handle and other and handle.number == other.number)
 
 
 def attach(thing: Any, handle: ObjectHandle) -> Any:
-    """Makes it stand for the handle's object."""
+    """Make a thing the proxy of the handle's object, and return it."""
     object.__getattribute__(thing, "__dict__")["_remote"] = handle
     return thing
 
 
 def as_constructed(thing: Any) -> Any:
-    """An object as one that this process has made; anything else as it is."""
+    """Return an object as one that this process has made; anything else as it is."""
     if not isinstance(thing, RemoteObject):
         return thing
     handle: Any = handle_of(thing)
@@ -66,7 +71,7 @@ def as_constructed(thing: Any) -> Any:
 
 
 def as_function(kind: Any) -> Any:
-    """A class as something that is called and makes nothing here."""
+    """Return a class as something that is called and makes nothing here."""
     handle: Any = handle_of(kind)
     names = {n: vars(kind)[n] for n in ("_ancestors", "__module__")}
     names["_remote"] = ObjectHandle(handle.exchange, handle.number)
@@ -74,22 +79,24 @@ def as_function(kind: Any) -> Any:
 
 
 def get_attribute(thing: Any, name: str) -> Any:
-    """An attribute of the object there. Of special names, those that only describe."""
+    """Return an attribute of the object there. Of special names, those that only describe."""
     if name.startswith("__") and name not in _DESCRIBING:
         raise AttributeError(name)
     return _ask(thing, "getattr", name)
 
 
 def _ask(thing: Any, operation: str, *arguments: Any, **options: Any) -> Any:
-    return handle_of(thing).exchange.ask(operation, [thing, *arguments], options)  # type: ignore
+    handle: Any = handle_of(thing)
+    return handle.exchange.ask(operation, [thing, *arguments], options)
 
 
 def _asking(operation: str, is_reflected: bool = False) -> Any:
-    """A method that does nothing but ask."""
+    """Return a method that does nothing but ask."""
 
     def method(self: Any, *arguments: Any, **options: Any) -> Any:
         given = [*arguments, self] if is_reflected else [self, *arguments]
-        return handle_of(self).exchange.ask(operation, given, options)  # type: ignore
+        handle: Any = handle_of(self)
+        return handle.exchange.ask(operation, given, options)
 
     return method
 
@@ -101,8 +108,8 @@ class RemoteClass(type):
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         made = _ask(cls, "call", *arguments, **options)
-        handle = handle_of(made)
-        if handle is None or not handle_of(cls).is_class:  # type: ignore[union-attr]
+        handle, own = handle_of(made), handle_of(cls)
+        if handle is None or own is None or not own.is_class:
             return made  # a function, or a class that passes for one
         kind = type(made)
         if issubclass(kind, RemoteData):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def run_tests(
     doctests: Iterable[str], defined: Iterable[str], names: Any, checks: CheckCounter
 ) -> None:
-    """Runs what a test has defined and not called.
+    """Run the tests that a test has defined and not called.
 
     Raises:
         AssertionError: if one of these fails.
@@ -52,7 +52,8 @@ def _run_unittest(cases: list[Any], checks: CheckCounter) -> None:
     import unittest
 
     loader = unittest.TestLoader()
-    unittest.TestCase.assertIs = lambda self, *things: self.assertTrue(is_same(*things[:2]))  # type: ignore
+    case: Any = unittest.TestCase
+    case.assertIs = lambda self, *things: self.assertTrue(is_same(*things[:2]))
     result = unittest.TestResult()
     suite = unittest.TestSuite(map(loader.loadTestsFromTestCase, cases))
     suite.run(result)
@@ -65,7 +66,7 @@ def _run_unittest(cases: list[Any], checks: CheckCounter) -> None:
 
 
 def _run_pytest(names: Any, found: dict[str, Any], checks: CheckCounter) -> None:
-    """Plain functions and classes as they are, all else by pytest itself."""
+    """Run plain functions and classes as they are, all else by pytest itself."""
     tests = {name: found[name] for name in found if name.startswith(("test", "Test"))}
     if "pytest" in names or "pytest" in sys.modules or not all(map(_is_plain, tests.values())):
         ran = _run_by_pytest(names)
@@ -76,7 +77,7 @@ def _run_pytest(names: Any, found: dict[str, Any], checks: CheckCounter) -> None
 
 
 def _is_plain(thing: Any) -> bool:
-    """Whether nothing of pytest's is needed to run it."""
+    """Return whether nothing of pytest's is needed to run a test."""
     import inspect
 
     if not isinstance(thing, type):
@@ -90,7 +91,7 @@ def _is_plain(thing: Any) -> bool:
 
 
 def _run_plain(thing: Any) -> int:
-    """Gives how many tests it ran."""
+    """Run a function or a class of tests; return the number of tests."""
     if not isinstance(thing, type):
         thing()
         return 1
@@ -101,7 +102,8 @@ def _run_plain(thing: Any) -> int:
 
 
 def _run_by_pytest(names: Any) -> int:
-    """Gives how many tests passed. Nothing is read from the folder that the program can write in.
+    """Run tests by pytest; return how many passed. Nothing is read from the folder that the program
+    can write in.
 
     Raises:
         AssertionError: if one did not.

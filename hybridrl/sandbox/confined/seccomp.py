@@ -1,4 +1,4 @@
-"""The seccomp filter: the system calls that a program may make. All others fail. All others fail.
+"""The seccomp filter: the system calls that a program may make. All others fail.
 
 Not among them is `setsockopt`: larger buffers of sockets are memory that no limit of a process
 counts.
@@ -89,8 +89,7 @@ def install_filter(pid: int) -> None:
 
 def _argument_conditions(pid: int) -> dict[str, list[ArgumentCondition]]:
     """Return what the arguments of conditional system calls must be. Only the low 32 bits count:
-    these arguments are C ints, or flags that fit in one. The low 32 bits count: all of these
-    arguments are C ints, or flags that fit in one."""
+    these arguments are C ints, or flags that fit in one."""
     whole = 0xFFFFFFFF
     # To open for reading and truncate needs no right to write from older Landlocks.
     flags = tuple(f | t for t in (0, _O_TRUNC) for f in range(4) if f or not t)
@@ -118,16 +117,10 @@ def _assemble_filter(pid: int, machine: int) -> bytes:
         _encode_instruction(_RETURN, _KILL_PROCESS),  # 32-bit system calls
         _encode_instruction(_LOAD, _NUMBER_OFFSET),
     ]
-    for number in _parse_syscall_table(_ALLOWED_CALLS, machine).values():
-        code += [
-            _encode_instruction(_JUMP_EQUAL, number, 0, 1),
-            _encode_instruction(_RETURN, _ALLOW),
-        ]
-    for number in _parse_syscall_table(_PRETENDED_CALLS, machine).values():
-        code += [
-            _encode_instruction(_JUMP_EQUAL, number, 0, 1),
-            _encode_instruction(_RETURN, _ERRNO | 0),
-        ]
+    for table, answer in ((_ALLOWED_CALLS, _ALLOW), (_PRETENDED_CALLS, _ERRNO | 0)):
+        for number in _parse_syscall_table(table, machine).values():
+            code.append(_encode_instruction(_JUMP_EQUAL, number, 0, 1))
+            code.append(_encode_instruction(_RETURN, answer))
     conditions = _argument_conditions(pid)
     for name, number in _parse_syscall_table(_CONDITIONAL_CALLS, machine).items():
         body = [step for condition in conditions[name] for step in _assemble_condition(*condition)]

@@ -20,7 +20,7 @@ _MOST_PRINTED = 1 << 20  # characters, in one call
 
 
 class BoundedText(io.StringIO):
-    """What is printed, up to a limit; what is beyond is lost."""
+    """A text stream that keeps what is printed up to a limit and loses the rest."""
 
     def write(self, text: str) -> int:
         if self.tell() < _MOST_PRINTED:
@@ -49,7 +49,7 @@ class ServedProgram(ObjectExchange):
 
 
 def serve_program(program: str, source: int, sink: int) -> None:
-    """Runs the program as a module, says which names it has, and answers until the judge ends."""
+    """Run the program as a module, send its names, and answer questions until the judge ends."""
     module = type(sys)("program")
     sys.modules["program"] = module  # where dataclasses and pickle look for its classes
     names = vars(module)

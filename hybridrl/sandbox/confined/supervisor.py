@@ -34,7 +34,7 @@ from . import landlock, linux_kernel, namespaces, seccomp
 
 TYPE_CHECKING = False  # importing `typing` would take as long as all the rest
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import Any
 
 _MIB = 1 << 20
 _KILL = 9
@@ -51,8 +51,7 @@ _DESCRIPTORS = {
 
 
 class SandboxedProgram:
-    """The message to the supervisor: a program, its input, and how to confine it. The order of the
-    fields is the order on the wire.
+    """The message to the supervisor: a program, its input, and how to confine it.
 
     Attributes:
         source, stdin: the program and what it reads.
@@ -65,25 +64,17 @@ class SandboxedProgram:
             behind the job.
     """
 
-    def __init__(
-        self,
-        source: str,
-        stdin: bytes,
-        level: str,
-        limits: dict[str, Any],
-        libraries: list[str],
-        search_path: list[str],
-        temporary: str,
-        is_judged: bool,
-    ) -> None:
-        self.source = source
-        self.stdin = stdin
-        self.level = level
-        self.limits = limits
-        self.libraries = libraries
-        self.search_path = search_path
-        self.temporary = temporary
-        self.is_judged = is_judged
+    source: str
+    stdin: bytes
+    level: str
+    limits: dict[str, Any]
+    libraries: list[str]
+    search_path: list[str]
+    temporary: str
+    is_judged: bool
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
 
 
 def main(report_to: int, memory_entrance: int | None = None) -> None:
@@ -94,8 +85,7 @@ def main(report_to: int, memory_entrance: int | None = None) -> None:
             text, if the program could not be confined, else with what `_wait_for_end` returns.
         memory_entrance: the descriptor by which the program enters its memory group.
     """
-    size = int.from_bytes(_read_exactly(8), "little")
-    job = SandboxedProgram(*marshal.loads(_read_exactly(size)))
+    job = SandboxedProgram(**marshal.loads(linux_kernel.read_message(0)))
     try:
         report = _start_and_watch(job, report_to, memory_entrance)
         if report is None:
@@ -131,18 +121,24 @@ def _start_and_watch(
     to_program, from_judge = os.pipe() if job.is_judged else (-1, -1)
     gc.freeze()  # the program's interpreter need not go through our objects when it ends
     group = () if memory_entrance is None else (memory_entrance,)
-    pipes = [to_judge, from_judge, to_program, from_program] if job.is_judged else []
+    ours = {0, 1, 2, report_to, alive_read, alive_write, started_read, started_write, stdin, *group}
+    ours |= {to_judge, from_program, to_program, from_judge} - {-1}
+
+    def keep(*kept: int) -> None:
+        for descriptor in ours.difference(kept):
+            os.close(descriptor)
+
     init = os.fork() if job.level != "none" else None
-    if init == 0:
-        others = (0, 1, 2, report_to, alive_write, started_read, started_write, stdin)
-        _run_init_process(alive_read, (*others, *group, *pipes))
+    if init == 0:  # it ends when the supervisor does, however that happens
+        keep(alive_read)
+        os.read(alive_read, 1)
+        os._exit(0)
     supervisor = os.getpid()
-    ours = (report_to, alive_read, alive_write, started_read, stdin)
+    of_both = (0, 1, 2, started_write, *group)
     program = os.fork()
     if program == 0:
         os.dup2(stdin, 0)
-        for descriptor in (*ours, *pipes[:2]):
-            os.close(descriptor)
+        keep(*of_both, to_program, from_program)
         if job.is_judged:  # what it prints goes nowhere
             nowhere = os.open("/dev/null", os.O_WRONLY)
             os.dup2(nowhere, 1)
@@ -154,13 +150,10 @@ def _start_and_watch(
         served_program.serve_program(job.source, to_program, from_program)
     judging = os.fork() if job.is_judged else None
     if judging == 0:
-        for descriptor in (*ours, *pipes[2:]):
-            os.close(descriptor)
+        keep(*of_both, to_judge, from_judge)
         _confine(job, user, scratch, supervisor, started_write, group)
         judge.judge_tests(to_judge, from_judge, 0)
-    for descriptor in pipes:
-        os.close(descriptor)
-    os.close(started_write)
+    keep(0, 1, 2, report_to, alive_write, started_read)
     report = _wait_for_end(program, started_read, job.limits["wall_s"], judging)
     if init is not None:
         os.kill(init, _KILL)
@@ -171,7 +164,7 @@ def _start_and_watch(
 
 
 def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) -> dict[str, Any]:
-    """Waits for the end of the program, or of its judge, and brings it about if need be.
+    """Wait for the end of the program, or of its judge, and bring it about if need be.
 
     Returns:
         `status` as of `wait`, `cpu_s` and `seconds` used, `stopped` (`wall`, `parent` or None) of
@@ -203,15 +196,6 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
     }
 
 
-def _run_init_process(alive: int, others: tuple[int, ...]) -> NoReturn:
-    """Run process 1 of the PID namespace, which ends when the supervisor does, however that
-    happens."""
-    for descriptor in others:
-        os.close(descriptor)
-    os.read(alive, 1)
-    os._exit(0)
-
-
 def _confine(
     job: SandboxedProgram,
     user: int | None,
@@ -220,7 +204,7 @@ def _confine(
     started: int,
     memory_group: tuple[int, ...],
 ) -> None:
-    """Gives up every right, and says so by closing `started`."""
+    """Give up every right, and report that by closing `started`."""
     try:
         for entrance in memory_group:
             os.write(entrance, b"0")
@@ -249,7 +233,7 @@ def _confine(
     sys.argv = ["program.py"]
     sys.dont_write_bytecode = True
     os.environ.clear()
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[attr-defined]  # as `site` has them
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # as `site` has them
     _open_standard_files()
 
 
@@ -291,8 +275,7 @@ def _set_limits(limits: dict[str, Any], others: int) -> None:
 
 def _find_unused_user() -> int | None:
     """Return a user id that nobody else has, so that per-user limits count this program alone;
-    `nobody` in containers with few users, else None. `nobody` in a container that does not have so
-    many users, and None if it has not even that one."""
+    `nobody` in containers with few users, None if there is not even that one."""
     with open("/proc/self/uid_map") as file:
         ranges = [[int(number) for number in line.split()] for line in file]
     for user in (_HIGHEST_USER + os.getpid(), _NOBODY):
@@ -321,16 +304,6 @@ def _make_sealed_file(content: bytes) -> int:
     return file
 
 
-def _read_exactly(size: int) -> bytes:
-    pieces = bytearray()
-    while len(pieces) < size:
-        piece = os.read(0, size - len(pieces))
-        if not piece:  # the parent is gone
-            os._exit(1)
-        pieces += piece
-    return bytes(pieces)
-
-
 def _read_all(descriptor: int) -> bytes:
     pieces = bytearray()
     while piece := os.read(descriptor, 4096):
@@ -339,7 +312,7 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _open_standard_files() -> None:
-    """Has `open` find the standard input and outputs by these names, in `io` as well."""
+    """Make `open` find the standard input and outputs by these names, in `io` as well."""
     plain_open = io.open
 
     def open(file: Any, *arguments: Any, **options: Any) -> Any:
@@ -353,14 +326,14 @@ def _open_standard_files() -> None:
 
 
 def _make_scratch(parent: str) -> str:
-    """Makes a new folder there that only this user may enter, and gives its path."""
+    """Make a new folder there that only this user may enter, and return its path."""
     folder = os.path.join(parent, f"hybridrl-program-{os.urandom(8).hex()}")
     os.mkdir(folder, 0o700)
     return folder
 
 
 def _remove_scratch(folder: str) -> None:
-    """Removes a folder that the program has filled, as deep as may be: no recursion, no long paths.
+    """Remove a folder that the program has filled, as deep as may be: no recursion, no long paths.
 
     Folders inside are first moved up, one level at a time, so that all are removed from the top.
     """

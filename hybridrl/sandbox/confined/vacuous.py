@@ -10,8 +10,10 @@ if TYPE_CHECKING:
     from typing import Any
 
 _OF_NUMPY = ("allclose", "isclose", "array_equiv")
-_OF_ITS_TESTING = ("allclose", "array_equal", "almost_equal", "array_almost_equal", "equal")
-_OF_ITS_TESTING += ("array_less", "array_almost_equal_nulp", "array_max_ulp")
+_OF_ITS_TESTING = (
+    *("allclose", "array_equal", "almost_equal", "array_almost_equal", "equal"),
+    *("array_less", "array_almost_equal_nulp", "array_max_ulp"),
+)
 
 
 class VacuousError(AssertionError):
@@ -19,7 +21,7 @@ class VacuousError(AssertionError):
 
 
 class CheckCounter:
-    """What a test has checked so far.
+    """A counter of what a test has checked so far.
 
     Attributes:
         passed: checks that held and compared something.
@@ -32,12 +34,12 @@ class CheckCounter:
         self.reset()
 
     def reset(self) -> None:
-        """Begins another test."""
+        """Begin another test."""
         self.passed = self.vacuous = 0
         self.is_empty = self.has_called = False
 
     def count(self) -> None:
-        """Notes that a check held."""
+        """Note that a check held."""
         if self.is_empty:
             self.vacuous += 1
         else:
@@ -45,12 +47,12 @@ class CheckCounter:
         self.is_empty = False
 
     def refuse(self, reason: str) -> VacuousError:
-        """Notes a vacuous comparison; gives what to raise."""
+        """Note a vacuous comparison; return the exception to raise."""
         self.vacuous += 1
         return VacuousError(reason)
 
     def builtins(self) -> dict[str, Any]:
-        """The built-in names as tests have them."""
+        """Return the built-in names as tests have them."""
         return {
             **vars(builtins),
             "all": self._all,
@@ -92,45 +94,41 @@ class CheckCounter:
         return (item for item in items if (item if function is None else function(item)))
 
     def watch(self, numpy: Any, is_for_tests: bool = False) -> None:
-        """Has numpy's comparisons refuse shapes that they would stretch to fit.
+        """Make numpy's comparisons refuse shapes that they would stretch to fit.
 
         Args:
             numpy: the module.
             is_for_tests: also those of `numpy.testing`, which takes long to import.
         """
         for name in ("array", "asarray"):
-            self._watch_making(numpy, name)
+            self._watch(numpy, name, self._making)
         for name in _OF_NUMPY:
-            self._watch(numpy, name)
+            self._watch(numpy, name, self._comparing)
         for name in _OF_ITS_TESTING if is_for_tests else ():
-            self._watch(numpy.testing, f"assert_{name}")
+            self._watch(numpy.testing, f"assert_{name}", self._comparing)
 
-    def _watch_making(self, module: Any, name: str) -> None:
-        make = getattr(module, name)
-        if hasattr(make, "is_watched"):
-            return
+    def _watch(self, module: Any, name: str, watched: Callable[[Any], Any]) -> None:
+        if not hasattr(function := getattr(module, name), "is_watched"):
+            found = watched(function)
+            found.is_watched = True
+            setattr(module, name, found)
 
+    def _making(self, make: Any) -> Any:
         def marked(*arguments: Any, **options: Any) -> Any:
             made = make(*arguments, **options)
             return made if made.size or not self.has_called else self.mark_empty(made)
 
-        marked.is_watched = True  # type: ignore[attr-defined]
-        setattr(module, name, marked)
+        return marked
 
-    def _watch(self, module: Any, name: str) -> None:
-        compare = getattr(module, name)
-        if hasattr(compare, "is_watched"):
-            return
-
+    def _comparing(self, compare: Any) -> Any:
         def checked(left: Any, right: Any, *arguments: Any, **options: Any) -> Any:
             self.check_shapes(left, right)
             return compare(left, right, *arguments, **options)
 
-        checked.is_watched = True  # type: ignore[attr-defined]
-        setattr(module, name, checked)
+        return checked
 
     def check_shapes(self, left: Any, right: Any) -> None:
-        """Refuses shapes that differ, unless one is of a single number and neither is empty.
+        """Refuse shapes that differ, unless one is of a single number and neither is empty.
 
         Raises:
             VacuousError: says which they are.
@@ -143,17 +141,17 @@ class CheckCounter:
             raise self.refuse(f"arrays of the shapes {shapes[0]} and {shapes[1]}")
 
     def mark_empty(self, array: Any) -> Any:
-        """An array without items as one that refuses to be compared with one that has some."""
+        """Return an empty array as one that refuses to be compared with one that has items."""
         import numpy
 
         check = self.check_shapes
 
-        class EmptyArray(numpy.ndarray):  # type: ignore[misc]
-            def __array_ufunc__(self, function: Any, how: str, *given: Any, **options: Any) -> Any:
-                if len(given) == 2 and how == "__call__":
-                    check(*given)
-                plain = [g.view(numpy.ndarray) if isinstance(g, EmptyArray) else g for g in given]
-                found = getattr(function, how)(*plain, **options)
+        class EmptyArray(numpy.ndarray):
+            def __array_ufunc__(self, ufunc: Any, method: Any, *inputs: Any, **kwargs: Any) -> Any:
+                if len(inputs) == 2 and method == "__call__":
+                    check(*inputs)
+                plain = [g.view(numpy.ndarray) if isinstance(g, EmptyArray) else g for g in inputs]
+                found = getattr(ufunc, method)(*plain, **kwargs)
                 is_empty = isinstance(found, numpy.ndarray) and not found.size
                 return found.view(EmptyArray) if is_empty else found
 
@@ -162,7 +160,7 @@ class CheckCounter:
 
 
 def _size(thing: Any) -> int:
-    """Its number of items; negative if it does not have one."""
+    """Return a thing's number of items; a negative number if it does not have one."""
     try:
         return len(thing)
     except TypeError:
