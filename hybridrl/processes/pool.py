@@ -291,24 +291,13 @@ class ProcessPool:
                 item, (status, value) = self._items.pop(kind), content
                 if status == "error" and process.was_out_of_memory():
                     status = "memory"  # of a program that it had started
-                self._end(item, status, value)
+                found = ItemResult(item.work.key, status, value, attempt=item.attempt)
+                self._results.append(found)
         process.is_alone = process.is_alone and bool(process.in_flight)
         if answered and process.is_blocking:
             seconds, known = (now - process.last_answer) / answered, self._seconds_per_item
             self._seconds_per_item = (known + seconds) / 2 if math.isfinite(known) else seconds
             process.last_answer = now
-
-    def _end(
-        self,
-        item: _Item,
-        status: str,
-        value: Any = None,
-        loss: str | None = None,
-        tail: str = "",
-        is_guilty: bool = True,
-    ) -> None:
-        found = ItemResult(item.work.key, status, value, loss, tail, is_guilty, item.attempt)
-        self._results.append(found)
 
     def _bury(self, process: SupervisedProcess, status: str, end: str) -> None:
         """Replaces a process, and finds out which of its items is to blame."""
@@ -338,7 +327,9 @@ class ProcessPool:
                 item.was_killed = True
             elif number == guilty or item.attempt + 1 >= self._most_losses:
                 del self._items[number]
-                self._end(item, status, None, end, tail, number == guilty)
+                key, is_guilty = item.work.key, number == guilty
+                found = ItemResult(key, status, None, end, tail, is_guilty, item.attempt)
+                self._results.append(found)
                 continue
             item.attempt += 1
             again.append(number)

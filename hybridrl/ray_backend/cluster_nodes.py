@@ -42,18 +42,9 @@ class RayNode:
         return min(by_cpu, int(gpus)) if kind == "cuda" else by_cpu
 
 
-@dataclass(frozen=True)
-class NodeReport:
-    """A node's report of its package versions and missing paths.
-
-    Attributes:
-        versions: Of Python and of packages; "" for what is not installed.
-        unseen: Settings whose paths do not exist there.
-    """
-
-    address: str
-    versions: Mapping[str, str]
-    unseen: Sequence[str] = ()
+NodeReport = tuple[Mapping[str, str], Sequence[str]]
+"""A node's answer to `node_probe.probe_node`: the versions of Python and of packages, "" for what
+is not installed; and the settings whose paths do not exist there."""
 
 
 def make_node_sort_key(node_id: str, address: str) -> tuple[int, int, str]:
@@ -88,18 +79,21 @@ def check_capacity(nodes: Sequence[RayNode], kind: str, devices: int, cpus_per_h
 
 
 def check_node_reports(
-    here: Mapping[str, str], reports: Sequence[NodeReport], paths: Mapping[str, str]
+    here: Mapping[str, str], reports: Mapping[str, NodeReport], paths: Mapping[str, str]
 ) -> None:
     """Refuse nodes that have other versions than the driver, or do not see the job's files.
 
     Args:
         here: The driver's versions.
+        reports: Of the nodes, by their addresses.
         paths: What every node has to see, by setting.
 
     Raises:
         ConfigError: naming every such node and what is wrong there.
     """
-    other = {report.address: _find_version_differences(here, report.versions) for report in reports}
+    other = {
+        address: _find_version_differences(here, there) for address, (there, _) in reports.items()
+    }
     if lines := [f"  {node} {', '.join(found)}" for node, found in other.items() if found]:
         raise ConfigError(
             "The driver and all nodes must have the same versions, in the Python that runs Ray "
@@ -107,9 +101,9 @@ def check_node_reports(
             + "\n".join(lines)
         )
     blind: dict[str, list[str]] = {}
-    for report in reports:
-        for setting in report.unseen:
-            blind.setdefault(setting, []).append(report.address)
+    for address, (_, unseen) in reports.items():
+        for setting in unseen:
+            blind.setdefault(setting, []).append(address)
     if blind:
         lines = [
             f"  {setting}={paths[setting]} is not on {', '.join(nodes)}"

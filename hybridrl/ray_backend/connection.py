@@ -17,7 +17,6 @@ from typing import Any
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.cluster_nodes import (
-    NodeReport,
     RayNode,
     check_access,
     check_capacity,
@@ -342,8 +341,7 @@ def check_nodes(
             f"No process could be started on {', '.join(silent)} within {limit:g} s "
             "(ray.start_timeout_s). Look at Ray's own logs there, under /tmp/ray."
         )
-    reports = [NodeReport(address, *answer) for address, answer in answers.items()]
-    check_node_reports(node_probe.read_versions(CHECKED_PACKAGES), reports, paths)
+    check_node_reports(node_probe.read_versions(CHECKED_PACKAGES), answers, paths)
     errors, silent = _ask(bundles, limit, access_errors, dict(folders), list(written))
     late = dict.fromkeys(folders, f"no answer within {limit:g} s")
     check_access(errors | dict.fromkeys(silent, late), folders)

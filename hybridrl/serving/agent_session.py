@@ -89,6 +89,7 @@ class AgentSession:
         report: What the program said itself; None: nothing so far.
         under_way: Keys of requests that are not answered yet.
         last_reason: Why the turn that was recorded last ended.
+        sampled: The number of tokens sampled so far.
     """
 
     name: str
@@ -98,18 +99,13 @@ class AgentSession:
     report: EpisodeReport | None = None
     under_way: set[int] = field(default_factory=set)
     last_reason: str = "stop"
+    sampled: int = 0
     _branches: list[_SessionBranch] = field(default_factory=list)
     _known: dict[str, tuple[TokenTranscript, int, int]] = field(default_factory=dict)
     _asked: dict[str, int] = field(default_factory=dict)  # requests of each part
     _turns: int = 0
-    _sampled: int = 0
     _is_over: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def sampled(self) -> int:
-        """Return the number of tokens sampled so far."""
-        return self._sampled
 
     def next_seed(self, part: str) -> int:
         """Return a seed for the next request of a part, which depends only on the session's seed,
@@ -155,7 +151,7 @@ class AgentSession:
                 *(turn.prompt_ids, turn.token_ids, turn.log_probs, turn.versions), branch.latest
             )
             self._turns += 1
-            self._sampled += len(turn.token_ids)
+            self.sampled += len(turn.token_ids)
             recorded.length = len(transcript)
             self.last_reason = turn.finish_reason
             if key is not None:
@@ -171,13 +167,13 @@ class AgentSession:
                 return
             if recorded.key is not None:
                 self._known.pop(recorded.key, None)
-            self._sampled -= branch.transcript.sampled
+            self.sampled -= branch.transcript.sampled
             if recorded.before is None:
                 self._branches.remove(branch)
                 return
             branch.transcript.return_to(recorded.before)
             branch.latest = recorded.latest
-            self._sampled += branch.transcript.sampled
+            self.sampled += branch.transcript.sampled
 
     def end(self, parts: Collection[str] | None = None) -> list[TokenTranscript]:
         """Finish the episode; nothing is recorded afterwards.
@@ -204,13 +200,12 @@ class AgentSession:
 
     def _extended_by(self, prompt_ids: Sequence[int], part: str) -> _SessionBranch | None:
         """Return the longest branch of the part that the prompt begins with."""
-        found, longest = None, -1
+        found = []
         for branch in self._branches:
             ids = branch.transcript.token_ids
-            fits = len(ids) > longest and prompt_ids[: len(ids)] == ids
-            if branch.part == part and fits:
-                found, longest = branch, len(ids)
-        return found
+            if branch.part == part and prompt_ids[: len(ids)] == ids:
+                found.append(branch)
+        return max(found, key=lambda branch: len(branch.transcript.token_ids), default=None)
 
 
 def _is_selected_part(part: str, parts: Collection[str]) -> bool:
@@ -219,7 +214,7 @@ def _is_selected_part(part: str, parts: Collection[str]) -> bool:
 
 
 class Permission(NamedTuple):
-    """What a token allows: `SAMPLE`, `REPORT` or `ROWS`, and in which session."""
+    """The permission of a token: `SAMPLE`, `REPORT` or `ROWS`, and the session that it is for."""
 
     scope: str
     session: str
@@ -241,7 +236,7 @@ class SessionRegistry:
         self._key = secrets.token_bytes(32)
 
     def open(self, name: str, sampling: SamplingSettings, seed: int) -> AgentSession:
-        """Open a session; the name must not contain a dot. The name has no dot."""
+        """Open a session; the name must not contain a dot."""
         session = AgentSession(name, sampling, seed)
         with self._lock:
             self._open[name] = session
@@ -258,13 +253,13 @@ class SessionRegistry:
             return self._open.get(part.partition(".")[0])
 
     def token(self, scope: str, session: str) -> str:
-        """The token of a scope in a session. It is recomputed, not kept, so that it is recognised
-        when the session is over."""
+        """Return the token of a scope in a session. It is recomputed, not kept, so that it is
+        recognised when the session is over."""
         head = f"{scope}-{session}"
         return f"{head}-{hmac.digest(self._key, head.encode(), 'sha256').hex()}"
 
     def permission(self, token: str) -> Permission | None:
-        """What a token allows; None: it is none of this endpoint."""
+        """Return the permission that a token gives; None if it is not a token of this endpoint."""
         scope, _, rest = token.partition("-")
         found = Permission(scope, rest.rpartition("-")[0])
         is_known = token.isascii() and hmac.compare_digest(token, self.token(*found))

@@ -226,18 +226,24 @@ def write_atomically(file: Location, content: bytes) -> None:
         file.write_whole(content)
         return
     file.parent.mkdir(parents=True, exist_ok=True)
+    with writing_beside(file) as part, part.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    sync_directory(file.parent)
+
+
+@contextlib.contextmanager
+def writing_beside(file: Path) -> Iterator[Path]:
+    """Yield a temporary path beside a file, and rename it to the file when the block succeeds."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as opened:
-            opened.write(content)
-            opened.flush()
-            os.fsync(opened.fileno())
+        yield part
         part.replace(file)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
-    sync_directory(file.parent)
 
 
 def remove_location(location: Location) -> None:

@@ -16,7 +16,13 @@ from typing import Any
 
 from hybridrl.errors import StorageError
 from hybridrl.system.formatting import format_bytes
-from hybridrl.system.locations import UNREACHABLE_HINT, Location, RemotePath, find_free_bytes
+from hybridrl.system.locations import (
+    UNREACHABLE_HINT,
+    Location,
+    RemotePath,
+    find_free_bytes,
+    writing_beside,
+)
 from hybridrl.system.redaction import redact
 
 _NUMBER = re.compile(r"\(os error (\d+)\)")
@@ -111,20 +117,14 @@ def replace_file(path: Path, setting: str = RUN_FOLDER_SETTINGS) -> Iterator[Pat
         StorageError: the file could not be written; the temporary file is removed. Or there is a
             device or a pipe, such as /dev/null, which a rename would put out of the world for all.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with explain_write_errors(path, setting):
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise StorageError(
                 f"{path} is no file but a device or a pipe, and is left as it is. Set {setting} to "
                 "a file that may be replaced."
             )
-        try:
+        with writing_beside(path) as part:
             yield part
-            part.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise
 
 
 @contextlib.contextmanager

@@ -58,10 +58,8 @@ def check_user_code(setting: str, spec: str) -> None:
         ConfigError: if one of them does not exist, or the file is no valid Python; names the
             nearest.
     """
-    place, name = _split(setting, spec)
-    find = _find_file if is_file_path(place) else _find_module
-    source = find(setting, spec, place, name)
-    if source is None or source.suffix != ".py":
+    source, name = _find_source(setting, spec)
+    if source is None:
         return
     try:
         tree = ast.parse(source.read_bytes(), filename=str(source))
@@ -81,9 +79,8 @@ def parse_parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
     Raises:
         ConfigError: as `check_user_code` does.
     """
-    place, name = _split(setting, spec)
-    source = (_find_file if is_file_path(place) else _find_module)(setting, spec, place, name)
-    if source is None or source.suffix != ".py":
+    source, name = _find_source(setting, spec)
+    if source is None:
         return None
     bound = [
         node
@@ -97,26 +94,13 @@ def parse_parameters(setting: str, spec: str) -> list[inspect.Parameter] | None:
         return None
     if getattr(node, "decorator_list", None):
         return None
-    return _list_parameters(node.args)
-
-
-def _list_parameters(given: ast.arguments) -> list[inspect.Parameter]:
-    """Return the parameters of a function definition; defaults are None, whatever they are."""
-    one = inspect.Parameter
-    positional: list[tuple[ast.arg, Any]] = [(a, one.POSITIONAL_ONLY) for a in given.posonlyargs]
-    positional += [(a, one.POSITIONAL_OR_KEYWORD) for a in given.args]
-    without = len(positional) - len(given.defaults)
-    listed = [
-        one(a.arg, kind, default=one.empty if n < without else None)
-        for n, (a, kind) in enumerate(positional)
-    ]
-    if given.vararg:
-        listed.append(one(given.vararg.arg, one.VAR_POSITIONAL))
-    for a, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
-        listed.append(one(a.arg, one.KEYWORD_ONLY, default=one.empty if default is None else None))
-    if given.kwarg:
-        listed.append(one(given.kwarg.arg, one.VAR_KEYWORD))
-    return listed
+    # Of a function with these parameters that does nothing; its defaults are None.
+    given, nothing = node.args, ast.Constant(None)
+    given.defaults = [nothing for _ in given.defaults]
+    given.kw_defaults = [default and nothing for default in given.kw_defaults]
+    empty = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, nothing)))
+    signature = inspect.signature(eval(compile(empty, "<parameters>", "eval")))
+    return list(signature.parameters.values())
 
 
 def load_user_code(setting: str, spec: str) -> Any:
@@ -165,6 +149,14 @@ def _split(setting: str, spec: str) -> tuple[str, str]:
             f"`{setting}` is `{spec}`; write `path/to/file.py:Name` or `package.module:Name`."
         )
     return found
+
+
+def _find_source(setting: str, spec: str) -> tuple[Path | None, str]:
+    """Return the Python file that a file or module is, None if that cannot be determined, and the
+    name in it."""
+    place, name = _split(setting, spec)
+    source = (_find_file if is_file_path(place) else _find_module)(setting, spec, place, name)
+    return (source if source is not None and source.suffix == ".py" else None), name
 
 
 def _find_file(setting: str, spec: str, place: str, name: str) -> Path:

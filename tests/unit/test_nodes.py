@@ -19,7 +19,6 @@ from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.ray_backend import node_probe
 from hybridrl.ray_backend.cluster_nodes import (
-    NodeReport,
     RayNode,
     check_access,
     check_capacity,
@@ -61,7 +60,7 @@ HERE = {"Python": "3.11.7", "hybridrl": "0.1.0 (sources 12345678)", "torch": "2.
 
 
 def test_equal_nodes_are_fine_and_what_the_driver_lacks_is_not_asked_for():
-    check_node_reports(HERE, [NodeReport("10.0.0.1", HERE | {"vllm": "0.32.0"})], {})
+    check_node_reports(HERE, {"10.0.0.1": (HERE | {"vllm": "0.32.0"}, [])}, {})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_equal_nodes_are_fine_and_what_the_driver_lacks_is_not_asked_for():
     ],
 )
 def test_a_node_that_differs_is_named(theirs, words):
-    reports = [NodeReport("10.0.0.1", HERE), NodeReport("10.0.0.2", HERE | theirs)]
+    reports = {"10.0.0.1": (HERE, []), "10.0.0.2": (HERE | theirs, [])}
     with pytest.raises(ConfigError) as found:
         check_node_reports(HERE, reports, {})
     assert words in str(found.value) and "10.0.0.1" not in str(found.value)
@@ -82,7 +81,7 @@ def test_a_node_that_differs_is_named(theirs, words):
 
 def test_nodes_that_do_not_see_a_file_are_named_by_setting():
     paths = {"run.root": "/runs/1", "model.path": "/models/m"}
-    reports = [NodeReport("n1", HERE, ["run.root"]), NodeReport("n2", HERE, list(paths))]
+    reports = {"n1": (HERE, ["run.root"]), "n2": (HERE, list(paths))}
     with pytest.raises(ConfigError) as found:
         check_node_reports(HERE, reports, paths)
     text = str(found.value)
