@@ -27,7 +27,7 @@ class ChatTemplateError(HybridRLError):
 
 @dataclass(frozen=True)
 class TemplateContext:
-    """What a chat template reads beside the messages.
+    """The variables of a chat template beside the messages.
 
     Attributes:
         options: Its own variables, such as `enable_thinking` (`data.chat_template_options`).

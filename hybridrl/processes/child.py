@@ -51,12 +51,12 @@ class Messages:
         self._buffer = bytearray()
 
     def pack(self, message: Any) -> bytes:
-        """The bytes of one message, its length first."""
+        """Return the bytes of one message, its length first."""
         body = self._dumps(message)
         return _LENGTH.pack(len(body)) + body
 
     def feed(self, piece: bytes) -> list[Any]:
-        """Takes the next piece and returns the messages that it completes."""
+        """Add the next piece and return the messages that it completes."""
         self._buffer += piece
         found, start = [], 0
         while len(self._buffer) - start >= _LENGTH.size:
@@ -126,7 +126,7 @@ class ItemServer:
         self._ticking: asyncio.TimerHandle | None = None
 
     def serve(self) -> None:
-        """Serves until the pool closes the connection."""
+        """Serve until the pool closes the connection."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pool's to judge
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         received: list[Any] = []
@@ -148,7 +148,7 @@ class ItemServer:
             self._loop.run_forever()
 
     def wear_out(self) -> None:
-        """Tells the pool to give this process no further items."""
+        """Tell the pool to give this process no further items."""
         self._send(["worn"])
 
     def _read(self) -> list[Any]:
@@ -211,7 +211,7 @@ class ItemServer:
         self._send((number, status, value))
 
     def _stop(self, number: int) -> None:
-        """Cancels an item that nobody waits for any more."""
+        """Cancel an item that nobody waits for any more."""
         self._ages.pop(number, None)
         task = self._tasks.get(number)
         if task is not None:
@@ -223,7 +223,7 @@ class ItemServer:
             self.wear_out()
 
     def _tick(self) -> None:
-        """Ages the items, and shows that none of them blocks the loop. Time in which one has is not
+        """Age the items, and note that none of them blocks the loop. Time in which one has is not
         counted."""
         now = time.monotonic()
         passed, self._last_tick = min(now - self._last_tick, 2 * _TICK_S), now
@@ -243,7 +243,7 @@ def _deadline_ns(limit_s: float) -> int:
 
 
 def traceback_of(error: BaseException, own: Collection[str]) -> str:
-    """An error with its traceback, without the frames that it begins with in these files."""
+    """Return an error with its traceback, without the first frames if they are in these files."""
     frames = error.__traceback__
     while frames and frames.tb_frame.f_code.co_filename in own:
         frames = frames.tb_next

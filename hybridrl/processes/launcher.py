@@ -48,12 +48,12 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def can_isolate() -> bool:
-    """Whether this kernel's Landlock knows scopes: Linux 6.12 and later."""
+    """Return whether this kernel's Landlock knows scopes: Linux 6.12 and later."""
     return int(_LIBC.syscall(_CREATE_RULESET, None, 0, 1)) >= _SCOPES_SINCE
 
 
 def _isolate() -> None:
-    """Keeps this process and its descendants from reading, tracing and signalling processes that
+    """Keep this process and its descendants from reading, tracing and signalling processes that
     are not among these; nothing else changes, but that setuid programs gain nothing, and that root
     loses capabilities."""
     for capability in set(range(64)) - _CAPABILITIES:
@@ -80,7 +80,7 @@ def _descendants(pid: int | str) -> Iterator[int]:
 
 
 def _memory() -> int:
-    """Bytes of all descendants that are in memory."""
+    """Return the bytes of all descendants that are in memory."""
     total = 0
     for pid in _descendants("self"):
         with contextlib.suppress(OSError, ValueError):
@@ -89,7 +89,7 @@ def _memory() -> int:
 
 
 def _holds(pid: int, file: os.stat_result) -> bool:
-    """Whether a process has a file open."""
+    """Return whether a process has a file open."""
     with contextlib.suppress(OSError):
         for one in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ def _holds(pid: int, file: os.stat_result) -> bool:
 
 
 def _end_children() -> None:
-    """Kills all, those too that become children meanwhile."""
+    """Kill all children, also those that become children meanwhile, and wait for them."""
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in _children("self"):
@@ -109,7 +109,7 @@ def _end_children() -> None:
 
 
 def _start(settings: dict[str, Any], command: list[str]) -> NoReturn:
-    """Becomes the program."""
+    """Turn this process into the program."""
     os.setsid()
     _LIBC.prctl(_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -124,8 +124,8 @@ def _start(settings: dict[str, Any], command: list[str]) -> NoReturn:
 
 
 def _wait_for(program: int, limit: int, shared: memoryview | list[int]) -> int | None:
-    """The exit code of the program; None if it is to be ended, which its parent says by SIGTERM, or
-    its memory."""
+    """Wait for the program and return its exit code; None if it has to be ended, because its parent
+    sent SIGTERM or because it took too much memory."""
     while True:
         signals = {signal.SIGTERM, signal.SIGCHLD}
         heard = signal.sigtimedwait(signals, _TICK_S if limit else 1e6)
@@ -140,7 +140,7 @@ def _wait_for(program: int, limit: int, shared: memoryview | list[int]) -> int |
 
 
 def main() -> None:
-    """Runs the program to its end."""
+    """Run the program to its end, and end all that it leaves behind."""
     if sys.argv[1] == "can-isolate":
         sys.exit(not can_isolate())
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]

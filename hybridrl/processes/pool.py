@@ -24,11 +24,11 @@ _TICK_S = 0.25
 
 
 class WorkItem(NamedTuple):
-    """What a process is to do.
+    """An item of work for a process.
 
     Attributes:
         key: Comes back with the result.
-        payload: Gives what the program gets, by the number of times that it was given before.
+        payload: Builds what the program gets from the number of times that it was given before.
         limit_s: Seconds that it may take.
         is_blocking: Whether it runs in the main thread of its process, while nothing else does.
     """
@@ -40,16 +40,16 @@ class WorkItem(NamedTuple):
 
 
 class ItemResult(NamedTuple):
-    """What came of an item.
+    """The result of an item.
 
     Attributes:
         status: `ok`, what the program says of its failures, or, after the loss of its process,
             `crash`, `timeout`, `memory` or `output`. An item that timed out has `timeout`, too.
-        value: Of the program, if it has answered.
+        value: The program's answer, if there is one.
         loss: How its process ended, as the end of a sentence; None if it has not.
-        tail: What that wrote last.
+        tail: The last output of that process.
         is_guilty: Whether the item had the process; if not, it has lost too many to others.
-        attempt: How often the item was given to a process before.
+        attempt: Number of times that the item was given to a process before.
     """
 
     key: int
@@ -116,13 +116,13 @@ class ProcessPool:
         self._finalizer = weakref.finalize(self, _close_all, self._processes, pipe, os.getpid())
 
     def start(self, count: int) -> None:
-        """Starts processes until there are so many; does not wait for them."""
+        """Start processes until there are `count`; do not wait for them."""
         with self._lock:
             while len(self._processes) < count:
                 self._processes.append(SupervisedProcess(self._spec))
 
     def wait_until_ready(self, within_s: float, *, of: Callable[..., bool] = all) -> Any:
-        """Waits for all processes, or for `any`, and gives what a program has said of itself.
+        """Wait for all processes, or for `any`, and return what a program has said of itself.
 
         Raises:
             ProcessStartError: if one cannot load its program, or not in that time. The pool is
@@ -134,7 +134,7 @@ class ProcessPool:
         return self._readiness[0]
 
     def submit(self, items: Iterable[WorkItem]) -> None:
-        """Puts items behind those that wait. Never blocks."""
+        """Queue items; never blocks."""
         with self._lock:
             for item in items:
                 self._count += 1
@@ -144,7 +144,7 @@ class ProcessPool:
                 os.write(self._waker, b" ")
 
     def poll(self, wait_s: float = 0.0) -> list[ItemResult]:
-        """The items that have ended since.
+        """Return the items that have ended since the last call.
 
         Args:
             wait_s: Seconds to wait for one, if there is none.
@@ -162,7 +162,7 @@ class ProcessPool:
             self._wait(until)
 
     def cancel(self) -> None:
-        """Forgets all items. A process that a blocking one has is replaced."""
+        """Drop all items. A process in which a blocking one runs is replaced."""
         with self._lock:
             self._items.clear()
             self._suspects.clear()
@@ -182,14 +182,14 @@ class ProcessPool:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Ends all processes, and what they have started. A closed pool cannot be used again."""
+        """End all processes and what they have started. A closed pool cannot be used again."""
         with self._lock:
             if not self.is_closed:
                 os.write(self._waker, b" ")
             self._finalizer()
 
     def _wait(self, until: float) -> None:
-        """Gives out items, waits for something to happen, or a deadline, and takes what arrived."""
+        """Dispatch items, wait for an event or a deadline, and take what has arrived."""
         with self._lock:
             if self.is_closed:
                 return
@@ -236,7 +236,7 @@ class ProcessPool:
             self._give(process, [waiting.popleft() for _ in range(min(room, fair))])
 
     def _room(self, process: SupervisedProcess) -> int:
-        """How many more items the process should have."""
+        """Return how many more items the process should have."""
         count = len(process.in_flight)
         if not process.is_blocking:
             return self._at_once - count
@@ -300,7 +300,7 @@ class ProcessPool:
             process.last_answer = now
 
     def _bury(self, process: SupervisedProcess, status: str, end: str) -> None:
-        """Replaces a process, and finds out which of its items is to blame."""
+        """Replace a process, and find out which of its items is to blame."""
         running = process.running
         process.kill()
         self._take(process, process.receive())  # the item may have ended just before

@@ -38,7 +38,7 @@ _numbers = itertools.count(1)
 
 
 class ProcessSpec(NamedTuple):
-    """How a pool starts its processes.
+    """The program of a pool's processes, and how to start one.
 
     Attributes:
         name: What messages call such a process.
@@ -118,7 +118,7 @@ class SupervisedProcess:
 
     @property
     def descriptors(self) -> dict[int, bool]:
-        """What there may be to do for it, and whether that is to write."""
+        """The descriptors to wait for, and for each whether there is something to write."""
         found = {self._pidfd: False}
         if not self._is_cut:
             found[self._socket.fileno()] = bool(self._outgoing)
@@ -127,12 +127,12 @@ class SupervisedProcess:
         return found
 
     def send(self, message: Any) -> None:
-        """Sends as much as the connection takes now, `flush` the rest."""
+        """Send as much as the connection takes now; `flush` sends the rest."""
         self._outgoing += self._messages.pack(message)
         self.flush()
 
     def flush(self) -> None:
-        """Goes on sending. A process that has ended is noticed by `receive`, not here."""
+        """Go on sending. A process that has ended is noticed by `receive`, not here."""
         while self._outgoing:
             try:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -142,7 +142,7 @@ class SupervisedProcess:
                 self._outgoing.clear()
 
     def receive(self) -> list[Any]:
-        """All messages that have arrived, without waiting."""
+        """Return the messages that have arrived, without waiting."""
         poll = select.poll()
         poll.register(self._pidfd, select.POLLIN)
         self.has_ended = bool(poll.poll(0))
@@ -172,14 +172,13 @@ class SupervisedProcess:
         return (time.monotonic_ns() - self._page[1]) / 1e9 if self._page[1] else 0.0
 
     def was_out_of_memory(self) -> bool:
-        """Whether the limit of its memory has ended it, or what it started, since this was asked
-        last."""
+        """Return whether the memory limit has ended it, or what it started, since the last call."""
         before = self._kills
         self._kills = self._page[2] + (self._group.kills() if self._group else 0)
         return self._kills > before
 
     def kill(self) -> None:
-        """Ends the process and all that it has started, and waits for it."""
+        """End the process and all that it has started, and wait for it."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
@@ -189,7 +188,7 @@ class SupervisedProcess:
             _end_all(self._mark)
 
     def close(self) -> None:
-        """Ends the process and lets go of what it took."""
+        """End the process and release its descriptors and its memory group."""
         self.kill()
         self._socket.close()
         if self._pidfd >= 0:
@@ -204,11 +203,11 @@ class SupervisedProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended it, which comes from outside. Only after `kill`."""
+        """True if SIGKILL ended it, which comes from outside. Known only after `kill`."""
         return self._process.returncode == -signal.SIGKILL
 
     def how_it_ended(self) -> str:
-        """What the exit status says, as the end of a sentence. Only after `kill`."""
+        """Return the meaning of the exit status, as the end of a sentence. Only after `kill`."""
         status = self._process.returncode
         if status < 0:
             name = signal.Signals(-status).name
@@ -217,7 +216,7 @@ class SupervisedProcess:
         return f"ended with exit status {status}"
 
     def tail(self) -> str:
-        """What it wrote last, as lines to put after a sentence."""
+        """Return its last output, as lines to put after a sentence."""
         self._read_output()
         text = self._tail.decode("utf-8", "replace").strip()
         return f"\nIt wrote:\n{text}" if text else ""
@@ -242,7 +241,7 @@ class SupervisedProcess:
 
 
 def _end_all(mark: str) -> None:
-    """Kills every process that has inherited a mark, whatever group or session it has moved to."""
+    """Kill every process that has inherited a mark, whatever group or session it has moved to."""
     wanted = f"{MARK}={mark}".encode()
     for _ in range(100):  # they may start others while they are looked for
         found = []

@@ -72,7 +72,7 @@ class AgentGenerator(SampleGenerator):
         self.programs = programs
         self.settings = settings
         self.failed = failed or FailedEpisodes(None)
-        self._numbers = itertools.count(1)
+        self.numbers = itertools.count(1)
         self._logged: set[str] = set()
         self._notices: list[str] = []
 
@@ -90,10 +90,6 @@ class AgentGenerator(SampleGenerator):
             task = task._replace(sampling=sampling)
         return AgentStream(self, task)
 
-    def next_number(self) -> int:
-        """Of an episode, among all of this rollout."""
-        return next(self._numbers)
-
     def notices(self) -> list[str]:
         said, self._notices = self._notices, []
         return said
@@ -104,7 +100,7 @@ class AgentGenerator(SampleGenerator):
         super().close()
 
     def log_once(self, kind: str, failure: str, kept: Path | None = None) -> None:
-        """Reports a failure, unless one that ended alike was reported.
+        """Report a failure, unless one that ended alike was reported.
 
         Args:
             kept: The file that has the rest of it.
@@ -140,7 +136,7 @@ class AgentStream(SampleStream):
         for group in _group_prompt_rows(batch, self._prompts):
             plays = []
             for row in group:
-                number = rollout.next_number()
+                number = next(rollout.numbers)
                 session = self._endpoint.open_session(f"e{number}", sampling, task.seeds[row])
                 is_greedy, url = sampling.temperature == 0, self._endpoint.session_url(session)
                 token = self._endpoint.session_token(session)
@@ -179,7 +175,7 @@ class AgentStream(SampleStream):
         self._exchange.put_back()
 
     def _start(self) -> None:
-        """Hands what came since to the engine."""
+        """Start the requests that have come since the last call."""
         if not self._requests.continuous:
             self._exchange.gather(len(self._playing), GATHER_QUIET_S, GATHER_TIMEOUT_S)
         for request in self._exchange.requests():
@@ -208,7 +204,7 @@ class AgentStream(SampleStream):
             self._exchange.grow(self._requests.partial())
 
     def _end(self, played: EpisodeResult) -> None:
-        """An episode is over: what it sampled and what it was worth."""
+        """Record the sample of an episode that has ended, with its reward."""
         if (found := self._playing.pop(played.key, None)) is None:
             return
         row, session, play = found
@@ -235,7 +231,7 @@ class AgentStream(SampleStream):
         self._ended[row] = EpisodeSample(branches, rewards, reward, reason, metrics)
 
     def _failed(self, played: EpisodeResult, session: AgentSession, kept: Path | None) -> float:
-        """The score of an episode that failed."""
+        """Return the score of an episode that failed, or raise if it ends the job."""
         failure, settings = str(played.failure), self._rollout.settings
         if not session.sampled and (proxies := set_proxies()):
             failure += (
@@ -255,7 +251,8 @@ class AgentStream(SampleStream):
     def _turn_rewards(
         self, rewards: list[float] | None, branches: Sequence[TokenTranscript]
     ) -> list[float]:
-        """One for each turn of the model; none if the program told none, or another number."""
+        """Return one reward for each turn of the model; none if the program reported none, or
+        another number."""
         turns = sum(branch.sampled_turns for branch in branches)
         if rewards is not None and len(rewards) != turns:
             self._rollout.log_once(
@@ -268,7 +265,8 @@ class AgentStream(SampleStream):
 
 
 def set_proxies() -> str:
-    """The variables that name HTTP proxies, for the middle of a sentence; empty if none does."""
+    """Return the variables that name HTTP proxies, for the middle of a sentence; empty if none
+    does."""
     kinds = urllib.request.getproxies_environment()  # their addresses may have passwords
     return " and ".join(f"{kind}_proxy" for kind in sorted(kinds) if kind != "no")
 

@@ -26,10 +26,10 @@ def most_open() -> int:
 
 
 class Connections:
-    """Those that are open, in the endpoint's loop.
+    """The open connections of an endpoint, used in its loop.
 
     Args:
-        most: In all; further ones are refused.
+        most: Most connections at a time; further ones are refused.
     """
 
     def __init__(self, most: int) -> None:
@@ -38,7 +38,8 @@ class Connections:
         self._unknown: dict[Any, int] = {}  # and for how many seconds, the oldest first
 
     def add(self, transport: Any) -> None:
-        """Someone has connected."""
+        """Add a new connection, which has not shown a token; end the oldest such if there are too
+        many."""
         if len(self._unknown) >= min(MOST_UNKNOWN, max(1, self._most // 2)):
             self._end(next(iter(self._unknown)))
         self._open.add(transport)
@@ -48,17 +49,17 @@ class Connections:
             transport.close()
 
     def know(self, transport: Any) -> None:
-        """It has shown a token."""
+        """Note that a connection has shown a token."""
         self._unknown.pop(transport, None)
 
     def remove(self, transport: Any) -> None:
-        """It is closed."""
+        """Remove a connection that is closed."""
         self._open.discard(transport)
         self._unknown.pop(transport, None)
 
     async def sweep(self) -> None:
-        """Ends those that have not shown a token in time. Time in which the loop stood still is not
-        counted: what they had sent may not have been read."""
+        """End connections that do not show a token in time. Time in which the loop stood still is
+        not counted: what they had sent may not have been read."""
         while True:
             await asyncio.sleep(1.0)
             for transport in list(self._unknown):
@@ -72,7 +73,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One of them."""
+    """A connection that enters itself in `Connections` as long as it is open."""
 
     __slots__ = ("_connections", "_own")
 
@@ -81,12 +82,10 @@ class Connection(web.RequestHandler):
         self._connections = connections
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Counts it."""
         super().connection_made(transport)
         self._own = transport
         self._connections.add(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Counts it no more."""
         self._connections.remove(self._own)
         super().connection_lost(exc)

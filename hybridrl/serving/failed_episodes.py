@@ -80,7 +80,7 @@ class FailedEpisodes:
         return path
 
     def _segments(self, branch: TokenTranscript) -> list[Mapping[str, Any]]:
-        """A conversation, cut where the model begins and ends to speak."""
+        """Return a conversation in segments of the model's and of the program's tokens."""
         said = [(0, branch.prompt_ids)]
         numbered = zip(branch.mask, branch.response_ids, strict=True)
         for mask, group in groupby(numbered, key=lambda one: one[0]):

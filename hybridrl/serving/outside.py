@@ -1,6 +1,5 @@
 """Episodes for external programs, which ask for a row, play it and report a reward within a time
-limit. They ask for a row, play it, and report a reward, in their own time; one that does not is
-given up after a while."""
+limit."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ REMINDER_INTERVAL_S = 60.0
 
 
 class EpisodeRunner(Protocol):
-    """What plays episodes: `EnvironmentPool`, or programs from outside."""
+    """A player of episodes: `EnvironmentPool`, or programs from outside."""
 
     def start(self, group: Sequence[EpisodeRequest]) -> None:
-        """Queue the samples of one prompt; never blocks. Never waits."""
+        """Queue the samples of one prompt; never blocks."""
 
     def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call."""
@@ -34,7 +33,7 @@ class EpisodeRunner(Protocol):
         """Drop all episodes that have not ended."""
 
     def close(self) -> None:
-        """Ends the programs."""
+        """End the programs."""
 
 
 class ExternalPrograms:
@@ -71,7 +70,8 @@ class ExternalPrograms:
             loop.call_soon_threadsafe(event.set)
 
     async def next(self, wait_s: float) -> EpisodeRequest | None:
-        """The next row; None if there is none for so long, or never again: see `is_closed`."""
+        """Return the next row; None if there is none for `wait_s` seconds, or never again: see
+        `is_closed`."""
         loop, until = asyncio.get_running_loop(), time.monotonic() + wait_s
         while not self.is_closed:
             event = asyncio.Event()
@@ -104,7 +104,7 @@ class ExternalPrograms:
 
     def poll(self, wait_s: float = 0.0) -> list[EpisodeResult]:
         """Return the episodes that have ended since the last call, including expired ones; never
-        blocks. Never waits."""
+        blocks."""
         now = time.monotonic()
         with self._lock:
             late = [name for name, (_, end) in self._played.items() if end < now]
@@ -131,7 +131,7 @@ class ExternalPrograms:
             self._done.clear()
 
     def close(self) -> None:
-        """As `cancel`: the programs are not ours to end. Those that wait for a row are told."""
+        """Drop all episodes and answer programs that wait for a row; they end by themselves."""
         self.is_closed = True
         self.cancel()
         self.start([])

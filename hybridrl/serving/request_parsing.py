@@ -77,7 +77,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def _field(must: str, default: Any = ..., **limits: Any) -> Any:
-    """A field, and the sentence that refuses another value, without its name."""
+    """Return a field with the sentence, without its name, that refuses another value."""
     return Field(default, description=must, **limits)
 
 
@@ -239,7 +239,7 @@ class ChatCompletionRequest(GenerationOptions):
 
     @property
     def may_call(self) -> bool:
-        """Whether the model may call tools; if not, what looks like a call is text."""
+        """True if the model may call tools; if not, text that looks like a call is text."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -321,7 +321,7 @@ _Parsed = TypeVar("_Parsed", bound=_Object)
 
 
 def parse(kind: type[_Parsed], body: Mapping[str, Any]) -> _Parsed:
-    """Reads the body of a request.
+    """Validate the body of a request.
 
     Raises:
         ApiError: names what is missing, of a wrong type, out of range or not supported.

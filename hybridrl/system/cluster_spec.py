@@ -91,7 +91,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """All devices of a job, node by node, with the specs of their models and links.
+    """The devices of a job, node by node, with the specs of their models and links.
 
     Attributes:
         devices: By their numbers.
@@ -134,7 +134,7 @@ class ClusterSpec:
 
     @property
     def rates_known(self) -> bool:
-        """Whether the speed of every device and link is known."""
+        """True if the speed of every device and link is known."""
         models = all(
             model in self.models and self.models[model].flops for model in self.model_names
         )

@@ -60,8 +60,8 @@ FLASH_WIDTHS = range(8, 257, 8)
 
 
 def fits_flash(query: torch.Tensor) -> bool:
-    """Whether variable-length flash attention, where a device has it, takes queries like these,
-    `[tokens, heads, width]`."""
+    """Return whether variable-length flash attention, where a device has it, takes queries like
+    these, `[tokens, heads, width]`."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     return is_half and query.shape[-1] in FLASH_WIDTHS
 
