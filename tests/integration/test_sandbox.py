@@ -402,7 +402,7 @@ def test_threads_are_limited(caller):
     started = 1
     try:
         for i in range(200):
-            threading.Thread(target=time.sleep, args=(0.5,)).start()
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
             started += 1
     except RuntimeError:
         pass
