@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hybridrl.checks.machine.device_checks import devices_here
 from hybridrl.commands.plan_options import parse_lengths
@@ -128,7 +127,7 @@ def _read_prompts(config: Config, tokenizer: Any) -> list[Tensor]:
     return [row.clone() for row in rows[:_CALIBRATION_SAMPLES]]
 
 
-def _generate_responses(model: PreTrainedModel, prompts: Sequence[Tensor]) -> list[Tensor]:
+def _generate_responses(model: Any, prompts: Sequence[Tensor]) -> list[Tensor]:
     """Sample responses from the model, because KL matters on the policy's own responses."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

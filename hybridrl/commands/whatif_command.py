@@ -168,13 +168,13 @@ def parse_question(recorded: RecordedRun, chosen: argparse.Namespace) -> WhatIfQ
 
 def _parse_setting(text: str) -> tuple[str, Any]:
     problems = ErrorCollector()
-    (override,) = parse_overrides([text], problems) or [None]
+    found = parse_overrides([text], problems)
     problems.raise_if_any()
-    if override is None or override.is_preset:
+    if len(found) != 1 or found[0].is_preset:
         raise ConfigError(
             f"--set {text}: name one setting, such as actor.tokens_per_microbatch=4096."
         )
-    return override.key, override.value
+    return found[0].key, found[0].value
 
 
 def _split_option(option: str, text: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, get_origin
@@ -45,6 +45,7 @@ from hybridrl.config.setting_types import (
     explain_wrong_type,
     find_invalid_values,
     format_refusal,
+    is_group,
     is_optional,
     strip_annotations,
 )
@@ -121,10 +122,8 @@ def build_config(config: DictConfig) -> Config:
         raise ConfigError(_explain_unresolved(config, error)) from None
     if not isinstance(found, Config):
         raise ConfigError("The configuration is not of the schema's type; start from Config().")
-    for (
-        name,
-        hint,
-    ) in list_settings().items():  # OmegaConf looks at no list that refers to another value
+    # OmegaConf looks at no list that refers to another value.
+    for name, hint in list_settings().items():
         value = _read_setting(found, name)
         if value is not None and (refusal := explain_wrong_type(hint, value)):
             raise ConfigError(format_refusal(name, value, hint, refusal))
@@ -277,7 +276,7 @@ def _resolve_preset_name(override: SettingOverride) -> str:
 def _apply_override(config: DictConfig, override: SettingOverride) -> None:
     """Apply an override to the configuration."""
     key, value, hint = override.key, override.value, find_setting_type(override.key)
-    if is_dataclass(strip_annotations(hint)):
+    if is_group(hint):
         _apply_group_override(config, override)
         return
     if absent := next(
@@ -337,7 +336,7 @@ def _list_parent_groups(key: str) -> Iterable[str]:
 
 
 def _is_group(parts: Sequence[str]) -> bool:
-    return is_dataclass(strip_annotations(find_setting_type(".".join(parts))))
+    return is_group(find_setting_type(".".join(parts)))
 
 
 def _list_override_settings(override: SettingOverride) -> Iterable[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
 from functools import cache
 from typing import Any
 
 from hybridrl.composition.aliases import explain_alias
 from hybridrl.config.presets import DEFAULT_PRESETS
 from hybridrl.config.schema import Config
-from hybridrl.config.setting_types import read_type_hints, strip_annotations
+from hybridrl.config.setting_types import is_group, read_type_hints, strip_annotations
 from hybridrl.errors import ConfigError, suggest_name
 
 OPEN_SETTINGS = (
@@ -42,8 +41,8 @@ def list_settings(group: Any = Config, prefix: str = "") -> Mapping[str, Any]:
     """List the types of all settings by dotted name."""
     found: dict[str, Any] = {}
     for name, hint in read_type_hints(group).items():
-        if is_dataclass(inner := strip_annotations(hint)):
-            found |= list_settings(inner, f"{prefix}{name}.")
+        if is_group(hint):
+            found |= list_settings(strip_annotations(hint), f"{prefix}{name}.")
         else:
             found[f"{prefix}{name}"] = hint
     return found

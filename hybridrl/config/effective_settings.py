@@ -14,6 +14,7 @@ from hybridrl.config.schema import Config
 from hybridrl.config.setting_types import (
     find_condition,
     find_default,
+    is_group,
     read_type_hints,
     strip_annotations,
 )
@@ -102,8 +103,8 @@ def _tied_to_trainers(group: type, prefix: str = "") -> Mapping[str, Sequence[Ap
     for name, hint in read_type_hints(group).items():
         said = [one for one in find_condition(hint) if TRAINER in " ".join(one.conditions)]
         found |= {f"{prefix}{name}": said} if said else {}
-        if is_dataclass(kind := strip_annotations(hint)):
-            found |= _tied_to_trainers(kind, f"{prefix}{name}.")
+        if is_group(hint):
+            found |= _tied_to_trainers(strip_annotations(hint), f"{prefix}{name}.")
     return found
 
 
@@ -123,7 +124,7 @@ def _may_read(trainer: str, name: str) -> bool:
 
 
 def _settings(
-    settings: Any, config: Config, prefix: str = "", of_group: Sequence[str] = ()
+    settings: object, config: Config, prefix: str = "", of_group: Sequence[str] = ()
 ) -> Iterator[_Setting]:
     for name, hint in read_type_hints(type(settings)).items():
         value, setting = getattr(settings, name), f"{prefix}{name}"

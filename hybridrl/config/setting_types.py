@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import numbers
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hybridrl.config.constraints import AppliesIf, OneOf
@@ -34,9 +34,13 @@ _ACCEPTED_TYPES: dict[Any, Any] = {
 _UNCHECKED_SETTINGS = ("reward.options", "cost.options", "rollout.engine_options")
 """Settings whose meaning only the user's functions, or vLLM, know."""
 _Settings = TypeVar("_Settings")
+read_type_hints: Callable[[type], Mapping[str, Any]] = cache(
+    partial(get_type_hints, include_extras=True)
+)
+"""Return the types of a group's settings with their annotations."""
 
 
-def find_invalid_values(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def find_invalid_values(settings: object, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield each setting with an invalid value, with the sentence that refuses it.
 
     Args:
@@ -74,10 +78,9 @@ def format_refusal(setting: str, value: Any, hint: Any, refusal: str) -> str:
     return f"{setting}={shown}: {first.removesuffix('.')}{null}{dot}{rest}{end}"
 
 
-@cache
-def read_type_hints(group: type) -> Mapping[str, Any]:
-    """Return the types of a group's settings with their annotations."""
-    return get_type_hints(group, include_extras=True)
+def is_group(hint: Any) -> bool:
+    """Return whether the type is a group of settings."""
+    return is_dataclass(strip_annotations(hint))
 
 
 def is_optional(hint: Any) -> bool:
@@ -136,7 +139,9 @@ def explain_wrong_type(hint: Any, value: Any) -> str:
     kind = strip_annotations(hint)
     if value is None and (is_optional(hint) or kind is Any):
         return ""
-    wanted = kind if is_dataclass(kind) else _ACCEPTED_TYPES.get(get_origin(kind) or kind, object)
+    wanted: Any = (
+        kind if is_dataclass(kind) else _ACCEPTED_TYPES.get(get_origin(kind) or kind, object)
+    )
     is_of_type = isinstance(value, wanted)
     if not is_of_type or (isinstance(value, bool) and kind in (int, float)):
         return f"must be {describe_type(hint) or 'a group of settings'}"

@@ -67,9 +67,11 @@ def _format_difference_cells(one: Mapping[str, Any] | None) -> list[str]:
     if one is None:
         return ["", "", ""]
     p, value = one.get("p"), one.get("value")
-    known = p is not None and not math.isnan(p)
-    mark = " *" if known and p < _SIGNIFICANT_P_VALUE else ""
-    shown = "-" if not known else "<0.001" if p < 0.001 else f"{p:.3f}"
+    if p is None or math.isnan(p):
+        mark, shown = "", "-"
+    else:
+        mark = " *" if p < _SIGNIFICANT_P_VALUE else ""
+        shown = "<0.001" if p < 0.001 else f"{p:.3f}"
     return [_format_number(one.get("baseline")), _format_number(value, sign=True) + mark, shown]
 
 

@@ -86,7 +86,8 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
                     break
                 key = group  # that is null in one of the two, or has an option less
             OmegaConf.update(found, key, value, merge=False, force_add=True)
-        settings = secrets.mark_secrets(OmegaConf.to_object(found), found)
+        merged: Any = OmegaConf.to_object(found)
+        settings = secrets.mark_secrets(merged, found)
     except InterpolationResolutionError as error:
         raise ConfigError(
             f"{source.named}: {error.full_key} of that run was {str(error).splitlines()[0]}. Set "

@@ -132,7 +132,7 @@ class Job:
         self.beside = DriverActivity()
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
-        self.roles = resolve_roles(config, roles)
+        self.roles: Mapping[str, RoleSpec] = resolve_roles(config, roles)
         check(config, self.roles)
         self._opened = ExitStack()
         self._state: RunStatus | None = None
@@ -317,7 +317,8 @@ class Job:
 
     def make_trainer(self) -> Trainer:
         """Build the driver program named by `trainer.name`."""
-        return self.trainer_class(self.config, self.groups, self.sampling, self.feed)
+        trainer: Trainer = self.trainer_class(self.config, self.groups, self.sampling, self.feed)
+        return trainer
 
     def accuracy(self) -> float:
         """Return the share of held-out prompts whose greedy response is correct.

@@ -245,16 +245,18 @@ def _make_reward_keywords(job: PreparedJob, role: str, kind: str) -> _WorkerKeyw
 
 
 def _make_judge_source(job: PreparedJob, kind: str, config: JudgeConfig) -> JudgeSetup:
-    source, tokenizer = _make_policy_source(job, config.path), load_tokenizer(config.path)
+    path = config.path
+    assert path is not None
+    source, tokenizer = _make_policy_source(job, path), load_tokenizer(path)
     template = source.template
     if (options := config.chat_template_options) is not None:
         check_options(options, tokenizer, f"{kind}.judge.chat_template_options")
         template = replace(template, options=options)
     source = replace(
         source,
-        tokenizer=config.path,
+        tokenizer=path,
         context_length=config.context,
-        eos_token_ids=find_end_tokens(config.path, tokenizer),
+        eos_token_ids=find_end_tokens(path, tokenizer),
         template=template,
     )
     return JudgeSetup(source, job.config.rollout, job.name)

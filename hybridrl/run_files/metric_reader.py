@@ -27,6 +27,8 @@ class MetricReader:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._read = 0
+        self._end = b""
         self._forget()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -53,7 +55,9 @@ class MetricReader:
 
     def _forget(self) -> None:
         self._rows: dict[int, dict[str, Any]] = {}
-        self._read, self._end, self._newest = 0, b"", -1
+        self._read = 0
+        self._end = b""
+        self._newest = -1
 
     def _merge(self, line: bytes) -> None:
         row = _parse_row(line)

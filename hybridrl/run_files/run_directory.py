@@ -40,8 +40,7 @@ from hybridrl.errors import ConfigError, StorageError
 from hybridrl.run_files.evaluation_log import EvaluationLog
 from hybridrl.run_files.metric_reader import find_end_of_step
 from hybridrl.run_files.recorded_steps import StepRecordWriter
-from hybridrl.run_files.run_lock import LOCK_FILE
-from hybridrl.run_files.run_paths import LATEST_LINK
+from hybridrl.run_files.run_paths import LATEST_LINK, LOCK_FILE
 from hybridrl.system.storage import (
     DISK_FULL_ERRNOS,
     explain_write_errors,

@@ -139,10 +139,10 @@ def is_process_dead(holder: dict[str, Any], silent: float) -> bool:
     if holder["machine"] != _identify_machine():
         return silent >= LEASE_SECONDS
     try:
-        started = psutil.Process(holder["pid"]).create_time()
+        started: float = psutil.Process(holder["pid"]).create_time()
     except psutil.NoSuchProcess:
         return True
-    return abs(started - holder["started"]) >= _CLOCK_TOLERANCE_SECONDS
+    return abs(started - float(holder["started"])) >= _CLOCK_TOLERANCE_SECONDS
 
 
 def _read_file_system_time(folder: Path) -> float:

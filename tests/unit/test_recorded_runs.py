@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 
 import pytest
 from settings import configured
@@ -30,6 +31,7 @@ from hybridrl.system.cluster_spec import ClusterSpec
 BEGIN = 1_700_000_000.0
 SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 128}
 ASKED = {"set": [], "move": [], "scale": [], "fix": None, "overlap": None}
+RECIPE = Path(__file__).parents[2] / "recipes" / "gsm8k_grpo_qwen2.5_0.5b" / "config.yaml"
 
 
 def record(call, role, rank, host, spans, reads=(), waited=0.0, tokens=0):
@@ -272,6 +274,7 @@ def test_what_a_search_chose_is_of_the_run(run_of):
         ({"set": ["link=fast"]}, "400Gbps"),
         ({"set": ["link=100Mbps"]}, "link=2x"),
         ({"set": ["placement=separation"]}, "name one setting"),
+        ({"set": [f"recipe={RECIPE}"]}, "name one setting"),
         ({"move": ["critic=own"]}, "actor, reward"),
         ({"move": ["reward=0,0"]}, "names a device twice"),
         ({"move": ["reward=critic"]}, "name devices by their numbers"),

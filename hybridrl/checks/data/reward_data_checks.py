@@ -76,9 +76,9 @@ def check_reward_data(config: Config, prompts: Batch, held_out: Batch | None = N
     kinds = {spec.worker for spec in load_roles(config).values()}
     plays = config.rollout.episode or is_served(config.rollout, config.environment)
     remarks: list[str] = []
-    for kind in sorted(kinds & {"reward", "cost"}):
-        settings = getattr(config, kind)
-        if settings is not None:
+    for kind in ("cost", "reward"):
+        settings: RewardConfig | None = getattr(config, kind)
+        if kind in kinds and settings is not None:
             own = find_source_rewards(config.data) if kind == "reward" else {}
             names = list_source_names(config.data)
             group = Setting(kind)
@@ -184,15 +184,15 @@ def check_reward_rows(
             _score(name, row | given)
             for name, given in zip(functions, resolve_options(names, settings.options), strict=True)
         ]
-    if not (reports and scores):
+    if row is None or not (reports and scores):
         return remarks
     return [*remarks, _on_right_answer(row, dict(zip(names, scores, strict=True)), weights)]
 
 
-def _score(name: str, row: Mapping[str, Any]) -> float:
+def _score(function: Any, row: Mapping[str, Any]) -> float:
     """What a built-in function gives a row, in this process; NaN: it failed."""
     try:
-        return float(load_reward_function(name)(**row))
+        return float(load_reward_function(function)(**row))
     except (TypeError, ValueError):
         return math.nan
 
@@ -284,8 +284,14 @@ def _try_functions(
     named: FunctionSettings,
 ) -> tuple[list[str], list[float]]:
     """What the functions' modules remark, and what the functions give a row, if there is one."""
-    limits = {"timeout_s": settings.timeout_s, "on_error": "drop", "env": settings.env}
-    with RewardPool(functions, None, settings.options, settings=named, **limits) as pool:
+    with RewardPool(
+        functions,
+        options=settings.options,
+        timeout_s=settings.timeout_s,
+        on_error="drop",
+        env=settings.env,
+        settings=named,
+    ) as pool:
         pool.start(_IMPORT_TIMEOUT_S)
         if row is None:
             return pool.remarks, []

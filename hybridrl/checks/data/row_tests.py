@@ -83,7 +83,7 @@ def _scoring(config: Config, data: DataConfig) -> RewardConfig | None:
     return next((one for one in found if TESTED in parse_function_list(one.function)), None)
 
 
-def _reader(settings: RewardConfig, place: str) -> Callable[[int, Any], Sequence[Any] | None]:
+def _reader(settings: RewardConfig, place: str) -> Callable[[DataRow, Any], Sequence[Any] | None]:
     """Reads the tests of a row; None for those that `reward.on_error` is to deal with."""
 
     def read(row: DataRow, tests: Any) -> Sequence[Any] | None:

@@ -229,8 +229,8 @@ def _check_served(config: Config, kind: str, model: Any, who: str) -> None:
     from hybridrl.rollout.vllm_options import check_served
 
     def runs_in_vllm() -> bool:  # by vLLM's own back end for transformers' classes
-        found = class_of(model)
-        return found is not None and found.is_backend_compatible()
+        found: Any = class_of(model)
+        return found is not None and bool(found.is_backend_compatible())
 
     check_served(model, who, kind, config.model.dtype, is_known=runs_in_vllm)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
+from hybridrl.rewards import parse_function_list
 from hybridrl.system import user_code
 from hybridrl.system.locations import is_url, parse_location
 
@@ -19,7 +21,7 @@ def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
         "model.tokenizer": config.model.tokenizer,
         **{f"models.{role}.path": parse_role_model(config, role).path for role in config.models},
     }
-    code = {
+    code: dict[str, list[Any]] = {
         "rollout.episode": [config.rollout.episode],
         "algorithm.policy_loss": [config.algorithm.policy_loss],
         "algorithm.advantage": [config.algorithm.advantage],
@@ -27,10 +29,8 @@ def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
     for kind, scores in (("reward", config.reward), ("cost", config.cost)):
         if scores is not None:
             models |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
-            named = scores.function
-            code[f"{kind}.function"] = named if isinstance(named, list) else [named]
-            watched = scores.check
-            code[f"{kind}.check"] = watched if isinstance(watched, list) else [watched]
+            code[f"{kind}.function"] = parse_function_list(scores.function)
+            code[f"{kind}.check"] = parse_function_list(scores.check)
     models["rollout.plan"] = config.rollout.plan
     models["checkpoint.folder"] = config.checkpoint.folder  # which the driver has made
     for setting, path in models.items():

@@ -83,7 +83,7 @@ def find_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
     """The tokens that end a response: those that config.json, generation_config.json and the
     tokenizer name, and the one that closes an assistant's turn in the chat template."""
     closing = closing_token(tokenizer)
-    return tuple(sorted(_named(path, tokenizer) | ({closing} - {None})))
+    return tuple(sorted(_named(path, tokenizer) | ({closing} if closing is not None else set())))
 
 
 def remark_on_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -111,6 +111,6 @@ def _named(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
         places.append(GenerationConfig.from_pretrained(path))
     found: set[int] = set()
     for place in places:
-        named = getattr(place, "eos_token_id", None)
-        found |= set(named) if isinstance(named, list) else {named}
-    return found - {None}
+        named: int | list[int] | None = getattr(place, "eos_token_id", None)
+        found |= {named} if isinstance(named, int) else set(named or ())
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hybridrl.checkpoint.resume import AUTO, find_source
 from hybridrl.config.schema import Config
@@ -53,11 +54,12 @@ def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = Non
     roles = load_roles(config) if roles is None else roles
     _check_memory_copies(config, roles)
     for role, spec in roles.items():
+        worker: Any = spec.worker
         if spec.trains and not spec.keeps_state:
             raise ConfigError(
                 f"checkpoint.every={checkpoint.every}: the role `{role}` trains, and its "
-                f"worker {spec.worker.__name__} has no `save_state(folder)` and "  # type: ignore[union-attr]
-                "`load_state(folder)`. Give it both "
+                f"worker {worker.__name__} has no `save_state(folder)` and `load_state(folder)`. "
+                "Give it both "
                 "(hybridrl.checkpoint.engine_state.training_state has them for an engine), or set "
                 "checkpoint.every=0."
             )
@@ -76,12 +78,13 @@ def _check_memory_copies(config: Config, roles: Mapping[str, RoleSpec]) -> None:
             "checkpoint.asynchronous=true. Set that, or checkpoint.memory_copies=0."
         )
     for role, spec in roles.items():
-        if copies and spec.trains and not hasattr(spec.worker, "start_saving"):
-            if isinstance(spec.worker, str):  # the library's own have it
-                continue
+        worker = spec.worker
+        if not copies or not spec.trains or isinstance(worker, str):  # the library's own have it
+            continue
+        if not hasattr(worker, "start_saving"):
             raise ConfigError(
                 f"checkpoint.memory_copies={copies}: the role `{role}` trains, and its worker "
-                f"{spec.worker.__name__} has no `start_saving(folder, copy)`. Derive it from "  # type: ignore[union-attr]
+                f"{worker.__name__} has no `start_saving(folder, copy)`. Derive it from "
                 "hybridrl.workers.model_worker.TrainedModelWorker, or set "
                 "checkpoint.memory_copies=0."
             )

@@ -84,8 +84,9 @@ def _check_role_settings(config: Config, role: str, spec: RoleSpec) -> None:
             raise ConfigError(f"{setting} is called {_ACTOR_SETTING_NAMES[name]}. Set that.")
         if name == "path" and spec.worker in SCORING_WORKERS:
             raise ConfigError(f"{setting} is called {spec.worker}.model. Set that.")
-        if name not in spec.takes:
+        takes = spec.takes or ()
+        if name not in takes:
             raise ConfigError(
                 f"There is no setting `{setting}`; the role `{role}` takes "
-                f"{', '.join(spec.takes)}.{suggest_name(name, spec.takes)}"
+                f"{', '.join(takes)}.{suggest_name(name, takes)}"
             )
