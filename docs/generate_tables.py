@@ -134,17 +134,18 @@ def _rows(group: Group) -> list[str]:
 
 
 def _row(name: str, method: Any, built: Mapping[str, Any]) -> str:
-    transfer: TransferSpec = method.__transfer__
+    spec: TransferSpec = method.__transfer__
+    transfer = spec.bind(built)
     signature = inspect.signature(method)
     call = f"`{name}({', '.join(list(signature.parameters)[1:])})`"
     if transfer.returns_batch:
-        gives = _listed(transfer.columns(built).certain, transfer.columns(built).possible)
+        gives = _listed(transfer.columns.certain, transfer.columns.possible)
     elif signature.return_annotation in ("None", None):
         gives = "a handle"
     else:
         kind = str(signature.return_annotation).replace("|", r"\|")  # which ends a cell
-        gives = f"a handle: {_of_ranks(transfer)}`{kind}`"
-    return f"| {call} | {_reads(transfer, built)} | {gives} |"
+        gives = f"a handle: {_of_ranks(spec)}`{kind}`"
+    return f"| {call} | {_reads(spec, built)} | {gives} |"
 
 
 def _of_ranks(transfer: TransferSpec) -> str:
@@ -152,7 +153,7 @@ def _of_ranks(transfer: TransferSpec) -> str:
 
 
 def _reads(transfer: TransferSpec, built: Mapping[str, Any]) -> str:
-    wanted = transfer.wanted(built)
+    wanted = transfer.bind(built).wanted
     if wanted is None:
         return ""
     may = wanted.others or (lambda _: False)

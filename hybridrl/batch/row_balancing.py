@@ -1,5 +1,4 @@
-"""Functions that split rows of uneven length evenly over ranks, and into micro-batches that fit a
-token budget.
+"""Functions that split rows of uneven length evenly over ranks.
 
 Everything here is deterministic: equal inputs give equal lists on every rank, with no message
 between them.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hybridrl.errors import ConfigError
 
@@ -22,64 +21,6 @@ def split_by_runs(values: Sequence[int], parts: int) -> list[range]:
     runs = len(begins)
     cuts = [[*begins, len(values)][runs * part // parts] for part in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
-
-
-def pack_rows(
-    lengths: Iterable[int],
-    budget: int,
-    *,
-    setting: str = "actor.tokens_per_microbatch",
-    padded: bool = False,
-) -> list[list[int]]:
-    """Pack rows into few lists of at most `budget` tokens each: first-fit decreasing, or for
-    `padded` rows, which count as the longest of their list, longest first.
-
-    lengths: tokens of each row. Returns lists of row indices, each ascending, that hold every
-    row once; no rows give no lists. At most 11/9 of the fewest possible lists, plus one.
-
-    Raises `ConfigError` for a row longer than the budget; the message names the row and
-    ``setting``, the setting that the budget came from.
-    """
-    sizes = [int(length) for length in lengths]
-    for row, size in enumerate(sizes):
-        if size > budget:
-            raise ConfigError(
-                f"Row {row} has {size} tokens, more than `{setting}` = {budget} allows in one "
-                f"micro-batch. Raise `{setting}` to at least {size}, or shorten the row."
-            )
-        if size < 0:
-            raise ConfigError(f"Row {row} has a length of {size} tokens; expected 0 or more.")
-    if padded:
-        return _rectangles(sizes, budget)
-    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    # A tree over the lists, opened or not, that knows the most room left in each half: the first
-    # list with enough room is found in log steps where a scan would take as many as lists.
-    room = [budget] * (2 * leaves)
-    lists: list[list[int]] = []
-    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < sizes[row]:
-                node += 1
-        if node - leaves == len(lists):
-            lists.append([])
-        lists[node - leaves].append(row)
-        room[node] -= sizes[row]
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return [sorted(rows) for rows in lists]
-
-
-def _rectangles(sizes: Sequence[int], budget: int) -> list[list[int]]:
-    lists: list[list[int]] = []
-    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
-        if lists and sizes[lists[-1][0]] * (len(lists[-1]) + 1) <= budget:
-            lists[-1].append(row)
-        else:
-            lists.append([row])
-    return [sorted(rows) for rows in lists]
 
 
 _KEPT_SHARE = 0.95

@@ -425,7 +425,7 @@ class SaveSchedule:
     """
 
     def __init__(self, settings: CheckpointConfig, devices: int) -> None:
-        self._settings = settings
+        self._settings, self._is_wanted = settings, settings.wanted
         self._between_failures = BETWEEN_FAILURES / devices
         self._begun_at = time.monotonic()
         self._stall: float | None = None
@@ -435,7 +435,7 @@ class SaveSchedule:
         """Return whether this step is saved; the last one always is."""
         settings = self._settings
         passed, minutes = time.monotonic() - self._begun_at, settings.every_minutes
-        return settings.wanted and (
+        return self._is_wanted and (
             step == last
             or bool(settings.every and step % settings.every == 0)
             or (self._is_worth_it(passed) if minutes is None else 0 < MINUTE * minutes <= passed)

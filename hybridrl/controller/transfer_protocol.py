@@ -223,41 +223,56 @@ class TransferSpec:
     copies_together: Callable[[Mapping[str, Any]], bool] | None = None
     follows: ColumnNames = ()
 
-    def wanted(self, keywords: Mapping[str, Any]) -> RequestedColumns | None:
-        """Return the columns that the method reads in workers built with these keywords; None if it
-        does not declare them."""
-        if self.reads is None:
-            return None
-        others = self.may_read
-        if not callable(others):
-            known = frozenset(others)
-            others = known.__contains__ if known else None
-        following = frozenset(_resolve_names(self.follows, keywords))
-        return RequestedColumns(
-            frozenset(_resolve_names(self.reads, keywords)), others, following=following
+    def bind(self, keywords: Mapping[str, Any]) -> MethodTransfer:
+        """Return the options for workers that were built with these keywords."""
+
+        def resolve(names: ColumnNames) -> Sequence[str]:
+            return names(keywords) if callable(names) else names
+
+        together = self.copies_together is not None and self.copies_together(keywords)
+        wanted, columns = None, UNKNOWN
+        if self.reads is not None:
+            others = self.may_read
+            if not callable(others):
+                others = frozenset(others).__contains__ if others else None
+            wanted = RequestedColumns(
+                frozenset(resolve(self.reads)), others, following=frozenset(resolve(self.follows))
+            )
+        if self.makes is not None:
+            columns = ExpectedColumns(frozenset(resolve(self.makes)), tuple(resolve(self.may_make)))
+        return MethodTransfer(
+            *(self.protocol, self.returns_batch, self.streams and not together, together),
+            *(wanted, columns, self.rows),
         )
 
-    def part(
-        self, keywords: Mapping[str, Any], index: int, parts: int, copies: int
-    ) -> PartitionSelection:
+
+@dataclass(frozen=True)
+class MethodTransfer:
+    """The options of a method of the workers of one group, which are known once these are built.
+
+    Attributes:
+        streams: Whether the method is called for each part of a table that comes bit by bit.
+        copies_together: Whether copies of a row, made by `BatchRef.repeat`, go to the same rank.
+        wanted: The columns that the method reads; None: it does not declare them.
+        columns: The columns that it returns.
+    """
+
+    protocol: TransferProtocol
+    returns_batch: bool
+    streams: bool
+    copies_together: bool
+    wanted: RequestedColumns | None
+    columns: ExpectedColumns
+    rows: Callable[[Any], Rows] | None
+
+    def part(self, index: int, parts: int, copies: int) -> PartitionSelection:
         """Return the selection of part `index` of `parts` of a batch.
 
         Args:
             copies: So many neighbouring rows of the batch are copies of one.
         """
-        together = self.protocol.rows_together
-        if self.copies_together is not None and self.copies_together(keywords):
-            together = copies
+        together = copies if self.copies_together else self.protocol.rows_together
         return PartitionSelection(index, parts, self.protocol.balance, together)
-
-    def columns(self, keywords: Mapping[str, Any]) -> ExpectedColumns:
-        """Return the columns that the method returns in workers built with these keywords."""
-        if self.makes is None:
-            return UNKNOWN
-        certain, possible = (
-            _resolve_names(names, keywords) for names in (self.makes, self.may_make)
-        )
-        return ExpectedColumns(frozenset(certain), tuple(possible))
 
 
 def transfer(
@@ -310,10 +325,6 @@ def transfer(
         return method
 
     return mark
-
-
-def _resolve_names(names: ColumnNames, keywords: Mapping[str, Any]) -> Sequence[str]:
-    return names(keywords) if callable(names) else names
 
 
 def _returns_batch(method: Callable[..., object]) -> bool:

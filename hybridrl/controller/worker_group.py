@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridrl.controller.group_call import (
     RankAssignment,
 )
 from hybridrl.controller.table_expression import ResultTable
-from hybridrl.controller.transfer_protocol import TransferProtocol, TransferSpec
+from hybridrl.controller.transfer_protocol import MethodTransfer, TransferProtocol
 from hybridrl.controller.worker import Worker, WorkerContext
 from hybridrl.errors import ConfigError, DataError, suggest_name
 
@@ -83,6 +84,7 @@ class WorkerGroup:
         self.worker_class = worker_class
         self.keywords = keywords
         self._executor = executor
+        self._transfers: dict[str, MethodTransfer] = {}
         self._spreads: dict[str, list[RankAssignment]] = {}
         contexts = [
             WorkerContext(
@@ -106,8 +108,15 @@ class WorkerGroup:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):  # of an object that is being copied or unpickled
             raise AttributeError(name)
-        transfer = getattr(getattr(self.worker_class, name, None), "__transfer__", None)
-        if transfer is None:
+        if name not in self._transfers:
+            self._transfers[name] = self._find_transfer(name)
+        return partial(self._call, name)
+
+    def _find_transfer(self, name: str) -> MethodTransfer:
+        """Return how a method's batches are spread; raise AttributeError if there is no such
+        method."""
+        spec = getattr(getattr(self.worker_class, name, None), "__transfer__", None)
+        if spec is None:
             known = [
                 known
                 for known in dir(self.worker_class)
@@ -118,15 +127,11 @@ class WorkerGroup:
                 f"{self.worker_class.__name__} offers "
                 f"{', '.join(known)}.{suggest_name(name, known)}"
             )
-        return lambda *arguments, **keywords: self._call(name, transfer, arguments, keywords)
+        found: MethodTransfer = spec.bind(self.keywords)
+        return found
 
-    def _call(
-        self,
-        method: str,
-        transfer: TransferSpec,
-        arguments: tuple[Any, ...],
-        keywords: dict[str, Any],
-    ) -> BatchRef | Handle:
+    def _call(self, method: str, /, *arguments: Any, **keywords: Any) -> BatchRef | Handle:
+        transfer = self._transfers[method]
         arguments = tuple(self._refer(method, transfer, argument) for argument in arguments)
         keywords = {
             name: self._refer(method, transfer, argument) for name, argument in keywords.items()
@@ -140,24 +145,17 @@ class WorkerGroup:
             return Handle(self._executor, call, transfer.protocol.answers == "one")
         if not transfer.protocol.split:  # every rank holds the same rows: one copy is the table
             parts = [part._replace(answers=rank == 0) for rank, part in enumerate(parts)]
-        columns = transfer.columns(self.keywords)
         results = []
-        for some in _split_stream_arguments(arguments) if self._streams(transfer) else [arguments]:
+        for some in _split_stream_arguments(arguments) if transfer.streams else [arguments]:
             request = InvokeRequest(self.role, method, some, keywords)
             call, data = self._executor.submit(request, self.devices, parts, returns_batch=True)
-            results.append(CallResult(self._executor, call, data, columns, rows))
+            results.append(CallResult(self._executor, call, data, transfer.columns, rows))
         return BatchRef(ResultTable(tuple(results), streamed=len(results) > 1), self._executor)
 
     @property
     def run_directory(self) -> Path | None:
         """Folder of the run; None when it keeps no files."""
         return self._executor.run_directory
-
-    def _streams(self, transfer: TransferSpec) -> bool:
-        """Return whether a method can be called for each part of a streamed table as soon as the
-        part exists, because it treats rows independently."""
-        together = transfer.copies_together
-        return transfer.streams and not (together is not None and together(self.keywords))
 
     def _spread(self, method: str, protocol: TransferProtocol) -> list[RankAssignment]:
         """Return what each rank gets in a call of this method; computed once."""
@@ -170,7 +168,7 @@ class WorkerGroup:
             ]
         return self._spreads[method]
 
-    def _refer(self, method: str, transfer: TransferSpec, argument: Any) -> Any:
+    def _refer(self, method: str, transfer: MethodTransfer, argument: Any) -> Any:
         """Convert an argument for sending: a batch becomes a reference to the columns that the
         method reads."""
         if isinstance(argument, Handle) or _contains_batch_ref(argument):
@@ -183,8 +181,7 @@ class WorkerGroup:
         if isinstance(argument, Batch):
             argument = self._executor.put(argument)
         if isinstance(argument, BatchRef):
-            wanted = transfer.wanted(self.keywords)
-            return argument.for_reading(wanted, f"`{self.role}.{method}`")
+            return argument.for_reading(transfer.wanted, f"`{self.role}.{method}`")
         return argument
 
     def _rows_of(self, method: str, batches: Sequence[BatchRef]) -> int | None:

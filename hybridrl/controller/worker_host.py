@@ -38,7 +38,7 @@ from hybridrl.controller.group_call import (
     count_tokens,
 )
 from hybridrl.controller.host_health import HostSnapshot, HostStatus, capture_snapshot
-from hybridrl.controller.transfer_protocol import PartialTable, PartitionSelection, TransferSpec
+from hybridrl.controller.transfer_protocol import MethodTransfer, PartialTable, PartitionSelection
 from hybridrl.controller.worker import Rendezvous, Worker, WorkerContext
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.system.collective_waits import count_gpu_operations, read_wait_seconds
@@ -63,6 +63,7 @@ class WorkerHost:
         self._faults = faults if faults else None
         self._workers: dict[str, Worker] = {}
         self._keywords: dict[str, Mapping[str, Any]] = {}
+        self._transfers: dict[str, dict[str, MethodTransfer]] = {}
         self._stages: dict[str, int] = {}
         self._in_memory: Worker | None = None
         self._output: dict[str, int] = {}
@@ -112,7 +113,7 @@ class WorkerHost:
         self._make_room(None)
         worker = build.worker_class(context, **build.keywords)
         self._workers[context.role] = worker
-        self._keywords[context.role] = build.keywords
+        self._keywords[context.role], self._transfers[context.role] = build.keywords, {}
         worker.leave()
         self._in_memory = worker if worker.takes_memory else None
         record.metrics.update(worker.record.metrics)
@@ -126,8 +127,10 @@ class WorkerHost:
         if (worker := self._workers.get(request.role)) is None:
             raise DataError(f"No group called `{request.role}` lives on this device.")
         method = getattr(worker, request.method)
-        transfer: TransferSpec = method.__transfer__
-        built = self._keywords[request.role]
+        transfers = self._transfers[request.role]
+        if request.method not in transfers:
+            transfers[request.method] = method.__transfer__.bind(self._keywords[request.role])
+        transfer = transfers[request.method]
         rows, total, first = None, None, None
 
         def read(argument: Any) -> Any:
@@ -135,7 +138,7 @@ class WorkerHost:
             nonlocal rows, first
             if not isinstance(argument, BatchRef):
                 return argument
-            part = transfer.part(built, mine.index, mine.parts, argument.node.copies)
+            part = transfer.part(mine.index, mine.parts, argument.node.copies)
             if first is None:
                 first = argument
                 rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)
@@ -169,7 +172,7 @@ class WorkerHost:
         record.tokens += count_tokens(value)
         name = f"`{record.role}.{record.method}`"
         if mine.answers:
-            _check_columns(name, value, transfer.columns(built))
+            _check_columns(name, value, transfer.columns)
         return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
 
     def _make_room(self, worker: Worker | None) -> None:

@@ -18,10 +18,14 @@ from torch import Tensor
 from hybridrl.algorithms import TokenLoss, TokenSegments
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.call_record import NonFiniteValue
-from hybridrl.batch.row_balancing import pack_rows
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.engine.micro_batches import UpdateMetrics, find_token_positions, token_columns
+from hybridrl.engine.micro_batches import (
+    UpdateMetrics,
+    find_token_positions,
+    pack_rows,
+    token_columns,
+)
 from hybridrl.engine.optimizer import (
     MomentStorage,
     ShardedGradients,

@@ -41,7 +41,12 @@ from hybridrl.job.config_resolution import (
 )
 from hybridrl.job.device_pool import DevicePool
 from hybridrl.job.job_inputs import load_job_inputs
-from hybridrl.run_files.metric_writers import MetricWriter, open_metric_writers, parse_trackers
+from hybridrl.run_files.metric_writers import (
+    MetricLog,
+    MetricWriter,
+    open_metric_writers,
+    parse_trackers,
+)
 from hybridrl.run_files.recorded_steps import DriverActivity
 from hybridrl.run_files.run_directory import RunDirectory, make_checkpoint_folder
 from hybridrl.run_files.run_lock import RunLock
@@ -159,14 +164,15 @@ class Job:
                 self.config = config = with_rows(config, data, self.directory.path)
             self._keep_settings()
             self.checked = FigureCheck(lambda said: self.executor.notify(said))
-            self._writers = open_metric_writers(
+            writers = open_metric_writers(
                 parse_trackers(config.metrics),
                 self.directory,
                 config.run.name,
                 config_to_dict(config),
             )
-            for writer in self._writers:
+            for writer in writers:
                 self._opened.callback(self._close_writer, writer)
+            self.metrics = MetricLog(writers, self.checked)
             self._open(progress)
             self.directory.point_latest()
         except BaseException as error:
@@ -273,6 +279,7 @@ class Job:
             self._devices.wait_after_loss(progress)
             progress("starting other processes")
             self.executor = self._make_executor()
+            self.feed.put = self.executor.put
             self._place(progress)
             self._build(progress)
         except ConfigError as error:
@@ -344,10 +351,8 @@ class Job:
         self.directory.write_config(format_config_yaml(self._as_asked or self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds figures of a step to `metrics.jsonl` and the trackers; says which are none."""
-        metrics = self.checked.figures(metrics, "`Job.write`")
-        for writer in self._writers:
-            writer.write(step, metrics)
+        """Add metrics of a step to `metrics.jsonl` and the trackers; see `MetricLog.write`."""
+        self.metrics.write(step, metrics)
 
     def close(self) -> None:
         """End the workers, and Ray if it was started here, and remove everything from shared
@@ -438,7 +443,7 @@ class Job:
 
         kind = self.trainer_class.DATA
         rows = self.training, self.examples
-        return DataFeed(self.config, kind, *rows, self.tokenizer, self.put, self.beside)
+        return DataFeed(self.config, kind, *rows, self.tokenizer, self.executor.put, self.beside)
 
     def publish(self) -> None:
         """Send the newest weights to the generator before the next samples, whatever age

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 from types import MethodType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -269,10 +270,14 @@ class PackedModel(nn.Module):
         """Return the names of `forward`'s outputs for these options, with shapes for a token."""
         return dict.fromkeys(self.OUTPUTS, ())
 
+    @cached_property
+    def _decoder(self) -> PreTrainedModel:
+        return decoder_of(self.inner)
+
     def hidden(self, samples: PackedSamples) -> torch.Tensor:
         """Return the last hidden states, `[tokens, hidden]` of all rows."""
         ids = samples.input_ids
-        return decoder_of(self.inner)(
+        return self._decoder(
             input_ids=ids,
             position_ids=samples.packing.position_ids(ids.numel()).view(ids.shape),
             packing=samples.packing,

@@ -16,7 +16,7 @@ from hybridrl.console.evaluation_table import build_evaluation_table, render_pla
 from hybridrl.evaluation import evaluation_function as own
 from hybridrl.evaluation.answer_extraction import resolve_extractor
 from hybridrl.evaluation.baseline import EvalBaseline, doubts, estimate_metrics
-from hybridrl.evaluation.eval_sets import HELD_OUT_SET, EvalMetric, evaluates_held_out
+from hybridrl.evaluation.eval_sets import HELD_OUT_SET, EvalMetric
 from hybridrl.evaluation.loaded_sets import LoadedEvalSet
 from hybridrl.evaluation.sample_table import SampleTable
 from hybridrl.evaluation.scored_samples import (
@@ -52,28 +52,10 @@ class EvaluationRunner:
         config = job.config
         self.file = EvaluationLog(job.directory.path)
         self._trains = trainer.TRAINS
-        self._evaluates_held_out = job.held_out is not None and evaluates_held_out(
-            config, self._trains
-        )
         self._named = (
             None if config.eval.baseline is None else EvalBaseline.named(config.eval.baseline)
         )
         self._remarked: set[tuple[str, str]] = set()
-
-    def due(self, step: int, last: bool = False, but: Sequence[str] = ()) -> list[str]:
-        """Return the names of the sets to evaluate after this step; step 0 is before the first.
-
-        Args:
-            last: It is the last step.
-            but: Sets that were evaluated at this step.
-        """
-        every = self.job.config.eval.every
-        is_due = step == 0 or last or bool(every and step % every == 0)
-        names = [HELD_OUT_SET] if self._evaluates_held_out and is_due else []
-        for name, one in self.job.eval_sets.items():
-            if not self._trains or one.settings.is_due(step, last):
-                names.append(name)
-        return [name for name in names if name not in but]
 
     def owner(self, figure: str) -> str:
         """Return the set that a metric belongs to."""

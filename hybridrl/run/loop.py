@@ -29,7 +29,7 @@ from hybridrl.checkpoint.saver import CheckpointSaver
 from hybridrl.checkpoint.warm_model import has_warmup
 from hybridrl.console.run_view import RunView
 from hybridrl.errors import HybridRLError, LostError, PreemptionInterrupt
-from hybridrl.evaluation.eval_sets import HELD_OUT_SET
+from hybridrl.evaluation.eval_sets import HELD_OUT_SET, evaluates_held_out
 from hybridrl.run.evaluation_runner import EvaluationRunner
 from hybridrl.run.recovery import RunRecovery
 from hybridrl.run.run_end import RunEnd
@@ -47,8 +47,9 @@ from hybridrl.run.watchers.watcher import (
     UnscoredSamplesWatcher,
     Watcher,
 )
+from hybridrl.run_files.metric_writers import RunSummary
 from hybridrl.run_files.recorded_steps import CHECKPOINT, DRIVER_EVALUATION
-from hybridrl.run_files.summary import RunSummary, resolve_accuracy_name
+from hybridrl.run_files.summary import resolve_accuracy_name
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job
@@ -93,6 +94,9 @@ class RunLoop(RunEnd):
         self.summary.begin()
         self.steps = StepRunner(job, self.trainer, self.view, self.summary)
         self.evaluations = EvaluationRunner(job, self.trainer, self.view)
+        self._evaluates_held_out = job.held_out is not None and evaluates_held_out(
+            job.config, self.trainer.TRAINS
+        )
         places = {role: place.devices for role, place in job.placement.roles.items()}
         tripwires = TripwireWatcher(self.config, self._prompts)
         self.watchers: list[Watcher] = [
@@ -129,7 +133,7 @@ class RunLoop(RunEnd):
     def _begin(self) -> None:
         """What comes before the first step."""
         self._warm_up()
-        figures, _ = self._evaluate(0, self.evaluations.due(0))
+        figures, _ = self._evaluate(0, self._due_sets(0))
         named = {
             "checkpoint.best": self.config.checkpoint.best,
             "eval.stop.metric": self.config.eval.stop.metric,
@@ -151,14 +155,14 @@ class RunLoop(RunEnd):
             self._raise_requested_end()
             pending.append(self.steps.begin(number))
             self.checkpoints.ask()  # behind the calls of the step
-            sets = self.evaluations.due(number, number == steps)
+            sets = self._due_sets(number, number == steps)
             saves = self.checkpoints.is_due(number, steps)
             ahead = 0 if sets or saves else self.config.placement.staleness
             while len(pending) > (0 if self._preempted else ahead):
                 self._end_step(pending.popleft())
             figures, reason = self._evaluate(number, sets)
             if reason and number < steps:  # sets that are to be evaluated at the end are, now
-                last = self.evaluations.due(number, last=True, but=sets)
+                last = self._due_sets(number, last=True, but=sets)
                 figures |= self._evaluate(number, last)[0]
                 sets, saves = sets + last, self.config.checkpoint.wanted
             best = bool(sets) and self._is_best(figures, sets)
@@ -170,6 +174,21 @@ class RunLoop(RunEnd):
             if reason and number < steps:
                 self._end_early(number, reason)
                 return
+
+    def _due_sets(self, step: int, last: bool = False, but: Sequence[str] = ()) -> list[str]:
+        """Return the names of the sets to evaluate after this step; step 0 is before the first.
+
+        Args:
+            last: It is the last step.
+            but: Sets that were evaluated at this step.
+        """
+        every, trains = self.config.eval.every, self.trainer.TRAINS
+        is_due = step == 0 or last or bool(every and step % every == 0)
+        names = [HELD_OUT_SET] if self._evaluates_held_out and is_due else []
+        for name, one in self.job.eval_sets.items():
+            if not trains or one.settings.is_due(step, last):
+                names.append(name)
+        return [name for name in names if name not in but]
 
     def _end_step(self, pending: PendingStep) -> None:
         updates = self.steps.wait(pending)
@@ -190,7 +209,7 @@ class RunLoop(RunEnd):
         for name, value in figures.items():
             self.summary.record_metric(name.removeprefix("eval/"), value)
         if figures:
-            self.job.write(step, figures)
+            self.job.metrics.write(step, figures)
             self.steps.evaluated = figures | {"accuracy/step": step}
             spoken = {"accuracy": resolve_accuracy_name(self.config.reward)}
             shown = [

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hybridrl.console.run_view import RunView
     from hybridrl.job.job import Job
     from hybridrl.run.evaluation_runner import EvaluationRunner
-    from hybridrl.run_files.summary import RunSummary
+    from hybridrl.run_files.metric_writers import RunSummary
     from hybridrl.trainers.trainer import Trainer
 
 SAVE_SECONDS_AFTER_ERROR = 60.0

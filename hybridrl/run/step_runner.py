@@ -19,8 +19,8 @@ from hybridrl.controller import BatchRef, Handle
 from hybridrl.errors import ConfigError
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
+from hybridrl.run_files.metric_writers import RunSummary
 from hybridrl.run_files.recorded_steps import DRIVER_RECORDING, RecordedStep, StepRecordWriter
-from hybridrl.run_files.summary import RunSummary
 from hybridrl.trainers.credited_samples import SHAPED
 from hybridrl.trainers.trainer import StepResult
 
@@ -126,7 +126,7 @@ class StepRunner:
         self.summary.record_first_step(job.started)
         self.summary.record_step(step.number, metrics)
         with job.beside.doing(DRIVER_RECORDING):
-            job.write(step.number, metrics)
+            job.metrics.write(step.number, metrics)
             self.view.step(step.number, self.evaluated | metrics)
             self.evaluated = {}
             if self.trainer.DATA == "prompts" and len(batch):

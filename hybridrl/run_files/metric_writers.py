@@ -7,11 +7,14 @@ when it is opened, so a run without it neither needs it nor waits for it.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from hybridrl.batch.call_record import FigureCheck
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install, suggest_name
 from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.run_files.run_status import FAILED, FINISHED, INTERRUPTED
@@ -155,6 +158,54 @@ class TrackioWriter:
 
     def close(self, state: str = FINISHED) -> None:
         self._run.finish()
+
+
+class MetricLog:
+    """All writers of a run's metrics as one.
+
+    Args:
+        checked: Leaves out what cannot be written, and says so.
+    """
+
+    def __init__(self, writers: Sequence[MetricWriter], checked: FigureCheck) -> None:
+        self._writers, self._checked = writers, checked
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics of a step, without what is no number or has no name."""
+        metrics = self._checked.figures(metrics, "`Job.write`")
+        for writer in self._writers:
+            writer.write(step, metrics)
+
+
+class RunSummary(dict[str, Any]):
+    """What `summary.json` says of a run, kept up to date while it goes on."""
+
+    def begin(self) -> None:
+        """Forget everything: the run begins, or goes on from a checkpoint, which brings its own."""
+        self.clear()
+        self |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
+
+    def record_metric(self, name: str, value: float) -> None:
+        """Keep the first and the last value of a metric; of NaN, that it is not known."""
+        known = None if math.isnan(value) else value
+        if self.get(f"{name}_first") is None:
+            self[f"{name}_first"] = known
+        self[f"{name}_last"] = known
+
+    def record_first_step(self, started: float) -> None:
+        """Keep the seconds to the first optimizer step, when that is done."""
+        self.setdefault("seconds_to_first_step", time.time() - started)
+
+    def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Keep what a step adds."""
+        self["steps"] = step
+        self["tokens_generated"] += int(
+            sum(value for name, value in metrics.items() if name.endswith("response/tokens"))
+        )
+        self["seconds_train"] += metrics["time/step"]
+        for name in ("reward", "cost"):
+            if (metric := f"{name}/mean") in metrics:
+                self.record_metric(name, metrics[metric])
 
 
 def parse_trackers(metrics: Any) -> list[str]:

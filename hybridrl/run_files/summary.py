@@ -1,10 +1,8 @@
-"""What a run gained: its summary, and the last sentence that is said of it."""
+"""What a run gained, in the last sentence that is said of it."""
 
 from __future__ import annotations
 
-import math
 import shlex
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,37 +24,6 @@ REPORT = "report.html"
 """The run as a page, in its folder."""
 _CHECKING_FUNCTIONS = ("exact", "numeric", "contains", "boxed", "math", "passes_tests")
 """Functions of the library that score an answer 1 if it is right, and less if not."""
-
-
-class RunSummary(dict[str, Any]):
-    """What `summary.json` says of a run, kept up to date while it goes on."""
-
-    def begin(self) -> None:
-        """Forget everything: the run begins, or goes on from a checkpoint, which brings its own."""
-        self.clear()
-        self |= {"steps": 0, "tokens_generated": 0, "seconds_train": 0.0}
-
-    def record_metric(self, name: str, value: float) -> None:
-        """Keep the first and the last value of a metric; of NaN, that it is not known."""
-        known = None if math.isnan(value) else value
-        if self.get(f"{name}_first") is None:
-            self[f"{name}_first"] = known
-        self[f"{name}_last"] = known
-
-    def record_first_step(self, started: float) -> None:
-        """Keep the seconds to the first optimizer step, when that is done."""
-        self.setdefault("seconds_to_first_step", time.time() - started)
-
-    def record_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep what a step adds."""
-        self["steps"] = step
-        self["tokens_generated"] += int(
-            sum(value for name, value in metrics.items() if name.endswith("response/tokens"))
-        )
-        self["seconds_train"] += metrics["time/step"]
-        for name in ("reward", "cost"):
-            if (metric := f"{name}/mean") in metrics:
-                self.record_metric(name, metrics[metric])
 
 
 def resolve_accuracy_name(reward: RewardConfig, short: bool = False) -> str:

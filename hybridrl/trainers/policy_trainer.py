@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from hybridrl.algorithms import AdaptiveKLController, FixedKLController
 from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
-from hybridrl.config.schema import Config, is_served
+from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.credited_samples import list_credit_columns
@@ -58,7 +58,7 @@ class PolicyTrainer(base.Trainer):
         """Return the rows to learn from, and the rewards of each. They are the samples themselves,
         except where episodes may have several branches: then there is a row for each branch, and
         this waits for them."""
-        if not is_served(self.config.rollout, self.config.environment):
+        if not self.is_served:
             return samples, list(judged)
         # Numbers of their own: with those of earlier steps they may be learned from together.
         first, self.episodes = self.episodes, self.episodes + len(samples)

@@ -106,6 +106,7 @@ class Trainer(ABC):
             `USES = PolicyTrainer.USES | {"algorithm.dynamic_sampling"}`.
         UNREAD_REASONS: Why it does not read a setting that others read; said when it is refused.
         COMPARES_SAMPLES: Whether it learns from how the samples of a prompt differ.
+        is_served: Whether programs produce the samples, so that one may have several branches.
     """
 
     DATA: ClassVar[Literal["prompts", "examples", "pairs"]] = "prompts"
@@ -130,6 +131,7 @@ class Trainer(ABC):
         self.groups = groups
         self.sampling = sampling
         self.feed = feed
+        self.is_served = is_served(config.rollout, config.environment)
         self._dealt, self._passes = -1, 0
         self.prepare()
 
@@ -219,7 +221,7 @@ class Trainer(ABC):
         longest = config.rollout.max_tokens if sampled else config.data.max_response_tokens
         weigh = partial(loss_weights, mode=config.algorithm.aggregation, longest=longest)
         parts, episode = config.actor.updates_per_step, []
-        if is_served(config.rollout, config.environment) and batch.columns.may_have("episode"):
+        if self.is_served and batch.columns.may_have("episode"):
             episode = ["episode"]
         dealt = self.feed.numbered
         self._passes = self._passes + 1 if dealt == self._dealt else 0

@@ -114,9 +114,8 @@ class ActorWorker(TrainedModelWorker):
         self._refresh = rollout.weight_sync_refresh
         self._seeds = SampleSeeds(source.seed)
         share = rollout.parallel.ranks if generates else 1
-        self._rollout_mesh = RankMesh(
-            {"rollout_dp": context.world_size // share, "rollout_tp": share}
-        )
+        mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        self._rollout_place = mesh.coordinates(context.rank)
         train = build_policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
         engine = None
@@ -128,17 +127,14 @@ class ActorWorker(TrainedModelWorker):
                 setup_of(source, train.device, source.seed, job, coming=coming, sleeps=True),
                 environment=environment,
                 context=context,
-                peers=process_group.make_peer_group(self._rollout_mesh.groups("rollout_tp")),
+                peers=process_group.make_peer_group(mesh.groups("rollout_tp")),
             )
         self._engine = HybridEngine(
             train, engine, self.phase, source.dtype, verify=rollout.verify_weights
         )
 
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
-        return {
-            **super().coordinates(),
-            **self._rollout_mesh.coordinates(self.context.rank),
-        }
+        return {**super().coordinates(), **self._rollout_place}
 
     @property
     def model_engine(self) -> TrainEngine:

@@ -78,10 +78,11 @@ class GeneratorWorker(ModelWorker):
         self._version = 0
         self._samples: SampleStream
         share = rollout.parallel.ranks
-        self._mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
+        self._place = mesh.coordinates(context.rank)
         self._device = process_group.join_group_world(context)
         self._world = dist.group.WORLD
-        self._peers = process_group.make_peer_group(self._mesh.groups("rollout_tp"))
+        self._peers = process_group.make_peer_group(mesh.groups("rollout_tp"))
         self._generator = build_rollout_engine(
             source,
             rollout,
@@ -92,7 +93,7 @@ class GeneratorWorker(ModelWorker):
         )
 
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
-        return self._mesh.coordinates(self.context.rank)
+        return self._place
 
     @transfer(ONE_TO_ALL)
     def join_trainer(

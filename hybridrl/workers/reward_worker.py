@@ -21,9 +21,9 @@ from hybridrl.models import load_tokenizer
 from hybridrl.rewards.loading import needs_groups, resolve_functions
 from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
 from hybridrl.rewards.returned_scores import StepRewards
+from hybridrl.rewards.reward_pool import COLUMN as SOURCE
+from hybridrl.rewards.reward_pool import SourceRewardPools, resolve_source_settings
 from hybridrl.rewards.signature import TOKEN_IDS_ENTRY, UPDATES_ENTRY
-from hybridrl.rewards.source_rewards import COLUMN as SOURCE
-from hybridrl.rewards.source_rewards import SourceRewardPools, resolve_source_settings
 from hybridrl.workers.generation import report_column_sums
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
 from hybridrl.workers.model_worker import ModelWorker

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.batch.row_balancing import balance_rows, pack_rows
+from hybridrl.batch.row_balancing import balance_rows
+from hybridrl.engine.micro_batches import pack_rows
 from hybridrl.errors import ConfigError
 
 costs = st.lists(st.integers(0, 1000), max_size=40)

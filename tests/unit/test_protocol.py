@@ -205,7 +205,8 @@ def test_copies_of_a_row_stay_on_one_rank_where_a_method_asks_for_it():
     def generate(self, batch: Batch) -> Batch: ...
 
     def rows(together, index):
-        part = generate.__transfer__.part({"together": together}, index, 2, repeated.node.copies)
+        spread = generate.__transfer__.bind({"together": together})
+        part = spread.part(index, 2, repeated.node.copies)
         return part.rows(repeated.node).tolist()
 
     assert [len(rows(True, index)) for index in (0, 1)] == [4, 8]

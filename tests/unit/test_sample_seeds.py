@@ -85,7 +85,7 @@ def replica(rank, ranks, engine):
         def __init__(self):
             Worker.__init__(self, WorkerContext("generator", rank, ranks))
             self._seeds, self._generator = SampleSeeds(7), engine
-            self._mesh = RankMesh({"rollout_dp": ranks, "rollout_tp": 1})
+            self._place = RankMesh({"rollout_dp": ranks, "rollout_tp": 1}).coordinates(rank)
             self._version = self._started = 0
             self._peers, self._in_flight = None, False
 

@@ -8,7 +8,7 @@ from watching import finished, watched
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.errors import RewardError
 from hybridrl.run.watchers.watcher import FinishedEvaluation, UnscoredSamplesWatcher
-from hybridrl.run_files.summary import RunSummary
+from hybridrl.run_files.metric_writers import RunSummary
 
 
 def record(kind="reward", scored=0, dropped=0, notice="", role=None):

@@ -29,7 +29,7 @@ from hybridrl.rewards.loading import (
     resolve_functions,
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
-from hybridrl.rewards.source_rewards import resolve_source_settings
+from hybridrl.rewards.reward_pool import resolve_source_settings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:

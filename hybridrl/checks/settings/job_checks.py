@@ -105,7 +105,7 @@ def _check_reward_settings(config: Config) -> None:
     from hybridrl.rewards import parse_function_list
     from hybridrl.rewards.loading import check_reward_functions, resolve_functions
     from hybridrl.rewards.options import FunctionSettings
-    from hybridrl.rewards.source_rewards import resolve_source_settings
+    from hybridrl.rewards.reward_pool import resolve_source_settings
     from hybridrl.trainers import load_roles
 
     kinds = [spec.worker for spec in load_roles(config).values()]
