@@ -88,16 +88,18 @@ def _own(group: Any) -> list[str]:
 def _row(name: str, group: Any, key: str) -> str:
     hint, default = read_type_hints(group)[key], find_default(group, key)
     value = describe_type(hint) + (", or null" if is_optional(hint) else "")
+    value = value.replace("text, at most 255 bytes between two `/`", "a name, path or URL")
     meaning = _docstrings(group).get(key, "")
-    meaning = f"{meaning} {_where(hint, name.rpartition('.')[0] + '.')}".strip()
+    meaning = f"{meaning} {_where(hint, name.rpartition('.')[0] + '.', name)}".strip()
     shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("\n...\n").strip()
     return f"| `{name}` | {_cell(value)} | `{shown}` | {_cell(meaning)} |"
 
 
-def _where(hint: Any, group: str) -> str:
-    """Where a setting of the group, or a group in it, counts."""
-    said = " and ".join(str(one) for one in find_condition(hint))
-    return f"Counts with {said.replace('`.', f'`{group}')}." if said else ""
+def _where(hint: Any, group: str, name: str = "") -> str:
+    """The sentence that says with which other settings a setting of the group is used at all."""
+    needed = (str(one).replace("`.", f"`{group}") for one in find_condition(hint))
+    said = " and ".join(one for one in needed if f"`{name}`" not in one)
+    return f"Only used with {said}." if said else ""
 
 
 @cache

@@ -98,7 +98,7 @@ def test_the_page_of_all_settings_is_current():
     current = module.written(page)
     assert current == page, "docs/settings.md is out of date: python docs/generate_settings.py"
     rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-    without = [name for name, row in rows.items() if re.search(r"\|  \|$|\| Counts with", row)]
+    without = [name for name, row in rows.items() if re.search(r"\|  \|$|\| Only used with", row)]
     without = [name for name in without if name in list_settings()]
     assert not without, "settings without a docstring"
     missing = {
