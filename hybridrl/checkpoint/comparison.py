@@ -7,11 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.tensors.remote_files import (
-    RemoteTensorReader,
-    load_manifests,
-    open_tensor_reader,
-)
+from hybridrl.checkpoint.tensors.rank_manifest import load_manifests
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.layout.boxes import box_shape, full_box, split_box
 from hybridrl.system.locations import Location
@@ -35,17 +31,15 @@ def compare_weights(before: Location, after: Location) -> dict[str, dict[str, An
     return found
 
 
-def _weights(folder: Location) -> dict[str, TensorReader | RemoteTensorReader]:
+def _weights(folder: Location) -> dict[str, TensorReader]:
     """Return, by the name of a weight, the files that have it."""
     lists = load_manifests(folder)
     stems = {box.file.split(".")[0].split("-")[0] for one in lists for box in one.boxes}
-    opened = [open_tensor_reader(folder, stem, lists) for stem in sorted(stems - {"moments"})]
+    opened = [TensorReader(folder, stem, lists) for stem in sorted(stems - {"moments"})]
     return {name: files for files in opened for name in files.shapes}
 
 
-def _change(
-    name: str, old: TensorReader | RemoteTensorReader, new: TensorReader | RemoteTensorReader
-) -> dict[str, float]:
+def _change(name: str, old: TensorReader, new: TensorReader) -> dict[str, float]:
     largest = moved = size = changed = 0.0
     total = 0
     for box in split_box(full_box(old.shapes[name]), WINDOW_ELEMENTS):

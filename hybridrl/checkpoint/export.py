@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
-from hybridrl.checkpoint.tensors.rank_manifest import CARRIED, is_list
-from hybridrl.checkpoint.tensors.remote_files import (
-    RemoteTensorReader,
-    load_manifests,
-    open_tensor_reader,
-)
+from hybridrl.checkpoint.tensors.rank_manifest import CARRIED, is_list, load_manifests
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError
@@ -78,13 +73,13 @@ def saved_dtype(settings: Mapping[str, Any]) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _weights(folder: Location) -> tuple[TensorReader | RemoteTensorReader, str]:
+def _weights(folder: Location) -> tuple[TensorReader, str]:
     """Open the weights of a role, or its adapters."""
     lists = load_manifests(folder)
     for stem in (MODEL_STEM, ADAPTER):
         files = {box.file for one in lists for box in one.boxes}
         if any(file.startswith((f"{stem}.", f"{stem}-")) for file in files):
-            return open_tensor_reader(folder, stem, lists), stem
+            return TensorReader(folder, stem, lists), stem
     raise ConfigError(
         f"{folder} holds parameters in another form than transformers stores them in. Resume the "
         "run with trainer.steps at this step: it leaves the model in its model/."
@@ -92,7 +87,7 @@ def _weights(folder: Location) -> tuple[TensorReader | RemoteTensorReader, str]:
 
 
 def _write(
-    tensors: TensorReader | RemoteTensorReader,
+    tensors: TensorReader,
     target: Path,
     stem: str,
     dtype: torch.dtype,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hybridrl.checkpoint.tensors.remote_files import RemoteTensorReader
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
@@ -224,7 +223,7 @@ def _read(
 
 
 def read_parameter_pieces(
-    files: TensorReader | RemoteTensorReader,
+    files: TensorReader,
     parts: Iterable[StoredTensor],
     pieces: Iterable[Piece],
     local: Tensor,

@@ -16,12 +16,22 @@ from hybridrl.checkpoint.tensors.rank_manifest import (
     manifest_path,
     read_manifests,
 )
-from hybridrl.checkpoint.tensors.remote_files import open_tensor_reader, write_remote_file
-from hybridrl.checkpoint.tensors.tensor_writer import make_header_entries, slice_part
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.checkpoint.tensors.tensor_writer import (
+    make_header_entries,
+    slice_part,
+    write_remote_file,
+)
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import box_shape, full_box, make_local_pieces
 from hybridrl.layout.tensor_layout import TensorLayout
-from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically
+from hybridrl.system.locations import (
+    copy_files,
+    list_file_sizes,
+    parse_location,
+    remove_location,
+    write_atomically,
+)
 
 
 def new_folder():
@@ -52,7 +62,7 @@ def test_any_layout_reads_what_any_wrote_and_no_more_than_the_boxes_it_needs(pai
     lists = read_manifests(folder)
     if any(value.numel() for value in values.values()):
         assert find_missing_data(folder, lists) == "" and find_damage(folder, lists) == ""
-    tensors = open_tensor_reader(folder, "model", lists)
+    tensors = TensorReader(folder, "model", lists)
     for held in other.pieces.values():
         for name, pieces in held.items():
             for piece in pieces:
@@ -93,10 +103,25 @@ def test_a_byte_that_is_another_is_found_also_by_who_reads_it(folder):
     write_atomically(file, bytes(content))
     assert "the crc32 of `cut` differs" in find_damage(folder, read_manifests(folder))
     with pytest.raises(ConfigError, match=r"rank-00001\.safetensors is damaged: `cut`"):
-        tensors = open_tensor_reader(folder, "model", read_manifests(folder))
+        tensors = TensorReader(folder, "model", read_manifests(folder))
         tensors.read("cut", full_box((4, 6)), torch.empty(4, 6))
     write_atomically(file, bytes(content[:-1]))
     assert "rank-00001.safetensors has" in find_missing_data(folder, read_manifests(folder))
+
+
+def test_who_reads_what_no_list_has_is_told(folder):
+    remove_location(manifest_path(folder, 1))
+    tensors = TensorReader(folder, "model", read_manifests(folder))
+    tensors.read("cut", ((0, 4), (0, 3)), torch.empty(4, 3))
+    with pytest.raises(ConfigError, match="lacks 8 values of `cut`: no rank says"):
+        tensors.read("cut", ((0, 4), (1, 5)), torch.empty(4, 4))
+
+
+def test_a_copy_on_a_disk_is_read_as_at_the_url(folder, tmp_path):
+    copy_files(folder, tmp_path)
+    tensors, into = TensorReader(tmp_path, "model", read_manifests(tmp_path)), torch.empty(4, 6)
+    tensors.read("cut", full_box((4, 6)), into)
+    assert into.flatten().tolist() == list(range(24)) and tensors.shapes == {"cut": (4, 6)}
 
 
 def test_a_file_that_could_not_be_sent_to_its_end_is_not_there(folder):

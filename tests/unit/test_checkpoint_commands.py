@@ -11,12 +11,12 @@ from hybridrl.checkpoint.pruning import KeepRule
 from hybridrl.checkpoint.store import CheckpointStore, list_checkpoints, resolve_checkpoint_folder
 from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, manifest_path
-from hybridrl.checkpoint.tensors.remote_files import write_remote_file
 from hybridrl.checkpoint.tensors.tensor_writer import (
     make_header_entries,
     make_written_box,
     write_headers,
     write_parts,
+    write_remote_file,
 )
 from hybridrl.cli import main
 from hybridrl.layout.boxes import full_box, make_local_pieces

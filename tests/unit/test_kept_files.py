@@ -20,8 +20,12 @@ from hybridrl.checkpoint.tensors.rank_manifest import (
     manifest_path,
     read_manifests,
 )
-from hybridrl.checkpoint.tensors.remote_files import open_tensor_reader, write_remote_file
-from hybridrl.checkpoint.tensors.tensor_writer import make_header_entries, slice_part
+from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.checkpoint.tensors.tensor_writer import (
+    make_header_entries,
+    slice_part,
+    write_remote_file,
+)
 from hybridrl.layout.boxes import box_shape
 from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically
 
@@ -144,7 +148,7 @@ def test_any_layout_reads_what_any_wrote_when_a_node_is_lost(pair):
     lists = read_manifests(folder)
     if any(value.numel() for value in values.values()):
         assert find_missing_data(folder, lists) == "" and find_damage(folder, lists) == ""
-    tensors = open_tensor_reader(folder, "model", lists)
+    tensors = TensorReader(folder, "model", lists)
     for held in other.pieces.values():
         for name, pieces in held.items():
             for piece in pieces:

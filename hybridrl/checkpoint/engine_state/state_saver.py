@@ -43,7 +43,6 @@ from hybridrl.checkpoint.tensors.rank_manifest import (
     WrittenHeader,
     manifest_path,
 )
-from hybridrl.checkpoint.tensors.remote_files import write_remote_file
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_file_name
 from hybridrl.checkpoint.tensors.tensor_writer import (
     make_header_entries,
@@ -51,6 +50,7 @@ from hybridrl.checkpoint.tensors.tensor_writer import (
     slice_part,
     write_headers,
     write_parts,
+    write_remote_file,
     write_small_file,
 )
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors

@@ -19,12 +19,7 @@ from hybridrl.checkpoint.engine_state.state_files import (
     to_local,
 )
 from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
-from hybridrl.checkpoint.tensors.rank_manifest import find_missing_data
-from hybridrl.checkpoint.tensors.remote_files import (
-    RemoteTensorReader,
-    load_manifests,
-    open_tensor_reader,
-)
+from hybridrl.checkpoint.tensors.rank_manifest import find_missing_data, load_manifests
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.engine.model_folder import read_parameter_pieces
 from hybridrl.engine.train_engine import TrainEngine
@@ -68,7 +63,7 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     steps = {name: count for written in lists for name, count in written.steps.items()}
     files, layout = plan_state_files(engine), engine.layout()
     stems = files.weights.stem, MOMENTS_STEM
-    weights, moments = (open_tensor_reader(folder, stem, lists) for stem in stems)
+    weights, moments = (TensorReader(folder, stem, lists) for stem in stems)
     _check_parameters(folder, moments, layout, files)
     parts = files.weights.by_parameter()
     if not weights.shapes.keys() >= {part.name for each in parts.values() for part in each}:
@@ -119,7 +114,7 @@ def read_state_numbers(file: Location) -> dict[str, Any]:
 
 def _check_parameters(
     folder: Location,
-    moments: TensorReader | RemoteTensorReader,
+    moments: TensorReader,
     layout: TensorLayout,
     files: EngineStateFiles,
 ) -> None:

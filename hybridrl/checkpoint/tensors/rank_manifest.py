@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
+from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import Box, box_numel, contiguous_runs
 from hybridrl.system.bounded_files import parse_json, read_text
 from hybridrl.system.locations import Location, list_file_sizes, open_range_reader
@@ -181,6 +182,20 @@ def read_manifests(folder: Location) -> list[RankManifest]:
         except ValueError as error:
             raise ValueError(f"{folder / name}: {error}") from error
     return found
+
+
+def load_manifests(folder: Location) -> list[RankManifest]:
+    """Read the manifests of all ranks that wrote to a folder.
+
+    Raises:
+        ConfigError: if that cannot be read.
+    """
+    try:
+        return read_manifests(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} could not be read: {error}. Resume from another step."
+        ) from error
 
 
 def list_written_files(lists: Iterable[RankManifest]) -> dict[str, WrittenHeader]:

@@ -1,4 +1,4 @@
-"""Reading parts of tensors from a model folder, and no other bytes than theirs."""
+"""Reading parts of tensors from a folder, on a disk or at a URL, and no other bytes than theirs."""
 
 from __future__ import annotations
 
@@ -7,40 +7,66 @@ import os
 import re
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
-from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, WrittenBox
-from hybridrl.checkpoint.tensors.safetensors_header import TensorEntry, read_header, view_as_bytes
+from hybridrl.checkpoint.tensors.rank_manifest import RankManifest
+from hybridrl.checkpoint.tensors.safetensors_header import (
+    SAFETENSORS_DTYPES,
+    TensorEntry,
+    read_header,
+    view_as_bytes,
+)
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import (
     Box,
     box_numel,
     box_shape,
     contiguous_runs,
+    full_box,
     intersect_boxes,
     rebase_box,
     split_box,
 )
+from hybridrl.system.locations import Location, RemotePath
 
-_WINDOW_BYTES = 8 << 20
-"""What is read at once; with it reading needs no more memory than what is read."""
+_WINDOW_BYTES = 16 << 20
+"""What is read at once: as large as the boxes that ranks write, each of which is one request."""
 _PART = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
+class _StoredBox(NamedTuple):
+    """A box of a tensor as it stands in a file.
+
+    Attributes:
+        outer: The box whose elements lie in the file in their order: this one, or one around it.
+        start: The byte of the file where `outer` begins.
+        crc32: Of the values of the box; None: not known.
+    """
+
+    file: Location
+    box: Box
+    outer: Box
+    start: int
+    crc32: int | None = None
+
+
 class TensorReader:
-    """A reader of the safetensors files of a folder: of `model.safetensors`, else of the files in
-    `model.safetensors.index.json`, else of all that are there.
+    """A reader of the tensors of a folder.
+
+    On a disk these are those of `model.safetensors`, else of the files in
+    `model.safetensors.index.json`, else of all safetensors files that are there. At a URL they are
+    those of which ranks say that they wrote them, each to a file of its own.
 
     Args:
         stem: What the files' names begin with; of another than `model` no other files are taken.
         lists: What ranks say that they wrote to the folder. A box of theirs that is read whole is
-            compared with its checksum, if it is not cast; of one that is read in part nothing can
-            be said.
+            compared with its checksum; of one that is read in part nothing can be said.
 
     Attributes:
         folder: As given.
@@ -54,34 +80,34 @@ class TensorReader:
     """
 
     def __init__(
-        self, folder: Path, stem: str = MODEL_STEM, lists: Iterable[RankManifest] = ()
+        self, folder: Location, stem: str = MODEL_STEM, lists: Sequence[RankManifest] = ()
     ) -> None:
         self.folder = folder
         self.bytes_read = 0
-        self._entries: dict[str, tuple[Path, TensorEntry]] = {}
-        files, index = _files(folder, stem)
-        for path in files:
-            for name, entry in read_header(path).items():
-                if name in self._entries:
-                    raise ConfigError(
-                        f"`{name}` is both in {self._entries[name][0]} and in {path}. Save the "
-                        "model again in an empty folder, or remove the files that are left over."
-                    )
-                self._entries[name] = path, entry
-        for name, path in index.items():
-            if self._entries.get(name, (None,))[0] != path:
-                raise ConfigError(
-                    f"{folder / index_file_name(stem)} says that `{name}` is in {path}, and it is "
-                    "not. The files are not of one model; copy, download or save it again."
-                )
-        self.shapes = {name: entry.shape for name, (_, entry) in self._entries.items()}
-        self.dtypes = {name: entry.dtype for name, (_, entry) in self._entries.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._stored: dict[str, list[_StoredBox]] = {}
         self._window = torch.empty(0, dtype=torch.uint8)
         self._opened: dict[Path, int] = {}
         weakref.finalize(self, _close, self._opened)
-        self._written: dict[str, list[WrittenBox]] = {}
-        for box in (box for one in lists for box in one.boxes):
-            self._written.setdefault(box.tensor, []).append(box)
+        if isinstance(folder, Path) and not any(one.own for one in lists):
+            for name, (path, entry) in _read_entries(folder, stem).items():
+                self.shapes[name], self.dtypes[name] = entry.shape, entry.dtype
+                whole = full_box(entry.shape)
+                self._stored[name] = [_StoredBox(path, whole, whole, entry.start)]
+        written: dict[str, list[_StoredBox]] = {}
+        for one in lists:
+            for box in one.boxes:
+                if box.file.startswith((f"{stem}.", f"{stem}-")):
+                    self.shapes[box.tensor] = box.shape
+                    self.dtypes[box.tensor] = SAFETENSORS_DTYPES[box.dtype]
+                    outer, start = full_box(box.shape), box.offset
+                    if box.own_start is not None:
+                        outer, start = box.box, box.own_start
+                    file = folder / one.file_of(box)
+                    stored = _StoredBox(file, box.box, outer, start, box.crc32)
+                    written.setdefault(box.tensor, []).append(stored)
+        self._stored |= written
 
     @torch.no_grad()
     def read(self, name: str, box: Box, into: Tensor) -> None:
@@ -93,60 +119,82 @@ class TensorReader:
             into: Of the shape of the box, on any device; values are cast to its dtype.
 
         Raises:
-            ConfigError: if the file is not what it was; names it.
+            ConfigError: if a file is not what it was, or cannot be read, or lacks some of the box;
+                names it.
         """
-        path, entry = self._entries[name]
-        file, size = self._open(path), entry.dtype.itemsize
-        is_plain = into.device.type == "cpu" and into.is_contiguous()
-        if is_plain and into.dtype == entry.dtype:  # no window in between
-            values = into.detach().view(-1).view(torch.uint8)
-            self._fill(file, path, name, entry, box, values)
-            self._check(path, name, box, into)
-            return
-        if len(self._window) < min(_WINDOW_BYTES, box_numel(box) * size):
-            self._window = torch.empty(_WINDOW_BYTES, dtype=torch.uint8)
-        for part in split_box(box, _WINDOW_BYTES // size):
-            values = self._window[: box_numel(part) * size]
-            self._fill(file, path, name, entry, part, values)
-            place = tuple(slice(*side) for side in rebase_box(part, box))
-            into[place].copy_(values.view(entry.dtype).view(box_shape(part)))
-        self._check(path, name, box, into)
+        lacking = box_numel(box)
+        for stored in self._stored[name]:
+            if (wanted := intersect_boxes(stored.box, box)) is not None:
+                try:
+                    self._read_stored(name, stored, wanted, into[_slices(wanted, box)])
+                except OSError as error:
+                    raise ConfigError(
+                        f"{stored.file} could not be read: {error}. See whether it can be reached, "
+                        "or resume from another step."
+                    ) from error
+                lacking -= box_numel(wanted)
+        if lacking:
+            raise ConfigError(
+                f"{self.folder} lacks {lacking} values of `{name}`: no rank says that it wrote "
+                "them. Resume from another step."
+            )
 
-    def _check(self, path: Path, name: str, box: Box, values: Tensor) -> None:
-        """Compare what was read of a box with the checksums of the written boxes that it holds
-        whole."""
-        is_cast = values.dtype != self._entries[name][1].dtype
-        for one in self._written.get(name, ()):
-            if is_cast or intersect_boxes(one.box, box) != one.box:
-                continue
-            place = tuple(slice(*side) for side in rebase_box(one.box, box))
-            if zlib.crc32(view_as_bytes(values[place].cpu())) != one.crc32:
-                raise ConfigError(
-                    f"{path} is damaged: `{name}` in it is not what was written. Resume from "
-                    "another step."
-                )
+    def _read_stored(self, name: str, stored: _StoredBox, wanted: Box, into: Tensor) -> None:
+        """Read a part of a box that is in one file, and compare the checksum if it is all of it."""
+        dtype, found = self.dtypes[name], 0
+        is_checked = stored.crc32 is not None and wanted == stored.box
+        fits = into.dtype == dtype and into.device.type == "cpu" and into.is_contiguous()
+        for part in split_box(wanted, _WINDOW_BYTES // dtype.itemsize):
+            target = into[_slices(part, wanted)].detach()
+            values = target if fits else self._room(part, dtype)
+            memory = view_as_bytes(values)
+            self._fill(name, stored, part, memory)
+            if is_checked:
+                found = zlib.crc32(memory, found)
+            if not fits:
+                target.copy_(values)
+        if is_checked and found != stored.crc32:
+            raise _damaged(stored.file, name)
 
-    def _open(self, path: Path) -> int:
-        """Return the descriptor of a file, which stays open as long as this object lives."""
+    def _room(self, part: Box, dtype: torch.dtype) -> Tensor:
+        """Return memory for a part before it is cast, which the next one uses again."""
+        size = box_numel(part) * dtype.itemsize
+        if len(self._window) < size:
+            self._window = torch.empty(size, dtype=torch.uint8)
+        return self._window[:size].view(dtype).view(box_shape(part))
+
+    def _fill(self, name: str, stored: _StoredBox, part: Box, memory: memoryview) -> None:
+        """Read the runs of a part into a buffer of as many bytes. At a URL the bytes from the first
+        run to the last come in one request."""
+        size = self.dtypes[name].itemsize
+        inner = contiguous_runs(box_shape(stored.outer), rebase_box(part, stored.outer))
+        runs = [(stored.start + first * size, count * size) for first, count in inner]
+        at, origin, content = 0, runs[0][0], memoryview(b"")
+        if isinstance(stored.file, RemotePath):
+            length = sum(runs[-1]) - origin
+            content = memoryview(stored.file.read_range(origin, length))
+            if len(content) != length:
+                raise _damaged(stored.file, name)
+        self.bytes_read += len(content) or len(memory)
+        for start, length in runs:
+            place = memory[at : at + length]
+            if isinstance(stored.file, RemotePath):
+                place[:] = content[start - origin : start - origin + length]
+            else:
+                self._read_run(name, stored.file, start, place)
+            at += length
+
+    def _read_run(self, name: str, path: Path, start: int, memory: memoryview) -> None:
+        """Read the bytes of a file from `start` on. It stays open as long as this object lives."""
         if path not in self._opened:
             self._opened[path] = os.open(path, os.O_RDONLY)
-        return self._opened[path]
-
-    def _fill(
-        self, file: int, path: Path, name: str, entry: TensorEntry, box: Box, values: Tensor
-    ) -> None:
-        """Read the runs of a box into a buffer of as many bytes."""
-        memory, at, size = values.numpy().data, 0, entry.dtype.itemsize
-        for first, count in contiguous_runs(entry.shape, box):
-            start, stop = entry.start + first * size, at + count * size
-            while at < stop:  # the system may give less than was asked for
-                got = os.preadv(file, [memory[at:stop]], start)
-                if not got:
-                    raise ConfigError(
-                        f"{path} ended inside `{name}`: it has become shorter since it was opened."
-                    )
-                at, start = at + got, start + got
-        self.bytes_read += at
+        while memory:  # the system may give less than was asked for
+            got = os.preadv(self._opened[path], [memory], start)
+            if not got:
+                raise ConfigError(
+                    f"{path} ended inside `{name}`: it has become shorter since it was opened."
+                )
+            memory, start = memory[got:], start + got
 
 
 class TensorInFiles:
@@ -165,6 +213,38 @@ class TensorInFiles:
 def index_file_name(stem: str) -> str:
     """Return the name of the index, which says which tensor is in which of several files."""
     return f"{stem}.safetensors.index.json"
+
+
+def _slices(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Return where a box lies in a tensor of the box around it."""
+    return tuple(slice(*side) for side in rebase_box(box, outer))
+
+
+def _damaged(file: Location, name: str) -> ConfigError:
+    return ConfigError(
+        f"{file} is damaged: `{name}` in it is not what was written. Resume from another step."
+    )
+
+
+def _read_entries(folder: Path, stem: str) -> dict[str, tuple[Path, TensorEntry]]:
+    """Return the file of each tensor, and its place there, by the headers of the files."""
+    found: dict[str, tuple[Path, TensorEntry]] = {}
+    files, index = _files(folder, stem)
+    for path in files:
+        for name, entry in read_header(path).items():
+            if name in found:
+                raise ConfigError(
+                    f"`{name}` is both in {found[name][0]} and in {path}. Save the model again in "
+                    "an empty folder, or remove the files that are left over."
+                )
+            found[name] = path, entry
+    for name, path in index.items():
+        if name not in found or found[name][0] != path:
+            raise ConfigError(
+                f"{folder / index_file_name(stem)} says that `{name}` is in {path}, and it is "
+                "not. The files are not of one model; copy, download or save it again."
+            )
+    return found
 
 
 def _close(opened: Mapping[Path, int]) -> None:

@@ -26,13 +26,15 @@ from hybridrl.checkpoint.tensors.rank_manifest import WrittenBox, WrittenHeader
 from hybridrl.checkpoint.tensors.safetensors_header import (
     NO_OTHERS,
     SAFETENSORS_NAMES,
+    build_header,
     view_as_bytes,
 )
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles, index_file_name
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
+from hybridrl.errors import StorageError
 from hybridrl.layout.boxes import box_shape, contiguous_runs
 from hybridrl.layout.tensor_layout import TensorLayout
-from hybridrl.system.locations import Location, sync_directory, write_atomically
+from hybridrl.system.locations import Location, RemotePath, sync_directory, write_atomically
 
 
 def write_tensors(
@@ -130,6 +132,44 @@ def write_parts(
             finally:
                 os.close(opened)
     return sums
+
+
+def write_remote_file(
+    folder: RemotePath,
+    rank: int,
+    parts: Sequence[FilePart],
+    values: Iterable[Tensor],
+    stop: Callable[[], bool] = lambda: False,
+) -> tuple[dict[str, WrittenHeader], list[WrittenBox]]:
+    """Write parts of files to a file of this rank's own, at a URL, where nobody writes into the
+    middle of a file. It is there when everything has been sent, and is one that safetensors reads:
+    each box is a tensor in it, called by the tensor that it is a part of and by its place there.
+
+    Args:
+        parts, values, stop: As for `write_parts`.
+
+    Returns:
+        What the rank's list is to say: its `own` and its `boxes`.
+
+    Raises:
+        StorageError: if it cannot be written, or if it was stopped; names the file.
+    """
+    file = folder / f"rank-{rank:05}.safetensors"
+    names = [f"{part.name}{list(map(list, part.box))}" for part in parts]
+    shapes = {name: box_shape(part.box) for name, part in zip(names, parts, strict=True)}
+    dtypes = {name: part.entry.dtype for name, part in zip(names, parts, strict=True)}
+    header, entries, length = build_header(shapes, torch.float32, dtypes)
+    boxes: list[WrittenBox] = []
+    with convert_write_errors(file), file.writing() as sent:
+        sent.write(header)
+        for name, part, tensor in zip(names, parts, values, strict=True):
+            if stop():
+                raise StorageError(f"{file} was not written: the worker ended before.")
+            memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
+            sent.write(memory)
+            box = make_written_box(part, zlib.crc32(memory))
+            boxes.append(box._replace(own_start=entries[name].start))
+    return {file.name: WrittenHeader(len(header), zlib.crc32(header), length)}, boxes
 
 
 def write_headers(folder: Path, plan: FilePlan) -> None:
