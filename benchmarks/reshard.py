@@ -27,7 +27,15 @@ from figures import report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from weight_transitions import Parameter, Transition, VanillaMesh, gather_all, nested, vanilla
+from weight_transitions import (
+    HybridMesh,
+    Parameter,
+    Transition,
+    VanillaMesh,
+    gather_all,
+    nested,
+    vanilla,
+)
 
 from hybridrl.config.schema import ActorConfig, ParallelConfig, RolloutConfig
 from hybridrl.config.schema import RolloutParallelConfig as RolloutParallel
@@ -35,7 +43,6 @@ from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import box_shape
-from hybridrl.layout.hybrid_mesh import HybridMesh
 from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models import CausalPolicy, load_model

@@ -17,9 +17,6 @@ from hybridrl.errors import ConfigError
 Box = tuple[tuple[int, int], ...]
 """``[start, stop)`` of each dim; ``()`` is the one element of a scalar."""
 
-Cut = Callable[[int, int, int], tuple[int, int]]
-"""(length, index, count) to the range that part `index` of `count` holds."""
-
 
 def full_box(shape: Iterable[int]) -> Box:
     """Return the box that covers a whole tensor."""
@@ -244,6 +241,16 @@ class PieceTable(Mapping[int, RankPieces]):
     columns: tuple[tuple[tuple[Piece, ...], ...], ...]
     tensors: Mapping[str, tuple[str, int]]
 
+    @classmethod
+    def of(cls, names: Iterable[str], pieces: Mapping[int, RankPieces]) -> PieceTable:
+        """Build the table of these tensors from what each rank holds; not every rank holds some."""
+        ranks, columns = tuple(sorted(pieces)), dict[tuple[tuple[Piece, ...], ...], int]()
+        tensors = {}
+        for name in names:
+            column = tuple(pieces[rank].get(name, ()) for rank in ranks)
+            tensors[name] = ("", columns.setdefault(column, len(columns)))
+        return cls(ranks, tuple(columns), tensors)
+
     def __getitem__(self, rank: int) -> RankPieces:
         return _Row(self, self._places[rank])
 
@@ -264,11 +271,8 @@ class PieceTable(Mapping[int, RankPieces]):
         begin, column = self.tensors[name]
         return begin + self.columns[column][self._places[rank]][number].tensor
 
-    def shifted(self, by: int) -> PieceTable:
-        """Return the table with ranks numbered from `by`."""
-        return PieceTable(tuple(rank + by for rank in self.ranks), self.columns, self.tensors)
-
     def parts(self, parts: Mapping[str, Part]) -> PieceTable:
+        """Return the table of tensors derived from those of this one, by name."""
         columns: dict[tuple[int, Hashable], int] = {}
         found: list[tuple[tuple[Piece, ...], ...]] = []
         tensors = {}
@@ -281,7 +285,7 @@ class PieceTable(Mapping[int, RankPieces]):
         return PieceTable(self.ranks, tuple(found), tensors)
 
     def beside(self, other: PieceTable) -> PieceTable:
-        """See `Layout.beside`."""
+        """Return the tensors of this table and of another one, whose ranks are the same."""
         assert self.ranks == other.ranks
         first = len(self.columns)
         moved = {name: (begin, first + column) for name, (begin, column) in other.tensors.items()}

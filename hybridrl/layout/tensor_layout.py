@@ -8,11 +8,11 @@ layouts, executed by another transport. All sizes are in elements.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,33 +69,16 @@ class TensorLayout:
         here = self.pieces.get(rank)
         return TensorLayout(self.shapes, {} if here is None else {rank: here})
 
-    def holders(self, name: str) -> Mapping[int, tuple[Piece, ...]]:
-        """Return the pieces of one tensor by rank."""
+    @cached_property
+    def table(self) -> PieceTable:
+        """The pieces as a table of all tensors."""
         if isinstance(self.pieces, PieceTable):
-            return self.pieces.holders(name)
-        return {rank: held for rank, here in self.pieces.items() if (held := here.get(name))}
-
-    def tensor(self, name: str, rank: int, number: int) -> str:
-        """Return the name of the local tensor that holds one of a rank's pieces."""
-        if isinstance(self.pieces, PieceTable):
-            return self.pieces.tensor(name, rank, number)
-        return self.pieces[rank][name][number].tensor
-
-    def kind(self, name: str) -> Hashable:
-        """Return a key that is equal for tensors sharded alike, whatever their local tensors are
-        called."""
-        if isinstance(self.pieces, PieceTable):
-            return self.pieces.tensors[name][1]
-        return tuple(
-            (rank, tuple((piece.box, piece.start) for piece in held))
-            for rank, held in sorted(self.holders(name).items())
-        )
+            return self.pieces
+        return PieceTable.of(self.shapes, self.pieces)
 
     def shifted(self, by: int) -> TensorLayout:
         """Return the layout with ranks numbered from `by`, for a plan between separate worker
         groups."""
-        if isinstance(self.pieces, PieceTable):
-            return TensorLayout(self.shapes, self.pieces.shifted(by))
         return TensorLayout(self.shapes, {rank + by: here for rank, here in self.pieces.items()})
 
     def renamed(self, names: Mapping[str, str]) -> TensorLayout:
@@ -108,45 +91,13 @@ class TensorLayout:
         return self.parts(parts)
 
     def beside(self, other: TensorLayout) -> TensorLayout:
-        """The tensors of this layout and of another one, whose ranks are the same."""
-        shapes = {**self.shapes, **other.shapes}
-        if isinstance(self.pieces, PieceTable) and isinstance(other.pieces, PieceTable):
-            return TensorLayout(shapes, self.pieces.beside(other.pieces))
-        return TensorLayout(
-            shapes, {rank: {**here, **other.pieces[rank]} for rank, here in self.pieces.items()}
-        )
+        """Return the tensors of this layout and of another one, whose ranks are the same."""
+        return TensorLayout({**self.shapes, **other.shapes}, self.table.beside(other.table))
 
     def parts(self, parts: Mapping[str, Part]) -> TensorLayout:
         """Return the layout of tensors derived from those of this layout, by name."""
         shapes = {name: part.shape for name, part in parts.items()}
-        if isinstance(self.pieces, PieceTable):
-            return TensorLayout(shapes, self.pieces.parts(parts))
-        pieces = {
-            rank: {
-                name: held
-                for name, part in parts.items()
-                if (held := part.pieces(here.get(part.of, ())))
-            }
-            for rank, here in self.pieces.items()
-        }
-        return TensorLayout(shapes, pieces)
-
-    def to_json(self) -> str:
-        """The layout as JSON text."""
-        pieces = {str(rank): dict(here) for rank, here in self.pieces.items()}
-        return json.dumps({"shapes": dict(self.shapes), "pieces": pieces})
-
-    @classmethod
-    def from_json(cls, text: str) -> TensorLayout:
-        """The layout that `to_json` wrote."""
-        read = json.loads(text)
-        return cls(
-            {name: tuple(shape) for name, shape in read["shapes"].items()},
-            {
-                int(rank): {name: tuple(map(_piece, pieces)) for name, pieces in here.items()}
-                for rank, here in read["pieces"].items()
-            },
-        )
+        return TensorLayout(shapes, self.table.parts(parts))
 
 
 @dataclass(frozen=True)
@@ -182,16 +133,6 @@ class TransferPlan:
         moves = (m for m in self.moves if m.sender == rank or rank in m.receivers)
         return TransferPlan(tuple(moves), tuple(m for m in self.copies if m.sender == rank))
 
-    def to_json(self) -> str:
-        """The plan as JSON text."""
-        return json.dumps({"moves": self.moves, "copies": self.copies})
-
-    @classmethod
-    def from_json(cls, text: str) -> TransferPlan:
-        """The plan that `to_json` wrote."""
-        read = json.loads(text)
-        return cls(tuple(map(_move, read["moves"])), tuple(map(_move, read["copies"])))
-
 
 def merge_layouts(layouts: Iterable[TensorLayout]) -> TensorLayout:
     """Merge several layouts into one, such as one from every rank.
@@ -217,21 +158,6 @@ def check_same_shape(name: str, first: Sequence[int], second: Sequence[int]) -> 
             f"Tensor `{name}` has shape {tuple(first)} in one layout and {tuple(second)} in the "
             "other; layouts describe the same global tensors."
         )
-
-
-def _box(read: Any) -> Box:
-    return tuple((start, stop) for start, stop in read)
-
-
-def _piece(read: Any) -> Piece:
-    box, tensor, start = read
-    return Piece(_box(box), tensor, tuple(start))
-
-
-def _move(read: Any) -> TensorMove:
-    name, box, sender, receivers, source, target = read
-    places = [Place(tensor, tuple(start)) for tensor, start in (source, target)]
-    return TensorMove(name, _box(box), sender, tuple(receivers), places[0], places[1])
 
 
 _NOTHING: RankPieces = {}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError
-from hybridrl.layout.hybrid_mesh import HybridMesh
 from hybridrl.layout.rank_mesh import RankMesh
 
 DATA_AXES = ("dp", "ring", "ulysses")
@@ -17,9 +18,12 @@ parameters, or share them."""
 def build_training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int = 1) -> RankMesh:
     """Build the mesh (dp, ring, ulysses, pp, tp) of a model over `devices` ranks.
 
-    What a rank trains is part of what it generates with; see `HybridMesh`. Where generation cuts
-    finer than training (`rollout_tp` is a multiple of `tp`) that cannot be, and ranks are numbered
-    one after the other.
+    What a rank trains is part of what it generates with, as in the 3D-HybridEngine of HybridFlow
+    (Sheng et al., EuroSys 2025, section 5). A generation replica is `rollout_tp` consecutive ranks,
+    as vLLM wants them; so that the shards nest, tensor ranks of one generation shard stand in
+    different replicas of generation. (The paper numbers training consecutively and generation with
+    strides: the same groups under other numbers.) Where generation cuts finer than training
+    (`rollout_tp` is a multiple of `tp`) that cannot be, and ranks are numbered one after the other.
 
     Raises:
         ConfigError: if the sizes do not fit each other.
@@ -35,9 +39,8 @@ def build_training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int 
     }
     if rollout_tp > parallel.tp:
         return RankMesh(axes)
-    data = devices // model
-    grid = HybridMesh(parallel.pp, parallel.tp, data, rollout_tp=rollout_tp).training_ranks()
-    return RankMesh(axes, tuple(rank for replica in grid for stage in replica for rank in stage))
+    ranks = np.arange(devices).reshape(-1, parallel.tp // rollout_tp, rollout_tp)
+    return RankMesh(axes, tuple(ranks.swapaxes(1, 2).flatten().tolist()))
 
 
 def model_parallel_size(parallel: ParallelConfig) -> int:

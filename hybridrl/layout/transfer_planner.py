@@ -118,7 +118,7 @@ class _TransferPlanner:
             )
             for alike in self._classes
         )
-        kind = (self._source.kind(name), wanted)
+        kind = (self._source.table.tensors[name][1], wanted)  # the column: which pieces it has
         if kind not in self._known:
             self._known[kind] = self._jobs_of(name)
         jobs = self._known[kind]
@@ -150,7 +150,7 @@ class _TransferPlanner:
         return TransferPlan(tuple(moves), tuple(copies))
 
     def _jobs_of(self, name: str) -> list[_CellTransfer]:
-        held = self._source.holders(name)
+        held = self._source.table.holders(name)
         boxes = {rank: [piece.box for piece in pieces] for rank, pieces in held.items()}
         pieces = [
             (number, index, piece)
@@ -254,7 +254,7 @@ class _TransferPlanner:
         self, name: str, job: _CellTransfer, rank: int, places: dict[Place, Place]
     ) -> Place:
         index, start = job.sources[rank]
-        place = Place(self._source.tensor(name, rank, index), start)
+        place = Place(self._source.table.tensor(name, rank, index), start)
         return places.setdefault(place, place)
 
     def _target_place(self, name: str, need: _CellNeed, places: dict[Place, Place]) -> Place:

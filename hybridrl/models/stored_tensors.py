@@ -116,7 +116,7 @@ class StorageFormat(NamedTuple):
         if self.source is None or not self.carried:
             return own
         shapes = {name: self.source.shapes[name] for name in self.carried}
-        here = tuple(layout.pieces)
+        here = own.table.ranks
         kinds = {shape: number for number, shape in enumerate(dict.fromkeys(shapes.values()))}
         columns = tuple(
             ((Piece(full_box(shape), "", (0,) * len(shape)),),) * len(here) for shape in kinds

@@ -4,11 +4,11 @@ from collections import Counter, defaultdict
 from fractions import Fraction
 
 import pytest
-from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanilla
+from weight_transitions import HybridMesh, Parameter, VanillaMesh, gather_all, nested, vanilla
 
-from hybridrl.errors import ConfigError
+from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.boxes import box_numel, intersect_boxes, subtract_boxes
-from hybridrl.layout.hybrid_mesh import HybridMesh
+from hybridrl.layout.training_mesh import build_training_mesh
 
 RANKS = 64
 
@@ -146,18 +146,10 @@ def test_training_ranks_are_a_permutation_for_a_device_mesh():
     assert VanillaMesh(1, 4, 2, 1, 2).training_ranks() == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "sentence"),
-    [
-        (
-            (1, 4, 1, 1, 3),
-            r"tp=3 does not divide actor.parallel.tp=4.*one of \[1, 2, 4\]",
-        ),
-        ((2, 1, 1, 4, 1), r"rollout.parallel.pp=4 does not divide actor.parallel.pp=2"),
-        ((1, 0, 1, 1, 1), r"actor.parallel.tp=0: expected 1 or more"),
-        ((1, 1, 1, 1, -1), r"rollout.parallel.tp=-1: expected 1 or more"),
-    ],
-)
-def test_impossible_sizes_are_sentences(sizes, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        HybridMesh(*sizes)
+def test_training_meshes_are_numbered_so():
+    for p, t, d, p_g, t_g in combinations(24):
+        if p_g > 1:
+            continue
+        found = build_training_mesh(p * t * d, ParallelConfig(pp=p, tp=t), t_g)
+        ranks = HybridMesh(p, t, d, rollout_tp=t_g).training_ranks()
+        assert found.grid == tuple(rank for replica in ranks for stage in replica for rank in stage)

@@ -7,10 +7,16 @@ import torch
 import torch.distributed as dist
 from layout_cases import cut, empty_tensors, local, numbered
 from ranks import run_ranks
-from weight_transitions import Parameter, VanillaMesh, gather_all, nested, vanilla
+from weight_transitions import (
+    HybridMesh,
+    Parameter,
+    VanillaMesh,
+    gather_all,
+    nested,
+    vanilla,
+)
 
 from hybridrl.layout.boxes import Piece
-from hybridrl.layout.hybrid_mesh import HybridMesh
 from hybridrl.layout.tensor_layout import TransferTraffic, make_tensor_sink
 from hybridrl.weights.collective_reshard import CollectiveReshard, reshard_tensors
 from hybridrl.weights.parcel_transfer import count

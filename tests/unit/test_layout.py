@@ -26,7 +26,6 @@ from hybridrl.layout import boxes
 from hybridrl.layout.boxes import Part, Piece, PieceTable, Place, make_local_pieces
 from hybridrl.layout.tensor_layout import (
     TensorLayout,
-    TransferPlan,
     compute_peak_elements,
     compute_redundant_elements,
     merge_layouts,
@@ -136,11 +135,9 @@ def test_no_element_is_sent_to_a_rank_that_has_it(pair):
 
 
 @given(layout_pairs())
-def test_plans_and_layouts_survive_json_and_do_not_depend_on_the_order_of_ranks(pair):
+def test_plans_do_not_depend_on_the_order_of_ranks(pair):
     source, target = pair
     found = plan_transfer(source, target)
-    assert TransferPlan.from_json(found.to_json()) == found
-    assert TensorLayout.from_json(source.to_json()) == source
     backwards = [
         TensorLayout(
             dict(reversed(layout.shapes.items())),
