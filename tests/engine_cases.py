@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from hybridrl.algorithms import PolicyObjective, TokenSegments, token_weights
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
-from hybridrl.engine.train_engine import TrainEngine, token_columns
+from hybridrl.engine.micro_batches import TokenColumns
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 
@@ -109,7 +110,7 @@ def plain_update(batch, objective):
     policy = CausalPolicy(make_model())
     samples = PackedSamples.of(batch, CPU)
     outputs = policy(samples, TEMPERATURE)
-    columns = token_columns(batch, CPU)
+    columns = TokenColumns(batch, CPU)
     mask = columns["response_mask"].bool()
     segments = TokenSegments.from_cu_seqlens(samples.response_bounds, mask)
     loss, metrics = objective(outputs, columns, segments)

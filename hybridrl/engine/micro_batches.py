@@ -85,14 +85,6 @@ def _rectangles(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(rows) for rows in lists]
 
 
-def find_token_positions(cu_seqlens: Tensor, rows: list[int]) -> Tensor:
-    """Return the positions of the tokens of these rows in a ragged column's values, row after
-    row."""
-    starts, lengths = cu_seqlens[:-1][rows], cu_seqlens.diff()[rows]
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
-
-
 class TokenColumns(Mapping[str, Tensor]):
     """A mapping of every numeric column to `[response tokens]` on the device: token-level columns
     as they are, per-sample numbers repeated over the sample's tokens. They are copies, so a loss
@@ -149,10 +141,6 @@ class TokenColumns(Mapping[str, Tensor]):
             f"The loss reads the column `{name}`, which the batch of this update does not have; it "
             f"has {', '.join(self._columns)}.{maker}{suggest_name(name, self._columns)}"
         )
-
-
-def token_columns(batch: Batch, device: torch.device) -> TokenColumns:
-    return TokenColumns(batch, device)
 
 
 def _difference(found: Tensor, wanted: Tensor) -> str:

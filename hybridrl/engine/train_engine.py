@@ -21,10 +21,9 @@ from hybridrl.batch.call_record import NonFiniteValue
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.micro_batches import (
+    TokenColumns,
     UpdateMetrics,
-    find_token_positions,
     pack_rows,
-    token_columns,
 )
 from hybridrl.engine.optimizer import (
     MomentStorage,
@@ -41,6 +40,7 @@ from hybridrl.models.expert_routing import (
     compute_router_balance,
     compute_router_metrics,
 )
+from hybridrl.models.packed_models import concatenate_ranges
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible
@@ -154,7 +154,8 @@ class TrainEngine(ShardedModel):
         samples = [self._pack(batch.take(rows)) for rows in micro_batches]
 
         def keep(number: int, found: Mapping[str, Tensor]) -> None:
-            places = find_token_positions(responses.cu_seqlens, micro_batches[number])
+            rows = micro_batches[number]
+            places = concatenate_ranges(responses.cu_seqlens[rows], responses.lengths[rows])
             whole = self._whole(found, samples[number])
             for name, kept in outputs.items():
                 kept[places] = whole[name].cpu()
@@ -206,7 +207,7 @@ class TrainEngine(ShardedModel):
 
         def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
             outputs = self._whole(outputs, samples[number])
-            columns = token_columns(parts[number], self.device)
+            columns = TokenColumns(parts[number], self.device)
             mask = columns["response_mask"].bool()
             segments = TokenSegments.from_cu_seqlens(samples[number].response_bounds, mask)
             token_loss = loss(outputs, columns, segments)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hybridrl.models.packed_models import AttentionBucket, PackingMetadata
+from hybridrl.models.packed_models import AttentionBucket, PackingMetadata, make_buckets
 from hybridrl.system.device_traits import fits_flash
 
 _SINK_DIMS = 8
@@ -89,14 +89,13 @@ def causal_attention(
     Returns:
         `[tokens, heads, width of v]`.
     """
-    if not packing.buckets:
-        if sinks is None and fits_flash(q):
-            return _flash_attention(q, k, v, packing, scale, window)
-        packing = _with_buckets(packing)
-    if len(packing.buckets) == 1:
-        return _rectangle(q, k, v, packing.buckets[0], scale, window, sinks)
+    if not packing.buckets and sinks is None and fits_flash(q):
+        return _flash_attention(q, k, v, packing, scale, window)
+    buckets = packing.buckets or _buckets_on_device(packing)
+    if len(buckets) == 1:
+        return _rectangle(q, k, v, buckets[0], scale, window, sinks)
     output = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    for bucket in packing.buckets:
+    for bucket in buckets:
         part = _rectangle(
             *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scale, window, sinks
         )
@@ -132,7 +131,7 @@ def _flash_attention(
 
 @cache
 def _names_groups(attention: Callable[..., Any]) -> bool:
-    """Whether fewer key-value heads have to be asked for: torch 2.11 takes them as they come."""
+    """Return whether fewer key-value heads have to be asked for: torch 2.11 takes any number."""
     return "enable_gqa" in inspect.signature(attention).parameters
 
 
@@ -145,9 +144,8 @@ def _rectangle(
     window: int | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute the attention of one bucket, `[real tokens, heads, head_dim]` in and out. `[real
-    tokens, heads, head_dim]` in and out. Right padding needs no mask, because a causal query never
-    looks to its right."""
+    """Compute the attention of one bucket, `[real tokens, heads, head_dim]` in and out. Right
+    padding needs no mask, because a causal query never looks to its right."""
     full = bucket.rows * bucket.longest == len(q)
     dense = [
         (x if full else _Scatter.apply(x, bucket.target, bucket.rows * bucket.longest))
@@ -220,14 +218,9 @@ class _Gather(torch.autograd.Function):
         ), None
 
 
-def _with_buckets(packing: PackingMetadata) -> PackingMetadata:
-    """Rectangles for an accelerator whose flash kernel does not take these tensors."""
-    made = PackingMetadata.of(packing.cu_seqlens.cpu(), torch.device("cpu"))
-    device = packing.cu_seqlens.device
-    buckets = tuple(
-        b._replace(source=b.source.to(device), target=b.target.to(device)) for b in made.buckets
-    )
-    return PackingMetadata(packing.cu_seqlens, packing.longest, buckets)
+def _buckets_on_device(packing: PackingMetadata) -> tuple[AttentionBucket, ...]:
+    """Return the buckets for an accelerator whose flash kernel does not take these tensors."""
+    return make_buckets(packing.cu_seqlens.cpu().diff(), packing.cu_seqlens.device)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

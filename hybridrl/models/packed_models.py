@@ -5,6 +5,7 @@ transformers models that return numbers for every response token of them.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch, RaggedColumn
+from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.errors import DataError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
@@ -25,7 +26,7 @@ MAX_PADDING_RATIO = 1.25
 
 
 class SampleLayout(enum.Enum):
-    """How samples are laid out for a model; see `hybridrl.models.packing_trial`."""
+    """A way to lay samples out for a model; see `hybridrl.models.packing_trial`."""
 
     PACKED = "packed"
     """One after the other in one row, nothing padded."""
@@ -45,6 +46,19 @@ class AttentionBucket(NamedTuple):
     source: torch.Tensor
     target: torch.Tensor
 
+    @classmethod
+    def of(cls, samples: list[int], lengths: torch.Tensor, device: torch.device) -> AttentionBucket:
+        """Build the bucket of these samples of a row.
+
+        Args:
+            lengths: `[samples]`, of all samples of the row, on the CPU.
+        """
+        mine, starts = lengths[samples], (lengths.cumsum(0) - lengths)[samples]
+        longest = int(mine.max())
+        targets = torch.arange(len(samples)) * longest
+        source, target = (concatenate_ranges(x, mine).to(device) for x in (starts, targets))
+        return cls(len(samples), longest, source, target)
+
 
 class SequenceShard(Protocol):
     """A rank's part of a packed row whose tokens several ranks hold together."""
@@ -61,7 +75,7 @@ class SequenceShard(Protocol):
         scale: float | None,
         window: int | None,
     ) -> torch.Tensor:
-        """As `models.packed_attention.causal_attention`, for this rank's tokens. Collective."""
+        """Return the attention of this rank's tokens; see `causal_attention`. Collective."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +108,18 @@ class PackingMetadata:
         routes: torch.Tensor | None = None,
     ) -> PackingMetadata:
         """Build the metadata of samples with the bounds `cu_seqlens` `[samples + 1]`."""
-        lengths = cu_seqlens.diff().tolist()
-        buckets = tuple(_buckets(lengths, cu_seqlens.tolist())) if device.type == "cpu" else ()
+        lengths = cu_seqlens.diff()
         return cls(
             cu_seqlens.to(device, torch.int32),
-            max(lengths),
-            buckets,
+            int(lengths.max()),
+            make_buckets(lengths, device) if device.type == "cpu" else (),
             real=None if real is None else real.to(device),
             routes=None if routes is None else routes.to(device),
         )
 
     def position_ids(self, tokens: int) -> torch.Tensor:
-        """Return positions that start at 0 in each sample, `[tokens]`; with `tokens` given, the
-        host need not wait for an accelerator. So many there are, which the host would have to ask
-        an accelerator for."""
+        """Return positions that start at 0 in each sample, `[tokens]`; with their number given, the
+        host need not wait for an accelerator."""
         if self.split is not None:
             return self.split.position_ids
         lengths = self.cu_seqlens.diff()
@@ -154,8 +166,8 @@ class PackedSamples:
             bounds = torch.arange(len(bounds)) * bounds.diff().max()
         tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
         starts = bounds[: len(batch)]
-        prompt_places = _places(prompts, starts)
-        response_places = _places(responses, starts + prompts.lengths)
+        prompt_places = concatenate_ranges(starts, prompts.lengths)
+        response_places = concatenate_ranges(starts + prompts.lengths, responses.lengths)
         tokens[prompt_places] = prompts.values
         tokens[response_places] = responses.values
         real = torch.zeros(len(tokens), dtype=torch.bool)
@@ -202,37 +214,45 @@ def _routes(batch: Batch, starts: torch.Tensor, tokens: int) -> torch.Tensor | N
             "tokens."
         )
     found = torch.full((tokens, width), -1, dtype=torch.int32)
-    shift = (starts - (lengths.cumsum(0) - lengths)).repeat_interleave(lengths)
-    found[torch.arange(count) + shift] = column.values.view(count, width).to(torch.int32)
+    places = concatenate_ranges(starts, lengths)
+    found[places] = column.values.view(count, width).to(torch.int32)
     return found
 
 
-def _places(column: RaggedColumn, starts: torch.Tensor) -> torch.Tensor:
-    """Return the place of each value of a ragged column whose rows begin at `starts`."""
-    shift = (starts - column.cu_seqlens[:-1]).repeat_interleave(column.lengths)
-    return torch.arange(len(column.values)) + shift
+def concatenate_ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
+    shift = starts - (lengths.cumsum(0) - lengths)
+    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 
 
-def _buckets(lengths: list[int], bounds: list[int]) -> list[AttentionBucket]:
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+def make_buckets(lengths: torch.Tensor, device: torch.device) -> tuple[AttentionBucket, ...]:
+    """Divide samples of these lengths into few buckets with little padding."""
+    groups = group_similar_samples(lengths[:, None].tolist())
+    return tuple(AttentionBucket.of(samples, lengths, device) for samples in groups)
+
+
+def group_similar_samples(lengths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Divide samples into few groups that are padded to the longest with little padding; see
+    `MAX_PADDING_RATIO`.
+
+    Args:
+        lengths: By sample its length, or its lengths in several rows.
+
+    Returns:
+        Numbers of the samples of each group, ascending.
+    """
     groups: list[list[int]] = []
-    real = 0
-    for i in order:
-        longest = lengths[groups[-1][0]] if groups else 0
-        if groups and longest * (len(groups[-1]) + 1) <= MAX_PADDING_RATIO * (real + lengths[i]):
-            groups[-1].append(i)
-            real += lengths[i]
+    longest, real = list(lengths[0]), 0
+    for sample in sorted(range(len(lengths)), key=lambda sample: -sum(lengths[sample])):
+        mine = lengths[sample]
+        together, tokens = list(map(max, longest, mine)), real + sum(mine)
+        if groups and sum(together) * (len(groups[-1]) + 1) <= MAX_PADDING_RATIO * tokens:
+            groups[-1].append(sample)
+            longest, real = together, tokens
         else:
-            groups.append([i])
-            real = lengths[i]
-    return [_bucket(sorted(group), lengths, bounds) for group in groups]
-
-
-def _bucket(samples: list[int], lengths: list[int], bounds: list[int]) -> AttentionBucket:
-    longest = max(lengths[i] for i in samples)
-    source = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in samples])
-    target = torch.cat([torch.arange(lengths[i]) + row * longest for row, i in enumerate(samples)])
-    return AttentionBucket(len(samples), longest, source, target)
+            groups.append([sample])
+            longest, real = list(mine), sum(mine)
+    return [sorted(group) for group in groups]
 
 
 _TOP_IDS, _TOP_LOG_PROBS = "top_ids", "top_log_probs"

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrl.models.packed_models import concatenate_ranges
 from hybridrl.parallel.padded_attention import PaddedRectangle, make_rectangles
-from hybridrl.parallel.zigzag import RingRow, concatenate_ranges
+from hybridrl.parallel.zigzag import RingRow
 from hybridrl.system.device_traits import fits_flash
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.models.packed_models import MAX_PADDING_RATIO
-from hybridrl.parallel.zigzag import concatenate_ranges
+from hybridrl.models.packed_models import AttentionBucket, group_similar_samples
 
 SLICE_ELEMENTS = 1 << 20
 """Scores held at a time."""
@@ -25,24 +24,14 @@ class PaddedRectangle:
     the block is causal: then no real query sees it.
 
     Attributes:
-        rows: Samples.
-        longest_query: Queries of a row, padding included.
-        longest_key: Keys of a row, padding included.
-        query_source: Where the real queries stand among the block's.
-        query_target: Where they stand in the flattened rectangle.
-        key_source: As `query_source`, for keys.
-        key_target: As `query_target`, for keys.
+        queries: Where the real queries stand among the block's, and in the flattened rectangle.
+        keys: The same for keys.
         causal: Query i of a row sees its keys 0 to i.
-        no_key: bool `[rows, longest_key]`, where keys are padding; None if nowhere.
+        no_key: bool `[rows, longest]`, where keys are padding; None if nowhere.
     """
 
-    rows: int
-    longest_query: int
-    longest_key: int
-    query_source: Tensor
-    query_target: Tensor
-    key_source: Tensor
-    key_target: Tensor
+    queries: AttentionBucket
+    keys: AttentionBucket
     causal: bool
     no_key: Tensor | None
 
@@ -100,30 +89,31 @@ class PaddedRectangle:
         self._put_keys(found_v, into[2])
 
     def _queries(self, x: Tensor, groups: int) -> Tensor:
-        """Reshape `[queries, heads, n]` to `[rows, key-value heads, groups, longest_query, n]`."""
-        dense = _dense(x, self.query_source, self.query_target, self.rows, self.longest_query)
+        """Reshape `[queries, heads, n]` to `[rows, key-value heads, groups, longest, n]`."""
+        dense = _dense(x, self.queries)
         return dense.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).contiguous()
 
     def _keys(self, x: Tensor) -> Tensor:
-        """Reshape `[keys, key-value heads, n]` to `[rows, key-value heads, longest_key, n]`."""
-        dense = _dense(x, self.key_source, self.key_target, self.rows, self.longest_key)
+        """Reshape `[keys, key-value heads, n]` to `[rows, key-value heads, longest, n]`."""
+        dense = _dense(x, self.keys)
         return dense.transpose(1, 2).contiguous()
 
     def _put_queries(self, dense: Tensor, x: Tensor) -> None:
         flat = dense.permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
-        x[self.query_source] = flat.index_select(0, self.query_target)
+        x[self.queries.source] = flat.index_select(0, self.queries.target)
 
     def _put_keys(self, dense: Tensor, x: Tensor) -> None:
         flat = dense.transpose(1, 2).flatten(0, 1)
-        x[self.key_source] = flat.index_select(0, self.key_target)
+        x[self.keys.source] = flat.index_select(0, self.keys.target)
 
     def _slices(self, heads: int) -> Iterator[tuple[slice, slice]]:
         """Yield slices of queries whose scores fit the limit, each with the keys that it may
         see."""
-        step = max(1, SLICE_ELEMENTS // (self.rows * heads * self.longest_key))
-        for start in range(0, self.longest_query, step):
-            stop = min(start + step, self.longest_query)
-            yield slice(start, stop), slice(0, stop if self.causal else self.longest_key)
+        queries, keys = self.queries.longest, self.keys.longest
+        step = max(1, SLICE_ELEMENTS // (self.keys.rows * heads * keys))
+        for start in range(0, queries, step):
+            stop = min(start + step, queries)
+            yield slice(start, stop), slice(0, stop if self.causal else keys)
 
     def _scores(
         self, queries: Tensor, keys: Tensor, part: slice, seen: slice, scale: float
@@ -148,52 +138,23 @@ def make_rectangles(
         query_lengths: int64 `[samples]`, at least 1 each; the queries stand sample after sample.
         key_lengths: As `query_lengths`; equal to it if `causal`.
     """
-    queries, keys = query_lengths.tolist(), key_lengths.tolist()
-    order = sorted(range(len(queries)), key=lambda i: -(queries[i] + keys[i]))
-    groups: list[list[int]] = []
-    longest_query = longest_key = real = 0
-    for i in order:
-        wide, high = max(longest_key, keys[i]), max(longest_query, queries[i])
-        tokens = real + queries[i] + keys[i]
-        if groups and (wide + high) * (len(groups[-1]) + 1) <= MAX_PADDING_RATIO * tokens:
-            groups[-1].append(i)
-            longest_query, longest_key, real = high, wide, tokens
-        else:
-            groups.append([i])
-            longest_query, longest_key, real = queries[i], keys[i], queries[i] + keys[i]
-    query_starts = query_lengths.cumsum(0) - query_lengths
-    key_starts = key_lengths.cumsum(0) - key_lengths
     found = []
-    for group in groups:
-        rows = torch.tensor(sorted(group))
-        of_queries, of_keys = query_lengths[rows], key_lengths[rows]
-        longest_query, longest_key = int(of_queries.max()), int(of_keys.max())
-        row = torch.arange(len(rows))
-        no_key = None
-        if not causal and int(of_keys.min()) < longest_key:
-            no_key = (torch.arange(longest_key) >= of_keys[:, None]).to(device)
-        found.append(
-            PaddedRectangle(
-                rows=len(rows),
-                longest_query=longest_query,
-                longest_key=longest_key,
-                query_source=concatenate_ranges(query_starts[rows], of_queries).to(device),
-                query_target=concatenate_ranges(row * longest_query, of_queries).to(device),
-                key_source=concatenate_ranges(key_starts[rows], of_keys).to(device),
-                key_target=concatenate_ranges(row * longest_key, of_keys).to(device),
-                causal=causal,
-                no_key=no_key,
-            )
-        )
+    for samples in group_similar_samples(torch.stack([query_lengths, key_lengths], 1).tolist()):
+        queries = AttentionBucket.of(samples, query_lengths, device)
+        keys = AttentionBucket.of(samples, key_lengths, device)
+        no_key, lengths = None, key_lengths[samples]
+        if not causal and int(lengths.min()) < keys.longest:
+            no_key = (torch.arange(keys.longest) >= lengths[:, None]).to(device)
+        found.append(PaddedRectangle(queries, keys, causal, no_key))
     return found
 
 
-def _dense(x: Tensor, source: Tensor, target: Tensor, rows: int, longest: int) -> Tensor:
+def _dense(x: Tensor, bucket: AttentionBucket) -> Tensor:
     """Copy `[tokens, heads, n]` into a padded `[rows, longest, heads, n]` of float32."""
-    dense = torch.zeros(rows * longest, *x.shape[1:], dtype=torch.float32, device=x.device)
-    return dense.index_copy_(0, target, x.index_select(0, source).float()).unflatten(
-        0, (rows, longest)
-    )
+    shape = bucket.rows, bucket.longest
+    dense = torch.zeros(shape[0] * shape[1], *x.shape[1:], dtype=torch.float32, device=x.device)
+    dense.index_copy_(0, bucket.target, x.index_select(0, bucket.source).float())
+    return dense.unflatten(0, shape)
 
 
 def _times(left: Tensor, right: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridrl.models.packed_models import concatenate_ranges
+
 
 @dataclass(frozen=True, eq=False)
 class RingRow:
@@ -70,9 +72,3 @@ def compute_rank_positions(rows: list[RingRow], ulysses: int) -> list[Tensor]:
         bounds = split_bounds(len(row.places), ulysses)
         found += [row.places[start:stop] for start, stop in itertools.pairwise(bounds)]
     return found
-
-
-def concatenate_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
-    shift = starts - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)

@@ -115,7 +115,7 @@ def test_many_short_samples_are_few_rectangles_of_little_padding():
     for j in range(4):
         block = AttentionBlock.between(rows[1], rows[j], 1 - j, CPU)
         assert len(block.rectangles) <= 12
-        padded = sum(r.rows * (r.longest_query + r.longest_key) for r in block.rectangles)
+        padded = sum(r.keys.rows * (r.queries.longest + r.keys.longest) for r in block.rectangles)
         assert padded <= 1.25 * int((block.query_lengths + block.key_lengths).sum())
 
 

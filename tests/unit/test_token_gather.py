@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.models.packed_models import concatenate_ranges
 from hybridrl.parallel.sequence_parallel import TokenOwnership
-from hybridrl.parallel.zigzag import compute_rank_positions, concatenate_ranges, split_over_ring
+from hybridrl.parallel.zigzag import compute_rank_positions, split_over_ring
 
 SAMPLES = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=6)
 

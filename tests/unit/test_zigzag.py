@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridrl.models.packed_models import concatenate_ranges
 from hybridrl.parallel.zigzag import (
     compute_rank_positions,
-    concatenate_ranges,
     split_bounds,
     split_over_ring,
 )
