@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
@@ -35,6 +34,7 @@ from hybridrl.models.stored_tensors import (
     remove_adapter_prefix,
     select_local_tensor,
 )
+from hybridrl.parallel.fsdp import to_local
 from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
@@ -219,7 +219,7 @@ def _read(
             _check_shape(files.folder, part.name, files.shapes[part.name], part.shape)
     for name, parameter in parameters.items():
         pieces = find_parameter_pieces(name, parameter, cuts.get(name), index)
-        read_parameter_pieces(files, parts[name], pieces, _local(parameter))
+        read_parameter_pieces(files, parts[name], pieces, to_local(parameter.detach()))
 
 
 def read_parameter_pieces(
@@ -264,7 +264,7 @@ def _load_whole(
     for name, parameter in found.items():
         whole, cut = values[remove_adapter_prefix(name)], cuts.get(name)
         _check_shape(folder, name, tuple(whole.shape), full_shape(parameter, cut))
-        local = _local(parameter)
+        local = to_local(parameter.detach())
         for piece in find_parameter_pieces(name, parameter, cut, index):
             values_here = whole[tuple(slice(*side) for side in piece.box)]
             inner = zip(piece.start, values_here.shape, strict=True)
@@ -278,9 +278,3 @@ def _check_shape(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[
             f"{folder} has `{name}` of the shape {list(found)}, and the model's is "
             f"{list(wanted)}. Give the folder of a model of the same size."
         )
-
-
-def _local(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's shard of a parameter as a writable tensor."""
-    here = parameter.detach()
-    return here.to_local() if isinstance(here, DTensor) else here

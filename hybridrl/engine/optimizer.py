@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,6 +17,7 @@ from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import IN_COLUMN, IN_GRADIENT, IN_LOSS, IN_WEIGHT, NonFiniteValue
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.parallel.fsdp import to_local
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.tensor_parallel import ParameterCut
 from hybridrl.system.device_traits import SideStream
@@ -93,7 +93,7 @@ class ShardedGradients:
         for parameter, cut in self._partial:
             if parameter.grad is None:
                 continue
-            local = _local(parameter.grad)
+            local = to_local(parameter.grad)
             parts = [()] if cut is None else sorted(set(cut.bounds))
             mine = 0 if cut is None else parts.index(cut.bounds[index])
             # All parts side by side: the ranks of each need no group of their own.
@@ -107,7 +107,7 @@ class ShardedGradients:
         counts once, however many ranks hold it."""
         total = torch.zeros((), dtype=torch.float64)
         for copies, parameters in self._by_copies.items():
-            gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+            gradients = [to_local(p.grad) for p in parameters if p.grad is not None]
             if gradients:
                 total += torch.nn.utils.get_total_norm(gradients).double().cpu() ** 2 / copies
         if (group := self._mesh.group()) is not None:
@@ -119,11 +119,7 @@ class ShardedGradients:
         for parameters in self._by_copies.values():
             for parameter in parameters:
                 if parameter.grad is not None:
-                    _local(parameter.grad).mul_(factor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    to_local(parameter.grad).mul_(factor)
 
 
 def find_non_finite_in_batch(batch: Batch, loss: float) -> NonFiniteValue | None:
@@ -166,8 +162,7 @@ def find_non_finite_in_model(model: nn.Module) -> NonFiniteValue | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(to_local(tensor)).all())
 
 
 class MomentStorage:
@@ -232,7 +227,7 @@ class MomentStorage:
         for state, name, value in self._moments(part):
             # The host's memory is pinned, because the copy does not block.
             state[name] = value.to(self._place, self._dtype, non_blocking=True)
-            self._stream.reads(value.to_local() if isinstance(value, DTensor) else value)
+            self._stream.reads(to_local(value))
 
     def _moments(self, part: set[nn.Parameter]) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
         for parameter in part:

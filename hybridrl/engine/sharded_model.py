@@ -35,6 +35,7 @@ from hybridrl.parallel.fsdp import (
     apply_fsdp,
     is_small_model,
     list_fsdp_units,
+    to_local,
 )
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parameter_layout import build_training_layout
@@ -132,8 +133,8 @@ class ShardedModel:
         """Return this rank's shard of every parameter, float32."""
         self._drop_gathered()
         return {
-            name: p.detach().to_local() if isinstance(p, DTensor) else p.detach()
-            for name, p in self.model.inner.named_parameters()
+            name: to_local(parameter.detach())
+            for name, parameter in self.model.inner.named_parameters()
         }
 
     def full_parameters(self, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -62,77 +62,58 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def load_model(path: str, dtype: str) -> PreTrainedModel:
-    """Load the causal language model at `path`, on the CPU, with packed attention."""
-    try:
-        with silence_transformers():
-            model, found = read_language_model(
-                path,
-                load_model_config(path),
-                dtype=DTYPES[dtype],
-                attn_implementation=PACKED_ATTENTION,
-            )
-    except Exception as error:  # libraries raise many kinds
-        raise ConfigError(f"model.path={path} could not be loaded: {_first_line(error)}") from error
-    check_loaded_tensors(found, f"model.path={path}", needs_head=True)
-    return _finished(model)
-
-
-def open_model(path: str) -> tuple[PreTrainedModel, TensorReader | None]:
-    """As `load_model` in float32, with parameters on the meta device, and the files in which they
-    are; with weights where they cannot be read by parts, and None where files and model do not have
-    the same numbers."""
-    config = load_model_config(path)
-    if (found := build_meta_model(path, config, scalar=False)) is None:
-        model = load_model(path, "float32")
-        return model, _files_of(path, config, model)
-    return _finished(found.model), found.files
-
-
-def load_scalar_model(path: str, dtype: str, *, needs_head: bool = False) -> PreTrainedModel:
-    """Load the model at `path` with a scalar head, on the CPU, with packed attention.
-
-    A sequence-classification folder with one label keeps its head. A causal language model gets a
-    new one of zeros, which says 0 of everything until it has learned, or is refused.
+def load_model(
+    path: str, dtype: str, *, scalar: bool = False, needs_head: bool = True
+) -> PreTrainedModel:
+    """Load the model at `path`, on the CPU, with packed attention.
 
     Args:
-        needs_head: It will never learn: without a head of its own it is refused.
+        scalar: With a scalar head in place of logits. A sequence-classification folder with one
+            label keeps its head. A causal language model gets a new one of zeros, which says 0 of
+            everything until it has learned, or is refused.
+        needs_head: It will never learn: without a scalar head of its own it is refused.
     """
-    config = load_model_config(path)
-    check_single_label(config, path)
-    config.num_labels = 1
+    config, who = _config_of(path, scalar), path if scalar else f"model.path={path}"
+    options = {"dtype": DTYPES[dtype], "attn_implementation": PACKED_ATTENTION}
     try:
         with silence_transformers():
-            model, found = read_language_model(
-                path, config, scalar=True, dtype=DTYPES[dtype], attn_implementation=PACKED_ATTENTION
-            )
+            model, found = read_language_model(path, config, scalar=scalar, **options)
     except Exception as error:  # libraries raise many kinds
-        raise ConfigError(
-            f"{path} could not be loaded with a scalar head: {_first_line(error)}"
-        ) from error
-    check_loaded_tensors(found, path, needs_head=needs_head)
-    if any(name.startswith(SCALAR_HEAD_PREFIX) for name in found["missing_keys"]):
+        head = " with a scalar head" if scalar else ""
+        raise ConfigError(f"{who} could not be loaded{head}: {_first_line(error)}") from error
+    check_loaded_tensors(found, who, needs_head=needs_head)
+    if scalar and any(name.startswith(SCALAR_HEAD_PREFIX) for name in found["missing_keys"]):
         torch.nn.init.zeros_(model.score.weight)
-    return _finished(model)
+    model.config.use_cache = False
+    return model
 
 
-def open_scalar_model(
-    path: str, *, needs_head: bool = False
+def open_model(
+    path: str, *, scalar: bool = False, needs_head: bool = True
 ) -> tuple[PreTrainedModel, TensorReader | None]:
-    """Open the model at `path` with a scalar head, as `open_model` and `load_scalar_model` do."""
-    config = load_model_config(path)
-    check_single_label(config, path)
-    config.num_labels = 1
-    found = build_meta_model(path, config, scalar=True)
-    lacks_head = found is not None and "score.weight" not in found.files.shapes
+    """Open the model at `path` in float32 as `load_model` does, with parameters on the meta device,
+    and return the files that they are in. Where weights cannot be read by parts, the parameters are
+    real, and the files are None if they do not have the numbers of the model."""
+    config = _config_of(path, scalar)
+    found = build_meta_model(path, config, scalar=scalar)
+    lacks_head = scalar and found is not None and "score.weight" not in found.files.shapes
     if found is None or (needs_head and lacks_head):
-        model = load_scalar_model(path, "float32", needs_head=needs_head)
+        model = load_model(path, "float32", scalar=scalar, needs_head=needs_head)
         return model, _files_of(path, config, model)
-    return _finished(found.model), found.files
+    found.model.config.use_cache = False
+    return found.model, found.files
+
+
+def _config_of(path: str, scalar: bool) -> PretrainedConfig:
+    config = load_model_config(path)
+    if scalar:
+        check_single_label(config, path)
+        config.num_labels = 1
+    return config
 
 
 def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> TensorReader | None:
-    """The files that a model was read from: those of the folder, or of the hub's copy here.
+    """Return the files that a model was read from: those of the folder, or of the hub's copy here.
 
     Raises:
         ConfigError: if the model had more than a language model, and it could not be saved with it.
@@ -167,17 +148,11 @@ def check_single_label(config: PretrainedConfig, who: str) -> None:
         )
 
 
-def _finished(model: PreTrainedModel) -> PreTrainedModel:
-    model.config.use_cache = False
-    return model
-
-
 def make_tiny_config(
     *, hidden_size: int, layers: int, heads: int, context: int, experts: int = 0
 ) -> PretrainedConfig:
     """Return the architecture of `make_tiny_model`, but for its vocabulary: Qwen2's, or with
-    experts Qwen3-MoE's, with as many parameters for a token. Qwen2's, or with experts Qwen3's,
-    where a token meets as many parameters."""
+    experts Qwen3-MoE's, with as many parameters for a token."""
     shape = {
         "hidden_size": hidden_size,
         "intermediate_size": 4 * hidden_size,

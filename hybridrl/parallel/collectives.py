@@ -1,10 +1,11 @@
-"""Collectives that torch.distributed does not have: a differentiable copy and sum, and a gather
-that sends equal objects once."""
+"""Collectives that torch.distributed does not have: a differentiable copy and sum, a gather that
+sends equal objects once, and the making of groups."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,6 +47,16 @@ def reduce_from_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     """Return the sum of every rank's `x`, which all ranks use alike; the gradient passes through
     unchanged."""
     return _Sum.apply(x, group)
+
+
+def make_own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
+    """Make a process group for each of these groups of ranks and return this rank's; None if it is
+    in none of them, or alone. Collective over the current world."""
+    every = [list(ranks) for ranks in groups]
+    if all(len(ranks) == 1 for ranks in every):
+        return None
+    mine, _ = dist.new_subgroups_by_enumeration(every)
+    return mine if mine is not None and mine.size() > 1 else None
 
 
 DIGEST_BYTES = 32

@@ -68,7 +68,17 @@ def _sum(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-class CompressedReduceScatter:
+class PlainAllocation:
+    """The part of FSDP2's custom collectives that allocates: ordinary memory of the device."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Allocate memory for what is sent or received."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CompressedReduceScatter(PlainAllocation):
     """A reduce-scatter of gradients in one or two hops, for FSDP2's `set_custom_reduce_scatter`.
     Source: SDP4Bit, arXiv 2410.15526, section 3.2. Unlike there, only the second hop has the
     Hadamard transform, since integers of 8 bits gain little by it.
@@ -86,12 +96,6 @@ class CompressedReduceScatter:
     def __init__(self, hops: Sequence[ReductionHop], order: Sequence[int] | None = None) -> None:
         self._hops = hops
         self._order = order
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Allocate memory for gradients before and after the sum."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybridrl.compress.codec import Codec
 from hybridrl.errors import ConfigError
+from hybridrl.parallel.collectives import make_own_group
 from hybridrl.parallel.compressed_collectives import (
     INT4_CODEC,
     INT8_CODEC,
@@ -51,7 +52,7 @@ def make_reduce_scatter(
         return None
     rows = [sorted(row) for row in rows]
     if kind == "int8":
-        group = _make_own_group(rows)
+        group = make_own_group(rows)
         return None if group is None else CompressedReduceScatter([ReductionHop(group, INT8_CODEC)])
     nodes = _find_node_addresses()
     if kind == _AUTO:
@@ -67,9 +68,9 @@ class _TwoLevelGroups:
 
     def __init__(self, rows: Sequence[Sequence[int]], nodes: Sequence[str]) -> None:
         tables = [group_ranks_by_node(row, nodes) for row in rows]
-        self.inside = _make_own_group([places for table in tables for places in table])
-        self.across = _make_own_group(
-            [list(one) for table in tables for one in zip(*table, strict=True)]
+        self.inside = make_own_group(places for table in tables for places in table)
+        self.across = make_own_group(
+            places for table in tables for places in zip(*table, strict=True)
         )
         self.order: list[int] = []
         for row, table in zip(rows, tables, strict=True):
@@ -87,7 +88,7 @@ def _make_measured(
     rows: Sequence[Sequence[int]], nodes: Sequence[str], device: torch.device
 ) -> MeasuredReduceScatter | None:
     """Build the reduce-scatter of `auto` with all its candidates, lossless ones first."""
-    group = _make_own_group(rows)
+    group = make_own_group(rows)
     try:
         tables = [group_ranks_by_node(row, nodes) for row in rows]
     except ConfigError:  # nodes with more ranks than others: one hop
@@ -108,13 +109,6 @@ def _make_measured(
             for inside in _INTRA_NODE_CODECS
         ]
     return MeasuredReduceScatter(ways, group, device)
-
-
-def _make_own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """Make the process groups and return this rank's; None for a rank that is in none of them, or
-    alone."""
-    mine, _ = dist.new_subgroups_by_enumeration(groups)
-    return mine if mine is not None and mine.size() > 1 else None
 
 
 def _find_node_addresses() -> list[str]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from hybridrl.parallel.compressed_collectives import CompressedReduceScatter
+from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, PlainAllocation
 from hybridrl.parallel.reduction_choice import (
     NO_OVERLAP,
     STREAM_OVERLAP,
@@ -187,7 +187,7 @@ class MeasuredReduceScatter:
         self._held.hold(1 / self._drift, self._drift)
 
 
-class UnitReduceScatter:
+class UnitReduceScatter(PlainAllocation):
     """The custom reduce-scatter of one FSDP unit.
 
     Attributes:
@@ -204,7 +204,7 @@ class UnitReduceScatter:
     ) -> torch.Tensor:
         """Allocate memory for gradients, which are ready at the first call of a reduction."""
         self._ready = self._ready or TimingEvent(device)
-        return torch.empty(*size, dtype=dtype, device=device)
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,

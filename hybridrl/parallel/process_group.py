@@ -11,20 +11,23 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.layout.training_mesh import DATA_AXES
+from hybridrl.parallel.collectives import make_own_group
 from hybridrl.parallel.gradient_reduction import make_reduce_scatter
 from hybridrl.system.collective_waits import start_timing_waits
 from hybridrl.system.device_traits import COLLECTIVE_BACKENDS, set_current_device
+
+if TYPE_CHECKING:
+    from hybridrl.controller.worker import Rendezvous, WorkerContext
 
 COLLECTIVE_TIMEOUT = timedelta(days=365)
 """Longer than any call's deadline (`controller.timeout_s`), which reports who hangs and where."""
@@ -90,15 +93,6 @@ def enter_world(name: str) -> None:
     _leave()
     _set(_worlds[name], _counts[name])
     _current = name
-
-
-def make_peer_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Make a process group for each of these groups of ranks and return this rank's; None if it is
-    alone. Collective over the current world."""
-    if all(len(ranks) == 1 for ranks in groups):
-        return None
-    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups])
-    return mine
 
 
 def find_store(group: dist.ProcessGroup) -> dist.Store:
@@ -181,7 +175,7 @@ class ParallelMesh:
         rows = torch.tensor(data).view(-1, self.data_ranks // self.copies)
         self.reduce_scatter = make_reduce_scatter(gradients, rows.tolist(), device)
         for axes in (("dp",), ("ring",), ("ulysses",), ("ring", "ulysses"), ("pp",), ("tp",)):
-            self._groups[axes] = self._make_group(axes) if mesh.axes.keys() & set(axes) else None
+            self._groups[axes] = self._make_group(axes)
         self._groups[tuple(mesh.axes)] = self._make_group(tuple(mesh.axes))
 
     @classmethod
@@ -196,7 +190,7 @@ class ParallelMesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of the mesh, which writes shared files."""
+        """True on the first rank of the mesh, which writes shared files."""
         return self.rank == self.mesh.grid[0]
 
     @property
@@ -233,9 +227,6 @@ class ParallelMesh:
 
     def _make_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
         groups = self.mesh.groups(*axes)
-        if len(groups[0]) == 1:
-            return None
-        if len(groups) == 1 and self.fsdp.ndim == 1 and self.data_ranks == len(groups[0]):
+        if len(groups) == 1 and self.fsdp.ndim == 1 and self.data_ranks == len(groups[0]) > 1:
             return self.fsdp.get_group() if self.rank in self.mesh.grid else None
-        mine, _ = dist.new_subgroups_by_enumeration(groups)
-        return mine
+        return make_own_group(groups)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridrl.models import PackedModel, PackedSamples
+from hybridrl.parallel.fsdp import to_local
 from hybridrl.parallel.pipeline_schedule import ActionKind, PipelineAction, build_schedule
 from hybridrl.parallel.staged_model import StagedModel
 
@@ -113,7 +113,7 @@ class TrainingPipeline:
         gradient = model.inner.get_parameter(model.tied).grad
         if gradient is None:
             return
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = to_local(gradient)
         if not local.numel():
             return
         other = torch.empty_like(local)

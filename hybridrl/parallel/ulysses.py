@@ -74,51 +74,36 @@ class HeadExchange:
         if copies > 1:
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
         by_rank = [x.unflatten(1, (ranks, x.shape[1] // ranks)) for x in (q, k, v)]
-        return _ToHeads.apply(torch.cat(by_rank, dim=2), self)
+        sent = torch.cat(by_rank, dim=2).transpose(0, 1).flatten(0, 1)
+        return _Exchange.apply(sent, self.group, [len(q)] * ranks, self.counts)
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads, `[all tokens, heads / ranks, head_dim]`, for
         this rank's tokens of all heads, `[this rank's tokens, heads, head_dim]`. Collective."""
-        return _ToTokens.apply(x, self).flatten(1, 2)
+        ranks = len(self.counts)
+        mine = self.counts[dist.get_rank(self.group)]
+        received = _Exchange.apply(x, self.group, self.counts, [mine] * ranks)
+        return received.unflatten(0, (ranks, mine)).transpose(0, 1).flatten(1, 2)
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_heads(x, exchange)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grad, ctx.exchange), None
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: HeadExchange) -> Tensor:
-        ctx.exchange = exchange
-        return _to_tokens(x, exchange)
+class _Exchange(torch.autograd.Function):
+    """An autograd function in which each rank sends rows to every rank of a group; the gradient
+    goes the other way."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grad, ctx.exchange), None
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
+    ) -> Tensor:
+        ctx.back = group, received, sent
+        return _exchange(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, *ctx.back), None, None, None
 
 
-def _to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange `[this rank's tokens, ranks, heads of a rank, head_dim]` for `[all tokens, heads of
-    this rank, head_dim]`."""
-    sent = x.transpose(0, 1).flatten(0, 1).contiguous()
-    received = x.new_empty(sum(exchange.counts), *x.shape[2:])
-    mine = [len(x)] * len(exchange.counts)
-    dist.all_to_all_single(received, sent, exchange.counts, mine, group=exchange.group)
-    return received
-
-
-def _to_tokens(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Undo `_to_heads`."""
-    counts = exchange.counts
-    mine = counts[dist.get_rank(exchange.group)]
-    received = x.new_empty(len(counts) * mine, *x.shape[1:])
-    splits = [mine] * len(counts)
-    dist.all_to_all_single(received, x.contiguous(), splits, counts, group=exchange.group)
-    return received.unflatten(0, (len(counts), mine)).transpose(0, 1)
+def _exchange(x: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """Send `sent` rows of `x` to each rank, and return the `received` rows from each."""
+    arrived = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    return arrived

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
 from hybridrl.compress.grouped_integers import GroupedIntegerCodec
+from hybridrl.parallel.compressed_collectives import PlainAllocation
 
 DIFFERENCE_CODEC = GroupedIntegerCodec(4, 512)
 
@@ -23,7 +22,7 @@ def apply_encoded_difference(held: torch.Tensor, encoded: torch.Tensor) -> None:
     held.copy_(change.add_(held))
 
 
-class DifferenceAllGather:
+class DifferenceAllGather(PlainAllocation):
     """An all-gather of one FSDP unit's weights as differences, for FSDP2's `set_custom_all_gather`.
     Source: SDP4Bit, arXiv 2410.15526, section 3.1 (qWD).
 
@@ -49,12 +48,6 @@ class DifferenceAllGather:
         """Drop the copy, so that the next gather is in full, after weights were loaded. Call it on
         every rank."""
         self._held = None
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Allocate memory for the unit's weights."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -44,6 +44,7 @@ from hybridrl.engine.train_engine import LossFunction, TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.parallel import process_group
+from hybridrl.parallel.collectives import make_own_group
 from hybridrl.rollout import SamplingSettings
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import parse_location
@@ -127,7 +128,7 @@ class ActorWorker(TrainedModelWorker):
                 setup_of(source, train.device, source.seed, job, coming=coming, sleeps=True),
                 environment=environment,
                 context=context,
-                peers=process_group.make_peer_group(mesh.groups("rollout_tp")),
+                peers=make_own_group(mesh.groups("rollout_tp")),
             )
         self._engine = HybridEngine(
             train, engine, self.phase, source.dtype, verify=rollout.verify_weights

@@ -22,6 +22,7 @@ from hybridrl.controller.worker import Rendezvous
 from hybridrl.engine.hybrid_engine import add_response_mask
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.parallel import process_group
+from hybridrl.parallel.collectives import make_own_group
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.sample_generator import (
     GenerationTask,
@@ -82,7 +83,7 @@ class GeneratorWorker(ModelWorker):
         self._place = mesh.coordinates(context.rank)
         self._device = process_group.join_group_world(context)
         self._world = dist.group.WORLD
-        self._peers = process_group.make_peer_group(mesh.groups("rollout_tp"))
+        self._peers = make_own_group(mesh.groups("rollout_tp"))
         self._generator = build_rollout_engine(
             source,
             rollout,

@@ -20,7 +20,6 @@ from hybridrl.models import (
     PackedModel,
     ScalarModel,
     open_model,
-    open_scalar_model,
     resolve_sample_layout,
 )
 from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
@@ -94,7 +93,7 @@ def build_scalar_engine(
 ) -> TrainEngine:
     """Build an engine as `build_policy_engine` does, for a model with a scalar head; see
     `ScalarModel`. Collective."""
-    model, files = open_scalar_model(source.path, needs_head=not trains)
+    model, files = open_model(source.path, scalar=True, needs_head=not trains)
     if trains:
         _adapt(model, source, config)
     scalar = ScalarModel(

@@ -13,7 +13,7 @@ from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConf
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel, load_model, load_scalar_model
+from hybridrl.models import CausalPolicy, ScalarModel, load_model
 from hybridrl.models.lora import add_adapters
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
@@ -74,7 +74,7 @@ def write(folder):
 
 def whole(mesh, source, config, scalar):
     """As engines were built before they could read parts."""
-    model = (load_scalar_model if scalar else load_model)(source.path, "float32")
+    model = load_model(source.path, "float32", scalar=scalar, needs_head=not scalar)
     if config.lora.rank:
         add_adapters(model, config.lora)
     model = ScalarModel(model, "before") if scalar else CausalPolicy(model)

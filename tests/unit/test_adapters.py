@@ -33,9 +33,7 @@ from hybridrl.models import (
     PackedSamples,
     ScalarModel,
     load_model,
-    load_scalar_model,
     open_model,
-    open_scalar_model,
 )
 from hybridrl.models.lora import (
     _ALL_LINEAR,
@@ -214,7 +212,7 @@ def test_a_saved_folder_holds_the_adapters_and_loads_as_the_policy(kind, base, m
 
 def test_a_scalar_model_learns_its_head_too(base, mesh, tmp_path):
     batch = make_batch()
-    model, files = open_scalar_model(str(base["qwen2"]))
+    model, files = open_model(str(base["qwen2"]), scalar=True, needs_head=False)
     engine = make_engine(mesh, ScalarModel(model, "after"), files)
     before = whole(engine)
     for _ in range(3):
@@ -227,7 +225,7 @@ def test_a_scalar_model_learns_its_head_too(base, mesh, tmp_path):
     scores = compute_sample_scores(engine, batch)
     assert float(scores.abs().max()) > 0.01
     engine.save(tmp_path)
-    plain = load_scalar_model(str(base["qwen2"]), "float32")
+    plain = load_model(str(base["qwen2"]), "float32", scalar=True, needs_head=False)
     loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path)).merge_and_unload()
     with torch.no_grad():
         values = ScalarModel(loaded, "after")(PackedSamples.of(batch, CPU))["values"]
@@ -331,7 +329,7 @@ def test_a_second_stage_begins_where_the_first_ended_and_knows_where_that_was(st
 
 def test_a_critic_begins_with_the_adapters_that_the_policy_goes_on_with(stage, base):
     folder, _ = stage
-    model, _ = open_scalar_model(str(base["llama"]))
+    model, _ = open_model(str(base["llama"]), scalar=True, needs_head=False)
     add_adapters(model, replace(LORA, path=str(folder)))
     load_adapters(model, str(folder))
     stored = load_file(folder / "adapter_model.safetensors")

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, open_model, open_scalar_model
+from hybridrl.models import load_model, open_model
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.models.stored_tensors import find_stored_tensors
 
@@ -43,12 +43,12 @@ def test_parameters_have_no_memory_and_buffers_are_those_of_the_loaded_model(fol
 
 
 def test_a_new_head_is_zeros_and_a_trained_one_is_read(folder, tmp_path_factory):
-    model, _ = open_scalar_model(str(folder))
+    model, _ = open_model(str(folder), scalar=True, needs_head=False)
     assert not model.score.weight.is_meta and not model.score.weight.any()
     trained = tmp_path_factory.mktemp("trained")
     critic = AutoModelForSequenceClassification.from_config(model.config)
     critic.save_pretrained(trained)
-    found, _ = open_scalar_model(str(trained))
+    found, _ = open_model(str(trained), scalar=True, needs_head=False)
     assert torch.equal(found.score.weight, critic.score.weight) and critic.score.weight.any()
 
 

@@ -13,7 +13,7 @@ from hybridrl.checks.models.model_folder_checks import check_hub_model, check_mo
 from hybridrl.checks.models.tokenizer_checks import check_tokenizer
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, load_model_config, load_scalar_model
+from hybridrl.models import load_model, load_model_config
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_what_scores_has_a_head_of_one_label(folder, tmp_path):
     with pytest.raises(ConfigError, match="without a scalar head"):
         check(folder(sound), scalar=True, learns=False)
     with pytest.raises(ConfigError, match="without a scalar head"):
-        load_scalar_model(str(base()), "float32", needs_head=True)
+        load_model(str(base()), "float32", scalar=True)
     for labels in (1, 2):
         shutil.rmtree(tmp_path / "model")
         path = folder(classify(labels))

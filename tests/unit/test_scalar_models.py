@@ -18,7 +18,7 @@ from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.models import PackedSamples, ScalarModel, load_scalar_model
+from hybridrl.models import PackedSamples, ScalarModel, load_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.reward_model_worker import compute_sample_scores
@@ -139,7 +139,7 @@ def test_the_score_of_a_sample_is_its_value_at_the_last_token(mesh):
 def test_a_language_model_gets_a_head_of_zeros(kind, tmp_path):
     language_model = make(AutoModelForCausalLM, kind)
     language_model.save_pretrained(tmp_path)
-    model = load_scalar_model(str(tmp_path), "float32")
+    model = load_model(str(tmp_path), "float32", scalar=True, needs_head=False)
     assert model.score.weight.shape == (1, 16) and (model.score.weight == 0).all()
     body = dict(language_model.base_model.named_parameters())
     for name, parameter in model.base_model.named_parameters():
@@ -165,14 +165,16 @@ def test_a_saved_scalar_model_is_the_model(kind, mesh, tmp_path):
     assert scores.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     before = [float(row[-1]) for row in transformers_scores(classifier(kind, "eager"), batch)]
     assert scores.tolist() != pytest.approx(before, rel=0.01)
-    again = make_engine(mesh, load_scalar_model(str(tmp_path), "float32"), "after")
+    again = make_engine(
+        mesh, load_model(str(tmp_path), "float32", scalar=True, needs_head=False), "after"
+    )
     assert torch.equal(compute_sample_scores(again, batch), scores)
 
 
 def test_a_classifier_of_two_labels_is_refused(tmp_path):
     make(AutoModelForSequenceClassification, Qwen2Config, num_labels=2).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"classifies into 2 labels.*num_labels=1"):
-        load_scalar_model(str(tmp_path), "float32")
+        load_model(str(tmp_path), "float32", scalar=True, needs_head=False)
 
 
 def critic_loss(outputs, columns, segments):
