@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from hybridrl.errors import ConfigError
 from hybridrl.models import CausalPolicy, PackedModel
@@ -78,6 +78,15 @@ class TensorParallelCuts:
     cuts: dict[str, ParameterCut]
     partial: list[str]
 
+    def keep_part(
+        self, module: nn.Module, leaf: str, name: str, cut: ParameterCut, rank: int
+    ) -> None:
+        """Replace a parameter of `module`, called `name` in the model, by the part of a rank."""
+        whole = getattr(module, leaf)
+        part = cut.of(whole.detach(), rank).clone()
+        setattr(module, leaf, nn.Parameter(part, requires_grad=whole.requires_grad))
+        self.cuts[f"{name}.{leaf}"] = cut
+
 
 def check_tensor_parallel_heads(config: PretrainedConfig, size: int, path: str) -> None:
     """Check that the heads and experts of a model can be split into `size` parts."""
@@ -125,10 +134,13 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
     shared = max(1, size // key_value_heads)
     names = {module: name for name, module in inner.named_modules()}
     base = decoder_of(inner)
+    parents: dict[nn.Module, None] = {}  # of what is cut in columns
     for path, module in base.named_modules():
         style = _style(config.base_model_tp_plan, path)
         if style is None:
             continue
+        if style == "colwise":
+            parents[base.get_submodule(path.rpartition(".")[0])] = None
         name = names[module]
         if style == _EXPERTS_STYLE:
             _cut_experts(module, path, name, config.base_model_tp_plan, mesh, done)
@@ -142,13 +154,12 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
             if style == "rowwise" and leaf == "bias":
                 continue
             found = _even_cut(tuple(parameter.shape), 0 if style == "colwise" else 1, size, parts)
-            _replace(module, leaf, found.of(parameter.detach(), rank))
-            done.cuts[f"{name}.{leaf}"] = found
+            done.keep_part(module, leaf, name, found, rank)
             if is_shared:
                 done.partial.append(f"{name}.{leaf}")
         if style == "rowwise":
             _sum_output(module, group)
-    for parent in {base.get_submodule(path.rpartition(".")[0]) for path in _column_paths(base)}:
+    for parent in parents:
         parent.register_forward_pre_hook(_copy_input(group), with_kwargs=True)
     _cut_vocabulary(model, group, rank, size, names, done)
     return done
@@ -157,11 +168,6 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
 def _style(plan: dict[str, str], path: str) -> str | None:
     found = (style for pattern, style in plan.items() if fnmatch.fnmatch(path, pattern))
     return next((style for style in found if style != _TIED_EMBEDDING_STYLE), None)
-
-
-def _column_paths(base: PreTrainedModel) -> list[str]:
-    plan = base.config.get_text_config().base_model_tp_plan
-    return [path for path, _ in base.named_modules() if _style(plan, path) == "colwise"]
 
 
 def _even_cut(
@@ -202,8 +208,7 @@ def _cut_experts(
             found = _even_cut(shape, len(shape) - 2, size, size, matrices=2)
         else:
             found = _even_cut(shape, len(shape) - 1, size, size)
-        _replace(experts, leaf, found.of(parameter.detach(), rank))
-        done.cuts[f"{name}.{leaf}"] = found
+        done.keep_part(experts, leaf, name, found, rank)
 
     def copy_inputs(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden_states, top_k_index, top_k_weights = args
@@ -215,11 +220,6 @@ def _cut_experts(
 
     experts.register_forward_pre_hook(copy_inputs)
     experts.register_forward_hook(lambda _, __, output: reduce_from_region(output, group))
-
-
-def _replace(module: nn.Module, leaf: str, value: Tensor) -> None:
-    old = getattr(module, leaf)
-    setattr(module, leaf, nn.Parameter(value.clone(), requires_grad=old.requires_grad))
 
 
 def _copy_input(group: dist.ProcessGroup) -> Any:
@@ -255,8 +255,7 @@ def _cut_vocabulary(
     found = _even_cut(tuple(embedding.weight.shape), 0, size, size)
     ((start, stop),) = found.bounds[rank]
     tied = head is not None and head.weight is embedding.weight
-    _replace(embedding, "weight", found.of(embedding.weight.detach(), rank))
-    done.cuts[f"{names[embedding]}.weight"] = found
+    done.keep_part(embedding, "weight", names[embedding], found, rank)
 
     padding = embedding.padding_idx  # its vector gets no gradient
     if padding is not None:
@@ -272,6 +271,5 @@ def _cut_vocabulary(
         if tied:
             head.weight = embedding.weight
         else:
-            _replace(head, "weight", found.of(head.weight.detach(), rank))
-            done.cuts[f"{names[head]}.weight"] = found
+            done.keep_part(head, "weight", names[head], found, rank)
         model.vocabulary = VocabularyShard(start, group)
