@@ -3,7 +3,7 @@ full."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,7 +41,6 @@ from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parameter_layout import build_training_layout
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.training_pipeline import TrainingPipeline
-from hybridrl.quantization.low_bit_scoring import LowBitScoring
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.weights.collective_reshard import reshard_tensors
 
@@ -62,7 +61,8 @@ class ShardedModel:
         cuts: Of parameters that are cut over tensor-parallel ranks.
         has_adapters: Whether only adapters are trained.
         source: The files that the model is of; None: it is of none that are known here.
-        scoring: What rounds the weights of a model that only scores; None: nothing does.
+        forget_rounded: Drops what was rounded of the weights before they change, where a model that
+            only scores computes in fewer bits.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ShardedModel:
     ) -> None:
         self.source = files
         self.config = config
-        self.scoring: LowBitScoring | None = None
+        self.forget_rounded: Callable[[], None] = lambda: None
         self.device = device
         self.mesh = mesh
         self._layout: TensorLayout | None = None
@@ -256,8 +256,7 @@ class ShardedModel:
                 self.model.parameters(), own or (), strict=own is not None
             ):
                 parameter.mul_(share).add_(before, alpha=1.0 - share)
-        if self.scoring is not None:
-            self.scoring.forget()
+        self.forget_rounded()
 
     def gather_anew(self) -> None:
         """Reset the gathered copies of weights (`parallel.weights`), so that they depend on nothing

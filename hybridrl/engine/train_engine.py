@@ -114,8 +114,7 @@ class TrainEngine(ShardedModel):
         `actor.offload_between_calls`."""
         if self._offloads_all and not self._is_offloaded:
             self.model._apply(self._to_host)
-            if self.scoring is not None:  # rounded copies are the device's memory, too
-                self.scoring.forget()
+            self.forget_rounded()  # rounded copies are the device's memory, too
             self._move_optimizer(torch.device("cpu"))
             synchronize_device(self.device)
             free_cached_memory(self.device)

@@ -148,7 +148,8 @@ def _build_engine(
         if bits:  # kernels for 8 bits are no part of torch's compiler
             config = replace(config, compile="false")
     engine = TrainEngine(model, mesh, device, source.dtype, config, files)
-    engine.scoring = scoring
+    if scoring is not None:
+        engine.forget_rounded = scoring.forget
     if trains and source.precision is not None:
         engine.rounding_seed = hash((source.seed, context.rank))
     return engine

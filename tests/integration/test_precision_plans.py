@@ -127,7 +127,7 @@ def rank_program(rank):
         found[name] = gradient, metrics["grad_norm"], parameters(engine)
     scored = make_engine(ParallelMesh(RankMesh({"dp": 2}), CPU))
     before = scored.forward(mine, temperature=1.0)["log_probs"].values
-    scored.scoring = LowBitScoring(scored.model.inner, {1: 8} if rank else {})
+    scored.forget_rounded = LowBitScoring(scored.model.inner, {1: 8} if rank else {}).forget
     after = scored.forward(mine, temperature=1.0)["log_probs"].values
     again = scored.forward(mine, temperature=1.0)["log_probs"].values
     none = scored.forward(mine.take([]), temperature=1.0)["log_probs"].values
