@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models.stored_tensors import StorageFormat, plain_storage_format
+from hybridrl.parallel.fsdp import to_local
 
 NUMBERS_FILE = "training.json"
 MOMENTS_STEM = "moments"
@@ -78,8 +78,3 @@ def read_local_state(
         for kind in MOMENT_NAMES:
             found[f"{kind}/{name}"] = to_local(state[kind]) if state else None
     return found
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, for reading or writing."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

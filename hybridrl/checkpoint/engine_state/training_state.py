@@ -16,7 +16,6 @@ from hybridrl.checkpoint.engine_state.state_files import (
     EngineStateFiles,
     list_trained_parameters,
     plan_state_files,
-    to_local,
 )
 from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.tensors.rank_manifest import find_missing_data, load_manifests
@@ -27,6 +26,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import box_shape
 from hybridrl.layout.tensor_layout import TensorLayout
 from hybridrl.models.stored_tensors import find_stored_tensors
+from hybridrl.parallel.fsdp import to_local
 from hybridrl.system.locations import Location
 
 
