@@ -36,8 +36,12 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.compress.codec import Codec
-from hybridrl.parallel.compressed_collectives import INT4_CODEC, INT8_CODEC
-from hybridrl.parallel.weight_gathers import DIFFERENCE_CODEC, apply_encoded_difference
+from hybridrl.parallel.compressed_collectives import (
+    DIFFERENCE_CODEC,
+    INT4_CODEC,
+    INT8_CODEC,
+    apply_encoded_difference,
+)
 
 RANKS, NODES = 4, ((0, 1), (2, 3))
 ROWS, LENGTH = 3, 96

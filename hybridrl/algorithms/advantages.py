@@ -76,8 +76,7 @@ def remax(
 
 @torch.no_grad()
 def broadcast_to_tokens(row_values: Tensor, mask: Tensor) -> Tensor:
-    """Put a per-row value ``[rows]`` on each token of its row, 0 off the mask; detached.
-    Detached."""
+    """Put a per-row value ``[rows]`` on each token of its row, 0 off the mask; detached."""
     return TokenSegments.from_mask(mask).spread(row_values)
 
 

@@ -62,7 +62,7 @@ class PackedTurns(NamedTuple):
         )
 
     def segments(self, mask: Tensor) -> TokenSegments:
-        """Return segments in which each run is a sample; mask: ``[tokens]``. ``[tokens]``."""
+        """Return segments in which each run is a sample; mask: ``[tokens]``."""
         return TokenSegments(self.run, mask, len(self.turn))
 
     def placed(self, mask: Tensor) -> Tensor:
@@ -82,8 +82,8 @@ class PackedTurns(NamedTuple):
         return discounted_cumsum(rewards, self.sample, gamma)[self.turn]
 
     def groups(self, groups: Tensor) -> Tensor:
-        """Return group ids of runs, ``[runs]``: equal for like turns in samples of one group.
-        ``[samples]``."""
+        """Return group ids of runs, ``[runs]``: equal for like turns in samples of one group, whose
+        ids are ``groups``, ``[samples]``."""
         sample = self.sample[self.turn]
         pairs = torch.stack([groups[sample], self.turn - self.starts[sample]], 1)
         found: Tensor = torch.unique(pairs, dim=0, return_inverse=True)[1]

@@ -256,9 +256,9 @@ class PolicyObjective:
 
     @staticmethod
     def _mismatch(old: Tensor, rollout: Tensor, segments: TokenSegments) -> dict[str, Tensor]:
-        """How far the trainer's log-probabilities are from the rollout engine's, per token: k1 and
-        k3 of KL(rollout || trainer), the absolute gap, and the importance weight with its square;
-        and per row the trainer's perplexity over the engine's."""
+        """Measure how far the trainer's log-probabilities are from the rollout engine's, per token:
+        k1 and k3 of KL(rollout || trainer), the absolute gap, and the importance weight with its
+        square; and per row the trainer's perplexity over the engine's."""
         gap = apply_mask(rollout - old, segments.mask)
         weight = gap.neg().clamp(-20.0, 20.0).exp()
         return {

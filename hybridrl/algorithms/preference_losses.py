@@ -68,8 +68,7 @@ class PreferenceObjective:
 @dataclass(frozen=True)
 class BradleyTerryObjective:
     """The objective of a reward model, -log sigmoid(chosen - rejected - margin) + centre (chosen +
-    rejected)^2 (Ouyang 2022, arXiv:2203.02155; Eisenstein 2023, arXiv:2312.09244). Eisenstein 2023,
-    arXiv:2312.09244).
+    rejected)^2 (Ouyang 2022, arXiv:2203.02155; Eisenstein 2023, arXiv:2312.09244).
 
     Attributes:
         centre: Keeps the scores around 0, which the first term leaves open.

@@ -25,8 +25,7 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def apply_mask(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x on the mask and exactly 0 off it, in value and in gradient; without a mask return x.
-    No mask leaves x as it is."""
+    """Return x on the mask and exactly 0 off it, in value and in gradient; without a mask, x."""
     return x if mask is None else torch.where(as_bool(mask), x, 0.0)
 
 
@@ -211,27 +210,20 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return apply_mask(x, mask).sum() / mask.sum().clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Return the variance of x over the mask, a scalar; 0 when the mask has fewer than two ones.
-
-    Divides by n - 1 (by n when not ``unbiased``).
-    """
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the unbiased variance of x over the mask, a scalar; 0 when the mask has fewer than two
+    ones."""
     mask = as_bool(mask)
-    centred = _centre(x, mask)
-    count = mask.sum()
-    return centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+    return _centre(x, mask).square().sum() / (mask.sum() - 1).clamp(min=1)
 
 
-def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Return (x - mean) / sqrt(var + 1e-8) over the mask, 0 off it; the mean is added back when
-    ``shift_mean`` is false.
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(var + 1e-8) over the mask, 0 off it.
 
     A mask with fewer than two ones gives 0 everywhere: there is no spread to measure.
     """
     mask = as_bool(mask)
     whitened = _centre(x, mask) / (masked_var(x, mask) + 1e-8).sqrt()
-    if not shift_mean:
-        whitened = whitened + masked_mean(x, mask)
     return apply_mask(whitened, mask & (mask.sum() >= 2))
 
 

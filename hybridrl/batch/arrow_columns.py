@@ -163,14 +163,14 @@ def is_ragged_type(arrow_type: pa.DataType) -> bool:
 
 
 def json_column(values: Sequence[Any]) -> pa.Array:
-    """A column of lists of objects, kept as JSON: an Arrow struct would give each object the keys
-    of all, and each key one type and one place."""
+    """Build a column of lists of objects, kept as JSON: an Arrow struct would give each object the
+    keys of all, and each key one type and one place."""
     texts = [None if value is None else json.dumps(value) for value in values]
     return pa.array(texts, pa.json_())
 
 
 def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
-    """The values of a column as Python objects, what is kept as JSON included."""
+    """Return the values of a column as Python objects, what is kept as JSON included."""
     cells: list[Any] = column.to_pylist()
     if isinstance(column.type, pa.JsonType):
         return [None if cell is None else json.loads(cell) for cell in cells]

@@ -131,8 +131,8 @@ def fault_of_name(name: Any) -> str:
 
 
 class FigureCheck:
-    """Takes what others report as figures. Nothing is learned from figures, so one that cannot be
-    written costs a sentence, once, and not the steps of a run.
+    """A filter of what others report as figures. Nothing is learned from figures, so one that
+    cannot be written costs a sentence, once, and not the steps of a run.
 
     Args:
         say: Told of each that is left out.

@@ -1,4 +1,4 @@
-"""How sure means over neighbouring steps are: steps of a run resemble each other."""
+"""The variance of means over neighbouring steps, which resemble each other in a run."""
 
 from __future__ import annotations
 

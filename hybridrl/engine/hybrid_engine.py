@@ -66,8 +66,8 @@ class HybridEngine:
         self._is_planned = False
 
     def generate(self, batch: Batch, sampling: SamplingSettings, seeds: Sequence[int]) -> Batch:
-        """One response per prompt, from the newest weights, each with its seed. The trainer's own
-        weights give way to the KV cache, if they may."""
+        """Generate one response per prompt from the newest weights, each with its seed. The
+        trainer's own weights give way to the KV cache, if they may."""
         self.cost = None
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):

@@ -173,13 +173,13 @@ class ShardedModel:
 
     @property
     def begins_with_adapters(self) -> bool:
-        """Whether the model differs from its folder before it is trained: `actor.lora.path`."""
+        """True if the model differs from its folder before it is trained: `actor.lora.path`."""
         return self.has_adapters and self.config.lora.path is not None
 
     @contextmanager
     def untrained(self) -> Iterator[None]:
-        """Inside, `forward` answers for the model as it was before training: without adapters, or
-        with those that it began with."""
+        """Make `forward` answer for the model as it was before training, inside the block: without
+        adapters, or with those that it began with."""
         if not self._began:
             with self._without_adapters():
                 yield

@@ -224,10 +224,8 @@ class TrainEngine(ShardedModel):
                 self.model.set_requires_gradient_sync(last or not self._reduce_once)
                 value_of(number, self.model(packed, **options)).backward()
         found = self._routed()
-        if self._pipeline is None or self._pipeline.is_last:
-            metrics = gathered.reduce(self.mesh.group("dp"))
-        else:
-            metrics = {}
+        has_outputs = self._pipeline is None or self._pipeline.is_last
+        metrics = gathered.reduce(self.mesh.group("dp")) if has_outputs else {}
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
         metrics |= found
@@ -348,8 +346,8 @@ class TrainEngine(ShardedModel):
         return norm
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        """Into pinned memory, which only a copy that does not block chooses. It is waited for: FSDP
-        pads uneven shards on the host as soon as it has them."""
+        """Copy a tensor into pinned memory, which only a copy that does not block chooses. It is
+        waited for: FSDP pads uneven shards on the host as soon as it has them."""
         copy = tensor.to("cpu", non_blocking=True)
         synchronize_device(self.device)
         return copy

@@ -1,5 +1,4 @@
-"""Activation checkpointing: what a layer keeps of its forward (`actor.gradient_checkpointing`).
-`actor.gradient_checkpointing`."""
+"""Activation checkpointing: what a layer keeps of its forward (`actor.gradient_checkpointing`)."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ class ExpertRouters:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ExpertRouters | None:
-        """Return the routers of a model; None if it has none whose arithmetic is known here. None
-        if it has no routers whose arithmetic is known here."""
+        """Return the routers of a model; None if it has none whose arithmetic is known here."""
         routers = find_routers(model)
         config = model.config.get_text_config()
         if not routers or detect_normalized_weights(next(iter(routers.values())), config) is None:
@@ -91,7 +90,7 @@ class ExpertRouters:
         return found
 
     def keep_balance(self, balance: RouterBalance | None) -> None:
-        """Add the balancing loss in every forward from now on; None stops it. None: no more."""
+        """Add the balancing loss in every forward from now on; None stops it."""
         self._balance = balance
 
     def _remember(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -149,8 +148,8 @@ def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def detect_normalized_weights(router: nn.Module, config: PretrainedConfig) -> bool | None:
-    """Return whether the chosen experts' weights add up to 1, by trial; None if no softmax. None if
-    they are no softmax over the experts in either way."""
+    """Return whether the chosen experts' weights add up to 1, by trial; None if they are no softmax
+    over the experts in either way."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(0)
         try:

@@ -32,8 +32,9 @@ _TOWER = {
 
 
 def class_of(config: PretrainedConfig, *, scalar: bool = False) -> type[PreTrainedModel] | None:
-    """The class of transformers that a model is loaded with: the one that its config.json names, if
-    it generates from such a configuration, else the usual one of its type; None if there is none.
+    """Return the class of transformers that a model is loaded with: the one that its config.json
+    names, if it generates from such a configuration, else the usual one of its type; None if there
+    is none.
 
     Args:
         scalar: With a scalar head in place of logits, which no class that generates has.
@@ -51,7 +52,7 @@ def class_of(config: PretrainedConfig, *, scalar: bool = False) -> type[PreTrain
 
 
 def check_scalar(config: PretrainedConfig, who: str) -> None:
-    """Refuses a model that has no class with a scalar head.
+    """Refuse a model that has no class with a scalar head.
 
     Raises:
         ConfigError: begins with `who`.
@@ -67,7 +68,7 @@ def check_scalar(config: PretrainedConfig, who: str) -> None:
 def _class_and_config(
     config: PretrainedConfig, scalar: bool
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """The class, and a copy of the configuration, or of its part, that the class takes."""
+    """Return the class, and a copy of the configuration, or of its part, that the class takes."""
     kind, config = class_of(config, scalar=scalar), copy.deepcopy(config)
     if kind is None:
         raise ValueError(f"transformers has no such class of the type `{config.model_type}`")
@@ -79,7 +80,7 @@ def _class_and_config(
 def read_language_model(
     path: str, config: PretrainedConfig, *, scalar: bool = False, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A folder's language model in its class, and what transformers reports of loading it.
+    """Load a folder's language model in its class; return it, and transformers' report of it.
 
     Args:
         config: Of the folder.
@@ -96,7 +97,7 @@ def read_language_model(
 def build_language_model(
     config: PretrainedConfig, *, scalar: bool = False, **options: Any
 ) -> PreTrainedModel:
-    """A language model of random weights, in its class.
+    """Build a language model of random weights, in its class.
 
     Args:
         config: Is not changed.
@@ -115,7 +116,7 @@ def build_language_model(
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that makes the hidden states of text: embedding, layers and norm."""
+    """Return the part of a model that makes the hidden states of text: embedding, layers, norm."""
     if model.config.get_text_config() is model.config:
         return model.base_model
     found = model.get_decoder()
@@ -125,7 +126,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def without_towers(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with nothing but its decoder and its head.
+    """Remove everything but decoder and head from a model, in place, and return it.
 
     Raises:
         ValueError: if it has none.
@@ -140,7 +141,7 @@ def without_towers(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _keep_only(module: nn.Module, kept: set[nn.Module]) -> None:
-    """Leaves None in the places of what neither is one of `kept` nor holds one."""
+    """Put None in place of every module that neither is one of `kept` nor holds one."""
     for name, _ in list(module.named_parameters(recurse=False)):
         setattr(module, name, None)
     for name, child in list(module.named_children()):
@@ -159,7 +160,7 @@ def _generates(kind: Any) -> bool:
 
 @contextlib.contextmanager
 def _narrow_towers(config: PretrainedConfig) -> Iterator[None]:
-    """Inside, a configuration asks for small parts beside its language model."""
+    """Make a configuration ask for small parts beside its language model, inside the block."""
     text, before = config.get_text_config(), []
     for name in config.sub_configs:
         tower = getattr(config, name, None)

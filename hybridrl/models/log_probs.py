@@ -19,7 +19,7 @@ class VocabularyShard(NamedTuple):
 
 
 class LogitScale(NamedTuple):
-    """How a head's products become logits.
+    """The scale by which a head's products become logits.
 
     Attributes:
         temperature: The capped logits are divided by it, as the sampler did.

@@ -89,8 +89,11 @@ def _opened(folder: str) -> Any:
 
 
 def _stored(model: PreTrainedModel, folder: str, file: Any) -> dict[str, str]:
-    """The names in a file of the model's adapters, by their names in the model; the shapes are the
-    same."""
+    """Return the names in a file of the model's adapters, by their names in the model.
+
+    Raises:
+        ConfigError: if the file has other tensors, or tensors of other shapes.
+    """
     shapes = {name: list(p.shape) for name, p in model.named_parameters()}
     # peft asks for a scalar head as well, which is no adapter.
     names = {k: v for k, v in find_peft_names(model, shapes).items() if ".lora_" in k}
@@ -115,7 +118,7 @@ def _stored(model: PreTrainedModel, folder: str, file: Any) -> dict[str, str]:
 
 
 def check_lora_targets(config: PretrainedConfig, settings: LoraAdapterConfig) -> None:
-    """Refuses targets that a language model of this architecture lacks, and adapters
+    """Refuse targets that a language model of this architecture lacks, and adapters
     (`lora.path`) that do not fit it, without its weights.
 
     Raises:
@@ -156,10 +159,10 @@ def _check_named(model: PreTrainedModel, settings: LoraAdapterConfig) -> None:
 
 
 def _targets(model: PreTrainedModel, settings: LoraAdapterConfig) -> str | list[str]:
-    """What peft is to look for. All linear layers are modules here: the matrices of experts, which
-    are a parameter together, stay as they are, and so do the layers beside them, whose names mean
-    the experts' to peft. In a class with towers, which are built where the adapter is loaded, the
-    decoder's layers are named by their path."""
+    """Return the modules that peft is to adapt. All linear layers are modules here: the matrices of
+    experts, which are a parameter together, stay as they are, and so do the layers beside them,
+    whose names mean the experts' to peft. In a class with towers, which are built where the adapter
+    is loaded, the decoder's layers are named by their path."""
     modules, decoder = dict(model.named_modules()), decoder_of(model)
     has_towers = decoder is not model.base_model
     blocks = {
@@ -229,8 +232,7 @@ def find_peft_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[s
 def merge_adapters(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights under their checkpoint names, each with its adapter multiplied in: W + s B A. W
-    + s B A.
+    """Yield weights under their checkpoint names, each with its adapter multiplied in: W + s B A.
 
     Args:
         parameters: The model's parameters whole, in the order of `named_parameters`.

@@ -31,7 +31,7 @@ def trial_key(config: PretrainedConfig, *facts: object) -> str:
 
 @contextmanager
 def trial_seed() -> Iterator[None]:
-    """Inside, random numbers are the same for every trial, and those of the process stay."""
+    """Make random numbers the same for every trial inside the block; those of the process stay."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield

@@ -36,9 +36,9 @@ _ALIGNMENT = 8
 
 
 def shrink_config(config: PretrainedConfig, cuts: int = 1, layers: int = 2) -> PretrainedConfig:
-    """`config` with few and narrow layers in its language model, one or more of each kind that it
-    has. Whatever else makes its arithmetic its own stays: kinds of layers, norms, biases, caps,
-    scales, rotary positions.
+    """Return `config` with few and narrow layers in its language model, one or more of each kind
+    that it has. Whatever else makes its arithmetic its own stays: kinds of layers, norms, biases,
+    caps, scales, rotary positions.
 
     Args:
         cuts: So many ranks are to share its heads and widths.

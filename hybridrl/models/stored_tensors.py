@@ -111,7 +111,7 @@ class StorageFormat(NamedTuple):
         )
 
     def all_tensors(self, layout: TensorLayout) -> TensorLayout:
-        """`layout` and the carried tensors, of which each rank can read all."""
+        """Return `layout(layout)` and the carried tensors, of which each rank can read all."""
         own = self.layout(layout)
         if self.source is None or not self.carried:
             return own
@@ -126,7 +126,7 @@ class StorageFormat(NamedTuple):
         return own.beside(carried)
 
     def carried_tensors(self) -> dict[str, TensorInFiles]:
-        """They, by their local names in `all_tensors`."""
+        """Return the carried tensors by their local names in `all_tensors`."""
         return {
             CARRIED + name: TensorInFiles(self.source, name)
             for name in self.carried
@@ -134,7 +134,7 @@ class StorageFormat(NamedTuple):
         }
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Of the carried tensors."""
+        """Return the dtypes of the carried tensors, by name."""
         return {name: self.source.dtypes[name] for name in self.carried if self.source is not None}
 
 
@@ -147,7 +147,7 @@ def _piece(part: StoredTensor, piece: Piece) -> Piece | None:
 
 
 def select_local_tensor(parts: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return a local tensor of `StorageFormat.layout_of_files`, of what this rank holds."""
+    """Return a local tensor of `StorageFormat.layout`, from the parameters that this rank holds."""
     parameter, *indices = name.split("/")
     return parts[parameter][tuple(map(int, indices))]
 
@@ -162,9 +162,9 @@ def find_storage_format(
     shapes: Mapping[str, tuple[int, ...]],
     source: TensorReader | None = None,
 ) -> StorageFormat | None:
-    """The form in which a model is saved whose parameters have these names and shapes: that of the
-    files which it was read from, else that of transformers, or peft; None if tensors of files are
-    not parts of the parameters.
+    """Return the form in which a model is saved whose parameters have these names and shapes: that
+    of the files which it was read from, else that of transformers, or peft; None if tensors of
+    files are not parts of the parameters.
 
     Args:
         source: The files that the model was read from.
@@ -197,7 +197,7 @@ def as_read(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, tuple[int, ...]],
 ) -> dict[str, list[StoredTensor]]:
-    """The tensors that each parameter was read from, and those that are tied to it.
+    """Return the tensors that each parameter was read from, and those that are tied to it.
 
     Args:
         shapes: Of the parameters.
@@ -219,7 +219,8 @@ def as_read(
 
 
 def is_replaced(model: PreTrainedModel, stored: str) -> bool:
-    """Whether a tensor is of the head over the vocabulary, and the model has a scalar one."""
+    """Return whether a stored tensor is of a head over the vocabulary that the model, which has a
+    scalar head, leaves out."""
     is_head = stored.rpartition(".")[0].rpartition(".")[2] == OUTPUT
     return is_head and model.get_output_embeddings() is None
 
@@ -273,7 +274,7 @@ def _whole_parts(
 def _divided(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[list[StoredTensor]]:
-    """The tensors that transformers makes of each of these parameters."""
+    """Return the tensors that transformers makes of each of these parameters."""
     by_stored_name = {remove_adapter_prefix(name): name for name in shapes}
     found: dict[str, list[StoredTensor]] = {}
     for part in _converted(model, {s: shapes[name] for s, name in by_stored_name.items()}) or ():
@@ -283,8 +284,8 @@ def _divided(
 
 
 def _renamed(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
-    """Names of tensors in files by what transformers calls them while it reads them, before it puts
-    experts together: files that were published long ago have other names than it saves."""
+    """Return names of tensors in files by what transformers calls them while it reads them, before
+    it puts experts together: files that were published long ago have other names than it saves."""
     conversions = get_model_conversion_mapping(model)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     known, prefix = model.state_dict(), model.base_model_prefix
@@ -310,8 +311,7 @@ def _converted(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[StoredTensor, ...] | None:
     """Return the tensors that transformers makes of these parameters; None if it does not only
-    divide and rename them, or leaves some out. None if they do not only divide and rename them, or
-    leave some out."""
+    divide and rename them, or leaves some out."""
     mine = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     owners = {storage_id(tensor): name for name, tensor in mine.items()}
     with _CopiesAreViews():

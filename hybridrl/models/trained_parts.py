@@ -1,4 +1,5 @@
-"""What of a model's folder is trained, and what stays as it is, in a sentence for the user."""
+"""A sentence for the user about the parts of a model's folder that are trained, and those that stay
+as they are."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ MOST_NAMED = 4
 
 
 def trained_parts(path: str, config: PretrainedConfig, *, adapters: bool) -> str:
-    """What is trained of a folder that has more than a language model, and what is lost of it;
-    empty if it has not more, or if its files cannot say.
+    """Describe what is trained of a folder that has more than a language model, and what is lost of
+    it; empty if it has not more, or if its files cannot say.
 
     Args:
         adapters: These alone are trained, and saved.
@@ -59,7 +60,8 @@ def trained_parts(path: str, config: PretrainedConfig, *, adapters: bool) -> str
 
 
 def _shapes_in_pickles(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Of the tensors in files of `torch.save`; none where they can only be read whole."""
+    """Return the shapes of tensors in files of `torch.save`, without files that can only be read
+    whole."""
     found: dict[str, tuple[int, ...]] = {}
     for file in folder.glob("pytorch_model*.bin"):
         with contextlib.suppress(Exception):  # what is wrong with it is told elsewhere
@@ -69,7 +71,7 @@ def _shapes_in_pickles(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _part_of(name: str) -> str:
-    """The part of a model that a tensor belongs to: a tower, a projector, a further layer."""
+    """Name the part of a model that a tensor belongs to: a tower, a projector, a further layer."""
     places = [place for place in name.split(".") if place not in ("model", "language_model")]
     first, second = [*places, ""][:2]
     return f"{first}.{second}" if first == "layers" else first

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard
 
 from hybridrl.models import PackedModel
+from hybridrl.parallel.compressed_collectives import DifferenceAllGather
 from hybridrl.parallel.gradient_reduction import GradientReduceScatter
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
-from hybridrl.parallel.weight_gathers import DifferenceAllGather
 from hybridrl.system.device_traits import SMALL_MODEL_BYTES
 
 

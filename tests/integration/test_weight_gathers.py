@@ -22,12 +22,12 @@ from hybridrl.checkpoint.engine_state.training_state import load_training_state,
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.rank_mesh import RankMesh
 from hybridrl.parallel import fsdp
-from hybridrl.parallel.process_group import ParallelMesh
-from hybridrl.parallel.weight_gathers import (
+from hybridrl.parallel.compressed_collectives import (
     DIFFERENCE_CODEC,
     DifferenceAllGather,
     apply_encoded_difference,
 )
+from hybridrl.parallel.process_group import ParallelMesh
 
 pytestmark = pytest.mark.more
 

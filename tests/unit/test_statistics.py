@@ -35,15 +35,11 @@ def test_statistics_equal_those_of_the_kept_tokens(case):
     if len(kept) < 2:
         assert masked_var(x, mask) == 0
         assert (whiten(x, mask) == 0).all()
-        assert (whiten(x, mask, shift_mean=False) == 0).all()
         return
     torch.testing.assert_close(masked_var(x, mask), kept.var())
-    torch.testing.assert_close(masked_var(x, mask, unbiased=False), kept.var(unbiased=False))
     expected = (kept - kept.mean()) / (kept.var() + 1e-8).sqrt()
     torch.testing.assert_close(whiten(x, mask)[mask], expected)
-    torch.testing.assert_close(whiten(x, mask, shift_mean=False)[mask], expected + kept.mean())
     assert (whiten(x, mask)[~mask] == 0).all()
-    assert (whiten(x, mask, shift_mean=False)[~mask] == 0).all()
 
 
 @given(masked_tokens())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
-from hybridrl.parallel.weight_gathers import DIFFERENCE_CODEC
+from hybridrl.parallel.compressed_collectives import DIFFERENCE_CODEC
 from hybridrl.planner.step.step_calls import MicroBatchPlan, StepSizes
 from hybridrl.system.device_traits import (
     SMALL_MODEL_BYTES,
