@@ -212,8 +212,7 @@ def to_arrow(values: Any) -> pa.Array:
     if isinstance(values, pa.Array | pa.ChunkedArray):
         return values
     if isinstance(values, RaggedColumn):
-        offsets = _to_numpy(values.cu_seqlens).astype(np.int64)
-        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(_to_numpy(values.values)))
+        return _lists(_to_numpy(values.cu_seqlens), _to_numpy(values.values))
     if isinstance(values, torch.Tensor | np.ndarray):
         return _tensor_column(_to_numpy(values))
     values = list(values)
@@ -224,11 +223,14 @@ def to_arrow(values: Any) -> pa.Array:
     return pa.array(values)
 
 
+def _lists(offsets: npt.NDArray[Any], values: npt.NDArray[Any]) -> pa.Array:
+    return pa.LargeListArray.from_arrays(pa.array(offsets.astype(np.int64)), pa.array(values))
+
+
 def _tensor_column(values: npt.NDArray[Any]) -> pa.Array:
     if values.ndim == 2:
         rows, width = values.shape
-        offsets = np.arange(rows + 1, dtype=np.int64) * width
-        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.reshape(-1)))
+        return _lists(np.arange(rows + 1) * width, values.reshape(-1))
     if values.ndim != 1:
         raise pa.ArrowInvalid(
             f"it has the shape {list(values.shape)}, and a column holds a number for each row, or "
@@ -246,8 +248,7 @@ def _rows_column(rows: list[npt.NDArray[Any]]) -> pa.Array:
             f"a row has the shape {list(wrong.shape)}, and a row holds a number or a list of "
             "numbers. Flatten it."
         )
-    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(rows)))
+    return _lists(np.cumsum([0, *map(len, rows)]), np.concatenate(rows))
 
 
 def _list_column(rows: list[list[Any]]) -> pa.Array:
@@ -255,5 +256,4 @@ def _list_column(rows: list[list[Any]]) -> pa.Array:
     if any(not isinstance(value, int | float) for value in flat):
         return pa.array(rows)
     kind = np.int64 if all(isinstance(value, int) for value in flat) else np.float32
-    offsets = np.cumsum([0, *(len(row) for row in rows)], dtype=np.int64)
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.asarray(flat, dtype=kind)))
+    return _lists(np.cumsum([0, *map(len, rows)]), np.asarray(flat, dtype=kind))

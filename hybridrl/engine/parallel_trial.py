@@ -13,8 +13,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig
@@ -105,15 +103,9 @@ def _differences(
         norm = engine.update(batch, lambda outputs, *_: TokenLoss(outputs[name], {}))["grad_norm"]
         norm /= mesh.size("dp")  # all of them have the same samples
         expected.sum().backward()
-        alone_norm = float(
-            torch.stack([p.grad.norm() for p in _list_gradients(trial.reference)]).norm()
-        )
-        norm_off = abs(norm / alone_norm - 1)
+        gradients = [p.grad for p in trial.reference.parameters() if p.grad is not None]
+        norm_off = abs(norm / float(torch.stack([g.norm() for g in gradients]).norm()) - 1)
     worst = torch.tensor([off, norm_off]).nan_to_num(torch.inf)  # or no comparison would see it
     if (group := mesh.group()) is not None:
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
     return worst[0].item(), worst[1].item()
-
-
-def _list_gradients(model: PreTrainedModel) -> list[Tensor]:
-    return [parameter for parameter in model.parameters() if parameter.grad is not None]

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Container
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,24 +27,14 @@ _SCALAR_HEAD_WEIGHT = "score.weight"
 _log = logging.getLogger(__name__)
 
 
-class OpenedModel(NamedTuple):
-    """A model with the files in which its parameters are still to be read.
+def build_meta_model(
+    path: str, config: PretrainedConfig, *, scalar: bool
+) -> tuple[PreTrainedModel, TensorReader] | None:
+    """Build the model at `path` without its weights, in float32 and with packed attention, and
+    return the files in which each meta parameter stands, in one tensor or in several.
 
-    Attributes:
-        model: float32, with packed attention.
-        files: Where each meta parameter stands, in one tensor or in several.
-    """
-
-    model: PreTrainedModel
-    files: TensorReader
-
-
-def build_meta_model(path: str, config: PretrainedConfig, *, scalar: bool) -> OpenedModel | None:
-    """Build the model at `path` without its weights; return None, with the reason in the log, if
-    only transformers can read them: from a hub, from other than safetensors files, quantised, or as
-    tensors that are no parts of the parameters. None, with the reason in the log, if only
-    transformers can read them: from a hub, from other than safetensors files, quantised, or as
-    tensors that are no parts of the parameters.
+    None, with the reason in the log, if only transformers can read them: from a hub, from other
+    than safetensors files, quantised, or as tensors that are no parts of the parameters.
 
     Args:
         config: Of the model.
@@ -99,7 +88,7 @@ def build_meta_model(path: str, config: PretrainedConfig, *, scalar: bool) -> Op
     if scalar:
         _read_head(model, files)
     _read_generation_config(model, path)
-    return OpenedModel(model.eval(), files)
+    return model.eval(), files
 
 
 def _end(name: str) -> list[str]:

@@ -96,12 +96,11 @@ def open_model(
     real, and the files are None if they do not have the numbers of the model."""
     config = _config_of(path, scalar)
     found = build_meta_model(path, config, scalar=scalar)
-    lacks_head = scalar and found is not None and "score.weight" not in found.files.shapes
-    if found is None or (needs_head and lacks_head):
+    if found is None or (scalar and needs_head and "score.weight" not in found[1].shapes):
         model = load_model(path, "float32", scalar=scalar, needs_head=needs_head)
         return model, _files_of(path, config, model)
-    found.model.config.use_cache = False
-    return found.model, found.files
+    found[0].config.use_cache = False
+    return found
 
 
 def _config_of(path: str, scalar: bool) -> PretrainedConfig:

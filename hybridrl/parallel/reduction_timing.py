@@ -63,7 +63,9 @@ def measure_methods(
     for way in ways:
         for number, hop in enumerate(way.hops):
             orders.setdefault(hop, way.order if number == 0 else None)
-    works = [_whole_sum(group), *(_one_hop(hop, order) for hop, order in orders.items())]
+    works = [_timed_sum(reduce_scatter_tensor, group)]
+    for hop, order in orders.items():
+        works.append(_timed_sum(CompressedReduceScatter([hop], order), hop.group))
     whole, *hops = _measure_curves(works, min(largest, _MAX_VALUES), group, device)
     curves = dict(zip(orders, hops, strict=True))
     found = [MethodCost(FULL_REDUCTION, (HopCost(1.0, ZERO_COST, whole),))]
@@ -109,20 +111,10 @@ def _split_hop_cost(
     return HopCost(share, CostCurve(tuple(codec)), CostCurve(tuple(link)))
 
 
-def _whole_sum(group: dist.ProcessGroup) -> _TimedCall:
+def _timed_sum(reduce: Callable[..., None], group: dist.ProcessGroup) -> _TimedCall:
     def work(values: torch.Tensor) -> None:
         out = values.new_empty(len(values) // group.size())
-        reduce_scatter_tensor(out, values, dist.ReduceOp.SUM, group)
-
-    return work
-
-
-def _one_hop(hop: ReductionHop, order: Sequence[int] | None) -> _TimedCall:
-    sums = CompressedReduceScatter([hop], order)
-
-    def work(values: torch.Tensor) -> None:
-        out = values.new_empty(len(values) // hop.group.size())
-        sums(out, values, hop.group, dist.ReduceOp.SUM)
+        reduce(out, values, group=group, op=dist.ReduceOp.SUM)
 
     return work
 
