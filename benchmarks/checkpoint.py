@@ -40,8 +40,8 @@ from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 
 RANKS = 4

@@ -39,7 +39,7 @@ from hybridrl.config.schema import EnvironmentConfig, RolloutConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.parallel.process_group import join_group_world
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup

@@ -38,7 +38,8 @@ from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import Rendezvous, WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.rank_mesh import RankMesh
-from hybridrl.models import CausalPolicy, load_model, make_tiny_config
+from hybridrl.models.model_loading import load_model, make_tiny_config
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_linear import find_decoder_layers, find_linear_layers
 from hybridrl.quantization.output_kl import measure_sensitivity, token_kl

@@ -37,7 +37,7 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.models import load_model, load_model_config, make_tiny_model
+from hybridrl.models.model_loading import load_model, load_model_config, make_tiny_model
 from hybridrl.parallel.process_group import join_group_world
 from hybridrl.quantization.output_kl import token_kl
 from hybridrl.rollout.rollout_engine import EngineSetup, SamplingSettings

@@ -16,8 +16,8 @@ from figures import interleave, report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.batch.batch import Batch
-from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples
 
 SAMPLES, LONGEST, PROMPT, ROUNDS = 32, 256, 8, 7
 

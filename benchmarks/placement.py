@@ -121,7 +121,7 @@ def make_model(folder: Path) -> Path:
     """The model of the scoring arm, which every host can read."""
     from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.data.tasks.arithmetic import CHARACTERS
-    from hybridrl.models import make_tiny_model
+    from hybridrl.models.model_loading import make_tiny_model
 
     # Larger than what FSDP gathers whole, and keeps (`hybridrl.parallel.fsdp`), as real models are.
     shape = {"hidden_size": 768, "layers": 10, "heads": 12, "context": 128}

@@ -164,7 +164,7 @@ def make_model(folder: Path, vocabulary: int, **shape: int) -> Path:
 
     from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.data.tasks.arithmetic import CHARACTERS
-    from hybridrl.models import make_tiny_config
+    from hybridrl.models.model_loading import make_tiny_config
 
     tokenizer = build_character_tokenizer(CHARACTERS)
     config = make_tiny_config(context=256, **shape)

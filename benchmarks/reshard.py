@@ -45,7 +45,8 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import box_shape
 from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, load_model
+from hybridrl.models.model_loading import load_model
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.system.shared_memory import remove_shared_memory

@@ -39,7 +39,8 @@ from hybridrl.controller import WorkerContext
 from hybridrl.controller.worker import Rendezvous
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models import CausalPolicy, load_model, make_tiny_model
+from hybridrl.models.model_loading import load_model, make_tiny_model
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world, join_world
 from hybridrl.placement.separation import choose_weight_transport
 from hybridrl.rollout import SamplingSettings

@@ -18,7 +18,7 @@ from pathlib import Path
 from hybridrl import load_config
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.main import run
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 FOLDER = Path("runs/pipeline")
 LETTERS = "abcdefghijklmnop"

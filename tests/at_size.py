@@ -139,8 +139,9 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
     from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
     from hybridrl.engine.train_engine import TrainEngine
     from hybridrl.layout.training_mesh import build_training_mesh
-    from hybridrl.models import CausalPolicy, load_model_config
+    from hybridrl.models.model_loading import load_model_config
     from hybridrl.models.packed_attention import PACKED_ATTENTION
+    from hybridrl.models.packed_models import CausalPolicy
     from hybridrl.parallel.process_group import ParallelMesh
     from hybridrl.weights.weight_sync import WeightSync
 

@@ -15,8 +15,8 @@ from transformers import (
 
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models import CausalPolicy
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
 
 ARCHITECTURES = {

@@ -21,7 +21,7 @@ from scripted_endpoint import ScriptedEndpoint
 from hybridrl import load_config
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ def resolve_tiny_model(config: Config) -> PretrainedConfig | None:
     from dataclasses import asdict
 
     from hybridrl.job.job_inputs import build_tiny_tokenizer
-    from hybridrl.models import make_tiny_config
+    from hybridrl.models.model_loading import make_tiny_config
 
     found = make_tiny_config(**asdict(config.model.tiny))
     if not (config.data.task or config.data.sources or config.environment.name):

@@ -19,7 +19,7 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job_inputs import load_job_rows, resolve_model_folder
-from hybridrl.models import load_tokenizer
+from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.step.step_calls import compute_step_sizes
 from hybridrl.system.cpu_cores import count_usable_cores

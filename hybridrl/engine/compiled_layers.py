@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hybridrl.models import PackedModel
 from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
+from hybridrl.models.packed_models import PackedModel
 from hybridrl.parallel.fsdp import is_small_model
 from hybridrl.system.device_traits import is_compile_worthwhile
 from hybridrl.system.dtypes import AUTO_DTYPE

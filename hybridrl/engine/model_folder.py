@@ -22,8 +22,8 @@ from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise
 from hybridrl.errors import ConfigError, StorageError
 from hybridrl.layout.boxes import intersect_boxes
 from hybridrl.layout.tensor_layout import Piece, TensorLayout
-from hybridrl.models import PackedModel
 from hybridrl.models.lora import ADAPTER_NAME, has_adapters
+from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.stored_tensors import (
     StorageFormat,
     StoredTensor,

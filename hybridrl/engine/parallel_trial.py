@@ -18,8 +18,8 @@ from hybridrl.algorithms import TokenLoss
 from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
+from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.shrunk_config import SHRUNK_WINDOW
 from hybridrl.parallel.process_group import ParallelMesh
 

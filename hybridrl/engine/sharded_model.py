@@ -25,9 +25,9 @@ from hybridrl.engine.model_folder import (
 from hybridrl.layout.boxes import full_box, make_local_pieces
 from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.transfer_planner import plan_transfer
-from hybridrl.models import PackedModel
 from hybridrl.models.activation_checkpointing import set_activation_checkpointing
 from hybridrl.models.lora import find_peft_names, has_adapters, merge_adapters
+from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.stored_tensors import StorageFormat, find_storage_format
 from hybridrl.parallel import tensor_parallel
 from hybridrl.parallel.fsdp import (

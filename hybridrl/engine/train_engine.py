@@ -34,13 +34,17 @@ from hybridrl.engine.optimizer import (
 )
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.errors import TrainingError
-from hybridrl.models import PackedModel, PackedSamples, SampleLayout
 from hybridrl.models.expert_routing import (
     ExpertRouters,
     compute_router_balance,
     compute_router_metrics,
 )
-from hybridrl.models.packed_models import concatenate_ranges
+from hybridrl.models.packed_models import (
+    PackedModel,
+    PackedSamples,
+    SampleLayout,
+    concatenate_ranges,
+)
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible

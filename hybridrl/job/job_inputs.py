@@ -89,8 +89,9 @@ def load_job_inputs(
     Raises:
         HybridRLError: with everything that is wrong with them.
     """
-    from hybridrl.models import load_model_config, load_tokenizer, trained_parts
     from hybridrl.models.lora import check_lora_targets
+    from hybridrl.models.model_loading import load_model_config, load_tokenizer
+    from hybridrl.models.trained_parts import trained_parts
 
     trainer, problems = load_trainer(config.trainer.name), ErrorCollector()
     model = tokenizer = rows = None
@@ -243,7 +244,7 @@ def build_tiny_tokenizer(config: Config) -> Any:
 
 
 def _make_tiny_model(config: Config, folder: Path) -> Path:
-    from hybridrl.models import make_tiny_model
+    from hybridrl.models.model_loading import make_tiny_model
 
     tiny = config.model.tiny
     if tiny.hidden_size % (_HEAD_DIM_MULTIPLE * tiny.heads):

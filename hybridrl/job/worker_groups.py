@@ -28,7 +28,7 @@ from hybridrl.controller.fault_injection import FaultInjector
 from hybridrl.conversations.rendering import TemplateContext, check_options
 from hybridrl.data.mixture import find_source_rewards, list_source_names
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
-from hybridrl.models import load_tokenizer
+from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.placement import GENERATOR_ROLE, Placement
 from hybridrl.placement.disaggregated_actor import DisaggregatedActor
 from hybridrl.placement.separation import choose_weight_transport

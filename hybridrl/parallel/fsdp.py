@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from hybridrl.models import PackedModel
+from hybridrl.models.packed_models import PackedModel
 from hybridrl.parallel.compressed_collectives import DifferenceAllGather
 from hybridrl.parallel.gradient_reduction import GradientReduceScatter
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import CausalPolicy, PackedModel
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard
+from hybridrl.models.packed_models import CausalPolicy, PackedModel
 from hybridrl.parallel.collectives import copy_to_region, reduce_from_region
 from hybridrl.parallel.process_group import ParallelMesh
 

@@ -8,7 +8,7 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import NotPlannedError
-from hybridrl.models import load_model_config
+from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import compute_model_shape
 from hybridrl.system.device_traits import min_bfloat16_parameters
 from hybridrl.system.dtypes import AUTO_DTYPE

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
-from hybridrl.models import load_model_config
+from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.separation import choose_weight_transport

@@ -21,8 +21,8 @@ from transformers import (
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece, full_box
-from hybridrl.models import load_model_config, load_tokenizer
 from hybridrl.models.language_model import read_language_model
+from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import (
     BatchedEngine,
     EngineSetup,

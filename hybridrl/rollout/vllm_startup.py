@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
-from hybridrl.models import load_model_config
+from hybridrl.models.model_loading import load_model_config
 from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION

@@ -19,7 +19,7 @@ from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelCo
 from hybridrl.config.setting import Setting
 from hybridrl.controller import WorkerContext
 from hybridrl.conversations.rendering import TemplateContext, render_chat
-from hybridrl.models import load_tokenizer
+from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.parallel.process_group import join_group_world
 from hybridrl.rewards.rubrics import load_rubric, read_row_rubric, rubric_score
 from hybridrl.rewards.scoring_round import group_neighbors

@@ -11,7 +11,7 @@ from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.checkpoint.tensors.rank_manifest import SaveResult
 from hybridrl.controller import ONE_TO_ALL, Worker, WorkerContext, transfer
-from hybridrl.models import load_tokenizer, read_stored_dtype
+from hybridrl.models.model_loading import load_tokenizer, read_stored_dtype
 from hybridrl.parallel import process_group
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import parse_location

@@ -17,7 +17,7 @@ from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RewardError
-from hybridrl.models import load_tokenizer
+from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.rewards.loading import needs_groups, resolve_functions
 from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
 from hybridrl.rewards.returned_scores import StepRewards

@@ -14,7 +14,7 @@ from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.config.schema import EnvironmentConfig, RolloutConfig, is_served
 from hybridrl.controller import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
-from hybridrl.models import load_model_config, load_tokenizer
+from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
 from hybridrl.rollout.sample_generator import SampleGenerator, SingleTurnGenerator
 from hybridrl.workers.training_engines import ModelSource

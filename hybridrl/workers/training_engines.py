@@ -15,14 +15,10 @@ from hybridrl.engine.parallel_trial import check_parallel_equivalence
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import (
-    CausalPolicy,
-    PackedModel,
-    ScalarModel,
-    open_model,
-    resolve_sample_layout,
-)
 from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
+from hybridrl.models.model_loading import open_model
+from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
+from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_scoring import LowBitScoring
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training

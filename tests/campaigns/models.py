@@ -19,7 +19,7 @@ from published_models import PUBLISHED, publish
 from safetensors.torch import load_file, save_file
 
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 JOB = ["executor=inline", "rollout=transformers", "trainer.steps=1", "eval.prompts=4"]
 JOB += ["data.prompts_per_step=4", "rollout.samples_per_prompt=2", "rollout.max_tokens=4"]

@@ -7,7 +7,7 @@ from ranks import run_ranks
 from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, ParallelConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 pytestmark = pytest.mark.more
 

@@ -18,7 +18,7 @@ SAMPLING = {"max_tokens": 24, "temperature": 0.8}
 
 def write_model(folder):
     from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-    from hybridrl.models import make_tiny_model
+    from hybridrl.models.model_loading import make_tiny_model
 
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS, chat=True)
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=1024)

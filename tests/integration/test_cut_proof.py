@@ -10,8 +10,8 @@ from hybridrl.config.schema import ActorConfig, ParallelConfig
 from hybridrl.engine import parallel_trial as cut_proof
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.parallel import tensor_parallel as tensor
 from hybridrl.parallel.process_group import ParallelMesh
 

@@ -17,7 +17,7 @@ from hybridrl.config.schema import (
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.workers.llm_judge import JudgeSetup
 from hybridrl.workers.reward_worker import RewardWorker
 from hybridrl.workers.training_engines import ModelSource

@@ -29,7 +29,7 @@ from engine_cases import (
 from ranks import run_ranks
 
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
-from hybridrl.models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
 

@@ -15,7 +15,7 @@ from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_charac
 from hybridrl.errors import ConfigError, RewardError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import UnscoredSamplesWatcher
 

@@ -9,7 +9,7 @@ from hybridrl import load_config
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.job.job_inputs import load_job_rows
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 pytestmark = pytest.mark.more
 

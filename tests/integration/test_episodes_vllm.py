@@ -33,7 +33,7 @@ COPIES = 40
 
 def write_model(folder):
     from hybridrl.data.character_tokenizer import build_character_tokenizer
-    from hybridrl.models import make_tiny_model
+    from hybridrl.models.model_loading import make_tiny_model
 
     tokenizer = build_character_tokenizer()
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=96)

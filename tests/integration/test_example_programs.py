@@ -12,7 +12,7 @@ from hybridrl import Job, load_config
 from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run import loop
 
 pytestmark = pytest.mark.usefixtures("process_group")

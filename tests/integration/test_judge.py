@@ -13,7 +13,7 @@ from settings import SHORT
 from transformers import AutoModelForCausalLM
 
 from hybridrl.data.character_tokenizer import CHARACTERS, build_character_tokenizer
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 pytestmark = pytest.mark.more
 

@@ -13,7 +13,7 @@ from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import TrainingError
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run import loop
 from hybridrl.trainers.expert_iteration import KEPT_COLUMNS
 

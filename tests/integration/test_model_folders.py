@@ -20,9 +20,10 @@ from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, ParallelConfi
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import HybridRLError
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel, read_stored_dtype
 from hybridrl.models.lora import add_adapters
+from hybridrl.models.model_loading import read_stored_dtype
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.parallel.process_group import ParallelMesh
 
 pytestmark = pytest.mark.more

@@ -17,7 +17,7 @@ from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run import loop
 from hybridrl.run.warmup import warm_up
 from hybridrl.trainers import grpo

@@ -22,7 +22,7 @@ from hybridrl import cli, main
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.job.config_resolution import load_config
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 pytestmark = pytest.mark.more
 

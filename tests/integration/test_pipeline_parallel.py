@@ -33,8 +33,8 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ActorConfig, OptimizerConfig, ParallelConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
 

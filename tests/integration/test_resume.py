@@ -20,8 +20,8 @@ from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError, DataError, StorageError
 from hybridrl.job.config_resolution import load_config, with_date
 from hybridrl.job.job import Job
-from hybridrl.models import make_tiny_model
 from hybridrl.models.lora import add_adapters
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run import loop
 from hybridrl.trainers import grpo
 

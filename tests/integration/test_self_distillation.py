@@ -11,7 +11,7 @@ from hybridrl.console.run_console import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.run import loop
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
 

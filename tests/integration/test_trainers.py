@@ -27,7 +27,7 @@ from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.evaluation.held_out_metrics import evaluate_responses
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.rollout import SamplingSettings
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.step_runner import PendingStep

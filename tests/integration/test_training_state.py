@@ -21,8 +21,8 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import box_numel
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel
 from hybridrl.models.lora import add_adapters
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.parallel.process_group import ParallelMesh
 
 WORLD = 4

@@ -13,8 +13,9 @@ from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConf
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.training_mesh import build_training_mesh
-from hybridrl.models import CausalPolicy, ScalarModel, load_model
 from hybridrl.models.lora import add_adapters
+from hybridrl.models.model_loading import load_model
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.workers.training_engines import ModelSource, build_policy_engine, build_scalar_engine

@@ -20,7 +20,7 @@ def test_requests_are_dropped_seen_and_ended(tmp_path):
 def make_requests(rank, tmp_path):
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.data.character_tokenizer import build_character_tokenizer
-    from hybridrl.models import make_tiny_model
+    from hybridrl.models.model_loading import make_tiny_model
     from hybridrl.rollout.rollout_engine import Request, SamplingSettings
     from hybridrl.rollout.vllm_engine import VLLMEngine
     from hybridrl.system.shared_memory import remove_shared_memory

@@ -12,7 +12,7 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import RolloutError
 from hybridrl.layout.boxes import box_numel, box_shape
-from hybridrl.models import CausalPolicy
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.weights.weight_message import compute_checksum

@@ -14,7 +14,7 @@ from hybridrl.controller.group_call import UNKNOWN, ShardedResult, ShardInfo
 from hybridrl.controller.table_expression import ResultTable
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.boxes import Piece, box_shape, full_box
-from hybridrl.models import CausalPolicy
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.rollout.rollout_engine import BatchedEngine
 from hybridrl.rollout.weight_writer import WeightWriter

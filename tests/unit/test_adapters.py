@@ -28,13 +28,6 @@ from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConf
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
-from hybridrl.models import (
-    CausalPolicy,
-    PackedSamples,
-    ScalarModel,
-    load_model,
-    open_model,
-)
 from hybridrl.models.lora import (
     _ALL_LINEAR,
     add_adapters,
@@ -42,7 +35,9 @@ from hybridrl.models.lora import (
     has_adapters,
     load_adapters,
 )
+from hybridrl.models.model_loading import load_model, open_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples, ScalarModel
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.workers.reward_model_worker import compute_sample_scores
 

@@ -6,8 +6,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig
-from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models import activation_checkpointing as checkpointing
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples
 
 
 class Counted(TorchDispatchMode):

@@ -21,8 +21,8 @@ from transformers import AttentionInterface
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.engine import compiled_layers
 from hybridrl.engine.compiled_layers import compile_layers
-from hybridrl.models import CausalPolicy
 from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
+from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel import fsdp
 
 

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, open_model
+from hybridrl.models.model_loading import load_model, open_model
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.models.stored_tensors import find_stored_tensors
 

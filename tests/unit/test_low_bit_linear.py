@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ConfigError
-from hybridrl.models import make_tiny_config
+from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.quantization import int8_products
 from hybridrl.quantization.low_bit_linear import (
     KINDS,

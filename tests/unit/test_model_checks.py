@@ -13,7 +13,7 @@ from hybridrl.checks.models.model_folder_checks import check_hub_model, check_mo
 from hybridrl.checks.models.tokenizer_checks import check_tokenizer
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, load_model_config
+from hybridrl.models.model_loading import load_model, load_model_config
 
 
 @pytest.fixture

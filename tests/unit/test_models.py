@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from hybridrl.batch.batch import Batch
-from hybridrl.models import (
+from hybridrl.models import log_probs
+from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.model_loading import make_tiny_config
+from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import (
+    MAX_PADDING_RATIO,
     CausalPolicy,
     PackedSamples,
     PackingMetadata,
     SampleLayout,
-    log_probs,
-    token_log_probs,
 )
-from hybridrl.models.model_loading import make_tiny_config
-from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import MAX_PADDING_RATIO
 from hybridrl.system.device_traits import logits_per_chunk
 
 CPU = torch.device("cpu")

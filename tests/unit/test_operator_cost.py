@@ -9,7 +9,7 @@ import pytest
 from settings import configured
 
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.machine import device_catalog as devices
 from hybridrl.planner.machine import measurements

@@ -11,7 +11,7 @@ from hybridrl import cli
 from hybridrl.commands import plan_generation
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model, load_model_config, make_tiny_model
+from hybridrl.models.model_loading import load_model, load_model_config, make_tiny_model
 from hybridrl.systems.unequal_devices import UnequalDevice
 from hybridrl.systems.unequal_generation import cost_probe as generation_probe
 from hybridrl.systems.unequal_generation import generation_planning

@@ -11,9 +11,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CHECKPOINTING_MODES, LoraAdapterConfig
-from hybridrl.models import CausalPolicy, PackedSamples, make_tiny_config, model_shape, token_bytes
+from hybridrl.models import model_shape, token_bytes
 from hybridrl.models.lora import add_adapters
+from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.models.model_shape import compute_model_shape
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples
 from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.machine.device_catalog import GIB, add_device_memory, parse_cluster
 from hybridrl.planner.step.step_calls import SampleLengths

@@ -5,7 +5,7 @@ import yaml
 from settings import configured
 
 from hybridrl.job.job import Job
-from hybridrl.models import make_tiny_config
+from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.planner import computation_dtype as precision
 from hybridrl.planner.computation_dtype import format_dtype_notice, resolve_dtype
 from hybridrl.planner.job_plan import build_job_plan

@@ -11,7 +11,8 @@ from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.preflight import run_preflight
 from hybridrl.main import run
-from hybridrl.models import make_tiny_config, model_shape
+from hybridrl.models import model_shape
+from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.planner import job_roles as planner
 from hybridrl.planner.machine import device_catalog as devices
 

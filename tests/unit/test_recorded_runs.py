@@ -13,7 +13,7 @@ from hybridrl.commands.whatif_command import parse_question
 from hybridrl.composition.load import format_config_yaml
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.planner.machine import cluster_rates
 from hybridrl.planner.machine import device_catalog as devices
 from hybridrl.planner.sample_lengths import parse_sample_lengths

@@ -5,7 +5,7 @@ import torch
 
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.rollout.rollout_engine import EngineSetup, Request, SamplingSettings
 from hybridrl.rollout.transformers_engine import TransformersEngine
 

@@ -10,9 +10,8 @@ from hybridrl.algorithms import TokenLoss
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
 from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.models import CausalPolicy, PackedSamples
 from hybridrl.models.expert_routing import ExpertRouters, check_routers, find_routers
-from hybridrl.models.packed_models import SampleLayout
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples, SampleLayout
 
 WEIGHT = 0.5
 TINY = {

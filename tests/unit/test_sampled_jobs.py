@@ -13,7 +13,7 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.job.job import Job
 from hybridrl.main import run
-from hybridrl.models import make_tiny_model
+from hybridrl.models.model_loading import make_tiny_model
 
 pytestmark = pytest.mark.usefixtures("process_group")
 PROMPTS, SAMPLES = 4, 3

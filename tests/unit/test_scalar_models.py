@@ -18,8 +18,9 @@ from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
-from hybridrl.models import PackedSamples, ScalarModel, load_model
+from hybridrl.models.model_loading import load_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import PackedSamples, ScalarModel
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.reward_model_worker import compute_sample_scores
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hybridrl.errors import ConfigError, DataError
-from hybridrl.models import make_tiny_config
+from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.quantization.low_bit_linear import (
     apply_layer_bits,

@@ -5,7 +5,8 @@ import torch
 from engine_cases import make_model
 from safetensors.torch import load_file, save_file
 
-from hybridrl.models import load_model_config, trained_parts
+from hybridrl.models.model_loading import load_model_config
+from hybridrl.models.trained_parts import trained_parts
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def _check_model(
 
     @cache
     def model() -> PretrainedConfig:  # of which many jobs ask nothing
-        from hybridrl.models import load_model_config, make_tiny_config
+        from hybridrl.models.model_loading import load_model_config, make_tiny_config
 
         return (
             make_tiny_config(**asdict(config.model.tiny))
@@ -184,7 +184,7 @@ def _check_model(
             known = model() if is_known else None
             check_precision_plan(config, role, spec, parallel, len(where.devices), known)
         if is_folder:
-            from hybridrl.models import resolve_sample_layout
+            from hybridrl.models.packing_trial import resolve_sample_layout
             from hybridrl.parallel.sequence_parallel import check_rows_divisible
 
             rows = resolve_sample_layout(model(), who, scalar=bool(spec.scalar))

@@ -35,13 +35,9 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
     _check_model_path(path, setting)
     if not Path(path).is_dir():
         return
-    from hybridrl.models import (
-        check_model_tensors,
-        check_single_label,
-        check_weight_files,
-        load_model_config,
-    )
+    from hybridrl.models.folder_checks import check_model_tensors, check_weight_files
     from hybridrl.models.language_model import check_scalar
+    from hybridrl.models.model_loading import check_single_label, load_model_config
 
     described = _read_model_config(path, setting)
     _check_model_type(described, path, setting)
@@ -83,7 +79,7 @@ def check_generator(path: str, setting: str) -> None:
     """
     _check_model_path(path, setting)
     if Path(path).is_dir() and _find_quantization_method(_read_model_config(path, setting)) is None:
-        from hybridrl.models import check_weight_files
+        from hybridrl.models.folder_checks import check_weight_files
 
         check_weight_files(path, setting)
 

@@ -64,7 +64,7 @@ def check_vocabularies(
     Raises:
         ConfigError: if it has others.
     """
-    from hybridrl.models import load_tokenizer
+    from hybridrl.models.model_loading import load_tokenizer
 
     for role, spec in roles.items():
         own = spec.path(role, config)
@@ -103,7 +103,7 @@ def remark_on_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
 def _named(path: str, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     from transformers import GenerationConfig
 
-    from hybridrl.models import load_model_config
+    from hybridrl.models.model_loading import load_model_config
 
     config = load_model_config(path)
     places = [config, config.get_text_config(), tokenizer]

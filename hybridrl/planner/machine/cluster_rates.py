@@ -16,7 +16,7 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.models import load_model_config
+from hybridrl.models.model_loading import load_model_config
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.machine.cluster_probe import probe_cluster
 from hybridrl.planner.machine.device_catalog import ACCELERATORS, add_device_memory

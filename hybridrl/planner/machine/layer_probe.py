@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PretrainedConfig
 
-from hybridrl.models import PackingMetadata, load_model_config
 from hybridrl.models.language_model import build_language_model, decoder_of
+from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape, narrow_config
 from hybridrl.models.packed_attention import PACKED_ATTENTION
+from hybridrl.models.packed_models import PackingMetadata
 from hybridrl.planner.machine.device_probe import collectives, measure_memory_rate, measure_small_op
 from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.dtypes import DTYPES

@@ -17,7 +17,7 @@ from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import check_parallel_sizes, model_parallel_size
-from hybridrl.models import load_model_config
+from hybridrl.models.model_loading import load_model_config
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace, RoleRequirements
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.fitting_settings import search_variants

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece, full_box
-from hybridrl.models import load_model_config, load_tokenizer
+from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.rollout.rollout_engine import (
     BatchedEngine,
