@@ -6,12 +6,18 @@ from typing import Any
 import pytest
 
 
-def few_of(cases: Iterable[Any], kept: Collection[Any] | int) -> list[Any]:
+def few_of(cases: Iterable[Any], kept: Collection[Any] | int, several: bool = False) -> list[Any]:
     """Return cases for `parametrize`, all but some of them for `make test-more`.
 
     Args:
         kept: The cases that stay in `make test`, or n: every n-th one.
+        several: A case is a tuple, of a value for each of several parameters.
     """
     names = list(cases)
     stay = names[::kept] if isinstance(kept, int) else kept
-    return [name if name in stay else pytest.param(name, marks=pytest.mark.more) for name in names]
+    return [
+        name
+        if name in stay
+        else pytest.param(*(name if several else (name,)), marks=pytest.mark.more)
+        for name in names
+    ]

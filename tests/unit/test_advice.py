@@ -7,6 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from settings import configured
+from tiers import few_of
 
 from hybridrl import cli
 from hybridrl.batch.call_record import CallRecord, PhaseSpan
@@ -179,7 +180,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", few_of(FAULTS, 3))
 def test_a_fault_is_named_first(run_of, fault):
     changes, said, number = FAULTS[fault]
     found = advise(run_of(**changes))

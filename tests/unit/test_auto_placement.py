@@ -4,6 +4,7 @@ import json
 
 import pytest
 from settings import configured
+from tiers import few_of
 from transformers import LlamaConfig
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
@@ -51,6 +52,11 @@ def proposals(model, devices, *overrides, **options):
     return propose_placements(config, cluster, rates, **{"deadline_s": 600, **options})
 
 
+@pytest.fixture(scope="module")
+def quickest(model):
+    return proposals(model, "4xL4").best[0]
+
+
 @pytest.mark.more
 def test_what_is_proposed_is_what_a_start_would_plan(model):
     found = proposals(model, "4xL4")
@@ -66,20 +72,22 @@ def test_what_is_proposed_is_what_a_start_would_plan(model):
         assert build_job_plan(one.config, cluster, placement).fits()
 
 
-def test_nothing_by_hand_is_quicker(model):
-    best = proposals(model, "4xL4").best[0].found.step
+BY_HAND = [
+    ["placement.strategy=flattening"],
+    ["placement.strategy=flattening", "rollout.parallel.tp=2"],
+    ["placement.strategy=interleaving"],
+    ["placement.strategy=separation"],
+    ["placement.strategy=flattening", "actor.parallel.tp=2"],
+    ["placement.strategy=flattening", "actor.parallel.pp=2"],
+]
+
+
+@pytest.mark.parametrize("overrides", few_of(BY_HAND, 3), ids=" ".join)
+def test_nothing_by_hand_is_quicker(model, quickest, overrides):
     cluster = parse_cluster("4xL4")
-    for overrides in (
-        ["placement.strategy=flattening"],
-        ["placement.strategy=flattening", "rollout.parallel.tp=2"],
-        ["placement.strategy=interleaving"],
-        ["placement.strategy=separation"],
-        ["placement.strategy=flattening", "actor.parallel.tp=2"],
-        ["placement.strategy=flattening", "actor.parallel.pp=2"],
-    ):
-        config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
-        plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
-        assert best <= plan.times.step * (1 + 1e-9), overrides
+    config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
+    plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
+    assert quickest.found.step <= plan.times.step * (1 + 1e-9)
 
 
 def test_what_is_set_by_hand_stays(model):
@@ -108,8 +116,7 @@ def test_a_search_that_found_nothing_in_time_says_so(model):
         proposals(model, "1xL4", deadline_s=1e-9)
 
 
-def test_cheap_and_few(model):
-    quickest = proposals(model, "4xL4").best[0]
+def test_cheap_and_few(model, quickest):
     dear = proposals(
         model, "4xL4", objective=cost_objective(parse_prices("L4=0.7"), parse_cluster("4xL4"))
     )

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from agent_cases import TRAINED, WEATHER, Pump, ScriptedEngine, endpoint_of, merging_tokenizer
+from tiers import few_of
 
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.serving import connections
@@ -372,7 +373,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("path, body, status, param", WRONG)
+@pytest.mark.parametrize("path, body, status, param", few_of(WRONG, 3, several=True))
 def test_errors_have_openais_shape(shared, path, body, status, param):
     answer = shared.post(path, body)
     error = answer.json()["error"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from scripted_endpoint import ScriptedEndpoint
+from tiers import few_of
 from victims import environment_of
 
 from hybridrl.config.schema import EnvironmentConfig
@@ -107,14 +108,18 @@ def test_time_is_limited_after_the_only_episode_was_late(endpoint, pool_of):
 
 @pytest.mark.parametrize(
     ("what", "kind", "said"),
-    [
-        ("die", "crash", "ended with exit status 7"),
-        ("segfault", "crash", "SIGSEGV"),
-        ("child exits", "crash", "exit status 3"),
-        ("block", "timeout", "one step of the episode took longer"),
-        ("eat", "memory", "environment.memory_gib"),
-        ("flood", "output", "lots of words"),
-    ],
+    few_of(
+        [
+            ("die", "crash", "ended with exit status 7"),
+            ("segfault", "crash", "SIGSEGV"),
+            ("child exits", "crash", "exit status 3"),
+            ("eat", "memory", "environment.memory_gib"),
+            ("block", "timeout", "one step of the episode took longer"),
+            ("flood", "output", "lots of words"),
+        ],
+        3,
+        several=True,
+    ),
 )
 def test_a_lost_process_costs_who_lost_it(endpoint, pool_of, what, kind, said):
     """The others are played again, in sessions of their own."""

@@ -52,12 +52,12 @@ def test_a_prompt_has_nothing_to_learn_and_a_pair_has_two_sides(tokenizer):
 
 
 def test_a_long_row_is_cut_on_the_console_and_whole_in_the_file(tokenizer):
-    texts = ids(tokenizer, "a" * 5000, "b" * 5000)
+    texts = ids(tokenizer, "a" * 800, "b" * 800)
     columns = {"prompt_ids": texts[:1], "response_ids": texts[1:]}
-    mask = [[1, 0] * 2500]
+    mask = [[1, 0] * 400]
     [row] = show_first_row(Batch.from_columns(columns | {"response_mask": mask}), tokenizer)
     assert len(row.sentence()) < 800 and row.sentence().endswith("⟦b⟧b")
-    assert "".join(one["text"] for one in row.figures()["pieces"]) == "a" * 5000 + "b" * 5000
+    assert "".join(one["text"] for one in row.figures()["pieces"]) == "a" * 800 + "b" * 800
 
 
 def test_spaces_that_decoding_drops_alone_are_kept():

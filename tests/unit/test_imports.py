@@ -3,10 +3,12 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from package_trees import tree_of
 
 import hybridrl
 
@@ -125,6 +127,7 @@ def module_name(file):
 MODULES = {module_name(file): file for file in sorted(ROOT.rglob("*.py"))}
 
 
+@cache
 def imports(name, file, named=False):
     """Every module that `file` imports when it runs, with the line, as a full dotted name.
 
@@ -135,7 +138,7 @@ def imports(name, file, named=False):
     """
     package = ["hybridrl", *name.split(".")] if name else ["hybridrl"]
     package = package if file.name == "__init__.py" else package[:-1]
-    nodes = [ast.parse(file.read_text())]
+    nodes, found = [tree_of(file)], []
     while nodes:
         node = nodes.pop()
         for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -144,14 +147,15 @@ def imports(name, file, named=False):
             continue
         nodes.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
                 is_module = inner.removeprefix("hybridrl.") in MODULES
-                yield (inner if is_module else base), node.lineno
+                found.append((inner if is_module else base, node.lineno))
+    return found
 
 
 def room_of(name):

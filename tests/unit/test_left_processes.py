@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tiers import few_of
 
 PROGRAM = """
 import os, subprocess, sys, time
@@ -89,7 +90,7 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("end", ["success", "error", "kill"])
+@pytest.mark.parametrize("end", few_of(["success", "error", "kill"], ["kill"]))
 def test_daemons_end_with_the_job(folder, end):
     code = OWNER.format(folder=folder, end=end)
     words = [sys.executable, "-c", code]

@@ -5,6 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from package_trees import tree_of
+
 import hybridrl
 
 ROOT = Path(hybridrl.__file__).parent
@@ -16,7 +18,7 @@ def homes_of(kinds):
     """The modules that define each public name of these kinds."""
     homes = defaultdict(set)
     for file in ROOT.rglob("*.py"):
-        for node in ast.parse(file.read_text()).body:
+        for node in tree_of(file).body:
             if isinstance(node, kinds) and not node.name.startswith("_"):
                 homes[node.name].add(file.relative_to(ROOT).as_posix())
     return homes

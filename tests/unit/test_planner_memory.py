@@ -7,6 +7,7 @@ import torch
 import transformers
 from published_models import PUBLISHED
 from settings import configured
+from tiers import few_of
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.batch.batch import Batch
@@ -31,6 +32,8 @@ CONFIG = Qwen2Config(
     tie_word_embeddings=False,
 )
 
+LORA = LoraAdapterConfig(rank=4)
+
 
 def model_of(config, lora=None):
     from transformers import AutoModelForCausalLM
@@ -41,8 +44,9 @@ def model_of(config, lora=None):
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("lora", [None, LoraAdapterConfig(rank=4)])
+@pytest.mark.parametrize(
+    ("tied", "lora"), few_of([(False, LORA), (True, LORA), (False, None), (True, None)], 3, True)
+)
 def test_parameters_are_those_of_the_model(tied, lora):
     config = Qwen2Config(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})
     shape, model = compute_model_shape(config, "float32", lora=lora), model_of(config, lora)

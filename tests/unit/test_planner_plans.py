@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from settings import configured
+from tiers import few_of
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.cli import main
@@ -70,14 +71,18 @@ def fits(size, devices, kind):
 
 @pytest.mark.parametrize(
     ("size", "devices", "expected"),
-    [
-        ("7b", 8, 3),
-        ("7b", 64, 3),
-        ("7b", 128, 3),
-        ("70b", 8, 0),
-        ("70b", 64, 2),
-        ("70b", 128, 3),
-    ],
+    few_of(
+        [
+            ("7b", 8, 3),
+            ("7b", 64, 3),
+            ("7b", 128, 3),
+            ("70b", 8, 0),
+            ("70b", 64, 2),
+            ("70b", 128, 3),
+        ],
+        [("70b", 64, 2)],
+        several=True,
+    ),
 )
 def test_few_devices_leave_only_colocation(size, devices, expected):
     """The fewer the devices, the more of them each model has to be spread over: standalone models

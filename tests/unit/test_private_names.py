@@ -7,6 +7,8 @@ is given, in more.
 import ast
 from pathlib import Path
 
+from package_trees import tree_of
+
 ROOT = Path(__file__).parents[2] / "hybridrl"
 KNOWN = {
     # torch
@@ -78,7 +80,7 @@ DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}
 
 
 def trees():
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
+    return {path.relative_to(ROOT).as_posix(): tree_of(path) for path in FILES}
 
 
 FILES = sorted(ROOT.rglob("*.py"))
@@ -86,6 +88,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 def is_private(name):
     return name.startswith("_") and not name.startswith("__")
+
+
+def is_own(value):
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
 def own_names(all_trees):
@@ -97,7 +103,7 @@ def own_names(all_trees):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+            found |= {node.attr} if is_own(node.value) else set()
     return found
 
 
@@ -109,7 +115,7 @@ def foreign_names():
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.Attribute) and node.attr not in own:
-                names = [] if ast.unparse(node.value) in ("self", "cls") else [node.attr]
+                names = [] if is_own(node.value) else [node.attr]
             elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(
                 "hybridrl"
             ):

@@ -7,6 +7,7 @@ import sys
 import pytest
 from agent_cases import TRAINED, ScriptedEngine, endpoint_of, merging_tokenizer
 from test_agents import rows
+from tiers import few_of
 
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.environment_pool import EnvironmentPool
@@ -167,7 +168,7 @@ def outcomes(rollout, folder, tool):
     return batch["episode_rewards"].tolist(), batch["turns"].tolist()
 
 
-@pytest.mark.parametrize("name", POSTS)
+@pytest.mark.parametrize("name", few_of(POSTS, 6))
 @pytest.mark.parametrize("reports", [False, True], ids=["prints", "reports"])
 def test_nobody_pays_himself_or_ruins_a_neighbour(rollout_of, name, reports):
     rewards, turns = outcomes(*rollout_of(**({"report": True} if reports else {})), POSTS[name])

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 from settings import configured
+from tiers import few_of
 from watching import finished, watched
 
 from hybridrl.batch.trends import variance_of_sums
@@ -97,12 +98,16 @@ def test_what_falls_is_told_though_steps_resemble_each_other():
 
 @pytest.mark.parametrize(
     ("reward", "check"),
-    [
-        (rising, rising),  # what is meant
-        (lambda s: 0.5, lambda s: 0.6 - 0.008 * s),  # it unlearns, and is not paid for it
-        (rising, lambda s: 0.5),
-        (lambda s: 0.5, lambda s: 0.5),
-    ],
+    few_of(
+        [
+            (rising, rising),  # what is meant
+            (rising, lambda s: 0.5),
+            (lambda s: 0.5, lambda s: 0.6 - 0.008 * s),  # it unlearns, and is not paid for it
+            (lambda s: 0.5, lambda s: 0.5),
+        ],
+        4,
+        several=True,
+    ),
 )
 def test_what_is_no_such_sign_is_not_told(reward, check):
     for seed in range(20):

@@ -3,6 +3,7 @@
 import pytest
 from flips import another_value, default_at
 from settings import configured
+from tiers import few_of
 
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.composition.setting_names import list_settings
@@ -16,7 +17,7 @@ WITH_MINI_BATCHES = ("sft", "expert_iteration", "distillation", "offline_distill
 OTHERS = ("dpo", "online_dpo", "reward_model", "evaluate")
 
 
-@pytest.mark.parametrize("algorithm", [*WITH_MINI_BATCHES, *OTHERS])
+@pytest.mark.parametrize("algorithm", few_of([*WITH_MINI_BATCHES, *OTHERS], ["sft", "online_dpo"]))
 def test_what_a_program_does_not_read_of_the_objective_is_told(algorithm):
     job = [f"algorithm={algorithm}", *([TEACHER] if "distillation" in algorithm else [])]
     check_algorithm(configured(job))

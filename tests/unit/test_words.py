@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from package_trees import tree_of
 
 import hybridrl
 
@@ -28,7 +29,7 @@ WRONG = {
 
 def sentences(file):
     """Strings of a module that have a blank, with their lines: what it says, and no names."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     parts = {
         id(part)
         for node in ast.walk(tree)
