@@ -88,7 +88,7 @@ def save_model_folder(
 
 
 def _check_kept(model: PreTrainedModel, folder: Path, source: TensorReader) -> None:
-    """Holds a folder that was written against the one that the model came from.
+    """Compare a folder that was written with the one that the model came from.
 
     Raises:
         StorageError: if a tensor is missing.
@@ -105,7 +105,7 @@ def _check_kept(model: PreTrainedModel, folder: Path, source: TensorReader) -> N
 def write_model_config(
     model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: TensorReader | None = None
 ) -> None:
-    """Writes what a folder has beside weights of this precision and a tokenizer: the files of the
+    """Write what a folder has beside weights of this precision and a tokenizer: the files of the
     folder that the model came from, or what `save_pretrained` would write, which cannot do without
     the weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def _describe_as_before(model: PreTrainedModel, folder: Path, dtype: str, source
 
 
 def is_unread(model: nn.Module) -> bool:
-    """Whether parameters are still to be read from files."""
+    """Return whether parameters are still to be read from files."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 

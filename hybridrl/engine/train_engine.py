@@ -163,11 +163,7 @@ class TrainEngine(ShardedModel):
             for name, kept in outputs.items():
                 kept[places] = whole[name].cpu()
 
-        if self._pipeline is not None:
-            self._pipeline.score(self.model, samples, keep, **options)
-        else:
-            for number, packed in enumerate(samples):
-                keep(number, self.model(packed, **options))
+        self._score(samples, keep, options)
         self._drop_gathered()  # their memory is for others now
         return Batch.from_columns(
             {
@@ -245,6 +241,20 @@ class TrainEngine(ShardedModel):
             self.schedule.step()
         return metrics
 
+    def _score(
+        self,
+        samples: list[PackedSamples],
+        take: Callable[[int, Mapping[str, Tensor]], None],
+        options: dict[str, Any],
+    ) -> None:
+        """Run the forwards of all micro-batches; `take` is called with the number of each and its
+        outputs, in a pipeline on the last rank only."""
+        if self._pipeline is not None:
+            self._pipeline.score(self.model, samples, take, **options)
+        else:
+            for number, packed in enumerate(samples):
+                take(number, self.model(packed, **options))
+
     def _pack(self, batch: Batch) -> PackedSamples:
         """Pack rows into samples for the model, or into this rank's part of them with sequence
         parallelism."""
@@ -266,11 +276,7 @@ class TrainEngine(ShardedModel):
             routing.keep_balance(None)
             routing.count(self.device)
             with torch.no_grad():
-                if self._pipeline is not None:
-                    self._pipeline.score(self.model, samples, lambda *_: None, **options)
-                else:
-                    for packed in samples:
-                        self.model(packed, **options)
+                self._score(samples, lambda *_: None, options)
             routing.keep_balance(
                 compute_router_balance(self._of_all(routing), routing.chosen, weight)
             )

@@ -1,4 +1,4 @@
-"""What a model is to a planner: its parameters, and what a token costs on its way through it.
+"""The shape of a model as a planner sees it: its parameters, and a token's costs on its way.
 
 Both are counted on torch's meta device, without memory. The transformers model is built whole, so
 that every layer counts as what it is, and once more a few layers deep, to run forward and backward
@@ -221,7 +221,7 @@ def _layers(model: PreTrainedModel, number: int) -> Sequence[nn.Module]:
 
 
 def _kind_of(layer: nn.Module, number: int, config: PretrainedConfig) -> tuple[object, ...]:
-    """What layers have in common that take the same: kinds of states, and shapes of parameters."""
+    """Return a key that is equal for layers of equal cost: kind of states, shapes of parameters."""
     types = getattr(config.get_text_config(), "layer_types", None) or ()
     kind = types[number] if number < len(types) and types[number] not in UNIFORM_LAYER_TYPES else ""
     return kind, *((name, p.shape) for name, p in layer.named_parameters())
@@ -246,8 +246,8 @@ def _idle(model: nn.Module) -> float:
 
 
 def _depths(kinds: Sequence[object]) -> tuple[int, int]:
-    """How deep the two models are whose difference is what a layer takes: where layers differ, on
-    average over as many as come again and again. A few that begin a model may be others."""
+    """Return the depths of the two models whose difference is the cost of a layer: where layers
+    differ, on average over as many as come again and again. The first few layers may be others."""
     number = len(kinds)
     for period in range(1, number):
         again = sum(kinds[n] == kinds[n + period] for n in range(number - period))
@@ -261,7 +261,7 @@ def _head_width(text: PretrainedConfig) -> int:
 
 
 def _query_width(text: PretrainedConfig) -> float:
-    """Of a head: the mean of what is multiplied for its scores and for its values."""
+    """Return the width of a head: the mean of what its scores and its values multiply."""
     if width := getattr(text, "qk_head_dim", None):
         return (width + text.v_head_dim) / 2
     return _head_width(text)

@@ -1,4 +1,4 @@
-"""What a token takes in memory on its way through a model, counted on torch's meta device."""
+"""The memory of a token on its way through a model, counted on torch's meta device."""
 
 from __future__ import annotations
 
