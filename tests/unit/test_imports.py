@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "checkpoint.tensors": {"layout", "system"},
     "models": {"batch", "layout", "system", "compress", "checkpoint.tensors"},
     "parallel": {
-        *("layout", "system", "compress", "models", "=controller.worker"),
+        *("layout", "system", "compress", "models"),
     },
     "data": {"batch", "system", "conversations", "environments"},
     "rollout": {"quantization", "batch", "layout", "system", "models"},
