@@ -21,3 +21,18 @@ def few_of(cases: Iterable[Any], kept: Collection[Any] | int, several: bool = Fa
         else pytest.param(*(name if several else (name,)), marks=pytest.mark.more)
         for name in names
     ]
+
+
+def chosen_of(request: pytest.FixtureRequest, *names: str) -> list[tuple[Any, ...]]:
+    """Return the cases of a module's parameters that this session runs, each once, in order.
+
+    A fixture that computes what the cases look at leaves out the others.
+    """
+    cases = [
+        tuple(item.callspec.params[name] for name in names)
+        for item in request.session.items
+        if item.path == request.path
+        and hasattr(item, "callspec")
+        and item.callspec.params.keys() >= set(names)
+    ]
+    return list(dict.fromkeys(cases))

@@ -17,6 +17,15 @@ import pytest
 from confined_callers import caller, callers_folder, shared_caller  # noqa: F401 (fixtures)
 from victims import in_shared_memory_of
 
+# The longest files, which begin first: no process waits at the end for one that another just began.
+LONGEST = ("lost_workers", "main", "resume", "training_state", "products_of_cuts", "algorithms")
+LONGEST += ("calls", "episode_ranks", "golden", "data_parallel", "failures", "bad_steps")
+
+
+def pytest_collection_modifyitems(items):
+    order = {f"test_{name}.py": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
 
 @pytest.fixture(scope="session")
 def ray():

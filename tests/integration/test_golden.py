@@ -33,6 +33,7 @@ def test_command_lines_say_what_they_said(tmp_path):
     assert not found, differences(found)
 
 
+@pytest.mark.more
 def test_pages_of_kept_runs_are_made_of_the_same(tmp_path):
     found = list(compare_golden.compare_reports(tmp_path))
     assert not found, differences(found)

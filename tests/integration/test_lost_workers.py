@@ -19,7 +19,7 @@ JOB = [*SHORT, "rollout=transformers", "resume=auto", "observe.samples_every=1"]
 
 
 def test_a_killed_worker_is_replaced_and_nothing_is_lost(command, run, tmp_path):
-    settings = [*JOB, "trainer.steps=30", "checkpoint.every=4", "eval.every=6"]
+    settings = [*JOB, "trainer.steps=20", "checkpoint.every=4", "eval.every=6"]
     lossy = command(*settings)
     lossy.wait_for("step 4: checkpoint saved")  # what is under way is not gone back to
     lossy.workers()[1].kill()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import few_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -88,8 +89,8 @@ def test_more_stages_than_layers_is_a_sentence():
         StagedModel(make_policy(), torch.float32, 0, 6)
 
 
-@pytest.mark.parametrize("ranks, chunks", PIPELINES[:3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks, chunks", few_of(PIPELINES[:3], 2, several=True))
+@pytest.mark.parametrize("kind", few_of(KINDS, 2))
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_in_a_row_are_the_model(kind, tied, ranks, chunks):
     samples, whole = make_samples(), make_policy(kind, tied)

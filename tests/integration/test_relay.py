@@ -217,6 +217,7 @@ def test_an_exception_is_told_with_its_traceback(few):
     assert 'raise ValueError("no such luck")' in str(caught.value)
 
 
+@pytest.mark.more
 def test_a_killed_host_is_named(few):
     tiny = few()
     victim = tiny.processes().get()[1]
@@ -228,7 +229,7 @@ def test_a_killed_host_is_named(few):
         WorkerError, match=rf"^tiny rank 1 \(process {victim} on .*died during tiny"
     ):
         handle.get()
-    assert time.monotonic() - begin < 8
+    assert time.monotonic() - begin < 50  # the other call takes 60
     with pytest.raises(WorkerError, match="has failed before"):
         again.get()
 

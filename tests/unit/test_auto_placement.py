@@ -54,7 +54,7 @@ def proposals(model, devices, *overrides, **options):
 
 @pytest.fixture(scope="module")
 def quickest(model):
-    return proposals(model, "4xL4").best[0]
+    return proposals(model, "2xL4").best[0]
 
 
 @pytest.mark.more
@@ -84,7 +84,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize("overrides", few_of(BY_HAND, 3), ids=" ".join)
 def test_nothing_by_hand_is_quicker(model, quickest, overrides):
-    cluster = parse_cluster("4xL4")
+    cluster = parse_cluster("2xL4")
     config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
     plan = build_job_plan(config, cluster, rates=DeviceRates.known(cluster, "bfloat16"))
     assert quickest.found.step <= plan.times.step * (1 + 1e-9)
@@ -116,7 +116,9 @@ def test_a_search_that_found_nothing_in_time_says_so(model):
         proposals(model, "1xL4", deadline_s=1e-9)
 
 
-def test_cheap_and_few(model, quickest):
+@pytest.mark.more
+def test_cheap_and_few(model):
+    quickest = proposals(model, "4xL4").best[0]
     dear = proposals(
         model, "4xL4", objective=cost_objective(parse_prices("L4=0.7"), parse_cluster("4xL4"))
     )

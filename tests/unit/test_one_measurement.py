@@ -37,6 +37,7 @@ def printed(capsys, *options):
     return json.loads(captured.out)
 
 
+@pytest.mark.more
 def test_a_plan_and_a_search_give_one_answer_for_one_placement(busy, capsys):
     plan, again = (
         printed(

@@ -80,7 +80,7 @@ def fits(size, devices, kind):
             ("70b", 64, 2),
             ("70b", 128, 3),
         ],
-        [("70b", 64, 2)],
+        [("7b", 8, 3)],
         several=True,
     ),
 )
@@ -123,6 +123,7 @@ def test_cures_come_together_where_none_is_enough():
             assert not build_job_plan(apply_changes(config, fewer), cluster).fits()
 
 
+@pytest.mark.more
 def test_cures_are_for_the_roles_that_are_there():
     """All roles of the job would need two settings at once; the actor alone needs one of them."""
     overrides = [*PAPER, "model.path=llama-13b", "actor.tokens_per_microbatch=32768"]

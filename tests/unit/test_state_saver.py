@@ -36,7 +36,7 @@ def held(monkeypatch):
     go, write = threading.Event(), os.pwrite
 
     def waits(*arguments):
-        assert go.wait(30)
+        assert go.wait(300)
         return write(*arguments)
 
     monkeypatch.setattr(writing.os, "pwrite", waits)
