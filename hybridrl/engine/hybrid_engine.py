@@ -21,7 +21,8 @@ from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.rollout.sample_generator import SampleGenerator
 from hybridrl.system.device_traits import free_cached_memory, synchronize_device
 from hybridrl.system.dtypes import DTYPES
-from hybridrl.weights.weight_sync import SyncCost, WeightSync
+from hybridrl.weights.encoded_reshard import SyncCost
+from hybridrl.weights.weight_sync import WeightSync
 
 PhaseTimer = Callable[[str], AbstractContextManager[None]]
 _NOT_LOADED = -1

@@ -277,18 +277,5 @@ def copy_moves(
     return copied
 
 
-def copy_all(
-    plan: TransferPlan,
-    reads: Mapping[int, TensorSource],
-    writes: Mapping[int, TensorSink],
-    dtype: torch.dtype,
-    most: int,
-) -> None:
-    """Execute a plan whose ranks all live in this process; see `copy_moves`."""
-    for move in (*plan.copies, *plan.moves):
-        for receiver in move.receivers:
-            copy_moves([move], reads[move.sender], writes[receiver], dtype, most)
-
-
 def _values(read: TensorSource, source: Place, box: Box) -> Tensor:
     return slice_at(read(source.tensor), source.start, box_shape(box))

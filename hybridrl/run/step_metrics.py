@@ -57,7 +57,7 @@ OF_STEP = ("sync_", "behind_")
 OTHER = "other"
 """Samples that are not of the step, and that the program gives no name."""
 _SYNC_METRICS = ("received", "redundant", "peak")
-"""Of all ranks together; see `hybridrl.weights.weight_sync.SyncCost`."""
+"""Of all ranks together; see `hybridrl.weights.encoded_reshard.SyncCost`."""
 
 
 def compute_step_metrics(

@@ -22,14 +22,10 @@ from hybridrl.layout.tensor_layout import (
 )
 from hybridrl.system.device_traits import default_bucket_bytes
 from hybridrl.weights.parcel_transfer import (
-    RankLoad,
     Stream,
-    compute_rank_loads,
     compute_round_capacity,
-    group_into_streams,
+    cut_into_rounds,
     max_adjacent_sum,
-    schedule,
-    split_stream,
 )
 
 
@@ -89,25 +85,20 @@ class CollectiveReshard:
     ) -> None:
         self._dtype, self._device, self._group = dtype, device, group
         group = group or dist.group.WORLD
+        assert group is not None, "a process group has been begun"
         self._rank, self._size = group.rank(), group.size()
         bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
         self._room = compute_round_capacity(bucket_bytes, dtype)
         mine = plan.of(self._rank)
         self._copies = mine.copies
-        streams = group_into_streams(mine.moves)
-        most = torch.tensor(compute_rank_loads(streams).get(self._rank, RankLoad()))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        cut = schedule(RankLoad(*most.tolist()), self._room)
-        parts = [(stream, split_stream(stream, cut)) for stream in streams]
         self._rounds = [
-            self._round([(stream, of_round[index]) for stream, of_round in parts])
-            for index in range(cut.rounds)
+            self._round(parts) for parts in cut_into_rounds(mine.moves, group, self._room)
         ]
         itemsize = dtype.itemsize
         self._traffic = TransferTraffic(
             received=itemsize * sum(sum(each.from_.values()) for each in self._rounds),
             sent=itemsize * sum(sum(each.to.values()) for each in self._rounds),
-            rounds=cut.rounds,
+            rounds=len(self._rounds),
             buffer=itemsize * max_adjacent_sum([each.size for each in self._rounds]),
         )
 

@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.errors import RolloutError
 from hybridrl.layout.tensor_layout import TensorSink, TensorSource
-from hybridrl.weights.encoded_reshard import EncodedTraffic
+from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.parcel_transfer import ParcelKey, ParcelReceiver, ParcelSender
 from hybridrl.weights.weight_message import (
     DamagedMessageError,
@@ -39,7 +39,7 @@ class ParcelEncoder:
         self._records: list[WeightRecord] = []
 
     def encode(
-        self, read: TensorSource, method: str, version: int, traffic: EncodedTraffic
+        self, read: TensorSource, method: str, version: int, traffic: SyncCost
     ) -> Iterator[EncodedParcel]:
         """Encode the current values by `method`, and count bytes and seconds in `traffic`."""
         traffic.record = 0
@@ -85,10 +85,9 @@ class ParcelDecoder:
         """Start a new version, for which all parcels are missing."""
         self.lacking = list(self._receiver.wanted)
 
-    def take(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> EncodedTraffic:
+    def take(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> SyncCost:
         """Write the values of the parcels that can be decoded; the others stay `missing`."""
-        found, taken = EncodedTraffic(), set()
-        begin = time.perf_counter()
+        found, taken = SyncCost(), set()
         for place, message in messages:
             found.received += len(message.data)
             here = message._replace(data=message.data.to(self._device))
@@ -101,11 +100,10 @@ class ParcelDecoder:
                 continue
             self._receiver.put(write, place, values)
             taken.add(place)
-        found.decode_seconds = time.perf_counter() - begin
         self.lacking = [place for place in self.lacking if place not in taken]
         return found
 
-    def complete(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> EncodedTraffic:
+    def complete(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> SyncCost:
         """Write the values of the missing parcels.
 
         Raises:

@@ -26,16 +26,13 @@ from hybridrl.layout.tensor_layout import (
     pack_moves,
     unpack_moves,
 )
-from hybridrl.system.device_traits import default_bucket_bytes, synchronize_device
+from hybridrl.system.device_traits import default_bucket_bytes
 from hybridrl.weights.parcel_transfer import (
-    RankLoad,
-    compute_rank_loads,
     compute_round_capacity,
-    group_into_streams,
-    schedule,
-    split_stream,
+    cut_into_rounds,
 )
 from hybridrl.weights.weight_message import (
+    FULL_SYNC,
     DamagedMessageError,
     MessageHeader,
     WeightMessage,
@@ -44,27 +41,32 @@ from hybridrl.weights.weight_message import (
 
 
 @dataclass
-class EncodedTraffic:
-    """The traffic of one rank in one encoded sync, in bytes on the wire.
+class SyncCost:
+    """The cost of a weight sync on this rank, in bytes of the generation precision.
 
     Attributes:
-        received, sent: From and to other ranks.
+        received, sent: From and to other ranks, on the wire.
+        peak: Parameters at the fullest moment, those of both layouts, what they share once.
+        redundant: Of the training parameters those that generation on this rank has no use for.
+        buffer: Most memory for messages and what they are made of.
+        method: Of `weight_message.SYNC_METHODS`.
         changed, compared: Values that this rank sent as differences, each counted once however many
             receive it: those that had changed, and all.
-        encode_seconds, decode_seconds: What compression took, checksums and records included.
+        encode_seconds: What it took to make messages, checksums and records included.
         record: Bytes of the host's memory for what the receivers hold.
-        buffer: Most memory for messages and what they are made of.
-        repeated: Messages that had to be sent a second time.
+        repeated: Messages that were damaged on their way and had to be sent a second time.
     """
 
     received: int = 0
     sent: int = 0
+    peak: int = 0
+    redundant: int = 0
+    buffer: int = 0
+    method: str = FULL_SYNC
     changed: int = 0
     compared: int = 0
     encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
     record: int = 0
-    buffer: int = 0
     repeated: int = 0
 
 
@@ -131,22 +133,21 @@ class EncodedReshard:
                 "train and others that generate is sent as differences. Use Reshard."
             )
         bucket_bytes = default_bucket_bytes(device.type) if bucket_bytes is None else bucket_bytes
-        streams = group_into_streams(mine.moves)
-        most = torch.tensor(compute_rank_loads(streams).get(self._rank, RankLoad()))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        cut = schedule(RankLoad(*most.tolist()), compute_round_capacity(bucket_bytes, dtype))
-        self._rounds = [_Round([], []) for _ in range(cut.rounds)]
-        for stream in streams:
-            for index, moves in enumerate(split_stream(stream, cut)):
+        room = compute_round_capacity(bucket_bytes, dtype)
+        self._rounds: list[_Round] = []
+        for parts in cut_into_rounds(mine.moves, group, room):
+            ends = _Round([], [])
+            self._rounds.append(ends)
+            for stream, moves in parts:
                 if size := sum(box_numel(move.box) for move in moves):
                     sends = stream.sender == self._rank
                     peers = stream.receivers if sends else (stream.sender,)
-                    ends = self._rounds[index].sends if sends else self._rounds[index].receives
-                    ends.append(_StreamEnd(moves, size, peers, WeightRecord()))
+                    end = _StreamEnd(moves, size, peers, WeightRecord())
+                    (ends.sends if sends else ends.receives).append(end)
 
     def __call__(
         self, read: TensorSource, write: TensorSink, method: str, version: int
-    ) -> EncodedTraffic:
+    ) -> SyncCost:
         """Send the values that `read` returns and write what arrives with `write`. Collective.
 
         Args:
@@ -156,7 +157,7 @@ class EncodedReshard:
         Raises:
             RolloutError: if a message is damaged and so is what is sent in its place.
         """
-        found = EncodedTraffic()
+        found = SyncCost()
         damaged: set[int] = set()  # by identity of their records
         before: _MessagesInFlight | None = None
         for each in self._rounds:
@@ -165,9 +166,9 @@ class EncodedReshard:
             found.encode_seconds += time.perf_counter() - begin
             outgoing = list(zip(each.sends, messages, strict=True))
             now = self._exchange(outgoing, each.receives, found)
-            damaged |= self._take(before, write, found)
+            damaged |= self._take(before, write)
             before = now
-        damaged |= self._take(before, write, found)
+        damaged |= self._take(before, write)
         self._repair(damaged, write, found)
         ends = [end for each in self._rounds for end in (*each.sends, *each.receives)]
         found.record = sum(end.record.nbytes for end in ends)
@@ -188,7 +189,7 @@ class EncodedReshard:
                     yield end.moves, values
 
     def _encode(
-        self, end: _StreamEnd, read: TensorSource, method: str, version: int, found: EncodedTraffic
+        self, end: _StreamEnd, read: TensorSource, method: str, version: int, found: SyncCost
     ) -> WeightMessage:
         values = torch.empty(end.size, dtype=self._dtype, device=self._device)
         pack_moves(end.moves, read, values)
@@ -202,7 +203,7 @@ class EncodedReshard:
         self,
         outgoing: Sequence[tuple[_StreamEnd, WeightMessage]],
         receives: Sequence[_StreamEnd],
-        found: EncodedTraffic,
+        found: SyncCost,
     ) -> _MessagesInFlight:
         """Send messages to all peers of their ends and start receiving those of `receives`, which
         arrive in the same order from each sender."""
@@ -241,15 +242,13 @@ class EncodedReshard:
         headers = [MessageHeader(*row) for row in incoming.view(-1, width).tolist()]
         return list(zip(receives, headers, strict=True))
 
-    def _take(
-        self, travelling: _MessagesInFlight | None, write: TensorSink, found: EncodedTraffic
-    ) -> set[int]:
+    def _take(self, travelling: _MessagesInFlight | None, write: TensorSink) -> set[int]:
         """Write the values that have arrived and return the ends whose messages are damaged."""
         damaged: set[int] = set()
         if travelling is None:
             return damaged
         travelling.work.wait()
-        begin, at = time.perf_counter(), 0
+        at = 0
         for end, header in travelling.arriving:
             message = WeightMessage(header, travelling.incoming[at : at + header.size])
             at += header.size
@@ -259,12 +258,9 @@ class EncodedReshard:
                 damaged.add(id(end.record))
             else:
                 unpack_moves(end.moves, write, values)
-        if travelling.arriving:
-            synchronize_device(self._device)
-            found.decode_seconds += time.perf_counter() - begin
         return damaged
 
-    def _repair(self, damaged: set[int], write: TensorSink, found: EncodedTraffic) -> None:
+    def _repair(self, damaged: set[int], write: TensorSink, found: SyncCost) -> None:
         """Request damaged messages again, in full."""
         any_damaged = torch.tensor([len(damaged)])
         dist.all_reduce(any_damaged, dist.ReduceOp.MAX, group=self._group)
@@ -274,7 +270,7 @@ class EncodedReshard:
             asked = [end for end in each.receives if id(end.record) in damaged]
             again = self._asked_for(each, damaged)
             found.repeated += len(again)
-            left = self._take(self._exchange(again, asked, found), write, found)
+            left = self._take(self._exchange(again, asked, found), write)
             if left:
                 raise RolloutError(
                     f"{len(left)} messages of weights from rank "

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ConfigError, LayoutError
@@ -22,11 +23,9 @@ from hybridrl.layout.tensor_layout import (
     TensorSource,
     TransferPlan,
     TransferTraffic,
-    copy_all,
     pack_moves,
     unpack_moves,
 )
-from hybridrl.system.device_traits import default_bucket_bytes
 
 DEFAULT_PARCEL_BYTES = 16 << 20
 """Largest parcel: as large as what processes without a GPU copy best."""
@@ -264,13 +263,6 @@ def compute_rank_loads(streams: Iterable[Stream]) -> dict[int, RankLoad]:
     }
 
 
-def max_load(loads: Iterable[RankLoad]) -> RankLoad:
-    """Return the maximum of each field."""
-    found = list(loads)
-    most = (max((load[i] for load in found), default=0) for i in range(2))
-    return RankLoad(*most)
-
-
 def compute_round_capacity(bucket_bytes: int, dtype: torch.dtype) -> int:
     """Return how many elements a rank may send, and receive, in one round.
 
@@ -327,33 +319,24 @@ def split_stream(stream: Stream, cut: RoundSchedule) -> list[list[TensorMove]]:
     return found
 
 
-def count(plan: TransferPlan, dtype: torch.dtype, bucket_bytes: int) -> dict[int, TransferTraffic]:
-    """Predict the traffic of each rank that takes part in a plan."""
-    streams = group_into_streams(plan.moves)
-    cut = schedule(
-        max_load(compute_rank_loads(streams).values()), compute_round_capacity(bucket_bytes, dtype)
-    )
-    held: defaultdict[int, list[int]] = defaultdict(lambda: [0] * cut.rounds)
-    for stream in streams:
-        for index, moves in enumerate(split_stream(stream, cut)):
-            size = sum(box_numel(move.box) for move in moves)
-            held[stream.sender][index] += size * len(stream.receivers)
-            for rank in stream.receivers:
-                held[rank][index] += size
-    copied: defaultdict[int, int] = defaultdict(int)
-    for move in plan.copies:
-        copied[move.sender] += box_numel(move.box)
-    received, sent, size = plan.received(), plan.sent(), dtype.itemsize
-    return {
-        rank: TransferTraffic(
-            received[rank] * size,
-            sent[rank] * size,
-            copied[rank] * size,
-            cut.rounds,
-            max_adjacent_sum(held[rank]) * size,
-        )
-        for rank in sorted(held.keys() | copied.keys())
-    }
+def cut_into_rounds(
+    moves: Iterable[TensorMove], group: dist.ProcessGroup, room: int
+) -> list[list[tuple[Stream, list[TensorMove]]]]:
+    """Cut the streams of this rank's moves into rounds, of which all ranks of the group have as
+    many. Collective.
+
+    Args:
+        room: Elements that a rank may send, and receive, in one round.
+
+    Returns:
+        Of each round the streams, in the same order on all ranks, each with its moves.
+    """
+    streams = group_into_streams(moves)
+    most = torch.tensor(compute_rank_loads(streams).get(group.rank(), RankLoad()))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    cut = schedule(RankLoad(*most.tolist()), room)
+    parts = [(stream, split_stream(stream, cut)) for stream in streams]
+    return [[(stream, moves[index]) for stream, moves in parts] for index in range(cut.rounds)]
 
 
 def max_adjacent_sum(sizes: list[int]) -> int:
@@ -372,24 +355,3 @@ def _between(move: TensorMove, start: int, stop: int, size: int) -> list[TensorM
 
 def _moved(box: Box, corner: list[int]) -> Box:
     return tuple((low + by, high + by) for (low, high), by in zip(box, corner, strict=True))
-
-
-def reshard_in_process(
-    plan: TransferPlan,
-    reads: Mapping[int, TensorSource],
-    writes: Mapping[int, TensorSink],
-    dtype: torch.dtype,
-    bucket_bytes: int | None = None,
-) -> dict[int, TransferTraffic]:
-    """Copy values from tensor to tensor, without a buffer unless they must be cast.
-
-    Args:
-        reads, writes: By rank; see `weights.collective_reshard.Reshard`.
-        bucket_bytes: Four times the most memory for a cast; None: what suits CPUs.
-
-    Returns:
-        By rank that has a part in the plan, what separate processes would have counted.
-    """
-    bucket_bytes = default_bucket_bytes("cpu") if bucket_bytes is None else bucket_bytes
-    copy_all(plan, reads, writes, dtype, compute_round_capacity(bucket_bytes, dtype))
-    return count(plan, dtype, bucket_bytes)

@@ -28,7 +28,7 @@ from hybridrl.weights.encoded_parcels import (
     header_to_tensor,
     message_from_tensors,
 )
-from hybridrl.weights.encoded_reshard import EncodedTraffic
+from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.parcel_transfer import (
     ParcelKey,
     ParcelManifest,
@@ -38,7 +38,7 @@ from hybridrl.weights.parcel_transfer import (
 )
 from hybridrl.weights.sync_choice import AUTO_SYNC, PLAIN_SYNC, SyncMethodChoice
 from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC
-from hybridrl.weights.weight_sync import SyncCost, WeightSource, WeightSync
+from hybridrl.weights.weight_sync import WeightSource, WeightSync
 
 
 class WeightChannel:
@@ -101,7 +101,7 @@ class WeightChannel:
         self.count += 1
         if self._group.rank() == 0:
             find_store(self._group).set(f"sent/{self.count}", str(version))
-        cost = None if self._sync is None else self._run()
+        cost = None if self._sync is None else self._run(self._sync)
         if self._sync is None or self._verify:
             self._send_whole()
         return cost
@@ -118,10 +118,11 @@ class WeightChannel:
         self.count += 1
         with count_wait():
             version = int(find_store(self._group).get(f"sent/{self.count}"))
-        cost = None if self._sync is None else self._run()
+        rollout = self._generating()
+        cost = None if self._sync is None else self._run(self._sync)
         if self._sync is None:
-            self._rollout.load(self._receive_whole())
-        elif self._verify and (wrong := self._rollout.differences(self._receive_whole())):
+            rollout.load(self._receive_whole())
+        elif self._verify and (wrong := rollout.differences(self._receive_whole())):
             raise RolloutError(
                 f"{len(wrong)} parts of the generator's weights are not those of the trainer's "
                 f"version {version}: {' '.join(wrong[:3])}"
@@ -135,12 +136,12 @@ class WeightChannel:
         parcels, and the number of all. They may be differences to the last ones; see
         `pack_full_parcels`."""
         self.count += 1
-        read = self._train.local_parameters().__getitem__
+        read = self._training().local_parameters().__getitem__
         if not self._choice.keeps:
             return self._as_rows(_parcels_to_batch(list(self._sender.pack(read))))
-        method, traffic = self._choice.method(), EncodedTraffic()
+        method, traffic = self._choice.method(), SyncCost()
         coded = list(self._encoder.encode(read, method, self.count, traffic))
-        self.cost = self._sync.cost(method, traffic)
+        self.cost = self._parcel_sync.cost(method, traffic)
         return self._as_rows(_encoded_to_batch(coded))
 
     @torch.no_grad()
@@ -174,14 +175,15 @@ class WeightChannel:
         """Load weights from the parcels that this rank needs, in any order. If some cannot be
         decoded, `unpack_missing_parcels` has to follow."""
         self.count += 1
-        self._writer = self._rollout.writer()
+        self._writer = self._generating().writer()
         if not self._choice.keeps:
-            traffic = self._receiver.take(self._writer.write, _batch_to_parcels(parcels))
-            self.cost = self._sync.cost(FULL_SYNC, EncodedTraffic(received=traffic.received))
+            taken = self._receiver.take(self._writer.write, _batch_to_parcels(parcels))
+            method, traffic = FULL_SYNC, SyncCost(received=taken.received)
         else:
             self._decoder.begin()
             traffic = self._decoder.take(self._writer.write, _batch_to_encoded(parcels))
-            self.cost = self._sync.cost(DELTA_SYNC, traffic)
+            method = DELTA_SYNC
+        self.cost = self._parcel_sync.cost(method, traffic)
         if not self._decoder.lacking:
             self._finish()
 
@@ -190,7 +192,7 @@ class WeightChannel:
         """Load the missing weights from the parcels of `pack_full_parcels`, if any are missing."""
         if self._decoder.lacking:
             traffic = self._decoder.complete(self._writer.write, _batch_to_encoded(parcels))
-            self.cost = self._sync.cost(FULL_SYNC, traffic)
+            self.cost = self._parcel_sync.cost(FULL_SYNC, traffic)
             self._finish()
 
     def _finish(self) -> None:
@@ -204,7 +206,15 @@ class WeightChannel:
         first = self._first[self._group.rank()]
         return parcels, range(first, first + len(parcels)), self._total
 
-    def _run(self) -> SyncCost:
+    def _training(self) -> WeightSource:
+        assert self._train is not None, "ranks that train send"
+        return self._train
+
+    def _generating(self) -> RolloutEngine:
+        assert self._rollout is not None, "ranks that generate receive"
+        return self._rollout
+
+    def _run(self, sync: WeightSync) -> SyncCost:
         """Run one sync by the method that is set, or by the fastest so far."""
         measures, method = self._choice.measures, self._choice.method()
         begin = 0.0
@@ -212,12 +222,12 @@ class WeightChannel:
             self._highest(0.0)  # who is late is late for both methods
             begin = time.perf_counter()
         is_plain = method == PLAIN_SYNC
-        cost = self._sync.run() if is_plain else self._sync.run_coded(method, self.count)
+        cost = sync.run() if is_plain else sync.run_coded(method, self.count)
         if measures:
             synchronize_device(self._device)
             self._choice.note(method, self._highest(time.perf_counter() - begin))
-            if not self._choice.keeps and self._sync.coded is not None:
-                self._sync.coded.forget()
+            if not self._choice.keeps and sync.coded is not None:
+                sync.coded.forget()
         return cost
 
     def _highest(self, number: float) -> float:
@@ -234,7 +244,7 @@ class WeightChannel:
                 "go whole: adapters (actor.lora), or an architecture that rollout.engine cannot "
                 "take apart. Set placement.transport=collective and placement.staleness=1 or 0."
             )
-        plan, rank = self._sync.plan, self._group.rank()
+        self._parcel_sync, plan, rank = self._sync, self._sync.plan, self._group.rank()
         self._sender = ParcelSender(plan, rank, self._dtype)
         manifests: list[ParcelManifest] = [()] * self._group.size()
         dist.all_gather_object(manifests, self._sender.manifest, group=self._group)
@@ -246,7 +256,7 @@ class WeightChannel:
         self._total = self._first.pop()
 
     def _send_whole(self) -> None:
-        for name, tensor in self._train.weights_for(self._adapters):
+        for name, tensor in self._training().weights_for(self._adapters):
             self._tell((name, tuple(tensor.shape)))
             whole = tensor.to(self._device, self._dtype).contiguous()
             dist.broadcast(whole, group=self._group, group_src=0)

@@ -93,21 +93,21 @@ class WeightRecord:
             values: Flat and contiguous, of the generator's precision.
         """
         held = None if self._values is None else self._values.to(values.device)
-        is_lossy = method in (INT8_SYNC, INT4_DELTA_SYNC)
-        if (held is None and method != INT8_SYNC) or (is_lossy and not _is_finite(values, held)):
+        if method in (INT8_SYNC, INT4_DELTA_SYNC) and not _is_finite(values, held):
             method = FULL_SYNC
-        after, base = values, NO_VERSION
-        if method == FULL_SYNC:
-            data = values.view(torch.uint8)
-        elif method == INT8_SYNC:
+        after, base, changed = values, NO_VERSION, None
+        if method == INT8_SYNC:
             data = _INT8.encode(values)
             after = _INT8.decode(data, len(values), values.dtype)
-        elif method == DELTA_SYNC:
-            data, base = sparse_delta.encode_sparse_delta(held, values), self.version
+        elif method == FULL_SYNC or held is None:
+            method, data = FULL_SYNC, values.view(torch.uint8)
         else:
-            data, base = _INT4.encode(values.float() - held.float()), self.version
-            after = _apply_int4_difference(held, data)
-        changed = None if base == NO_VERSION else _count_changed(held, after)
+            if method == DELTA_SYNC:
+                data = sparse_delta.encode_sparse_delta(held, values)
+            else:
+                data = _INT4.encode(values.float() - held.float())
+                after = _apply_int4_difference(held, data)
+            base, changed = self.version, _count_changed(held, after)
         self._keep(after, version)
         header = MessageHeader(
             SYNC_METHODS.index(method), len(data), base, version, compute_checksum(after)
@@ -116,13 +116,11 @@ class WeightRecord:
 
     def whole(self) -> WeightMessage:
         """Return the receivers' values in full, for one that could not decode the last message."""
-        data = self._values.view(torch.uint8)
-        check = compute_checksum(self._values)
+        assert self._values is not None, "a message was encoded"
+        data, check = self._values.view(torch.uint8), compute_checksum(self._values)
+        method = SYNC_METHODS.index(FULL_SYNC)
         return WeightMessage(
-            MessageHeader(
-                SYNC_METHODS.index(FULL_SYNC), len(data), NO_VERSION, self.version, check
-            ),
-            data,
+            MessageHeader(method, len(data), NO_VERSION, self.version, check), data
         )
 
     def decode(self, message: WeightMessage, numel: int, dtype: torch.dtype) -> Tensor:
@@ -134,13 +132,18 @@ class WeightRecord:
         header, data = message.header, message.data
         if not 0 <= header.method < len(SYNC_METHODS):
             raise DamagedMessageError(f"There is no method {header.method}.")
-        is_difference = SYNC_METHODS[header.method] in (DELTA_SYNC, INT4_DELTA_SYNC)
-        if is_difference and (self._values is None or header.base != self.version):
-            raise DamagedMessageError(
-                f"It is a difference to version {header.base}, where {self.version} is held."
-            )
-        held = self._values.to(data.device) if is_difference else None
-        values = _decode_values(SYNC_METHODS[header.method], data, held, numel, dtype)
+        method = SYNC_METHODS[header.method]
+        if method in (DELTA_SYNC, INT4_DELTA_SYNC):
+            if self._values is None or header.base != self.version:
+                raise DamagedMessageError(
+                    f"It is a difference to version {header.base}, where {self.version} is held."
+                )
+            values = _decode_difference(method, data, self._values.to(data.device))
+        else:
+            codec = _INT8 if method == INT8_SYNC else None
+            _check_size(method, data, codec.size(numel) if codec else numel * dtype.itemsize, numel)
+            # A copy is aligned, which a part of a buffer need not be.
+            values = codec.decode(data, numel, dtype) if codec else data.clone().view(dtype)
         if compute_checksum(values) != header.checksum:
             raise DamagedMessageError(f"The checksum of version {header.version} is another.")
         self._keep(values, header.version)
@@ -168,28 +171,19 @@ def compute_checksum(values: Tensor) -> int:
     return int(found)
 
 
-def _decode_values(
-    method: str, data: Tensor, held: Tensor | None, numel: int, dtype: torch.dtype
-) -> Tensor:
-    if method == DELTA_SYNC:
-        try:
-            return sparse_delta.decode_sparse_delta(data, held)
-        except ValueError as error:
-            raise DamagedMessageError(str(error)) from error
-    sizes = {
-        FULL_SYNC: numel * dtype.itemsize,
-        INT8_SYNC: _INT8.size(numel),
-        INT4_DELTA_SYNC: _INT4.size(numel),
-    }
-    if len(data) != sizes[method]:
+def _decode_difference(method: str, data: Tensor, held: Tensor) -> Tensor:
+    if method == INT4_DELTA_SYNC:
+        _check_size(method, data, _INT4.size(len(held)), len(held))
+        return _apply_int4_difference(held, data)
+    try:
+        return sparse_delta.decode_sparse_delta(data, held)
+    except ValueError as error:
+        raise DamagedMessageError(str(error)) from error
+
+
+def _check_size(method: str, data: Tensor, expected: int, numel: int) -> None:
+    if len(data) != expected:
         raise DamagedMessageError(f"{len(data)} bytes are not {numel} values by {method}.")
-    if method == INT8_SYNC:
-        return _INT8.decode(data, numel, dtype)
-    return (
-        _apply_int4_difference(held, data)
-        if method == INT4_DELTA_SYNC
-        else data.clone().view(dtype)
-    )  # aligned
 
 
 def _apply_int4_difference(held: Tensor, data: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Sheng et al., "HybridFlow" (EuroSys'25, arXiv:2409.19256), section 5: the 3D-Hyb
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from hybridrl.layout.tensor_layout import (
     TensorLayout,
+    TensorSink,
     TensorSource,
     TransferTraffic,
     compute_peak_elements,
     compute_redundant_elements,
-    copy_all,
+    copy_moves,
+    make_tensor_sink,
 )
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.parallel.collectives import all_gather_distinct
@@ -29,7 +31,7 @@ from hybridrl.rollout.rollout_engine import RolloutEngine
 from hybridrl.rollout.weight_writer import WeightWriter
 from hybridrl.system.device_traits import default_bucket_bytes
 from hybridrl.weights.collective_reshard import CollectiveReshard
-from hybridrl.weights.encoded_reshard import EncodedReshard, EncodedTraffic
+from hybridrl.weights.encoded_reshard import EncodedReshard, SyncCost
 from hybridrl.weights.parcel_transfer import compute_round_capacity
 from hybridrl.weights.weight_message import FULL_SYNC
 
@@ -47,36 +49,6 @@ class WeightSource(Protocol):
     def local_parameters(self) -> dict[str, Tensor]: ...
 
     def weights_for(self, adapters: bool) -> Iterator[tuple[str, Tensor]]: ...
-
-
-@dataclass(frozen=True)
-class SyncCost:
-    """The cost of a weight sync on this rank, in bytes of the generation precision.
-
-    Attributes:
-        received, sent: From and to other ranks.
-        peak: Parameters at the fullest moment, those of both layouts, what they share once.
-        redundant: Of the training parameters those that generation on this rank has no use for.
-        buffer: Most memory for messages.
-        method: Of `compress.weight_message.METHODS`.
-        changed, compared: Of the values that this rank sent as differences: those that had changed,
-            and all; see `EncodedTraffic`.
-        encode_seconds: What it took to make differences.
-        record: Bytes of the host's memory for what the receivers hold.
-        repeated: Messages that were damaged on their way and had to be sent again.
-    """
-
-    received: int
-    sent: int
-    peak: int
-    redundant: int
-    buffer: int
-    method: str = FULL_SYNC
-    changed: int = 0
-    compared: int = 0
-    encode_seconds: float = 0.0
-    record: int = 0
-    repeated: int = 0
 
 
 class WeightSync:
@@ -129,10 +101,11 @@ class WeightSync:
         pieces = None if train.has_adapters else rollout.pieces(train.layout().shapes)
         group = train.mesh.group()
         found = [pieces] if group is None else all_gather_distinct(pieces, group)
-        if any(of_rank is None for of_rank in found):
+        held = {rank: here for rank, here in enumerate(found) if here is not None}
+        if len(held) < len(found):
             return None
         source = train.layout()
-        target = TensorLayout(source.shapes, dict(enumerate(found)))
+        target = TensorLayout(source.shapes, held)
         return cls(source, target, dtype, train.device, group, train, rollout)
 
     @classmethod
@@ -162,11 +135,9 @@ class WeightSync:
 
     def run(self) -> SyncCost:
         """Bring the current weights into the rollout engine. Collective."""
-        read, writer = self._ends()
-        write = None if writer is None else writer.write
+        read, write, writer = self._ends()
         if self._group is None:
-            at = self._rank
-            copy_all(self.plan, {at: read}, {at: write}, self._dtype, self._room)
+            copy_moves(self.plan.copies, read, write, self._dtype, self._room)
             traffic = TransferTraffic()  # nothing is sent
         else:
             if self._reshard is None:
@@ -174,7 +145,8 @@ class WeightSync:
             traffic = self._reshard(read, write)
         if writer is not None:
             writer.finish()
-        return SyncCost(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer)
+        sent = SyncCost(traffic.received, traffic.sent, buffer=traffic.buffer)
+        return self.cost(FULL_SYNC, sent)
 
     def run_coded(self, method: str, version: int) -> SyncCost:
         """Bring the current weights to separate generating ranks by this method; both sides keep a
@@ -183,8 +155,8 @@ class WeightSync:
         Args:
             version: Of the records; each call's is higher.
         """
-        read, writer = self._ends()
-        write = None if writer is None else writer.write
+        read, write, writer = self._ends()
+        assert self._group is not None, "what generates is on other ranks"
         if self.coded is None:
             self.coded = EncodedReshard(self.plan, self._dtype, self._device, self._group)
         traffic = self.coded(read, write, method, version)
@@ -192,14 +164,15 @@ class WeightSync:
             writer.finish()
         return self.cost(method, traffic)
 
-    def cost(self, method: str, traffic: EncodedTraffic) -> SyncCost:
-        """Return the cost of a sync by encoded messages."""
-        return SyncCost(
-            *(traffic.received, traffic.sent, self._peak, self._redundant, traffic.buffer, method),
-            *(traffic.changed, traffic.compared, traffic.encode_seconds, traffic.record),
-            traffic.repeated,
-        )
+    def cost(self, method: str, traffic: SyncCost) -> SyncCost:
+        """Return the cost of a sync by this method, with the memory that both layouts take."""
+        return replace(traffic, method=method, peak=self._peak, redundant=self._redundant)
 
-    def _ends(self) -> tuple[TensorSource | None, WeightWriter | None]:
-        read = None if self._train is None else self._train.local_parameters().__getitem__
-        return read, None if self._rollout is None else self._rollout.writer()
+    def _ends(self) -> tuple[TensorSource, TensorSink, WeightWriter | None]:
+        here: dict[str, Tensor] = {}
+        if self._train is not None:
+            here = self._train.local_parameters()
+        if self._rollout is None:
+            return here.__getitem__, make_tensor_sink({}), None
+        writer = self._rollout.writer()
+        return here.__getitem__, writer.write, writer

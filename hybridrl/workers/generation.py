@@ -17,8 +17,8 @@ from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
 from hybridrl.system.locations import Location
+from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.weight_message import SYNC_METHODS
-from hybridrl.weights.weight_sync import SyncCost
 
 if TYPE_CHECKING:
     from hybridrl.rollout.sample_generator import SampleGenerator

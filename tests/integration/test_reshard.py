@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from layout_cases import cut, empty_tensors, local, numbered
 from ranks import run_ranks
+from reshard_prediction import count
 from weight_transitions import (
     HybridMesh,
     Parameter,
@@ -19,7 +20,6 @@ from weight_transitions import (
 from hybridrl.layout.boxes import Piece
 from hybridrl.layout.tensor_layout import TransferTraffic, make_tensor_sink
 from hybridrl.weights.collective_reshard import CollectiveReshard, reshard_tensors
-from hybridrl.weights.parcel_transfer import count
 
 WORLD = 8
 ARMS = {

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
+from reshard_prediction import count, max_load, reshard_in_process
 
 from hybridrl.errors import ConfigError, LayoutError
 from hybridrl.layout.boxes import Place, box_numel, box_shape, make_local_pieces
@@ -26,10 +27,7 @@ from hybridrl.weights.parcel_transfer import (
     ParcelSender,
     RoundSchedule,
     compute_rank_loads,
-    count,
     group_into_streams,
-    max_load,
-    reshard_in_process,
     schedule,
     split_stream,
 )

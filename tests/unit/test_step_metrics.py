@@ -12,7 +12,7 @@ from hybridrl.config.schema import RewardConfig
 from hybridrl.controller import Worker, WorkerContext
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.step_runner import of_sampled
-from hybridrl.weights.weight_sync import SyncCost
+from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.workers.generation import (
     report_column_sums,
     report_samples,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from hybridrl.weights.encoded_parcels import ParcelEncoder
-from hybridrl.weights.encoded_reshard import EncodedTraffic
+from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.parcel_transfer import WeightParcel
 from hybridrl.weights.sync_choice import SyncMethodChoice
 from hybridrl.weights.weight_channel import WeightChannel
@@ -37,7 +37,7 @@ def sent(by, updates):
     for seed in updates:
         values = torch.randn(1000, generator=torch.Generator().manual_seed(seed)).bfloat16()
         read, method = {"weight": values}.__getitem__, by._choice.method()
-        ((_, message),) = by._encoder.encode(read, method, seed, EncodedTraffic())
+        ((_, message),) = by._encoder.encode(read, method, seed, SyncCost())
         found.append((SYNC_METHODS[message.header.method], message.data.tolist()))
     return found
 
