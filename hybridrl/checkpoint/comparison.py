@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.checkpoint.tensors.rank_manifest import load_manifests
+from hybridrl.checkpoint.tensors.rank_manifest import list_stems, load_manifests
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.layout.boxes import box_shape, full_box, split_box
 from hybridrl.system.locations import Location
@@ -34,8 +34,8 @@ def compare_weights(before: Location, after: Location) -> dict[str, dict[str, An
 def _weights(folder: Location) -> dict[str, TensorReader]:
     """Return, by the name of a weight, the files that have it."""
     lists = load_manifests(folder)
-    stems = {box.file.split(".")[0].split("-")[0] for one in lists for box in one.boxes}
-    opened = [TensorReader(folder, stem, lists) for stem in sorted(stems - {"moments"})]
+    stems = sorted(list_stems(lists) - {"moments"})
+    opened = [TensorReader(folder, stem, lists) for stem in stems]
     return {name: files for files in opened for name in files.shapes}
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.checkpoint.tensors.file_plan import MODEL_STEM
-from hybridrl.checkpoint.tensors.rank_manifest import CARRIED, is_list, load_manifests
+from hybridrl.checkpoint.tensors.rank_manifest import CARRIED, is_list, list_stems, load_manifests
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.tensor_writer import write_tensors
 from hybridrl.errors import ConfigError
@@ -77,8 +77,7 @@ def _weights(folder: Location) -> tuple[TensorReader, str]:
     """Open the weights of a role, or its adapters."""
     lists = load_manifests(folder)
     for stem in (MODEL_STEM, ADAPTER):
-        files = {box.file for one in lists for box in one.boxes}
-        if any(file.startswith((f"{stem}.", f"{stem}-")) for file in files):
+        if stem in list_stems(lists):
             return TensorReader(folder, stem, lists), stem
     raise ConfigError(
         f"{folder} holds parameters in another form than transformers stores them in. Resume the "

@@ -102,7 +102,7 @@ class DataIdentity:
         """The text of the first row, for the messages of later runs."""
         rows = self._rows.take(range(min(1, self.number)))
         ids = [rows.ragged(name).values.tolist() for name in TOKENS if name in rows.columns]
-        return "".join(map(self._tokenizer.decode, ids))[:MOST_TEXT]
+        return "".join(str(self._tokenizer.decode(one)) for one in ids)[:MOST_TEXT]
 
     def check(self, state: RunState, folder: Location) -> None:
         """Refuse a checkpoint of other data.

@@ -144,21 +144,21 @@ class CheckpointSaver:
         Raises:
             StorageError: if it could not be written; the checkpoint before it stays.
         """
-        if self._saving is None:
+        if (saving := self._saving) is None:
             return None
-        with self._discarded_if_it_fails(self._saving.step):
-            return self._complete() if self._saving.is_written() else None
+        with self._discarded_if_it_fails(saving.step):
+            return self._complete(saving) if saving.is_written() else None
 
     def finish(self, limit: float | None = None) -> PendingCheckpoint | None:
         """Wait for the pending checkpoint, at most `limit` seconds (None: without limit), and
         complete it as `poll` does. After the limit it is abandoned."""
-        if self._saving is None:
+        if (saving := self._saving) is None:
             return None
         begin = time.perf_counter()
-        with self._discarded_if_it_fails(self._saving.step):
-            if self._saving.wait(limit):
-                self._saving.stall += time.perf_counter() - begin
-                return self._complete()
+        with self._discarded_if_it_fails(saving.step):
+            if saving.wait(limit):
+                saving.stall += time.perf_counter() - begin
+                return self._complete(saving)
         self.abandon()
         return None
 
@@ -202,8 +202,8 @@ class CheckpointSaver:
             self._copies.discard(found.step)
             raise LostError(f"The copy in memory could not be read. {error}") from error
 
-    def _complete(self) -> PendingCheckpoint:
-        saving, begin = self._saving, time.perf_counter()
+    def _complete(self, saving: PendingCheckpoint) -> PendingCheckpoint:
+        begin = time.perf_counter()
         folder = self._folders.at(saving.step)
         self._check_owner()
         with explain_write_errors(folder):
@@ -262,9 +262,11 @@ class CheckpointSaver:
             self._data.check(state, found.folder)
             best = self._keep.best
             is_of_set = best is not None and metric_of(best).startswith("eval/")  # may come later
-            if best is not None and not is_of_set and (figures := _merge_evaluated_metrics(found)):
+            evaluated = CheckpointStore(found.folder.parent).figures().values()
+            figures = {name: value for step in evaluated for name, value in step.items()}
+            if best is not None and not is_of_set and figures:
                 check_figure("checkpoint.best", best, figures)
-            self.job.feed.load_state(state.feed)
+            self.job.feed.load_state(dict(state.feed))
             self.trainer.load_state(state.trainer)
             loading = [
                 self.job.groups[role].load_state(str((source / role).absolute()))
@@ -313,12 +315,6 @@ class CheckpointSaver:
             self._data.first_row,
             {name: watch.state() for name, watch in self.watches.items()},
         ).to_json()
-
-
-def _merge_evaluated_metrics(found: ResumePoint) -> Mapping[str, float]:
-    """Return the figures that are known of the evaluations of a run."""
-    folders = CheckpointStore(found.folder.parent)
-    return {name: value for step in folders.figures().values() for name, value in step.items()}
 
 
 class PendingCheckpoint:

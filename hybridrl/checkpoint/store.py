@@ -253,7 +253,7 @@ class CheckpointStore:
             ConfigError: if there are steps and none of them is whole.
         """
         steps = [step for step in self.steps() if at_most is None or step <= at_most]
-        faults = []
+        faults: list[str] = []
         for step in reversed(steps):
             if not (fault := self.fault(step, contents=isinstance(self.path, Path))):
                 return step, [f"{each}; the step before it is taken." for each in faults]

@@ -35,7 +35,8 @@ def load_stored(file: Location) -> dict[str, Any]:
         found = load_yaml(file) or {}
         if not isinstance(found, dict):
             raise ValueError("it holds no settings")
-        return without_old_settings(found)
+        settings: dict[str, Any] = without_old_settings(found)
+        return settings
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} could not be read: {str(error).splitlines()[0]}. Bring it back from a copy, "

@@ -46,8 +46,8 @@ def _multiply_hadamard(values: torch.Tensor, factor: float, rest: float) -> torc
     terms, sums = (given * factor).t().contiguous(), whole.new_empty(HADAMARD_WIDTH, rows)
     distance = 1
     while distance < HADAMARD_WIDTH:
-        shape = (HADAMARD_WIDTH // (2 * distance), 2, distance, rows)
-        (first, second), pairs = terms.view(shape).unbind(1), sums.view(shape)
+        halves = (HADAMARD_WIDTH // (2 * distance), 2, distance, rows)
+        (first, second), pairs = terms.view(halves).unbind(1), sums.view(halves)
         torch.add(first, second, out=pairs[:, 0])
         torch.sub(first, second, out=pairs[:, 1])
         terms, sums = sums, terms

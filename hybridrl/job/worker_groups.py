@@ -33,7 +33,7 @@ from hybridrl.placement import GENERATOR_ROLE, Placement
 from hybridrl.placement.disaggregated_actor import DisaggregatedActor
 from hybridrl.placement.separation import choose_weight_transport
 from hybridrl.system.cluster_spec import DeviceSlot
-from hybridrl.systems.low_bits.role_plans import load_precision_plan
+from hybridrl.systems.low_bits.precision_plan import load_precision_plan
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec, find_playing_role
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker

@@ -35,6 +35,7 @@ class Int8Weight:
         self.device = rows.values.device
         self._packs = has_onednn_int8(self.device.type)
         self._scales = rows.scales.flatten().contiguous()
+        self._values: Tensor
         if self._packs:
             self._values = torch.ops.onednn.qlinear_prepack(rows.values.contiguous(), None)
             self._zeros = torch.zeros(self.outputs, dtype=torch.int64)
@@ -50,7 +51,8 @@ class Int8Weight:
     def multiply(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` for ``x`` ``[..., inputs]``, in its dtype, ``[..., outputs]``."""
         rows = quantize_rows_int8(x.flatten(0, -2))
-        return self._product(rows, x.dtype).unflatten(0, x.shape[:-1])
+        products: Tensor = self._product(rows, x.dtype).unflatten(0, x.shape[:-1])
+        return products
 
     def whole(self) -> Tensor:
         """Return the rounded weights in float32, ``[outputs, inputs]``."""

@@ -44,7 +44,7 @@ class LowBitLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.bias = linear.bias
+        self.bias: nn.Parameter | None = linear.bias
         self.set_weight(linear.weight)
 
     @torch.no_grad()
@@ -204,8 +204,8 @@ def temporary_layer_bits(
     try:
         yield
     finally:
-        for number, whole in before.items():
-            for name, linear in whole.items():
+        for number, linears in before.items():
+            for name, linear in linears.items():
                 layers[number].set_submodule(name, linear)
 
 

@@ -117,7 +117,9 @@ def _tokens(samples: Sequence[Tensor]) -> int:
 
 def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the last hidden states of a sample, ``[tokens, hidden]``."""
-    device = model.get_input_embeddings().weight.device
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    device = weight.device
     further: dict[str, Any] = {}
     if model.config._attn_implementation == PACKED_ATTENTION:
         further["packing"] = PackingMetadata.of(torch.tensor([0, len(ids)]), device)

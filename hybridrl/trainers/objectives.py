@@ -9,7 +9,7 @@ from typing import Any
 from hybridrl.algorithms import PolicyObjective, PreferenceObjective
 from hybridrl.algorithms.policy_objective import find_policy_loss, list_loss_options
 from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, AlgorithmConfig, Config, PreferenceConfig
-from hybridrl.systems.low_bits.role_plans import find_precision_setting
+from hybridrl.systems.low_bits.precision_plan import find_precision_setting
 from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
 from hybridrl.trainers.role_spec import ACTOR_ROLE
 

@@ -17,8 +17,11 @@ from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.quantization.low_bit_scoring import LowBitScoring
 from hybridrl.run import loop
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
-from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
-from hybridrl.systems.low_bits.role_plans import list_precision_notices
+from hybridrl.systems.low_bits.precision_plan import (
+    PrecisionPlan,
+    RankPrecision,
+    list_precision_notices,
+)
 
 SMALL = [
     *("executor=inline", "rollout=transformers", "devices=cpu", "model.dtype=float32"),

@@ -9,8 +9,11 @@ from settings import configured
 
 from hybridrl.errors import ConfigError
 from hybridrl.systems.low_bits.bit_allocation import DeviceWorkload, LayerCost, allocate_bits
-from hybridrl.systems.low_bits.precision_plan import PrecisionPlan, RankPrecision
-from hybridrl.systems.low_bits.role_plans import list_precision_notices
+from hybridrl.systems.low_bits.precision_plan import (
+    PrecisionPlan,
+    RankPrecision,
+    list_precision_notices,
+)
 from hybridrl.systems.unequal_devices import UnequalDevice, load_unequal_devices
 
 

@@ -38,7 +38,7 @@ class MemoryKeeper:
             self._unfinished[path] = bytearray()
         if len(self._unfinished[path]) != start:
             raise ValueError(f"{path}: the part at byte {start} does not follow the one before")
-        self._unfinished[path] += memoryview(content)
+        self._unfinished[path] += content.data
 
     def commit(self, path: str) -> None:
         """Make a file readable after its last part."""
@@ -64,7 +64,7 @@ class MemoryKeeper:
                 del files[name]
 
 
-class KeeperFileSystem(AbstractFileSystem):
+class KeeperFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A file system over several keepers. A file is written to several of them and read from any
     that has it, so that one keeper may be lost."""
 
@@ -97,16 +97,10 @@ class KeeperFileSystem(AbstractFileSystem):
 
     def open(self, path: str, mode: str = "rb", **_: Any) -> IO[bytes] | KeeperUpload:
         path = self._strip_protocol(path)
-        if mode == "rb":
-            return io.BytesIO(self.cat_file(path))
-        job = path.partition("/")[0]
-        holders = self.keepers(job)[: int(job.partition("-")[0])]
-        if not holders:
-            raise OSError("no process that keeps copies is left")
-        return KeeperUpload(self, holders, path)
+        return io.BytesIO(self.cat_file(path)) if mode == "rb" else self._upload(path)
 
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
-        sending = self.open(path, "wb")
+        sending = self._upload(self._strip_protocol(path))
         sending.write(value)
         sending.close()
         sending.commit()
@@ -119,7 +113,8 @@ class KeeperFileSystem(AbstractFileSystem):
             (content,) = self.ask([keeper], "read", path, start or 0, end)
             if content is not None and not isinstance(content, OSError):
                 self._known[path] = keeper
-                return content.tobytes()
+                found: bytes = content.tobytes()
+                return found
         raise FileNotFoundError(path)
 
     def find(self, path: str, detail: bool = False, **_: Any) -> Any:
@@ -157,6 +152,14 @@ class KeeperFileSystem(AbstractFileSystem):
 
     def rm_file(self, path: str) -> None:
         self.rm(path)
+
+    def _upload(self, path: str) -> KeeperUpload:
+        """Begin to send a file to as many keepers as its job says."""
+        job = path.partition("/")[0]
+        holders = self.keepers(job)[: int(job.partition("-")[0])]
+        if not holders:
+            raise OSError("no process that keeps copies is left")
+        return KeeperUpload(self, holders, path)
 
     def _candidates(self, path: str) -> Iterator[Any]:
         """Yield the keepers that may have a file, the one that had it last first."""

@@ -57,7 +57,7 @@ from hybridrl.checkpoint.tensors.write_errors import convert_write_errors
 from hybridrl.engine.model_folder import write_model_config
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import StorageError
-from hybridrl.layout.boxes import Place, box_shape
+from hybridrl.layout.boxes import box_shape
 from hybridrl.models.stored_tensors import CARRIED, limit_file_bytes
 from hybridrl.system.locations import Location
 
@@ -174,12 +174,11 @@ class EngineStateSaver:
             begin = time.perf_counter()
             for name, content in small.items():
                 write_small_file(folder / name, content)
+            own: dict[str, WrittenHeader] = {}
             if isinstance(folder, Path):
-                own, boxes = {}, self._write_together(folder, values, stop)
+                boxes = self._write_together(folder, values, stop)
             else:
                 own, boxes = write_remote_file(folder, self._engine.mesh.place, parts, values, stop)
-            if len(boxes) < len(parts):
-                raise StorageError(f"{folder} was not written: the worker ended before.")
             mine = manifest_path(folder, self._engine.mesh.place)
             write_small_file(mine, RankManifest(boxes, headers, steps, own).to_json().encode())
             return SaveResult(sum(part.size for part in parts), time.perf_counter() - begin)
@@ -196,9 +195,7 @@ class EngineStateSaver:
             for plan in self._plans:
                 write_headers(folder, plan)
         sums = write_parts(folder.__truediv__, self.parts, values, stop)
-        return [
-            make_written_box(part, crc32) for part, crc32 in zip(self.parts, sums, strict=False)
-        ]
+        return list(map(make_written_box, self.parts, sums))
 
     @cached_property
     def _files(self) -> EngineStateFiles:
@@ -225,7 +222,12 @@ class EngineStateSaver:
                 for name in files.trained
             },
             [
-                (f"{kind}/{move.name}", move._replace(source=_moment_offset(kind, move.source)))
+                (
+                    f"{kind}/{move.name}",
+                    move._replace(
+                        source=move.source._replace(tensor=f"{kind}/{move.source.tensor}")
+                    ),
+                )
                 for kind in MOMENT_NAMES
                 for move in moves
             ],
@@ -300,7 +302,3 @@ def _values(
             yield torch.zeros(box_shape(part.box))
         else:
             yield slice_part(part, source).to(part.entry.dtype)
-
-
-def _moment_offset(kind: str, weight: Place) -> Place:
-    return Place(f"{kind}/{weight.tensor}", weight.start)

@@ -24,7 +24,7 @@ from hybridrl.engine.model_folder import read_parameter_pieces
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import box_shape
-from hybridrl.layout.tensor_layout import TensorLayout
+from hybridrl.layout.tensor_layout import TensorLayout, slice_at
 from hybridrl.models.stored_tensors import find_stored_tensors
 from hybridrl.parallel.fsdp import to_local
 from hybridrl.system.locations import Location
@@ -83,10 +83,9 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
             for kind, value in values.items():
                 targets[f"{kind}/{name}"] = to_local(value)
         for piece in held.get(name, ()):
-            inner = zip(piece.start, box_shape(piece.box), strict=True)
-            place = tuple(slice(at, at + n) for at, n in inner)
             for stored, tensor in targets.items():
-                moments.read(stored, piece.box, tensor[place])
+                place = slice_at(tensor, piece.start, box_shape(piece.box))
+                moments.read(stored, piece.box, place)
     engine.gather_anew()
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
     # One step back and one forward, which sets the rates. The count is for torch's warnings only.
@@ -95,7 +94,8 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     schedule.load_state_dict({**schedule.state_dict(), **before})
     schedule.step()
     engine.put_optimizer_away()
-    return numbers["counters"]
+    counters: dict[str, int] = numbers["counters"]
+    return counters
 
 
 def read_state_numbers(file: Location) -> dict[str, Any]:
@@ -105,7 +105,8 @@ def read_state_numbers(file: Location) -> dict[str, Any]:
         ConfigError: if it cannot be read; names it.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{file} could not be read ({type(error).__name__}: {error}). Resume from another step."

@@ -106,7 +106,9 @@ def plan_files(
         stem: What the names of the files begin with.
         dtypes: Of tensors that have another one than `dtype`.
     """
-    headers, lengths, named = {}, {}, {}
+    headers: dict[str, bytes] = {}
+    lengths: dict[str, int] = {}
+    named: dict[str, str] = {}
     sizes = {
         name: math.prod(shape) * dtypes.get(name, dtype).itemsize for name, shape in shapes.items()
     }

@@ -198,6 +198,11 @@ def load_manifests(folder: Location) -> list[RankManifest]:
         ) from error
 
 
+def list_stems(lists: Iterable[RankManifest]) -> set[str]:
+    """Return what the names of the tensor files begin with, such as `model` and `moments`."""
+    return {box.file.split(".")[0].split("-")[0] for one in lists for box in one.boxes}
+
+
 def list_written_files(lists: Iterable[RankManifest]) -> dict[str, WrittenHeader]:
     """Return the header of every file that was written, by file name."""
     apart = any(one.own for one in lists)

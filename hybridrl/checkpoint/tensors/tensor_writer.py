@@ -108,15 +108,15 @@ def write_parts(
         path: Where a file is, by its name.
         parts: Those of one file together.
         values: Of each part, of the shape of its box, on any device.
-        stop: Asked before each part whether to leave the rest out.
+        stop: Asked before each part whether to give up.
 
     Returns:
         The crc32 of each part as it stands in its file.
 
     Raises:
-        StorageError: if a file cannot be written; names it.
+        StorageError: if a file cannot be written, or if it was stopped; names it.
     """
-    sums = []
+    sums: list[int] = []
     pairs = zip(parts, values, strict=True)
     for file, some in itertools.groupby(pairs, key=lambda pair: pair[0].file):
         with convert_write_errors(path(file)):
@@ -124,7 +124,7 @@ def write_parts(
             try:
                 for part, tensor in some:
                     if stop():
-                        return sums
+                        raise StorageError(_was_stopped(path(file).parent))
                     memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
                     _write_box(opened, part, memory)
                     sums.append(zlib.crc32(memory))
@@ -164,7 +164,7 @@ def write_remote_file(
         sent.write(header)
         for name, part, tensor in zip(names, parts, values, strict=True):
             if stop():
-                raise StorageError(f"{file} was not written: the worker ended before.")
+                raise StorageError(_was_stopped(file))
             memory = view_as_bytes(tensor.to("cpu", part.entry.dtype))
             sent.write(memory)
             box = make_written_box(part, zlib.crc32(memory))
@@ -216,6 +216,10 @@ def write_small_file(path: Location, content: bytes) -> None:
     """
     with convert_write_errors(path):
         write_atomically(path, content)
+
+
+def _was_stopped(place: Location) -> str:
+    return f"{place} was not written: the worker ended before."
 
 
 def _write_box(file: int, part: FilePart, memory: memoryview) -> None:

@@ -25,7 +25,7 @@ from hybridrl.placement import (
 )
 from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.systems.low_bits.precision_checks import check_precision_plan
-from hybridrl.systems.low_bits.role_plans import find_precision_setting
+from hybridrl.systems.low_bits.precision_plan import find_precision_setting
 from hybridrl.trainers import load_roles
 from hybridrl.trainers.role_spec import RoleSpec, find_playing_role, validate_roles
 

@@ -56,7 +56,8 @@ def _forward8(linear: nn.Linear, x: Tensor) -> Tensor:
     products: Tensor = Int8LinearFunction.apply(x.flatten(0, -2), linear.weight)
     if linear.bias is not None:
         products = products + linear.bias
-    return products.unflatten(0, x.shape[:-1])
+    products = products.unflatten(0, x.shape[:-1])
+    return products
 
 
 def _forward16(linear: nn.Linear, x: Tensor) -> Tensor:

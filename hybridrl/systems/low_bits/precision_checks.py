@@ -6,8 +6,12 @@ from typing import Any
 
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError, suggest_name
-from hybridrl.systems.low_bits.precision_plan import SCORING, TRAINING, PrecisionPlan
-from hybridrl.systems.low_bits.role_plans import find_precision_setting
+from hybridrl.systems.low_bits.precision_plan import (
+    SCORING,
+    TRAINING,
+    PrecisionPlan,
+    find_precision_setting,
+)
 from hybridrl.trainers import load_roles
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
 

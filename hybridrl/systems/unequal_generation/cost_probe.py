@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.models.language_model import build_language_model
-from hybridrl.models.model_shape import compute_model_shape
+from hybridrl.models.model_shape import compute_model_shape, narrow_config
 from hybridrl.system.cluster_spec import LinkSpec
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
@@ -54,11 +54,7 @@ def measure_phase_costs(
         prompt_tokens, response_tokens: Of a sample; decode is measured half-way.
         choice: Given head and last states, what a last stage does with them.
     """
-    few = copy.deepcopy(config)
-    text = few.get_text_config()
-    text.num_hidden_layers = _PROBED_DEPTHS[1] + 1
-    if getattr(text, "layer_types", None) is not None:
-        text.layer_types = ((_PROBED_DEPTHS[1] + 1) * text.layer_types)[: _PROBED_DEPTHS[1] + 1]
+    few = narrow_config(config, 1, _PROBED_DEPTHS[1] + 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = build_language_model(few, dtype=DTYPES[dtype]).eval()
@@ -78,9 +74,9 @@ def measure_phase_costs(
                 if number == max(bits):
                     stage[prefill].append((count, max(0.0, low - _PROBED_DEPTHS[0] * cost)))
     head = model.get_output_embeddings().to(device)
-    ends = []
+    ends, hidden = [], few.get_text_config().hidden_size
     for count in sorted(set(rows)):
-        states = torch.randn(count, text.hidden_size, dtype=DTYPES[dtype], device=device)
+        states = torch.randn(count, hidden, dtype=DTYPES[dtype], device=device)
         ends.append((count, _timed([choice(head, states)], device)[0]))
     found = [
         PhaseCosts(
@@ -128,7 +124,7 @@ def measure_copy_link(device: torch.device) -> LinkSpec:
     """Measure the cost of messages between devices of one machine, at the rate of memory copies."""
     sizes = (1 << 12, 1 << 24)
     blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    low, high = _timed([lambda block=block: block.clone() for block in blocks], device)
+    low, high = _timed([block.clone for block in blocks], device)
     per_byte = max(1e-18, (high - low) / (sizes[1] - sizes[0]))
     return LinkSpec(1 / (2 * per_byte), _GLOO_LATENCY_S)
 
@@ -150,12 +146,12 @@ def _pass(
     cache."""
     ids = torch.zeros(rows, before + tokens, dtype=torch.int64, device=device)
     positions = torch.arange(before + tokens, device=device).expand(rows, -1)
-    cache = GrowingCache(len(stage.base.layers), rows)
+    cache = GrowingCache(stage.layers, rows)
     if before:
         _fill(stage, cache, rows, before, device)
 
     def run() -> Tensor:
-        for layer in cache.layers:
+        for layer in cache.growing:
             layer.length = before
         found: Tensor = stage(ids[:, before:], None, None, positions[:, before:], cache)
         return found
@@ -170,7 +166,8 @@ def _fill(
     with torch.inference_mode():
         one = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         stage(one, None, None, one, cache)
-        for layer in cache.layers:
+        for layer in cache.growing:
+            assert layer.keys is not None
             _, heads, _, width = layer.keys.shape
             states = layer.keys.new_zeros(rows, heads, tokens - 1, width)
             layer.update(states, states)

@@ -16,8 +16,13 @@ from hybridrl.layout.boxes import full_box
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.model_loading import open_model
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
-from hybridrl.models.stored_tensors import find_stored_tensors
-from hybridrl.quantization.low_bit_linear import LowBitLinear, apply_layer_bits, check_linear_layers
+from hybridrl.models.stored_tensors import StoredTensor, find_stored_tensors
+from hybridrl.quantization.low_bit_linear import (
+    LowBitLinear,
+    apply_layer_bits,
+    check_linear_layers,
+    find_decoder_layers,
+)
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.unequal_generation.generation_plan import FULL_PRECISION_BITS
 
@@ -35,6 +40,7 @@ class DecoderStage(nn.Module):
 
     Attributes:
         is_first, is_last: Whether it has the embedding, and the head.
+        layers: How many it has.
         hidden_size: Length of a token's state.
     """
 
@@ -49,11 +55,11 @@ class DecoderStage(nn.Module):
     ) -> None:
         super().__init__()
         base = decoder_of(model)
-        every, stop = list(base.layers), first + len(bits)
+        every, stop = list(find_decoder_layers(model)), first + len(bits)
         self.is_first, self.is_last = first == 0, stop == len(every)
         self.hidden_size = int(model.config.get_text_config().hidden_size)
         names = dict(model.named_parameters())
-        parts = None
+        parts: dict[str, tuple[StoredTensor, ...]] = {}
         if files is not None:
             shapes = {name: tuple(parameter.shape) for name, parameter in names.items()}
             parts = find_stored_tensors(model, shapes, files.shapes)
@@ -63,7 +69,7 @@ class DecoderStage(nn.Module):
             base.embed_tokens = nn.Identity()
         if not self.is_last:
             base.norm = nn.Identity()
-        self.base = base
+        self.base, self.layers = base, len(bits)
         self.head = model.get_output_embeddings() if self.is_last else None
         self._places = self._placed(names)
         # A layer at a time, so that no more than one is here in all its bits.
@@ -71,17 +77,18 @@ class DecoderStage(nn.Module):
             for name in self._names_of(number):
                 own = names[name].detach()
                 values = torch.empty(own.shape, dtype=dtype, device=device)
-                if parts is None:
+                if files is None:
                     values.copy_(own)
-                for stored in () if parts is None else parts[name]:
-                    place = tuple(slice(*side) for side in stored.box)
-                    files.read(stored.name, full_box(stored.shape), values[place])
+                else:
+                    for stored in parts[name]:
+                        place = tuple(slice(*side) for side in stored.box)
+                        files.read(stored.name, full_box(stored.shape), values[place])
                 for path, attribute in self._places[name]:
                     parameter = nn.Parameter(values, requires_grad=False)
                     setattr(self.get_submodule(path), attribute, parameter)
             if number is not None:
                 apply_layer_bits(self.base, {number: wanted})
-        self.base.to(device)  # what is no parameter
+        self.to(device)  # what is no parameter
         self.eval()
 
     def tensors(self) -> dict[str, Tensor | LowBitLinear]:
@@ -121,7 +128,8 @@ class DecoderStage(nn.Module):
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        return found if self.head is None else self.head(found[:, -1])
+        states: Tensor = found if self.head is None else self.head(found[:, -1])
+        return states
 
     def _placed(self, names: Mapping[str, nn.Parameter]) -> dict[str, list[tuple[str, str]]]:
         """Return module and attribute of each parameter that is here; two of each if tied."""
@@ -181,7 +189,7 @@ def _tried(config: PretrainedConfig) -> str:
             if lacking:
                 return f"it has no `{lacking[0]}`"
             expected = trial.reference(ids, use_cache=False).logits[:, -1]
-            layers = len(decoder_of(model).layers)
+            layers = len(find_decoder_layers(model))
             stages = [
                 DecoderStage(copy.deepcopy(model), None, *part, torch.float32, torch.device("cpu"))
                 for part in ((0, [FULL_PRECISION_BITS]), (1, [FULL_PRECISION_BITS] * (layers - 1)))

@@ -20,21 +20,22 @@ class GrowingCache(Cache):
     """
 
     def __init__(self, layers: int, rows: int) -> None:
-        super().__init__(layers=[GrowingCacheLayer(rows) for _ in range(layers)])
+        self.growing = [GrowingCacheLayer(rows) for _ in range(layers)]
+        super().__init__(layers=list(self.growing))
 
     def begin(self, start: int, stop: int) -> None:
         """Start the prefill of the samples from `start` to `stop`."""
-        for layer in self.layers:
+        for layer in self.growing:
             layer.piece, layer.length = slice(start, stop), 0
 
     def whole(self) -> None:
         """End the prefill: the next tokens are those of all samples."""
-        for layer in self.layers:
+        for layer in self.growing:
             layer.piece = slice(None)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all samples but these."""
-        for layer in self.layers:
+        for layer in self.growing:
             layer.keep(rows)
 
 
@@ -58,6 +59,7 @@ class GrowingCacheLayer(CacheLayerMixin):
         """Add tokens and return all keys and values of these samples."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
         start, self.length = self.length, self.length + key_states.shape[2]
         if self.length > self.keys.shape[2]:
             grown = [self._room_for(one, start) for one in (key_states, value_states)]
@@ -73,7 +75,7 @@ class GrowingCacheLayer(CacheLayerMixin):
     def keep(self, rows: Tensor) -> None:
         """Drop all samples but these."""
         self._rows = len(rows)
-        if self.is_initialized:
+        if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

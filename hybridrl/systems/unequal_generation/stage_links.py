@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
 
-PendingTensor = tuple[dist.Work, Tensor]
+PendingTensor = tuple[dist.Work | None, Tensor]
+"""What is under way; None in place of the work: it is done."""
 
 
 class StageLinks:
@@ -72,8 +73,8 @@ class StageLinks:
 
     def settle(self, key: Hashable) -> None:
         """Wait until all messages with this key have been sent."""
-        for work, _ in self._sending.pop(key, ()):
-            work.wait()
+        for message in self._sending.pop(key, ()):
+            receive_tensor(message)
 
     def settle_all(self) -> None:
         """Wait until all messages have been sent."""
@@ -88,7 +89,8 @@ class StageLinks:
 
 
 def receive_tensor(message: PendingTensor) -> Tensor:
-    """Wait for a tensor that is being received and return it."""
+    """Wait for a tensor that is under way and return it."""
     work, values = message
-    work.wait()
+    if work is not None:
+        work.wait()
     return values
