@@ -1,4 +1,4 @@
-"""How far the weights of two checkpoints are apart."""
+"""Compare the weights of two checkpoints, a window of each tensor at a time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a run goes on from: the run or step that `resume` and `fork` name, and the newest whole
-checkpoint there, found and verified before any worker is built."""
+"""Find the checkpoint that a run goes on from: the newest whole one of the run or step that
+`resume` or `fork` names. It is verified before any worker is built."""
 
 from __future__ import annotations
 

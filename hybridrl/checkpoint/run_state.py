@@ -1,5 +1,5 @@
-"""What the driver knows at the end of a step, and what it was made with: the part of a checkpoint
-that no worker writes."""
+"""The part of a checkpoint that the driver writes: its state at the end of a step, and which model,
+tokenizer and data the run has."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RunState:
 
 
 class DataIdentity:
-    """By what training data is known again.
+    """A fingerprint of training data, by which a resumed run recognises it.
 
     Args:
         rows: The data, as the trainer learns from it.

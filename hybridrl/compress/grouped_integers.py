@@ -95,7 +95,7 @@ class GroupedIntegerCodec:
         return flat
 
     def kind(self) -> dict[str, int]:
-        """What kernels are compiled for."""
+        """Return the constants that a kernel is compiled for."""
         return {"GROUP": self.group, "BITS": self.bits, "MIX": self.hadamard}
 
     def _groups(self, numel: int) -> int:

@@ -1,5 +1,5 @@
-"""How much a model's answers change when matrix products are computed in fewer bits: predicted
-layer by layer from a few samples of tokens (`measure_sensitivity`), and measured (`token_kl`).
+"""Predict how much a model's answers change when matrix products are computed in fewer bits, layer
+by layer from a few samples of tokens (`measure_sensitivity`), and measure it (`token_kl`).
 
 Rounding to nearest on a grid of step s adds noise of variance s^2 / 12 to each value. The KL
 between the answers before and after is, to second order, half of that noise weighed by the Fisher
@@ -52,9 +52,9 @@ def measure_sensitivity(
     bits: Sequence[int] = (8, 4),
     seed: int = 0,
 ) -> dict[int, dict[int, float]]:
-    """By decoder layer and bits, the KL that the layer's linear layers would add in so few bits,
-    nats a token. Takes a forward and a backward of each
-    sample, and the gradient of one weight at a time.
+    """Predict the KL, in nats a token, that the linear layers of each decoder layer would add in
+    fewer bits, by layer and bits. Takes a forward and a backward of each sample, and the gradient
+    of one weight at a time.
 
     Args:
         model: A causal language model with all of its weights, none of them in fewer bits.

@@ -52,11 +52,14 @@ class TokenSampler:
 
     Args:
         eos_token_ids: That end a sample, besides those of `sampling`.
-        tokenizer: For texts that end one.
+        tokenizer: For texts that end one; None: no text does.
     """
 
     def __init__(
-        self, sampling: SamplingSettings, eos_token_ids: Tensor, tokenizer: PreTrainedTokenizerBase
+        self,
+        sampling: SamplingSettings,
+        eos_token_ids: Tensor,
+        tokenizer: PreTrainedTokenizerBase | None,
     ) -> None:
         self._sampling = sampling
         further = eos_token_ids.new_tensor(sampling.stop_token_ids)

@@ -53,13 +53,13 @@ class SyncMethodChoice:
 
     @property
     def measures(self) -> bool:
-        """Whether the next sync is timed, so that `record_seconds` must be called."""
+        """True if the next sync is timed, so that `note` must be called."""
         is_due = self._decided is None or (self._syncs + 1) % _TIME_EVERY == 0
         return self._is_auto and is_due
 
     @property
     def keeps(self) -> bool:
-        """Whether records of the sent values are kept."""
+        """True if records of the sent values are kept."""
         return self._decided != FULL_SYNC
 
     def restart(self) -> None:

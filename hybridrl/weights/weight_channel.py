@@ -108,7 +108,7 @@ class WeightChannel:
 
     @property
     def has_come(self) -> bool:
-        """Whether a version is being sent that this rank has not received."""
+        """True if a version is being sent that this rank has not received."""
         return bool(find_store(self._group).check([f"sent/{self.count + 1}"]))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What saving beside training needs: a copy of what is to be written, and a thread of its own."""
+"""Save beside training: copy what is to be written to host memory, and write it on a thread."""
 
 from __future__ import annotations
 

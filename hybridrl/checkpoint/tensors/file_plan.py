@@ -1,4 +1,4 @@
-"""Which files hold the tensors of a layout, and which parts of them each rank writes.
+"""Plans of the files that hold the tensors of a layout, and of the parts that each rank writes.
 
 Nothing here touches a tensor or a file. A plan depends on the layout only, so it is made once and
 serves every time that the same tensors are written.

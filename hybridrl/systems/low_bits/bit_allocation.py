@@ -1,4 +1,4 @@
-"""Which layers a slower device computes in fewer bits, so that others need not wait for it.
+"""Choose the layers that a slower device computes in fewer bits, so that others need not wait.
 
 QSync's allocator (Zhao et al. 2024, arXiv:2407.02327, its "allocator"): begin with the fastest
 choice that fits the device, then raise the layer whose rise takes away most noise, as long as the

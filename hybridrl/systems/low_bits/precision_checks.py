@@ -1,4 +1,4 @@
-"""What can be wrong with plans of precision: `models.<role>.precision`."""
+"""Checks of plans of precision (`models.<role>.precision`) against role, ranks and model."""
 
 from __future__ import annotations
 

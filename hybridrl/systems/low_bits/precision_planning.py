@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from hybridrl.models.model_loading import load_model
 from hybridrl.models.model_loading import load_model_config as load_model_config
@@ -64,7 +65,8 @@ def make_plan(
         length=round(length),
         device=device,
     )
-    model = load_model(path, dtype).to(device).requires_grad_(False).eval()
+    model = load_model(path, dtype).requires_grad_(False).eval()
+    nn.Module.to(model, device)
     harm = measure_sensitivity(model, samples, low)
     work = _work(model, use, seconds, step_tokens / len(devices), devices)
     found = allocate_bits(work, devices, harm)

@@ -183,7 +183,7 @@ def _measure(
 def _seconds(
     piece: CalibrationCase, kind: torch.dtype, dtype: str, device: torch.device, world: int
 ) -> float:
-    """Of a piece; of a layer where it is of several."""
+    """Measure a piece of work; of one that has several layers return the seconds of one."""
     work, config = piece
     tokens, layers = int(work.tokens), 1
     if work.op == OPTIMIZER:

@@ -1,5 +1,5 @@
-"""What a piece of work takes on a device: a layer, a head, a token of generation, an update, a
-collective. Learned from measurements.
+"""Predict the seconds of a piece of work on a device (a layer, a head, a token of generation, an
+update, a collective) from measurements.
 
 A *roofline* says what it would take if products, memory and launches each ran at the device's
 rates. By what factor that is wrong, a Gaussian process tells from a compact description of the
@@ -86,7 +86,7 @@ class CostSample(NamedTuple):
 
 @dataclass(frozen=True)
 class CostTable:
-    """What was measured on a device."""
+    """The measurements of one device, and its rates."""
 
     device: DeviceProfile
     samples: Sequence[CostSample]
@@ -102,13 +102,13 @@ class CostTable:
         return np.array([sample.seconds for sample in self.samples])
 
     def to_data(self) -> dict[str, Any]:
-        """As plain data; `of_data` reads it."""
+        """Return the table as plain data, for `of_data`."""
         rows = [{**asdict(work), "seconds": seconds} for work, seconds in self.samples]
         return {"device": asdict(self.device), "samples": rows}
 
     @classmethod
     def of_data(cls, data: Mapping[str, Any]) -> CostTable:
-        """What `to_data` gave."""
+        """Build a table from what `to_data` returned."""
         rows = [dict(row) for row in data["samples"]]
         samples = [CostSample(seconds=row.pop("seconds"), work=OperatorWork(**row)) for row in rows]
         return cls(DeviceProfile(**data["device"]), samples)
@@ -143,7 +143,7 @@ class OperatorCostModel:
 
 
 class DeviceCostModel:
-    """What work takes on one device, asked one by one: a `CostPredictor`.
+    """A `CostPredictor` of one device, which is asked about one piece of work at a time.
 
     Args:
         table: Of this device.
@@ -182,7 +182,7 @@ def _parts(work: OperatorWork, device: DeviceProfile) -> tuple[float, float, flo
 
 
 def describe_work(works: Sequence[OperatorWork], device: DeviceProfile) -> np.ndarray:
-    """A row of numbers for each, alike where loops and their proportions are."""
+    """Describe each piece of work by a row of numbers, alike where loops and proportions are."""
     rows = []
     for work in works:
         parts = _parts(work, device)
@@ -204,8 +204,8 @@ def describe_work(works: Sequence[OperatorWork], device: DeviceProfile) -> np.nd
 def choose_representative(
     works: Sequence[OperatorWork], device: DeviceProfile, number: int
 ) -> list[int]:
-    """Of much work the pieces that stand for the rest, by KMeans over their descriptions: those
-    nearest to the centres.
+    """Choose the pieces of work that stand for the rest: those nearest to the centres of a KMeans
+    over their descriptions.
 
     Args:
         number: At most.

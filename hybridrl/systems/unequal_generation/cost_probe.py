@@ -1,4 +1,4 @@
-"""What layers of a model cost while they generate, measured with the kernels that will do it."""
+"""Measure what layers of a model cost while they generate, with the kernels that will do it."""
 
 from __future__ import annotations
 

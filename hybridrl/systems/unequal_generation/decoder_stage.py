@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +97,10 @@ class DecoderStage(nn.Module):
         found: dict[str, Tensor | LowBitLinear] = {}
         for name, ((path, attribute), *_) in self._places.items():
             module = self.get_submodule(path)
-            is_rounded = isinstance(module, LowBitLinear) and attribute == "weight"
-            found[name] = module if is_rounded else getattr(module, attribute)
+            if isinstance(module, LowBitLinear) and attribute == "weight":
+                found[name] = module
+            else:
+                found[name] = getattr(module, attribute)
         return found
 
     def forward(
@@ -213,12 +216,13 @@ def set_cached_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation("eager")
 
 
-def _renumber(base: nn.Module, layers: Sequence[nn.Module], first: int) -> None:
+def _renumber(base: PreTrainedModel, layers: Sequence[nn.Module], first: int) -> None:
     """Make these the only layers of the model, with caches and layer types counted from 0."""
     for layer in layers:
         for module in layer.modules():
+            numbered: Any = module
             if isinstance(number := getattr(module, "layer_idx", None), int):
-                module.layer_idx = number - first
+                numbered.layer_idx = number - first
     base.layers = nn.ModuleList(layers)
     base.config = copy.deepcopy(base.config)
     base.config.num_hidden_layers = len(layers)

@@ -67,7 +67,7 @@ class GenerationPlan:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether any layer has fewer bits than the model's own precision."""
+        """True if any layer has fewer bits than the model's own precision."""
         return any(bits < FULL_PRECISION_BITS for bits in self.bits.values())
 
     def first_layer(self, number: int) -> int:

@@ -1,4 +1,4 @@
-"""What is known before generation is planned over unequal devices, and how long a plan will take.
+"""The problem of planning generation over unequal devices, and the predicted time of a plan.
 
 The layers of a decoder cost the same, so costs are those of one layer, on each device, in each
 number of bits and in both phases: the pass over prompts (prefill), and one token for each sample

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -84,7 +84,11 @@ class PipelineEngine(BatchedEngine):
             )
             done.update(zip(rows, found, strict=True))
         columns = [done[row] for row in range(len(prompts))]
-        return build_response_batch(*([row[place] for row in columns] for place in range(3)))
+        return build_response_batch(
+            [tokens for tokens, _, _ in columns],
+            [log_probs for _, log_probs, _ in columns],
+            [reason for _, _, reason in columns],
+        )
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -120,7 +124,7 @@ class PipelineEngine(BatchedEngine):
         else:
             yield EngineTensor(name, kept)
 
-    def _rounds_as(self, layer: LowBitLinear):
+    def _rounds_as(self, layer: LowBitLinear) -> Callable[[Tensor], Tensor]:
         def rounded(values: Tensor) -> Tensor:
             twin = copy.copy(layer)
             twin.set_weight(values.to(self._dtype))

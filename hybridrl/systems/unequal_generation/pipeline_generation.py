@@ -118,7 +118,8 @@ class PipelineGeneration:
     def _after(self, number: int) -> int:
         """Return the number of the micro-batch that is visited next."""
         places = [*range(number + 1, len(self._groups)), *range(number + 1)]
-        return next(place for place in places if not self._groups[place].is_over)
+        after: int = next(place for place in places if not self._groups[place].is_over)
+        return after
 
     def _expect_prompts(self, number: int, place: int, piece: slice) -> None:
         if not self._stage.is_first and (number, place) not in self._states:
