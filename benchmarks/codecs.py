@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 from figures import interleave, report
-from other_codecs import GroupedFloat8, TopK
+from other_codecs import Codec, GroupedFloat8, TopK
 
-from hybridrl.compress import Codec, GroupedIntegerCodec
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 from hybridrl.system.device_traits import synchronize_device
 
 CODECS: dict[str, Codec] = {

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 from figures import report
+from other_codecs import Codec
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from hybridrl.compress.codec import Codec
 from hybridrl.parallel.compressed_collectives import (
     DIFFERENCE_CODEC,
     INT4_CODEC,

@@ -5,18 +5,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from hybridrl.compress.codec import (
-    Codec,
+from hybridrl.compress.grouped_integers import (
     allocate_encoded,
     check_encoded,
     flatten_values,
+    in_groups,
+    in_units_of_scales,
     view_as_float32,
 )
-from hybridrl.compress.grouped_integers import in_groups, in_units_of_scales
 from hybridrl.errors import CodecError, ConfigError
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """What codecs that are compared have in common; see `GroupedIntegerCodec`."""
+
+    def size(self, numel: int) -> int: ...
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+    def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+
 
 MOST_VALUES = 2**31 - 1
 

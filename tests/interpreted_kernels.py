@@ -9,8 +9,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from hybridrl.compress import GroupedIntegerCodec
 from hybridrl.compress.group_kernels import decode_groups, encode_groups
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 
 CODECS = [
     *(

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checkpoint.copies.memory_copies import MemoryCopies
 from hybridrl.checkpoint.pruning import KeepRule, check_figure, metric_of
 from hybridrl.checkpoint.resume import ResumePoint
 from hybridrl.checkpoint.run_state import (
@@ -32,7 +31,7 @@ from hybridrl.checkpoint.warm_model import has_warmup, load_warm_model, save_war
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.errors import HybridRLError, LostError, WorkerError
 from hybridrl.run_files.run_paths import SETTINGS
-from hybridrl.system.locations import write_atomically
+from hybridrl.system.locations import Location, copy_files, list_file_sizes, write_atomically
 from hybridrl.system.storage import explain_write_errors
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from hybridrl.job.job import Job
     from hybridrl.run.watchers.nan_guard import NanGuard
     from hybridrl.run.watchers.tripwires import TripwireWatcher
-    from hybridrl.system.locations import Location
     from hybridrl.trainers.trainer import Trainer
 
 MINUTE = 60.0
@@ -315,6 +313,63 @@ class CheckpointSaver:
             self._data.first_row,
             {name: watch.state() for name, watch in self.watches.items()},
         ).to_json()
+
+
+class MemoryCopies:
+    """Copies of the newest checkpoint in the memory of nodes, in folders like those of its steps.
+    They are read first after a loss; if anything goes wrong with them the run continues with the
+    files.
+
+    Args:
+        place: The folder that they are in.
+    """
+
+    def __init__(self, place: Location) -> None:
+        self._copies = CheckpointStore(place)
+
+    def at(self, step: int) -> Location:
+        """Return the folder of a step, whether it exists or not."""
+        return self._copies.at(step)
+
+    def complete(
+        self, step: int, fault: str, files: CheckpointStore, figures: Mapping[str, float]
+    ) -> str:
+        """Add what the ranks have not written of a step, and remove the copy before it; return why
+        there is none, else an empty text.
+
+        Args:
+            fault: Why the ranks could not write their parts; empty: they have.
+            files: The steps of the run.
+            figures: What was evaluated after the step.
+        """
+        if not fault:
+            try:
+                there = list_file_sizes(self.at(step))
+                listed = files.completed(step).files
+                # Tensors have their checksums in lists of the ranks.
+                small = [name for name, file in listed.items() if "crc32" in file]
+                names = [name for name in small if name not in there]
+                copy_files(files.at(step), self.at(step), names)
+                self._copies.complete(step, figures)
+                self._copies.prune(KeepRule(last=1))
+                self._copies.forget_after(step)  # what losses have left
+            except (HybridRLError, OSError) as error:
+                fault = str(error)
+        if fault:
+            self.discard(step)
+        return fault
+
+    def newest(self) -> int | None:
+        """Return the newest step with a complete copy, and remove what remains of others."""
+        try:
+            step, _ = self._copies.newest()
+            self._copies.forget_after(step or 0)
+        except (HybridRLError, OSError):
+            return None
+        return step
+
+    def discard(self, step: int) -> None:
+        self._copies.discard(step)
 
 
 class PendingCheckpoint:

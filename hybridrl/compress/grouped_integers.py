@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridrl.compress.codec import allocate_encoded, check_encoded, flatten_values, view_as_float32
 from hybridrl.compress.hadamard import apply_hadamard, invert_hadamard
-from hybridrl.errors import ConfigError
+from hybridrl.errors import CodecError, ConfigError
 from hybridrl.system.device_traits import has_triton, values_per_chunk
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -31,6 +30,10 @@ class GroupedIntegerCodec:
     The error of a value is at most half its group's scale (and a rounding of float32): 0.4% or
     7.1% of the group's largest magnitude. Two integers of 4 bits share a byte, the first in its
     lower half, in two's complement.
+
+    Sender and receiver make equal codecs and know how many values travel; the bytes carry nothing
+    but them. The same bytes decode to the same bits on every device, so a sender that decodes what
+    it sends knows what the receiver has.
 
     Args:
         bits: 8 or 4.
@@ -63,11 +66,23 @@ class GroupedIntegerCodec:
         return float(2 ** (self.bits - 1) - 1)
 
     def size(self, numel: int) -> int:
-        """The exact number of bytes of so many values."""
+        """Return the exact number of bytes of `numel` values; 0 for none."""
         return 4 * self._groups(numel) + -(-numel * self.bits // 8)
 
     def encode(self, values: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Codec.encode`."""
+        """Encode these values.
+
+        Args:
+            values: Contiguous, of any shape, read as flat: float32, bfloat16 or float16.
+            out: Memory for the bytes: uint8, contiguous, of `size(values.numel())` elements, on the
+                device of the values. It may begin at any byte of a larger buffer.
+
+        Returns:
+            `out`, or new memory like it.
+
+        Raises:
+            CodecError: if values or memory are not as described.
+        """
         flat, out = flatten_values(values), allocate_encoded(self, values, out)
         scales = torch.empty(self._groups(flat.numel()), device=flat.device)
         codes = out[4 * len(scales) :]
@@ -81,7 +96,19 @@ class GroupedIntegerCodec:
         return out
 
     def decode(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Codec.decode`."""
+        """Decode bytes into values.
+
+        Args:
+            encoded: As `encode` returned them.
+            numel: The number of values.
+            dtype: Of the result. Values are computed in float32 and then rounded to it.
+
+        Returns:
+            A new flat tensor of `numel` values on the device of the bytes.
+
+        Raises:
+            CodecError: if these are not as many bytes as so many values have.
+        """
         check_encoded(self, encoded, numel, dtype)
         scales = view_as_float32(encoded[: 4 * self._groups(numel)])
         codes = encoded[4 * len(scales) :]
@@ -129,6 +156,75 @@ class GroupedIntegerCodec:
             first, last = at * self.group, (at + groups) * self.group
             part = slice(first * self.bits // 8, last * self.bits // 8)
             yield flat[first:last], scales[at : at + groups], codes[part]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The number formats that codecs take and give."""
+
+
+def flatten_values(values: torch.Tensor) -> torch.Tensor:
+    """Return a flat view of the values without their gradient.
+
+    Raises:
+        CodecError: if codecs do not know such numbers, or they do not lie one after another.
+    """
+    if values.dtype not in DTYPES:
+        raise CodecError(
+            f"A codec was given values of {values.dtype}; it takes float32, bfloat16 and float16."
+        )
+    if not values.is_contiguous():
+        raise CodecError(
+            f"A codec was given a tensor of shape {tuple(values.shape)} and strides "
+            f"{values.stride()}; it takes contiguous ones: call `contiguous()`."
+        )
+    return values.detach().view(-1)
+
+
+def allocate_encoded(
+    codec: GroupedIntegerCodec, values: torch.Tensor, out: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `out`, or new memory for the encoded bytes of these values.
+
+    Raises:
+        CodecError: if `out` is not of the right size, kind or device.
+    """
+    size = codec.size(values.numel())
+    if out is None:
+        return torch.empty(size, dtype=torch.uint8, device=values.device)
+    fits = out.shape == (size,) and out.dtype is torch.uint8 and out.is_contiguous()
+    if not fits or out.device != values.device:
+        raise CodecError(
+            f"{codec} was given {tuple(out.shape)} elements of {out.dtype} on {out.device} for the "
+            f"bytes of {values.numel()} values; it needs {size} of uint8 on {values.device}."
+        )
+    return out
+
+
+def check_encoded(
+    codec: GroupedIntegerCodec, encoded: torch.Tensor, numel: int, dtype: torch.dtype
+) -> None:
+    """Check that the encoded bytes have the size that `numel` values take.
+
+    Raises:
+        CodecError: if not, or if values of this dtype are not what codecs give.
+    """
+    size = codec.size(numel)
+    if encoded.shape != (size,) or encoded.dtype is not torch.uint8:
+        raise CodecError(
+            f"{codec} was given {tuple(encoded.shape)} elements of {encoded.dtype} to decode "
+            f"{numel} values; they take {size} of uint8. Sender and receiver must agree on codec "
+            "and number of values."
+        )
+    if dtype not in DTYPES:
+        raise CodecError(
+            f"{codec} was asked to decode to {dtype}; it gives float32, bfloat16 and float16."
+        )
+
+
+def view_as_float32(part: torch.Tensor) -> torch.Tensor:
+    """Return bytes as float32 numbers: a view where they are aligned, a copy otherwise."""
+    aligned = part.data_ptr() % 4 == 0 and part.storage_offset() % 4 == 0
+    return (part if aligned else part.clone()).view(torch.float32)
 
 
 def in_groups(values: torch.Tensor, group: int) -> torch.Tensor:

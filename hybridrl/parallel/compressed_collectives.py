@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.compress.codec import Codec
 from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 
 INT8_CODEC = GroupedIntegerCodec(8, 512)
@@ -29,7 +28,7 @@ class ReductionHop:
     """
 
     group: dist.ProcessGroup
-    codec: Codec | None
+    codec: GroupedIntegerCodec | None
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks of the part that belongs to this rank.

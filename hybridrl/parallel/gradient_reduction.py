@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hybridrl.compress.codec import Codec
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 from hybridrl.errors import ConfigError
 from hybridrl.parallel.collectives import make_own_group
 from hybridrl.parallel.compressed_collectives import (
@@ -22,7 +22,11 @@ from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.reduction_timing import ReductionMethod
 
 _AUTO = "auto"
-_CODECS: dict[str, Codec | None] = {"float32": None, "int8": INT8_CODEC, "int4": INT4_CODEC}
+_CODECS: dict[str, GroupedIntegerCodec | None] = {
+    "float32": None,
+    "int8": INT8_CODEC,
+    "int4": INT4_CODEC,
+}
 _INTRA_NODE_CODECS, _INTER_NODE_CODECS = ("float32", "int8"), ("float32", "int8", "int4")
 """What `auto` may take within a node and between nodes. Not the largest values alone: what they
 leave out has to be kept on every rank, four bytes for each gradient of the whole model, which is
@@ -78,7 +82,9 @@ class _TwoLevelGroups:
                 places = zip(*table, strict=True)
                 self.order = [row.index(there) for place in places for there in place]
 
-    def hops(self, inside: Codec | None, across: Codec | None) -> list[ReductionHop]:
+    def hops(
+        self, inside: GroupedIntegerCodec | None, across: GroupedIntegerCodec | None
+    ) -> list[ReductionHop]:
         """Return the hops that have more than one rank."""
         both = ((self.inside, inside), (self.across, across))
         return [ReductionHop(group, codec) for group, codec in both if group is not None]

@@ -18,7 +18,6 @@ from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.parcel_transfer import ParcelKey, ParcelReceiver, ParcelSender
 from hybridrl.weights.weight_message import (
     DamagedMessageError,
-    MessageHeader,
     WeightMessage,
     WeightRecord,
 )
@@ -118,13 +117,3 @@ class ParcelDecoder:
                 "rollout.weight_sync=full sends all weights each time."
             )
         return found
-
-
-def header_to_tensor(message: WeightMessage) -> torch.Tensor:
-    """Return a header as an int64 tensor."""
-    return torch.tensor(message.header, dtype=torch.int64)
-
-
-def message_from_tensors(row: torch.Tensor, data: torch.Tensor) -> WeightMessage:
-    """Build a message from the tensor of its header and its bytes."""
-    return WeightMessage(MessageHeader(*row.tolist()), data)

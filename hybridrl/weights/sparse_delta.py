@@ -95,7 +95,8 @@ def decode_sparse_delta(data: Tensor, old: Tensor) -> Tensor:
     if form == _FULL_FORM:
         if len(where) != old.nbytes or changed or wide_count:
             raise ValueError(f"{len(where)} bytes are not the {old.nbytes} of the buffer.")
-        return where.clone().view(old.dtype)
+        whole: Tensor = where.clone().view(old.dtype)
+        return whole
     if form == _GAPS_FORM:
         places = _places(where)
     elif form == _MASK_FORM and len(where) == -(-old.numel() // 8):

@@ -25,8 +25,6 @@ from hybridrl.weights.encoded_parcels import (
     EncodedParcel,
     ParcelDecoder,
     ParcelEncoder,
-    header_to_tensor,
-    message_from_tensors,
 )
 from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.parcel_transfer import (
@@ -37,7 +35,7 @@ from hybridrl.weights.parcel_transfer import (
     WeightParcel,
 )
 from hybridrl.weights.sync_choice import AUTO_SYNC, PLAIN_SYNC, SyncMethodChoice
-from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC
+from hybridrl.weights.weight_message import DELTA_SYNC, FULL_SYNC, MessageHeader, WeightMessage
 from hybridrl.weights.weight_sync import WeightSource, WeightSync
 
 
@@ -289,13 +287,14 @@ def _parcels_to_batch(parcels: Sequence[WeightParcel]) -> Batch:
 def _encoded_to_batch(coded: Sequence[EncodedParcel]) -> Batch:
     """Build a batch of encoded parcels with the headers of their messages."""
     parcels = [WeightParcel(*place, message.data) for place, message in coded]
-    headers = [header_to_tensor(message) for _, message in coded] or ragged([], torch.int64)
+    headers = [torch.tensor(message.header) for _, message in coded] or ragged([], torch.int64)
     return _parcels_to_batch(parcels).with_columns({"header": headers})
 
 
 def _batch_to_encoded(batch: Batch) -> Iterator[EncodedParcel]:
     for parcel, header in zip(_batch_to_parcels(batch), batch["header"].rows(), strict=True):
-        yield ParcelKey(parcel.sender, parcel.number), message_from_tensors(header, parcel.data)
+        message = WeightMessage(MessageHeader(*header.tolist()), parcel.data)
+        yield ParcelKey(parcel.sender, parcel.number), message
 
 
 def _batch_to_parcels(batch: Batch) -> Iterator[WeightParcel]:

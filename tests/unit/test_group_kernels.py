@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.compress import GroupedIntegerCodec
+from hybridrl.compress.grouped_integers import GroupedIntegerCodec
 
 triton = pytest.importorskip("triton")
 TESTS = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ parameters as always.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -53,7 +53,7 @@ def enable_low_bit_training(model: nn.Module, bits: Mapping[int, int]) -> None:
 
 
 def _forward8(linear: nn.Linear, x: Tensor) -> Tensor:
-    products: Tensor = Int8LinearFunction.apply(x.flatten(0, -2), linear.weight)
+    products = _multiply_int8(x.flatten(0, -2), linear.weight)
     if linear.bias is not None:
         products = products + linear.bias
     products = products.unflatten(0, x.shape[:-1])
@@ -92,3 +92,6 @@ class Int8LinearFunction(torch.autograd.Function):
             outputs = Rows(rows.values.t(), torch.ones(len(weight), 1, device=x.device))
             of_weight = int8_matmul_once(outputs, inputs, weight.dtype)
         return of_x, of_weight
+
+
+_multiply_int8: Callable[[Tensor, Tensor], Tensor] = Int8LinearFunction.apply

@@ -45,7 +45,7 @@ class GrowingCacheLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, rows: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.length, self.piece = 0, slice(None)
         self._rows = rows
 

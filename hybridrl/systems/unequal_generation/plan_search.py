@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from hybridrl.errors import ConfigError
 from hybridrl.system.formatting import format_bytes
-from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan, GenerationStage
+from hybridrl.systems.unequal_generation.generation_plan import GenerationPlan
 from hybridrl.systems.unequal_generation.generation_problem import (
     GenerationProblem,
     check_generation_problem,
@@ -82,20 +83,14 @@ def _described(problem: GenerationProblem, plan: GenerationPlan) -> GenerationPl
     """Return the plan with device names and predictions."""
     seconds = predict_generation_time(problem, plan)
     tokens = problem.samples * problem.response_tokens
-    return GenerationPlan(
-        tuple(
-            GenerationStage(stage.device, stage.bits, problem.devices[stage.device].name)
-            for stage in plan.stages
-        ),
-        plan.decode_micro_batches,
-        plan.prefill_pieces,
-        predicted={
-            "prefill_seconds": seconds.prefill,
-            "decode_seconds": seconds.decode,
-            "tokens_per_second": tokens / seconds.total,
-            "kl": sum_indicators(problem, plan),
-        },
-    )
+    named = (replace(one, name=problem.devices[one.device].name) for one in plan.stages)
+    predicted = {
+        "prefill_seconds": seconds.prefill,
+        "decode_seconds": seconds.decode,
+        "tokens_per_second": tokens / seconds.total,
+        "kl": sum_indicators(problem, plan),
+    }
+    return replace(plan, stages=tuple(named), predicted=predicted)
 
 
 def _choices(
