@@ -56,8 +56,8 @@ def _forward8(linear: nn.Linear, x: Tensor) -> Tensor:
     products = _multiply_int8(x.flatten(0, -2), linear.weight)
     if linear.bias is not None:
         products = products + linear.bias
-    products = products.unflatten(0, x.shape[:-1])
-    return products
+    found: Tensor = products.unflatten(0, x.shape[:-1])
+    return found
 
 
 def _forward16(linear: nn.Linear, x: Tensor) -> Tensor:

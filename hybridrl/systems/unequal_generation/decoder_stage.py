@@ -123,7 +123,7 @@ class DecoderStage(nn.Module):
         Returns:
             States; of the last stage the logits ``[samples, vocabulary]`` after the last token.
         """
-        found = self.base(
+        found: Tensor = self.base(
             input_ids=ids,
             inputs_embeds=states,
             attention_mask=mask,
@@ -131,8 +131,9 @@ class DecoderStage(nn.Module):
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state
-        states: Tensor = found if self.head is None else self.head(found[:, -1])
-        return states
+        if self.head is not None:
+            found = self.head(found[:, -1])
+        return found
 
     def _placed(self, names: Mapping[str, nn.Parameter]) -> dict[str, list[tuple[str, str]]]:
         """Return module and attribute of each parameter that is here; two of each if tied."""
