@@ -68,10 +68,10 @@ MAY_IMPORT = {
         *("batch", "system", "algorithms", "controller", "data", "evaluation", "run_files"),
         *("rollout", "systems"),
     },
-    "checkpoint.copies": {"system", "controller", "checkpoint"},
+    "checkpoint.copies": set(),
     "checkpoint": {
         *("system", "layout", "run_files", "composition"),
-        *("checkpoint.copies", "checkpoint.tensors"),
+        "checkpoint.tensors",
     },
     "run": {
         *("batch", "system", "algorithms", "trainers", "checkpoint", "controller", "console"),
