@@ -77,15 +77,14 @@ class HostFiles(NamedTuple):
 
 
 class RayExecutor(Executor):
-    """An executor with one actor per device of a Ray cluster: the one at `address`, or one that is
-    started here and ended again.
+    """An executor with one actor per device of a Ray cluster: one that is joined already, or one
+    that is started here and ended again.
 
     Args:
         devices: `cpu`, `cuda` or `auto`.
         num_devices: How many hosts; None: every GPU, or two CPU slots.
-        address: `auto`, `ray://...` or `host:port` joins a cluster; None starts a local one.
-        connection: In place of an address: a connection that is left open, for other executors to
-            come.
+        connection: A connection that is left open, for other executors to come; None starts a
+            local cluster.
         timeout_s: Longest time a call may run.
         heartbeat_s: A host that does not answer for so long while it has a call is named.
         start_timeout_s: Longest wait for the cluster to give the devices.
@@ -108,7 +107,6 @@ class RayExecutor(Executor):
         devices: str = "auto",
         num_devices: int | None = None,
         *,
-        address: str | None = None,
         connection: ClusterConnection | None = None,
         timeout_s: float = 1800.0,
         heartbeat_s: float = 60.0,
@@ -125,7 +123,7 @@ class RayExecutor(Executor):
         for module in user_code.list_loaded_files():  # whose names mean nothing to workers
             ray.cloudpickle.register_pickle_by_value(module)
         self._shares_connection = connection is not None
-        self._connection = connection or ClusterConnection(address)
+        self._connection = connection or ClusterConnection(None)
         self._bundles = None
         try:
             self._nodes = {node.id: node for node in ray_cluster.list_nodes()}

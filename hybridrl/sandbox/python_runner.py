@@ -59,16 +59,6 @@ from hybridrl.sandbox.checked_tests import CheckedTest, check_test
 from hybridrl.sandbox.supervisor_process import SandboxSupervisor
 from hybridrl.system.memory_cgroup import make_memory_cgroup
 
-__all__ = [
-    "SandboxConfinement",
-    "SandboxLimits",
-    "SandboxResult",
-    "Verdict",
-    "find_confinement",
-    "judge_program",
-    "run_python",
-]
-
 UNCHECKED = "nothing was checked"
 """Why a test is not passed that compared nothing; `confined.judge` says so."""
 _OUTPUT_KIB = 1 << 14  # of the judge's lines

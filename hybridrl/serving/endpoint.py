@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -18,11 +19,11 @@ from aiohttp import web
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.serving.agent_session import ANY, ROWS, SAMPLE, AgentSession, SessionRegistry
-from hybridrl.serving.connections import Connection, Connections, most_open
 from hybridrl.serving.outside import ExternalPrograms
 from hybridrl.serving.request_exchange import RequestExchange
 from hybridrl.serving.request_parsing import ApiError
 from hybridrl.serving.routes import PERMISSION, EndpointRoutes, ServedModel
+from hybridrl.system.locations import writing_beside
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +35,17 @@ GENERATION_TIMEOUT_S = 300.0
 _CLIENT_CLOSED_STATUS = 499
 SHUTDOWN_TIMEOUT_S = 0.2
 """Seconds for requests that are under way when the endpoint closes."""
+MOST_UNKNOWN = 128
+"""Connections that have not shown a token, or half of all if that is less; one more ends the oldest
+of them."""
+HEAD_S = 10
+"""Seconds in which a connection has to show one."""
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: text/plain\r\nRetry-After: 5\r\n"
+    b"Connection: close\r\n\r\nThe endpoint has as many connections as it takes: half of what "
+    b"`ulimit -n` of the job allows.\n"
+)
+
 
 RouteHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -71,7 +83,8 @@ class ReplicaEndpoint:
         self.exchange = RequestExchange(MAX_WAITING_REQUESTS)
         self._sessions = SessionRegistry(model.context_length)
         self.token = self._sessions.token(ROWS, ANY)
-        self._connections = Connections(most_open())
+        # The job needs as many descriptors itself.
+        self._connections = Connections(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._routes = EndpointRoutes(model, self._sessions, self.exchange, outside, patience_s)
         self._most_bytes = most_bytes
         self._address: tuple[str, int] | OSError = (host, port)
@@ -115,12 +128,12 @@ class ReplicaEndpoint:
 
     def announce(self, path: Path) -> None:
         """Write URL and token to a file that only this user can read."""
-        new = path.with_name(f"{path.name}.new")
-        new.unlink(missing_ok=True)
         content = {"url": self.url, "token": self.token, "model": self.model.name}
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(content, file)
-        new.replace(path)
+        with writing_beside(path) as new:
+            new.unlink(missing_ok=True)
+            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(content, file)
 
     def close(self) -> None:
         """Stop listening and drop pending requests."""
@@ -224,3 +237,69 @@ def _tell_full(loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
         )
     else:
         loop.default_exception_handler(told)
+
+
+class Connections:
+    """The open connections of an endpoint, used in its loop.
+
+    Args:
+        most: Most connections at a time; further ones are refused.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._open: set[Any] = set()
+        self._unknown: dict[Any, int] = {}  # and for how many seconds, the oldest first
+
+    def add(self, transport: Any) -> None:
+        """Add a new connection, which has not shown a token; end the oldest such if there are too
+        many."""
+        if len(self._unknown) >= min(MOST_UNKNOWN, max(1, self._most // 2)):
+            self._end(next(iter(self._unknown)))
+        self._open.add(transport)
+        self._unknown[transport] = 0
+        if len(self._open) > self._most:
+            transport.write(FULL)
+            transport.close()
+
+    def know(self, transport: Any) -> None:
+        """Note that a connection has shown a token."""
+        self._unknown.pop(transport, None)
+
+    def remove(self, transport: Any) -> None:
+        """Remove a connection that is closed."""
+        self._open.discard(transport)
+        self._unknown.pop(transport, None)
+
+    async def sweep(self) -> None:
+        """End connections that do not show a token in time. Time in which the loop stood still is
+        not counted: what they had sent may not have been read."""
+        while True:
+            await asyncio.sleep(1.0)
+            for transport in list(self._unknown):
+                self._unknown[transport] += 1
+                if self._unknown[transport] > HEAD_S:
+                    self._end(transport)
+
+    def _end(self, transport: Any) -> None:
+        self.remove(transport)
+        transport.abort()
+
+
+class Connection(web.RequestHandler):
+    """A connection that enters itself in `Connections` as long as it is open."""
+
+    __slots__ = ("_connections", "_own")
+
+    def __init__(self, connections: Connections, server: web.Server, **options: Any) -> None:
+        super().__init__(server, **options)
+        self._connections = connections
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._own = transport
+        self._connections.add(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self._own)
+        super().connection_lost(exc)

@@ -48,8 +48,10 @@ def run(
 
 JOIN = """
 import json, sys
+from hybridrl.ray_backend.connection import ClusterConnection
 from hybridrl.ray_backend.ray_executor import RayExecutor
-with RayExecutor("cpu", 4, address=sys.argv[1], cpus_per_host=1) as first:
+connection = ClusterConnection(sys.argv[1])
+with RayExecutor("cpu", 4, connection=connection, cpus_per_host=1) as first:
     print(json.dumps([device.node for device in first.cluster.devices]))
     try:
         RayExecutor("cpu", 2, start_timeout_s=1, cpus_per_host=1)

@@ -14,7 +14,6 @@ from agent_cases import TRAINED, WEATHER, Pump, ScriptedEngine, endpoint_of, mer
 from tiers import few_of
 
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.serving import connections
 from hybridrl.serving.agent_session import REPORT, SAMPLE
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Bern"}}</tool_call>'
@@ -451,7 +450,7 @@ def closed(connection):
 
 
 def test_connections_without_a_token_are_few_and_short(monkeypatch):
-    monkeypatch.setattr(connections, "MOST_UNKNOWN", 4)
+    monkeypatch.setattr("hybridrl.serving.endpoint.MOST_UNKNOWN", 4)
     served = Served()
     address = httpx.URL(served.url)
     idle = []
@@ -463,7 +462,7 @@ def test_connections_without_a_token_are_few_and_short(monkeypatch):
             idle[-1].sendall(b"GET /health HTTP/1.1\r\nX: ")
         assert all(map(closed, idle[:8])), "the oldest go first"
         assert httpx.get(f"{served.endpoint.url}/health").status_code == 200
-        monkeypatch.setattr(connections, "HEAD_S", 0)
+        monkeypatch.setattr("hybridrl.serving.endpoint.HEAD_S", 0)
         assert all(map(closed, idle[8:])), "and the others after a while"
         client.models.list()
         assert len(served.endpoint._connections._open) == 1

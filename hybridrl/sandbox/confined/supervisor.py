@@ -173,7 +173,7 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
     """
     waited_for = program if judge is None else judge
     ended = os.pidfd_open(waited_for)
-    failure = _read_all(started)
+    failure = linux_kernel.read_fully(started, _MIB)
     begin = time.monotonic()
     poll = select.poll()
     poll.register(0, 0)  # reports the closing of the pipe, asked or not
@@ -302,13 +302,6 @@ def _make_sealed_file(content: bytes) -> int:
     os.lseek(file, 0, os.SEEK_SET)
     fcntl.fcntl(file, _F_ADD_SEALS, _SEAL_EVERYTHING)
     return file
-
-
-def _read_all(descriptor: int) -> bytes:
-    pieces = bytearray()
-    while piece := os.read(descriptor, 4096):
-        pieces += piece
-    return bytes(pieces)
 
 
 def _open_standard_files() -> None:
