@@ -112,7 +112,7 @@ class LocalRayNode:
     def fault(self) -> str:
         """Return a sentence on a process of Ray that has ended; empty if none has."""
         for name, process in self._parts.items():
-            if not _has_status(process, alive=True):
+            if _find_status(process) in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
                 self.keep_logs()
                 return self._ended(name)
         return ""
@@ -124,7 +124,7 @@ class LocalRayNode:
     def stopped(self) -> str:
         """Return a clause that names the process of Ray that is stopped; empty if none is."""
         for name, process in self._parts.items():
-            if _has_status(process, psutil.STATUS_STOPPED):
+            if _find_status(process) == psutil.STATUS_STOPPED:
                 return f"Ray's {name} ({PROCESS_PURPOSES[name]}; process {process.pid}) is stopped"
         return ""
 
@@ -165,9 +165,9 @@ class LocalRayNode:
             self._watching.stdin.flush()
 
 
-def _has_status(process: psutil.Process, status: str = "", *, alive: bool = False) -> bool:
+def _find_status(process: psutil.Process) -> str:
+    """Return psutil's word for the state of a process, of one that has ended, too."""
     try:
-        found = process.status() if process.is_running() else psutil.STATUS_DEAD
+        return str(process.status() if process.is_running() else psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
-        found = psutil.STATUS_DEAD
-    return found not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) if alive else found == status
+        return str(psutil.STATUS_DEAD)

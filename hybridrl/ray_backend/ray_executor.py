@@ -128,12 +128,9 @@ class RayExecutor(Executor):
         try:
             self._nodes = {node.id: node for node in ray_cluster.list_nodes()}
             kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
-            share = (
-                ray_cluster.compute_cpus_per_host(list(self._nodes.values()), number)
-                if kind == "cpu"
-                else 1.0
-            )
-            cpus = cpus_per_host or (share if self._connection.is_own else 1.0)
+            cpus = cpus_per_host or 1.0
+            if cpus_per_host is None and kind == "cpu" and self._connection.is_own:
+                cpus = ray_cluster.compute_cpus_per_host(list(self._nodes.values()), number)
             self.cpus_per_host = cpus
             self._bundles = ray_cluster.reserve_devices(kind, number, cpus, start_timeout_s)
             if self._connection.joined or len(self._nodes) > 1:

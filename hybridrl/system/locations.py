@@ -14,13 +14,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, Any
 
 from hybridrl.errors import ConfigError, HybridRLError, MissingPackageError, pip_install
 from hybridrl.system.redaction import register_url
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 _UPLOAD_BYTES = 16 << 20
 """Of one part of an upload, and what a writer holds in memory; S3 takes 10,000 parts of a file."""
@@ -82,44 +79,36 @@ class RemotePath:
 
     def is_dir(self) -> bool:
         """Return whether any file lies below this URL."""
-        with _as_os_errors():
-            return bool(self._files.isdir(self._path))
+        return bool(self._files.isdir(self._path))
 
     def is_file(self) -> bool:
-        with _as_os_errors():
-            return bool(self._files.isfile(self._path))
+        return bool(self._files.isfile(self._path))
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yield the direct entries of the folder."""
-        with _as_os_errors():
-            names = [entry["name"].rstrip("/") for entry in self._files.ls(self._path, detail=True)]
+        names = [entry["name"].rstrip("/") for entry in self._files.ls(self._path, detail=True)]
         return (self / name.rpartition("/")[2] for name in names if name != self._path.rstrip("/"))
 
     def open(self) -> IO[bytes]:
         """Open the file for sequential reading."""
-        with _as_os_errors():
-            opened: IO[bytes] = self._files.open(self._path, "rb", block_size=_UPLOAD_BYTES)
+        opened: IO[bytes] = self._files.open(self._path, "rb", block_size=_UPLOAD_BYTES)
         return opened
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        with _as_os_errors():
-            return bytes(self._files.cat_file(self._path)).decode(encoding)
+        return bytes(self._files.cat_file(self._path)).decode(encoding)
 
     def write_whole(self, content: bytes) -> None:
         """Replace the content of the file."""
-        with _as_os_errors():
-            self._files.pipe_file(self._path, content)
+        self._files.pipe_file(self._path, content)
 
     def read_range(self, start: int, length: int) -> bytes:
         """Return `length` bytes from `start`; fewer where the file ends before."""
-        with _as_os_errors():
-            return bytes(self._files.cat_file(self._path, start=start, end=start + length))
+        return bytes(self._files.cat_file(self._path, start=start, end=start + length))
 
     def sizes(self) -> dict[str, int]:
         """Return the size of every file below, by its path relative to this folder."""
         try:
-            with _as_os_errors():
-                found = self._files.find(self._path, detail=True)
+            found = self._files.find(self._path, detail=True)
         except FileNotFoundError:
             return {}
         first = len(self._path.rstrip("/")) + 1
@@ -127,19 +116,20 @@ class RemotePath:
 
     def remove(self) -> None:
         """Remove the file, or the folder with its contents, if it exists."""
-        with _as_os_errors(), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
             self._files.rm(self._path, recursive=True)
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[RemoteUpload]:
-        """Open an upload in parts; the file exists once the block succeeds."""
-        with _as_os_errors():
-            file = self._files.open(self._path, "wb", block_size=_UPLOAD_BYTES, autocommit=False)
+    def writing(self) -> Iterator[IO[bytes]]:
+        """Open an upload in parts; the file exists once the block succeeds. What is written is
+        buffered until there is enough for a part."""
+        options = {"block_size": _UPLOAD_BYTES, "autocommit": False}
+        file = self._files.open(self._path, "wb", **options)
+        guarded: Any = _RaisingOSErrors(file)
         try:
-            yield RemoteUpload(file)
-            with _as_os_errors():
-                file.close()
-                file.commit()
+            yield guarded
+            guarded.close()
+            guarded.commit()
         except BaseException:
             with contextlib.suppress(Exception):
                 file.discard()
@@ -147,22 +137,6 @@ class RemotePath:
             with contextlib.suppress(Exception):
                 self._files.rm_file(self._path)  # file systems without uploads in parts
             raise
-
-
-class RemoteUpload:
-    """A file that is being uploaded in parts.
-
-    Args:
-        file: As its file system has opened it.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def write(self, content: bytes | memoryview) -> None:
-        """Buffer content and send it when there is enough for a part."""
-        with _as_os_errors():
-            self._file.write(content)
 
 
 Location = Path | RemotePath
@@ -322,7 +296,8 @@ def sync_directory(folder: Path) -> None:
         os.close(opened)
 
 
-def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
+def _file_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, whose methods raise `OSError`s, and the path there."""
     from fsspec.core import url_to_fs
 
     scheme = url.partition("://")[0]
@@ -336,15 +311,27 @@ def _file_system(url: str) -> tuple[AbstractFileSystem, str]:
             f"{url}: nothing is known of {scheme}:// here ({error}). Use a folder, or a URL that "
             "fsspec knows: s3://, gs://, az://, memory://."
         ) from error
-    return files, path
+    return _RaisingOSErrors(files), path
 
 
-@contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
-    """Raise an `OSError` in place of a file system's own exceptions."""
-    try:
-        yield
-    except (OSError, HybridRLError):
-        raise
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+class _RaisingOSErrors:
+    """A file system or file of fsspec, whose methods raise `OSError` in place of its own kinds of
+    exceptions."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what pickling and copying ask for before there is an `_inner`
+            raise AttributeError(name)
+        method = getattr(self._inner, name)
+
+        def guarded(*arguments: Any, **options: Any) -> Any:
+            try:
+                return method(*arguments, **options)
+            except (OSError, HybridRLError):
+                raise
+            except Exception as error:
+                raise OSError(f"{type(error).__name__}: {error}") from error
+
+        return guarded
