@@ -12,7 +12,6 @@ from hybridrl.serving.agent_session import AgentSession, RecordedTurn, SampledTu
 from hybridrl.serving.request_exchange import (
     PendingReply,
     RequestExchange,
-    TokenQueue,
     UnansweredRequestError,
 )
 from hybridrl.serving.request_parsing import ApiError, GenerationOptions
@@ -61,7 +60,7 @@ class PendingSamples:
 
     Args:
         patience_s: Seconds to wait for a generation to begin.
-        grown: The queue of a stream, for each reply with its tokens so far, or None at its end.
+        is_streamed: Whether the program wants to see tokens as they come.
     """
 
     def __init__(
@@ -69,12 +68,12 @@ class PendingSamples:
         exchange: RequestExchange,
         place: SessionPart,
         patience_s: float,
-        grown: TokenQueue | None = None,
+        is_streamed: bool = False,
     ) -> None:
         self._exchange = exchange
         self._place = place
-        self.patience_s = patience_s
-        self._grown = grown
+        self._patience_s = patience_s
+        self._changed = asyncio.Event() if is_streamed else None
         self._recorded: list[RecordedTurn] = []
         self.replies: list[PendingReply] = []
 
@@ -100,7 +99,7 @@ class PendingSamples:
         for _ in range(samples):
             seed, reply, who = session.next_seed(part), None, "Too many requests"
             if len(session.under_way) < MOST_OF_SESSION:
-                reply = self._exchange.ask(prompt_ids, sampling, seed, self._grown)
+                reply = self._exchange.ask(prompt_ids, sampling, seed, self._changed)
             else:
                 who = f"{MOST_OF_SESSION} requests of this session"
             if reply is None:
@@ -117,23 +116,34 @@ class PendingSamples:
         """
         pending = {reply.outcome for reply in self.replies}
         while pending:
-            _, pending = await asyncio.wait(pending, timeout=self.patience_s)
-            self.check_patience()
+            _, pending = await asyncio.wait(pending, timeout=self._patience_s)
+            self._check_patience()
         try:
             return [reply.outcome.result() for reply in self.replies]
         except UnansweredRequestError as error:
             raise ApiError(409, str(error), code="not_answered") from error
 
-    def check_patience(self) -> None:
-        """Raise if no generation has taken the requests within the time limit.
+    async def grow(self) -> bool:
+        """Wait until a streamed reply has more tokens; return False when all are complete.
 
         Raises:
-            ApiError: if no generation has taken the requests.
+            ApiError: if no generation begins.
         """
+        assert self._changed is not None
+        if all(reply.outcome.done() for reply in self.replies):
+            return False
+        try:
+            await asyncio.wait_for(self._changed.wait(), self._patience_s)
+        except TimeoutError:
+            self._check_patience()
+        self._changed.clear()
+        return True
+
+    def _check_patience(self) -> None:
         if any(not (reply.outcome.done() or reply.is_taken) for reply in self.replies):
             raise ApiError(
                 503,
-                f"No generation was under way for {self.patience_s:g} s: the policy is being "
+                f"No generation was under way for {self._patience_s:g} s: the policy is being "
                 "updated. Ask again later.",
                 code="no_generation",
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +11,6 @@ from aiohttp import web
 from hybridrl.serving.messages import AssistantTurn
 from hybridrl.serving.pending_samples import PendingSamples
 from hybridrl.serving.reply_builders import ReplyBuilder, SampledChoice, count_usage
-from hybridrl.serving.request_exchange import PendingReply, TokenQueue
 from hybridrl.serving.request_parsing import ApiError
 
 _NOTHING = AssistantTurn("")
@@ -22,16 +20,15 @@ class ReplyStream:
     """The streamed replies to one request.
 
     Attributes:
-        grown: A queue of the tokens so far of each reply.
         has_begun: Whether anything has been sent.
     """
 
     def __init__(self, request: web.Request, shape: ReplyBuilder) -> None:
-        self.grown: TokenQueue = asyncio.Queue()
         self.has_begun = False
         self._request, self._shape = request, shape
         headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         self._response = web.StreamResponse(headers=headers)
+        self._read: dict[int, int] = {}  # by choice, tokens that were looked at
         self._told: dict[int, AssistantTurn] = {}
 
     async def follow(self, asking: PendingSamples) -> None:
@@ -40,25 +37,12 @@ class ReplyStream:
         Raises:
             ApiError: if no generation begins.
         """
-        index_of = {id(reply): index for index, reply in enumerate(asking.replies)}
-        left, getting = len(index_of), asyncio.ensure_future(self.grown.get())
-        try:
-            while left:
-                await asyncio.wait({getting}, timeout=asking.patience_s)
-                if not getting.done():
-                    asking.check_patience()
-                    continue
-                news = [getting.result()]
-                while not self.grown.empty():  # of each only the newest counts
-                    news.append(self.grown.get_nowait())
-                getting = asyncio.ensure_future(self.grown.get())
-                left -= sum(ids is None for _, ids in news)
-                if self._shape.streams_text:
-                    newest = {index_of[id(reply)]: (reply, ids) for reply, ids in news if ids}
-                    for index, (reply, ids) in newest.items():
-                        await self._tell(index, reply, ids)
-        finally:
-            getting.cancel()
+        while await asking.grow():
+            for index, reply in enumerate(asking.replies if self._shape.streams_text else ()):
+                token_ids = reply.token_ids
+                if len(token_ids) > self._read.get(index, 0):
+                    self._read[index] = len(token_ids)
+                    await self._tell(index, reply.request.prompt_ids, token_ids)
 
     async def finish(
         self, choices: Sequence[SampledChoice], prompts: Sequence[list[int]]
@@ -77,9 +61,8 @@ class ReplyStream:
         await self._send(error.body)
         return await self._end()
 
-    async def _tell(self, index: int, reply: PendingReply, token_ids: list[int]) -> None:
-        stops = self._shape.wishes.stop
-        said = self._shape.said(token_ids, reply.request.prompt_ids).held_back(stops)
+    async def _tell(self, index: int, prompt_ids: list[int], token_ids: list[int]) -> None:
+        said = self._shape.said(token_ids, prompt_ids).held_back(self._shape.wishes.stop)
         new = said.after(self._told.get(index, _NOTHING))
         if new.content or new.reasoning:
             await self._open(index)

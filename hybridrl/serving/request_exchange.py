@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from hybridrl.errors import HybridRLError
@@ -24,29 +24,25 @@ class UnansweredRequestError(HybridRLError):
 
 class PendingReply:
     """The pending reply to one request. Only the loop's thread uses it, except for `is_taken` and
-    `length`.
+    `token_ids`.
 
     Attributes:
         request: As it goes to the engine.
         is_taken: Whether a generation has it; if not, it waits for one.
         outcome: A future of the turn.
-        grown: The queue of a stream, for the tokens so far each time that there are more, and for
-            None at the end.
-        length: The number of tokens put into the queue so far.
+        changed: The event of a stream, set when there are more tokens and when there is an outcome;
+            None: nobody wants to see tokens as they come.
+        token_ids: With a stream, the tokens so far.
     """
 
-    def __init__(self, request: Request, grown: TokenQueue | None) -> None:
+    def __init__(self, request: Request, changed: asyncio.Event | None) -> None:
         self.request = request
         self.is_taken = False
         self.outcome: asyncio.Future[SampledTurn] = asyncio.get_running_loop().create_future()
-        self.grown = grown
-        self.length = 0
-        if grown is not None:
-            self.outcome.add_done_callback(lambda _: grown.put_nowait((self, None)))
-
-
-TokenQueue = asyncio.Queue[tuple[PendingReply, list[int] | None]]
-"""Of the tokens of several replies."""
+        self.changed = changed
+        self.token_ids: list[int] = []
+        if changed is not None:
+            self.outcome.add_done_callback(lambda _: changed.set())
 
 
 class RequestExchange:
@@ -73,14 +69,18 @@ class RequestExchange:
     # The loop's side.
 
     def ask(
-        self, prompt_ids: list[int], sampling: SamplingSettings, seed: int, grown: TokenQueue | None
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingSettings,
+        seed: int,
+        changed: asyncio.Event | None,
     ) -> PendingReply | None:
         """Submit a request to the engine; return None if too many are waiting."""
         self._loop = asyncio.get_running_loop()
         with self._changed:
             if len(self._new) >= self._most_waiting:
                 return None
-            reply = PendingReply(Request(next(self._keys), prompt_ids, sampling, seed), grown)
+            reply = PendingReply(Request(next(self._keys), prompt_ids, sampling, seed), changed)
             self._replies[reply.request.key] = reply
             self._new.append(reply)
             self._wake()
@@ -122,27 +122,27 @@ class RequestExchange:
 
     def grow(self, tokens: Mapping[int, list[int]]) -> None:
         """Deliver the tokens so far to requests that stream."""
-        grown: list[tuple[PendingReply, list[int]]] = []
         with self._changed:
-            for key, ids in tokens.items():
-                reply = self._replies.get(key)
-                if reply is not None and reply.grown is not None and len(ids) > reply.length:
-                    reply.length = len(ids)
-                    grown.append((reply, ids))
-        if grown and self._loop is not None:
-            self._loop.call_soon_threadsafe(_put_partial_tokens, grown)
+            found = [(self._replies.get(key), ids) for key, ids in tokens.items()]
+        changed = []
+        for reply, ids in found:
+            if reply is not None and reply.changed and len(ids) > len(reply.token_ids):
+                reply.token_ids = ids
+                changed.append(reply.changed)
+        if changed:
+            self._call(_set_events, changed)
 
     @property
     def streams(self) -> bool:
         with self._changed:
-            return any(reply.grown is not None for reply in self._replies.values())
+            return any(reply.changed is not None for reply in self._replies.values())
 
     def put_back(self) -> None:
         """Requeue unanswered requests for the next generation, which starts them anew; streams
         cannot begin anew and are rejected."""
         with self._changed:
             self._new = list(self._replies.values())
-            begun = [r.request.key for r in self._new if r.is_taken and r.grown is not None]
+            begun = [r.request.key for r in self._new if r.is_taken and r.changed is not None]
             for reply in self._new:
                 reply.is_taken = False
             self._dropped.clear()
@@ -191,8 +191,18 @@ class RequestExchange:
         self._changed.notify_all()
 
     def _tell(self, outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception]]) -> None:
-        if outcomes and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_set_outcomes, outcomes)
+        if outcomes:
+            self._call(_set_outcomes, outcomes)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        """Call a function in the loop."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _set_events(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 def _set_outcomes(outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception]]) -> None:
@@ -203,9 +213,3 @@ def _set_outcomes(outcomes: Sequence[tuple[PendingReply, SampledTurn | Exception
             reply.outcome.set_exception(outcome)
         else:
             reply.outcome.set_result(outcome)
-
-
-def _put_partial_tokens(grown: Sequence[tuple[PendingReply, list[int]]]) -> None:
-    for reply, token_ids in grown:
-        if reply.grown is not None and not reply.outcome.done():
-            reply.grown.put_nowait((reply, token_ids))

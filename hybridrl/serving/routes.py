@@ -205,9 +205,8 @@ class EndpointRoutes:
             must = f"has a token that the model has not; it knows {known}"
             raise make_field_error("stop_token_ids", must)
         stream = ReplyStream(request, shape) if wishes.stream else None
-        grown = None if stream is None else stream.grown
         try:
-            with PendingSamples(self._exchange, place, self._patience_s, grown) as asking:
+            with PendingSamples(self._exchange, place, self._patience_s, wishes.stream) as asking:
                 for prompt_ids in prompts:
                     room = self._room(prompt_ids)
                     sampling = resolve_sampling(wishes, place.session, room, stop_token_ids)
