@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import subprocess
@@ -23,11 +22,10 @@ _PIECE = 1 << 16
 
 
 class SandboxSupervisor:
-    """A supervisor process, the message on its way to it, and the output of it and of the program
-    so far.
+    """A supervisor process, and the output of it and of the program so far.
 
     Args:
-        job: what the supervisor is told, and what it leaves to the judge.
+        job: the message to the supervisor, and the one that it leaves to the judge.
         wall_s: seconds that the program may take.
         output_limit: bytes that it may write to each of its outputs.
         memory_entrance: the entrance of a `MemoryGroup` for it.
@@ -45,26 +43,27 @@ class SandboxSupervisor:
         self.is_over = False
         self._limit = output_limit
         self._deadline = time.monotonic() + wall_s + _SUPERVISOR_OVERHEAD_S
-        self._outgoing = memoryview(
-            b"".join(len(part).to_bytes(8, "little") + part for part in job)
-        )
         self._report, report_to = os.pipe()
-        kept = [report_to] if memory_entrance is None else [report_to, memory_entrance]
         try:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-I", "-S", "-E", "-X", "utf8", "-c", _BOOTSTRAP),
-                    *(str(Path(__file__).parent), *map(str, kept)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                pass_fds=kept,
-                env=_ENVIRONMENT,
-                cwd="/",
-                start_new_session=True,  # Ctrl-C in the terminal is the caller's to judge
-            )
+            with os.fdopen(os.memfd_create("job"), "wb") as message:
+                message.writelines(len(part).to_bytes(8, "little") + part for part in job)
+                message.seek(0)
+                kept = [report_to, message.fileno()]
+                kept += [] if memory_entrance is None else [memory_entrance]
+                self._process = subprocess.Popen(
+                    [
+                        *(sys.executable, "-I", "-S", "-E", "-X", "utf8", "-c", _BOOTSTRAP),
+                        *(str(Path(__file__).parent), *map(str, kept)),
+                    ],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    pass_fds=kept,
+                    env=_ENVIRONMENT,
+                    cwd="/",
+                    start_new_session=True,  # Ctrl-C in the terminal is the caller's to judge
+                )
         except BaseException:
             os.close(self._report)
             raise
@@ -78,30 +77,21 @@ class SandboxSupervisor:
             self._process.stderr.fileno(): self.stderr,
             self._report: self.report,
         }
-        os.set_blocking(self._control.fileno(), False)
 
     def finish(self) -> None:
-        """Send the message and read until the other side has closed every pipe."""
-        poll = select.poll()
-        poll.register(self._control.fileno(), select.POLLOUT)
+        """Read until the other side has closed every pipe."""
+        poll, waiting = select.poll(), len(self._sinks)
         for descriptor in self._sinks:
             poll.register(descriptor, select.POLLIN)
-        is_sending, waiting = True, len(self._sinks)
         while waiting:
             rest = self._deadline - time.monotonic()
             if rest <= 0:
                 self._process.kill()  # and with it the program
             for descriptor, _ in poll.poll(max(rest, 1.0) * 1000):
-                if descriptor in self._sinks:
-                    if not self._receive(descriptor):
-                        poll.unregister(descriptor)
-                        waiting -= 1
-                elif not self._send():
+                if not self._receive(descriptor):
                     poll.unregister(descriptor)
-                    is_sending = False
-            if self.is_over and not self._control.closed:
-                if is_sending:
-                    poll.unregister(self._control.fileno())
+                    waiting -= 1
+            if self.is_over:
                 self._control.close()
 
     def close(self) -> None:
@@ -116,15 +106,6 @@ class SandboxSupervisor:
             assert pipe is not None
             pipe.close()
         os.close(self._report)
-
-    def _send(self) -> bool:
-        """Send what the pipe takes, and return whether more is left."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                self._outgoing = self._outgoing[os.write(self._control.fileno(), self._outgoing) :]
-            except BrokenPipeError:  # the supervisor died, which shows at the other pipes
-                return False
-        return bool(self._outgoing)
 
     def _receive(self, descriptor: int) -> bool:
         """Read a piece of output; return False at its end."""

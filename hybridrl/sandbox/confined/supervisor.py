@@ -1,10 +1,10 @@
 """The supervisor process of one sandboxed program, and the program's process before it runs the
 program.
 
-The supervisor is a bare interpreter, started for one program with the two arguments of `main`. It
-reads a `SandboxedProgram` from its standard input, moves into namespaces, forks the program's
-process, waits for its end or the end of its time, and reports. Its standard input stays open: that
-it is closed means that the parent is gone or has had enough, and ends the program.
+The supervisor is a bare interpreter, started for one program with the arguments of `main`. It reads
+a `SandboxedProgram`, moves into namespaces, forks the program's process, waits for its end or the
+end of its time, and reports. Its standard input stays open: that it is closed means that the parent
+is gone or has had enough, and ends the program.
 
 The processes, with namespaces:
 
@@ -60,8 +60,7 @@ class SandboxedProgram:
         libraries: folders that the program may read.
         search_path: folders beside the standard library that it imports from.
         temporary: where to make its scratch folder if it has no root folder of its own.
-        is_judged: whether a judge runs tests of the program, which it reads from the standard input
-            behind the job.
+        is_judged: whether a judge runs tests of the program, which it reads behind this message.
     """
 
     source: str
@@ -77,17 +76,19 @@ class SandboxedProgram:
         vars(self).update(fields)
 
 
-def main(report_to: int, memory_entrance: int | None = None) -> None:
+def main(report_to: int, message: int, memory_entrance: int | None = None) -> None:
     """Supervise one program; returns only in the program's process, after the program has ended.
 
     Args:
         report_to: the descriptor to write the report to: a marshalled dictionary with `failure`, a
             text, if the program could not be confined, else with what `_wait_for_end` returns.
+        message: the descriptor of a file with a `SandboxedProgram`, and with the judge's tests.
         memory_entrance: the descriptor by which the program enters its memory group.
     """
-    job = SandboxedProgram(**marshal.loads(linux_kernel.read_message(0)))
+    job = SandboxedProgram(**marshal.loads(linux_kernel.read_message(message)))
+    group = () if memory_entrance is None else (memory_entrance,)
     try:
-        report = _start_and_watch(job, report_to, memory_entrance)
+        report = _start_and_watch(job, report_to, message, group)
         if report is None:
             return
     except OSError as error:
@@ -97,7 +98,7 @@ def main(report_to: int, memory_entrance: int | None = None) -> None:
 
 
 def _start_and_watch(
-    job: SandboxedProgram, report_to: int, memory_entrance: int | None
+    job: SandboxedProgram, report_to: int, message: int, group: tuple[int, ...]
 ) -> dict[str, Any] | None:
     """Fork the program's process and return the report on its end; returns None in that process."""
     if job.is_judged:  # now: these import much that is out of reach later
@@ -120,9 +121,8 @@ def _start_and_watch(
     to_judge, from_program = os.pipe() if job.is_judged else (-1, -1)
     to_program, from_judge = os.pipe() if job.is_judged else (-1, -1)
     gc.freeze()  # the program's interpreter need not go through our objects when it ends
-    group = () if memory_entrance is None else (memory_entrance,)
-    ours = {0, 1, 2, report_to, alive_read, alive_write, started_read, started_write, stdin, *group}
-    ours |= {to_judge, from_program, to_program, from_judge} - {-1}
+    ours = {0, 1, 2, report_to, message, alive_read, alive_write, started_read, started_write}
+    ours |= {stdin, *group, to_judge, from_program, to_program, from_judge} - {-1}
 
     def keep(*kept: int) -> None:
         for descriptor in ours.difference(kept):
@@ -150,9 +150,9 @@ def _start_and_watch(
         served_program.serve_program(job.source, to_program, from_program)
     judging = os.fork() if job.is_judged else None
     if judging == 0:
-        keep(*of_both, to_judge, from_judge)
+        keep(*of_both, to_judge, from_judge, message)
         _confine(job, user, scratch, supervisor, started_write, group)
-        judge.judge_tests(to_judge, from_judge, 0)
+        judge.judge_tests(to_judge, from_judge, message)
     keep(0, 1, 2, report_to, alive_write, started_read)
     report = _wait_for_end(program, started_read, job.limits["wall_s"], judging)
     if init is not None:
