@@ -1,4 +1,4 @@
-"""How many files a process may open."""
+"""The limit of open files of a process, and the least that a job needs."""
 
 from __future__ import annotations
 
