@@ -24,6 +24,7 @@ import psutil
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import LOCK_FILE
 from hybridrl.system.bounded_files import open_regular, parse_json
+from hybridrl.system.locations import is_still_at
 from hybridrl.system.storage import explain_write_errors
 
 _HEARTBEAT_SECONDS = 10.0
@@ -163,20 +164,12 @@ def _open_exclusively(path: Path) -> Iterator[int]:
         try:
             with contextlib.suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_still_at(
-                file, path
-            ):  # otherwise its holder has removed it while this one waited
+            # Otherwise its holder has removed it while this one waited.
+            if is_still_at(file, path):
                 yield file
                 return
         finally:
             os.close(file)
-
-
-def _is_still_at(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _read_holder(file: int) -> dict[str, Any] | None:

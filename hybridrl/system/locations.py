@@ -287,6 +287,14 @@ def access_errors(folders: Mapping[str, str], writes: Collection[str]) -> dict[s
     return found
 
 
+def is_still_at(file: int, path: Path) -> bool:
+    """Return whether an open file is the one at a path, and has not been removed or replaced."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def sync_directory(folder: Path) -> None:
     """Wait until the entries of a folder are on the disk (fsync of the directory)."""
     opened = os.open(folder, os.O_RDONLY)

@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybridrl.system.locations import is_still_at
+
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 _JOB_NAME_PATTERN = re.compile(r"hybridrl-\d+-\d+")
 _OPENED = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -27,7 +29,7 @@ def lock_shared_memory(job: str) -> None:
     while True:
         held = os.open(_lock(job), _OPENED, 0o600)
         fcntl.flock(held, fcntl.LOCK_SH)
-        if _is_at(held, _lock(job)):  # otherwise it has just been removed
+        if is_still_at(held, _lock(job)):  # otherwise it has just been removed
             _held.append(held)
             return
         os.close(held)
@@ -78,10 +80,3 @@ def _ended_jobs() -> Iterator[str]:
 
 def _lock(job: str) -> Path:
     return SHARED_MEMORY_FOLDER / f"{job}.lock"
-
-
-def _is_at(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False
