@@ -1,7 +1,9 @@
 """Tensors at a URL: each rank sends a file of its own, and any layout reads parts of them."""
 
+import pickle
 import uuid
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -139,3 +141,18 @@ def test_a_file_that_could_not_be_sent_to_its_end_is_not_there(folder):
     with pytest.raises(Exception, match=r"Cannot write memory://.*no more\. See whether"):
         write_remote_file(other, 0, plan.parts, fails())
     assert list_file_sizes(other) == {}
+
+
+def test_a_failure_of_the_file_system_is_an_os_error(folder, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("the bucket is gone")
+
+    file = pickle.loads(pickle.dumps(folder / "file"))
+    for method in ("cat_file", "pipe_file", "open"):
+        monkeypatch.setattr(type(fsspec.filesystem("memory")), method, fail)
+    with pytest.raises(OSError, match="RuntimeError: the bucket is gone"):
+        file.read_text()
+    with pytest.raises(OSError, match="the bucket is gone"):
+        write_atomically(file, b"content")
+    with pytest.raises(OSError, match="the bucket is gone"), file.writing():
+        pass
