@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from figures import report
 from victims import Victim
 
-from hybridrl.main import EXIT_PREEMPTED
+from hybridrl.errors import EXIT_PREEMPTED
 
 JOB = [
     *("rollout=transformers", "devices=cpu", "num_devices=2", "trainer.steps=1000000"),

@@ -14,7 +14,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.errors import HybridRLError, suggest_name
+from hybridrl.errors import EXIT_CONFIG_ERROR, EXIT_INTERRUPTED, HybridRLError, suggest_name
 from hybridrl.system.redaction import redact_output, register_secrets
 
 COMMANDS = {
@@ -59,9 +59,6 @@ COMMANDS = {
 `add_arguments`, which adds the command's arguments to its parser, and `run`, which takes the parsed
 arguments and returns the exit code. Only the module of the requested command is imported, because
 others may import torch, which takes seconds and may be broken when `doctor` runs."""
-EXIT_CONFIG_ERROR, EXIT_INTERRUPTED = 2, 130
-"""Exit codes for wrong settings and what does not fit, as of `python -m hybridrl.main`; and for
-Ctrl-C, as of any command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -95,10 +92,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPTED)
 
 
-def _exit_with_error(sentence: str) -> NoReturn:
+def print_error(sentence: str) -> None:
+    """Print the sentence of an error on standard error."""
     console = Console(stderr=True, force_jupyter=False)
     console.print("error:", style="bold red", end=" ")
     console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def _exit_with_error(sentence: str) -> NoReturn:
+    print_error(sentence)
     sys.exit(EXIT_CONFIG_ERROR)
 
 

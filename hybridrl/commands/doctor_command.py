@@ -12,11 +12,9 @@ from rich.text import Text
 from hybridrl.commands.output import print_for_people, print_json
 from hybridrl.doctor.check_runner import list_checks, run_doctor_checks
 from hybridrl.doctor.finding import DoctorFinding, FindingState
-from hybridrl.errors import ConfigError
+from hybridrl.errors import EXIT_FAILURE, ConfigError
 from hybridrl.system.formatting import format_seconds
 
-_PROBLEM_EXIT_CODE = 1
-"""Exit code where something would keep jobs from training."""
 _DEFAULT_SECONDS = 9.0
 _RESERVED_SECONDS = 1.0
 """Of the time, for what is done after imports have ended."""
@@ -70,7 +68,7 @@ def run(chosen: argparse.Namespace) -> int:
         )
     else:
         print_for_people(*map(_format_finding, found), "", _summarize_findings(count, seconds))
-    return _PROBLEM_EXIT_CODE if count[FindingState.PROBLEM] else 0
+    return EXIT_FAILURE if count[FindingState.PROBLEM] else 0
 
 
 def _format_finding(finding: DoctorFinding) -> Text:

@@ -1,18 +1,26 @@
-"""How commands print what they found."""
+"""Printing of what commands have found, for people and for programs."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from hybridrl.system.storage import explain_write_errors
 
-def print_for_people(*what: Any) -> int:
-    """Print texts and tables for a person; return the exit code 0."""
-    console = Console(width=None if sys.stdout.isatty() else 160)
+
+def print_for_people(*what: Any, pipe_width: int = 160) -> int:
+    """Print texts and tables for a person; return the exit code 0.
+
+    Args:
+        pipe_width: Cells of a line of a table where the output is no terminal.
+    """
+    console = Console(width=None if sys.stdout.isatty() else pipe_width)
     for each in what:
         console.print(each, highlight=False, markup=False, soft_wrap=isinstance(each, str))
     return 0
@@ -22,3 +30,20 @@ def print_json(found: Mapping[str, Any] | Sequence[Any]) -> int:
     """Print data for a program; return the exit code 0."""
     sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return 0
+
+
+def print_plan(chosen: argparse.Namespace, plan: str, *what: Any) -> None:
+    """Write the text of a plan to `--out`, and print it: as it is with `--json`, else as tables and
+    sentences.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
+    if chosen.out:
+        file = Path(chosen.out).expanduser()
+        with explain_write_errors(file):
+            file.write_text(plan + "\n")
+    if chosen.json:
+        sys.stdout.write(plan + "\n")
+    else:
+        print_for_people(*what)

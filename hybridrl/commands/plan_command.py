@@ -8,8 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
+from hybridrl.commands.output import print_for_people
 from hybridrl.commands.plan_options import (
     parse_lengths,
     planned,
@@ -148,16 +147,12 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
         if chosen.json:
             sys.stdout.write(job_plan_to_json(plan, left) + "\n")
         else:
-            console = Console(width=None if sys.stdout.isatty() else 160)
-            for line in table.format_step_sizes(plan):
-                console.print(line, highlight=False, markup=False)
             said = f"Chosen: {', '.join(format_settings(tuple(left)))}." if left else ""
             searched = _AUTO_PLACEMENT_NOTICE if config.placement.strategy == "auto" else ""
-            for notice in filter(None, (unnamed, said, searched, plan.notice, *unseen)):
-                console.print(notice, highlight=False, markup=False)
+            notices = filter(None, (unnamed, said, searched, plan.notice, *unseen))
+            print_for_people(*table.format_step_sizes(plan), *notices)
             for shown in table.build_plan_tables(plan):
-                console.print()
-                console.print(shown)
+                print_for_people("", shown)
         check_plan_fits(plan)
 
 

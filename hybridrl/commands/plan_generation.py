@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from hybridrl.checks.machine.device_checks import devices_here
+from hybridrl.commands.output import print_plan
 from hybridrl.commands.plan_options import parse_lengths
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
@@ -26,7 +25,6 @@ from hybridrl.models.model_loading import load_model_config as load_model_config
 from hybridrl.planner.computation_dtype import detect_device_kind, resolve_dtype
 from hybridrl.planner.machine.device_catalog import add_device_memory
 from hybridrl.system.formatting import format_bytes, format_seconds
-from hybridrl.system.storage import explain_write_errors
 from hybridrl.systems.unequal_devices import UnequalDevice, load_unequal_devices
 from hybridrl.systems.unequal_generation.decoder_stage import (
     check_decoder_stages,
@@ -78,17 +76,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     )
     problem = replace(problem, indicators=calibrate_indicators(model, answers))
     plan = find_measured_plan(problem, model, answers)
-    if chosen.out:
-        file = Path(chosen.out).expanduser()
-        with explain_write_errors(file):
-            file.write_text(format_generation_plan(plan) + "\n")
-    if chosen.json:
-        sys.stdout.write(format_generation_plan(plan) + "\n")
-        return
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(_build_plan_table(plan, problem))
-    for line in _describe_plan(plan, chosen.out):
-        console.print(line, highlight=False, markup=False)
+    lines = _describe_plan(plan, chosen.out)
+    print_plan(chosen, format_generation_plan(plan), _build_plan_table(plan, problem), *lines)
 
 
 def _read_device_descriptions(config: Config, path: str | None, kind: str) -> list[UnequalDevice]:

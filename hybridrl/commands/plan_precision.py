@@ -4,17 +4,16 @@ as a plan that `models.<role>.precision` takes."""
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.device_checks import devices_here
+from hybridrl.commands.output import print_plan
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
@@ -24,7 +23,6 @@ from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.step.step_calls import compute_step_sizes
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.formatting import format_seconds
-from hybridrl.system.storage import explain_write_errors
 from hybridrl.systems.low_bits.precision_checks import resolve_precision_use
 from hybridrl.systems.low_bits.precision_plan import (
     PrecisionPlan,
@@ -71,17 +69,8 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
             plan = make_plan(use, path, dtype, *step, samples, devices, device, tokens)
     finally:
         torch.set_num_threads(threads)
-    if chosen.out:
-        file = Path(chosen.out).expanduser()
-        with explain_write_errors(file):
-            file.write_text(plan.to_json() + "\n")
-    if chosen.json:
-        sys.stdout.write(plan.to_json() + "\n")
-        return
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(_build_plan_table(plan))
-    for line in _describe_plan(plan, role, chosen.out):
-        console.print(line, highlight=False, markup=False)
+    lines = _describe_plan(plan, role, chosen.out)
+    print_plan(chosen, plan.to_json(), _build_plan_table(plan), *lines)
 
 
 def _read_calibration_tokens(config: Config, path: str) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from hybridrl.commands.output import print_for_people
 from hybridrl.commands.plan_options import (
     parse_lengths,
     planned,
@@ -104,7 +105,6 @@ def _resolve_objective(chosen: argparse.Namespace, cluster: ClusterSpec) -> Sear
 
 
 def _print_proposals(found: SearchResult, price: str | None, unnamed: str) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 200)
     per = None
     if price is not None:
         prices = parse_prices(price)
@@ -114,9 +114,8 @@ def _print_proposals(found: SearchResult, price: str | None, unnamed: str) -> No
             devices = len(one.plan.cluster.devices)
             return one.plan.sizes.tokens / cost.of(one.seconds, devices)[0]
 
-    console.print(build_proposals_table(found, per))
-    for line in (unnamed, "", *settings_lines(found), "", *explain_ranking(found)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines = unnamed, "", *settings_lines(found), "", *explain_ranking(found)
+    print_for_people(build_proposals_table(found, per), *lines, pipe_width=200)
 
 
 def _build_data(found: SearchResult, chosen: Mapping[str, object]) -> dict[str, object]:

@@ -1,1 +1,1 @@
-"""From a command line to a `Config`: presets, recipes, overrides, earlier models, and secrets."""
+"""Composition of a `Config` from presets, recipes and overrides; secrets in it."""

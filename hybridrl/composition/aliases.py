@@ -62,7 +62,7 @@ class _Match(NamedTuple):
 
 @cache
 def foreign_settings() -> tuple[ForeignSetting, ...]:
-    """All rows of the table."""
+    """Return the rows of the table, those of all libraries."""
     return tuple(
         ForeignSetting(
             library["title"],

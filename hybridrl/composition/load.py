@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
@@ -73,7 +73,9 @@ def compose_config(overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
             if wrong := dict(find_invalid_values(build_config(composed))):
                 raise ConfigError(*wrong.values())
     problems.raise_if_any()
-    keys = [key for override in read for key in _list_override_settings(override)]
+    keys: list[str] = []
+    for override in read:  # of a preset all settings that presets of its group set
+        keys += list_preset_settings(override.key) if override.is_preset else [override.key]
     config = build_config(composed)
     if is_served(config.rollout, config.environment) and not any(map(_names_functions, read)):
         config = _without_default_function(config)
@@ -83,13 +85,13 @@ def compose_config(overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
 
 
 def _names_functions(override: SettingOverride) -> bool:
-    """Whether it says which reward functions there are."""
+    """Return whether the override names the reward functions."""
     is_group = override.key == "reward" and isinstance(override.value, Mapping)
     return override.key == "reward.function" or (is_group and "function" in override.value)
 
 
 def _without_default_function(config: Config) -> Config:
-    """Leaves the reward to the programs that play: the default function would be added to it."""
+    """Leave the reward to the programs that play: the default function would be added to it."""
     if config.reward.function != RewardConfig().function:  # that of a preset
         return config
     return replace(config, reward=replace(config.reward, function=[]))
@@ -163,7 +165,8 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 def _replace_functions_by_names(config: Config) -> Config:
-    """With the names of reward functions that were given as objects, and of the task alone."""
+    """Replace reward functions that were given as objects by their names, and the task by its
+    own."""
     if config.data.task is not None:
         config = replace(config, data=replace(config.data, task=str(config.data.task)))
     reward, cost = config.reward, config.cost
@@ -185,9 +188,9 @@ def _name_functions(function: Any) -> Any:
 def _composed_for_rows(
     overrides: Sequence[SettingOverride], problems: ErrorCollector
 ) -> tuple[DictConfig, dict[str, Any], bool]:
-    """The settings; of those that the preset of a built-in task decides, what they are without it;
-    and whether nobody has named any data. Then the data is the environment's tasks where there is
-    an environment, and none where only sets of other data are evaluated."""
+    """Return the settings; those that the preset of a built-in task decides, with their values
+    without it; and whether nobody has named any data. Then the data is the environment's tasks
+    where there is an environment, and none where only sets of other data are evaluated."""
     chosen = dict(DEFAULT_PRESETS)
     for override in overrides:
         if override.is_preset:
@@ -211,12 +214,12 @@ def _composed_for_rows(
 
 
 def _value(config: DictConfig, name: str) -> Any:
-    """A setting; None where it refers to what is not there."""
+    """Return a setting; None if it refers to what is not there."""
     return OmegaConf.select(config, name, throw_on_resolution_failure=False)
 
 
 def _evaluates_only_sets(config: DictConfig) -> bool:
-    """Whether nothing is trained, and every set of `eval.sets` names data of its own."""
+    """Return whether nothing is trained, and every set of `eval.sets` names data of its own."""
     sets = [one for one in config.eval.sets.values() if one is not None]
     has_data = [OmegaConf.is_config(one) and bool(one.get("data")) for one in sets]
     return _value(config, "trainer.name") == "evaluate" and bool(sets) and all(has_data)
@@ -279,9 +282,10 @@ def _apply_override(config: DictConfig, override: SettingOverride) -> None:
     if is_group(hint):
         _apply_group_override(config, override)
         return
-    if absent := next(
-        (g for g in _list_parent_groups(key) if OmegaConf.select(config, g) is None), None
-    ):
+    parts = key.split(".")
+    parents = (".".join(parts[:end]) for end in range(1, len(parts)))
+    groups = (one for one in parents if is_group(find_setting_type(one)))
+    if absent := next((one for one in groups if OmegaConf.select(config, one) is None), None):
         presets = " or ".join(find_presets_setting(absent))
         raise ConfigError(
             f"{override.said}: `{absent}` is set by {presets}; choose that, or leave {key} out."
@@ -327,19 +331,3 @@ def _apply_group_override(config: DictConfig, override: SettingOverride) -> None
                 config, SettingOverride(f"{key}.{name}", entry, f"{key}.{name}={entry}")
             )
     problems.raise_if_any()
-
-
-def _list_parent_groups(key: str) -> Iterable[str]:
-    """Yield the groups that contain a setting, outermost first."""
-    parts = key.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)) if _is_group(parts[:end]))
-
-
-def _is_group(parts: Sequence[str]) -> bool:
-    return is_group(find_setting_type(".".join(parts)))
-
-
-def _list_override_settings(override: SettingOverride) -> Iterable[str]:
-    """List the settings that an override sets; for a preset all settings that presets of its group
-    set."""
-    return list_preset_settings(override.key) if override.is_preset else [override.key]

@@ -99,7 +99,7 @@ def redact_secrets(config: Config) -> Config:
 
 
 def _is_named(path: Sequence[Any]) -> bool:
-    """Whether it is a free option whose name says that it is a secret."""
+    """Return whether a free option is a secret by its name."""
     named = next((str(part) for part in reversed(path) if isinstance(part, str)), "")
     return is_secret_name(named) and _FREE.match(".".join(map(str, path))) is not None
 

@@ -45,8 +45,8 @@ def select_effective_settings(settings: Any, config: Config) -> dict[str, Any]:
 
 
 def find_ineffective_settings(config: Config) -> list[str]:
-    """A sentence for each setting that is not at its default and does nothing in this job, unless
-    the preset of its task or of its engine says it."""
+    """Return a sentence for each setting that is not at its default and does nothing in this job,
+    unless the preset of its task or of its engine says it."""
     chosen = {DATA: config.data.task, "rollout": config.rollout.engine}
     of_presets = [
         setting
@@ -63,7 +63,7 @@ def find_ineffective_settings(config: Config) -> list[str]:
 
 
 def is_effective(setting: str, config: Config) -> bool:
-    """Whether a setting may do something in this job."""
+    """Return whether a setting may do something in this job."""
     return any(one.name == setting and not one.lacks for one in _settings(config, config))
 
 
@@ -137,7 +137,8 @@ def _settings(
 
 
 def _lacking(hint: Any, setting: str, prefix: str, config: Config) -> Iterator[str]:
-    """The conditions that do not hold; with a program of the user's any may."""
+    """Yield the conditions that do not hold, in words. A program of the user's may read any
+    setting."""
     for said in find_condition(hint):
         if not any(_condition_holds(one, setting, config) for one in said.conditions):
             yield str(said).replace("`.", f"`{prefix}")

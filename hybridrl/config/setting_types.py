@@ -105,7 +105,8 @@ def list_constraints(hint: Any) -> list[Any]:
 
 
 def find_condition(hint: Any) -> list[AppliesIf]:
-    """Where it counts: all have to hold, each by one of its settings."""
+    """Return the conditions under which a setting counts. All have to hold, each by any of its
+    settings."""
     return [said for said in _list_annotations(hint) if isinstance(said, AppliesIf)]
 
 

@@ -1,5 +1,5 @@
-"""What a built-in task needs, such as lengths and a learning rate, belongs to that task: where rows
-come from elsewhere it no longer holds."""
+"""Settings that belong to a built-in task, such as lengths and a learning rate. Where rows come
+from elsewhere they have the values that they have without the task."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class TaskName(str):
 
 
 def without_task(config: Config) -> Config:
-    """The settings without the built-in task and without what its preset decides."""
+    """Return the settings without the built-in task and without what its preset decides."""
     instead = getattr(config.data.task, "instead", {})
     return apply_changes(config, [("data.task", None), *instead.items()])
 
 
 def with_task_noted(config: Config, instead: Mapping[str, Any], is_default: bool) -> Config:
-    """The settings with a task that knows what its preset decides; see `TaskName`."""
+    """Return the settings with a task that knows what its preset decides; see `TaskName`."""
     task = TaskName.of(str(config.data.task), instead, is_default)
     return apply_changes(config, [("data.task", task)])
 
@@ -56,6 +56,6 @@ def remark_on_task(config: Config) -> str:
 
 
 def said_by_task(config: Config) -> str:
-    """The settings that a task's preset decides, with their values."""
+    """Format the settings that a task's preset decides, with their values."""
     names = getattr(config.data.task, "instead", {})
     return ", ".join(f"{name}={reduce(getattr, name.split('.'), config)}" for name in names)

@@ -8,12 +8,11 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from hybridrl.console.line_console import (
-    RunReadings,
     format_clock_time,
     format_value,
     render_sparkline,
 )
-from hybridrl.console.phase_colors import PHASE_COLORS
+from hybridrl.console.run_view import PHASE_COLORS, RunReadings
 from hybridrl.console.safe_text import sanitize_line
 from hybridrl.console.sample_table_text import ShownSample, format_sample_count, format_sample_table
 

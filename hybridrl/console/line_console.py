@@ -1,102 +1,21 @@
-"""The values that consoles show of a run, and the console that prints a line for each step."""
+"""A console that prints a line for each step, and how consoles write values."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console
 from rich.text import Text
 
-from hybridrl.console.phase_colors import STEP_PHASES
-from hybridrl.console.run_view import RunView
+from hybridrl.console.run_view import RunReadings, RunView
 from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.console.sample_table_text import ShownSample, format_sample_count, format_sample_table
 from hybridrl.system.formatting import format_seconds
 from hybridrl.system.redaction import escape_unencodable
 
 _BARS = "▁▂▃▄▅▆▇█"
-_RECENT_STEPS = 20  # long enough to hold an evaluation now and then, short enough to follow
-
-
-class RunReadings:
-    """The metrics of all steps so far, of which a console asks what it shows.
-
-    Args:
-        total_steps: the step at which the run ends.
-        clock: seconds, counting up.
-        accuracy_name: what the metric `accuracy` is called.
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        clock: Callable[[], float] = time.monotonic,
-        accuracy_name: str = "accuracy",
-    ) -> None:
-        self.total_steps = total_steps
-        self.accuracy_name = accuracy_name
-        self.current_step: int | None = None
-        self.rewards: list[float] = []
-        self.accuracy: float | None = None
-        self.accuracy_step: int | None = None
-        self._latest: dict[str, float] = {}
-        self._clock = clock
-        self._started = clock()
-        self._last_end = self._started
-        self._durations: deque[float] = deque(maxlen=_RECENT_STEPS)
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of `step`; values that are not finite numbers count as missing."""
-        latest: dict[str, float] = {}
-        for key, value in metrics.items():
-            number = _parse_finite(value)
-            if number is not None:
-                latest[key] = number
-        now = self._clock()
-        # Start-up lies before the first step's end, so that step's own time is used.
-        duration = (
-            now - self._last_end if self.current_step is not None else latest.get("time/step")
-        )
-        if duration is not None:
-            self._durations.append(duration)
-        self._last_end = now
-        if "reward/mean" in latest:
-            self.rewards.append(latest["reward/mean"])
-        if "accuracy" in latest:
-            self.accuracy = latest["accuracy"]
-            self.accuracy_step = int(latest.get("accuracy/step", step))
-        self._latest = latest
-        self.current_step = step
-
-    def value(self, key: str) -> float | None:
-        """Return the metric of the last step; None if that step did not measure it."""
-        return self._latest.get(key)
-
-    def shares(self) -> dict[str, float]:
-        """Return the last step's share of time by phase, with `other`; empty if not measured."""
-        shares = {phase: self._latest.get(f"share/{phase}") for phase in STEP_PHASES[:-1]}
-        known = {phase: max(0.0, share) for phase, share in shares.items() if share is not None}
-        if known:
-            known["other"] = max(0.0, 1.0 - sum(known.values()))
-        return known
-
-    def elapsed(self) -> float:
-        """Return the seconds since this run began."""
-        return self._clock() - self._started
-
-    def seconds_left(self) -> float | None:
-        """Return the mean time of recent steps times the remaining steps; None before the first
-        step."""
-        if self.current_step is None or not self._durations:
-            return None
-        mean = sum(self._durations) / len(self._durations)
-        steps_left = max(0, self.total_steps - self.current_step)
-        already = min(self._clock() - self._last_end, mean) if steps_left else 0.0
-        return steps_left * mean - already
 
 
 def render_sparkline(values: list[float], cells: int) -> str:
@@ -128,14 +47,6 @@ def format_value(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _parse_finite(value: object) -> float | None:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return None
-    return number if math.isfinite(number) else None
-
-
 _PROGRESS_EVERY_S = 5.0
 _SAMPLE_CELLS = 120
 _PHASES_SHOWN = {"generate": "gen", "score": "score", "train": "train", "sync": "sync"}
@@ -152,13 +63,10 @@ class LineConsole(RunView):
         clock: Callable[[], float] = time.monotonic,
         accuracy: str = "accuracy",
     ) -> None:
-        self._readings = RunReadings(total_steps, clock, accuracy)
-        self._console = console
-        self._clock = clock
+        super().__init__(total_steps, title, console, clock, accuracy)
         self._phase = ""
         self._phase_began = 0.0
         self._progress_shown = 0.0
-        self._closed = False
         if title:
             self._line(sanitize_line(title, 200))
 
@@ -191,10 +99,7 @@ class LineConsole(RunView):
     def message(self, text: str) -> None:
         self._line(sanitize_lines(text))
 
-    def close(self, final: str = "") -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _stop(self, final: str) -> None:
         if final:
             self._line(sanitize_lines(final))
 

@@ -18,7 +18,6 @@ from hybridrl.console.dashboard import (
     render_samples,
     render_values,
 )
-from hybridrl.console.line_console import RunReadings
 from hybridrl.console.run_view import RunView
 from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.console.sample_table_text import ShownSample
@@ -45,15 +44,11 @@ class LiveConsole(RunView):
         clock: Callable[[], float] = time.monotonic,
         accuracy: str = "accuracy",
     ) -> None:
-        self._readings = RunReadings(total_steps, clock, accuracy)
-        self._title = title
-        self._console = console
-        self._clock = clock
+        super().__init__(total_steps, title, console, clock, accuracy)
         self._phase: tuple[str, float] | None = None
         self._progress: tuple[int, int, str] | None = None
         self._samples: tuple[int, str, Sequence[ShownSample]] | None = None
         self._samples_since = float("-inf")
-        self._closed = False
         self._live = Live(self, console=console, refresh_per_second=_FRAMES_PER_SECOND)
 
     def __enter__(self) -> Self:
@@ -82,10 +77,7 @@ class LiveConsole(RunView):
     def message(self, text: str) -> None:
         self._console.print(Text(sanitize_lines(text)), soft_wrap=True)
 
-    def close(self, final: str = "") -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def _stop(self, final: str) -> None:
         if final:  # after an error the last frame keeps the phase: it says what was going on
             self._phase = self._progress = None
         if self._live.is_started:

@@ -11,8 +11,6 @@ from hybridrl.console.line_console import LineConsole
 from hybridrl.console.live_console import LiveConsole
 from hybridrl.console.run_view import RunView
 
-__all__ = ["RunView", "make_console", "progress_lines"]
-
 _KERNEL_VARIABLES = ("JPY_PARENT_PID", "JPY_SESSION_NAME", "COLAB_RELEASE_TAG")
 """Kernels have one of these, and so do the programs that their cells start (`!python ...`)."""
 
@@ -36,12 +34,12 @@ def make_console(
 
 
 def progress_lines() -> RunView:
-    """Shows what a program of one's own waits for: in the cell of a notebook, else on standard
-    error, for standard output is the program's."""
+    """Return a console that shows what a program of one's own waits for: in the cell of a notebook,
+    else on standard error, for standard output is the program's."""
     return LineConsole(0, "", Console(stderr=not in_notebook(), force_jupyter=False))
 
 
 def in_notebook() -> bool:
-    """Whether output ends in a notebook, of this program or of the one that started it. There a
-    program may have a terminal, whose cursor movements the notebook shows as they are."""
+    """Return whether output ends in a notebook, of this program or of the one that started it.
+    There a program may have a terminal, whose cursor movements the notebook shows as they are."""
     return "ipykernel" in sys.modules or any(map(os.environ.get, _KERNEL_VARIABLES))

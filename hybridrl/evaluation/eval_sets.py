@@ -28,19 +28,12 @@ OF_TRAINING = (
     *("sampler", "sampler_options", "sources", "learn"),
 )
 """Settings of `data` that say nothing of prompts to evaluate on."""
-_SET_REWARD_SETTINGS = (
-    *("function", "options", "weights", "processes", "timeout_s", "on_error", "error_value"),
-    *("correct_at", "env"),
-)
-"""Settings of `reward` that a set may have."""
 _INHERITED_REWARD_SETTINGS = (
-    "processes",
-    "timeout_s",
-    "on_error",
-    "error_value",
-    "correct_at",
-    "env",
+    *("processes", "timeout_s", "on_error", "error_value", "correct_at", "env"),
 )
+"""Settings of `reward` that a set has from the job where it says nothing."""
+_SET_REWARD_SETTINGS = ("function", "options", "weights", *_INHERITED_REWARD_SETTINGS)
+"""Settings of `reward` that a set may have."""
 
 
 class EvalMetric(NamedTuple):

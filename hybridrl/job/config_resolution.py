@@ -114,7 +114,7 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
 
 @dataclass(frozen=True)
 class KnownJob:
-    """What has to be known before settings that are left open can be chosen.
+    """The facts by which settings that are left open are chosen.
 
     Attributes:
         model_path: Where the model is, also a tiny one that the settings do not name.

@@ -50,6 +50,7 @@ from hybridrl.run_files.metric_writers import (
 from hybridrl.run_files.recorded_steps import DriverActivity
 from hybridrl.run_files.run_directory import RunDirectory, make_checkpoint_folder
 from hybridrl.run_files.run_lock import RunLock
+from hybridrl.run_files.run_paths import CLUSTER, DATA_REPORT, PLACEMENT, SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import RunStatus, classify_outcome
 from hybridrl.run_files.summary import REPORT
@@ -215,7 +216,7 @@ class Job:
             self.write_settings()
 
     def _known(self) -> KnownJob:
-        """What settings that are left open are chosen by."""
+        """Return the facts by which settings that are left open are chosen."""
         from hybridrl.planner.step.step_calls import SampleLengths
 
         lengths = SampleLengths.alike(self.longest_prompt, self.longest_response)
@@ -226,7 +227,9 @@ class Job:
         from hybridrl.planner.machine.device_catalog import add_device_memory
 
         self.feed = self._make_feed()
-        self.directory.write_cluster(add_device_memory(self.executor.cluster).to_json())
+        self.directory.write_text(
+            CLUSTER, add_device_memory(self.executor.cluster).to_json() + "\n"
+        )
         if self.config.placement.strategy == "auto":
             progress("searching for a placement")
             self._search_placement()
@@ -235,7 +238,7 @@ class Job:
 
         known = self._known()
         self.placement = resolve_placement(self.config, known.cluster, self.roles)
-        self.directory.write_placement(self.placement.to_json())
+        self.directory.write_text(PLACEMENT, self.placement.to_json() + "\n")
         try:
             config = known.with_model(self.config)
             self.plan = plan_starting_job(
@@ -251,7 +254,7 @@ class Job:
             self._as_asked, self.executor, self._known(), self._usual_lengths
         )
         self.placement, self.plan, self.plan_notice = best.placement, best.plan, best.plan.notice
-        self.directory.write_placement(best.to_json())
+        self.directory.write_text(PLACEMENT, best.to_json() + "\n")
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Build the workers of the roles where they are placed."""
@@ -348,7 +351,7 @@ class Job:
         """Write `config.yaml` for later resumes; from now on the folder belongs to this job."""
         if self._state is not None:
             self._state.begin()
-        self.directory.write_config(format_config_yaml(self._as_asked or self.config))
+        self.directory.write_text(SETTINGS, format_config_yaml(self._as_asked or self.config))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add metrics of a step to `metrics.jsonl` and the trackers; see `MetricLog.write`."""
@@ -417,7 +420,7 @@ class Job:
         longest = self.longest_prompt + self.longest_response
         self.context_length = max(longest, found.longest_evaluated)
         self.remarks = found.remarks
-        self.directory.write_data_report(found.report)
+        self.directory.write_json(DATA_REPORT, found.report)
         self.made_with = describe_model_identity(found.model.to_dict(), self.tokenizer)
         if self.resumed.folder is not None:
             check_model_identity(self.resumed.folder, self.made_with)

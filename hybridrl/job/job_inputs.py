@@ -1,4 +1,4 @@
-"""What a job is built from: a model's folder and rows of data, and whether they fit each other."""
+"""Loading of a job's model folder, tokenizer and rows, with checks that they fit each other."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _HEAD_DIM_MULTIPLE = 32
 
 @dataclass(frozen=True)
 class JobInputs:
-    """What a job is built from.
+    """The model's description, the tokenizer and the rows of a job.
 
     Attributes:
         model_path: Of the policy; a tiny model's folder where the settings name none.

@@ -1,12 +1,12 @@
-"""What a start looks at before it has workers, for `run.dry` and `hybridrl plan`."""
+"""Checks of a start that need no workers, for `run.dry` and `hybridrl plan`."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hybridrl.checks.check_list import Need, run_checks
 from hybridrl.checks.machine.device_checks import build_preflight_cluster
@@ -59,8 +59,8 @@ def run_preflight(
             plain = config_to_dict(config)
             run_checks(problems, Need.FOLDER, config=config, roles=roles, plain_settings=plain)
         if not unseen and not models and not lacks_model(config):
-            with _make_temporary_folder() as folder, problems.noted():
-                found = load_job_inputs(config, roles, folder, is_whole=True)
+            with TemporaryDirectory(prefix="hybridrl-preflight-") as folder, problems.noted():
+                found = load_job_inputs(config, roles, Path(folder), is_whole=True)
                 remarks += found.remarks
                 if places and not problems:
                     remarks += _plan(config, roles, found)
@@ -135,9 +135,3 @@ def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) ->
         if is_described and (refused := model_folder_checks.refusal_of_quantised(path, setting)):
             found[path] += f" A start would refuse it: {refused}"
     return found
-
-
-@contextlib.contextmanager
-def _make_temporary_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hybridrl-preflight-") as folder:
-        yield Path(folder)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridrl.console.dashboard import render_bar, render_values
-from hybridrl.console.line_console import RunReadings
+from hybridrl.console.run_view import RunReadings
 from hybridrl.console.safe_text import sanitize_line
 from hybridrl.report.device_spans import IDLE, DeviceSpan, format_cause
 from hybridrl.report.run_evidence import RunEvidence

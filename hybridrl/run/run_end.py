@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.errors import HybridRLError, PreemptionInterrupt
 from hybridrl.run_files.provenance import collect_provenance
+from hybridrl.run_files.run_paths import SUMMARY
 from hybridrl.run_files.run_status import classify_outcome
 from hybridrl.run_files.summary import interrupted_sentence
 from hybridrl.system.formatting import format_seconds
@@ -128,7 +129,8 @@ class RunEnd:
         """Write what there is to say of a run, what it came from, and what has ended it."""
         state, why = classify_outcome(error)
         made_by = collect_provenance(self.config.run.seed, self.job.command)
-        self.job.directory.write_summary({**self.summary, "state": state, "why": why, **made_by})
+        summary = {**self.summary, "state": state, "why": why, **made_by}
+        self.job.directory.write_json(SUMMARY, summary)
 
     def _say_how_to_go_on(self, why: str) -> None:
         steps, folder = self.summary["steps"], self.job.directory.path

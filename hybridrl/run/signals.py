@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hybridrl.config.schema import CLOSE_TIMEOUT_S, RecoveryConfig
-from hybridrl.errors import PreemptionInterrupt
+from hybridrl.errors import EXIT_INTERRUPTED, PreemptionInterrupt
 
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CLOSING_SECONDS = 60.0
@@ -34,9 +34,7 @@ class SignalHandler:
         on_interrupt: Called by the first Ctrl-C.
     """
 
-    INTERRUPTED = 130
-
-    def __init__(self, recover: RecoveryConfig, terminated: int = INTERRUPTED) -> None:
+    def __init__(self, recover: RecoveryConfig, terminated: int = EXIT_INTERRUPTED) -> None:
         self._recover, self._terminated = recover, terminated
         self._asked = ""
         self._code = 0
@@ -86,7 +84,7 @@ class SignalHandler:
             self._raise()
         self._asked = name
         is_interrupt = number == signal.SIGINT
-        self._code = self.INTERRUPTED if is_interrupt else self._terminated
+        self._code = EXIT_INTERRUPTED if is_interrupt else self._terminated
         self._end_within(self._recover.grace_s)
         main = threading.main_thread().ident
         again = (main, signal.Signals(number))
@@ -97,7 +95,7 @@ class SignalHandler:
             self.on_terminate(name)
 
     def _raise(self) -> None:
-        if self._code not in (0, self.INTERRUPTED):
+        if self._code not in (0, EXIT_INTERRUPTED):
             raise PreemptionInterrupt(self._asked)
         raise KeyboardInterrupt(self._asked)
 

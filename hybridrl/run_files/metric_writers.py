@@ -6,6 +6,7 @@ when it is opened, so a run without it neither needs it nor waits for it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import os
@@ -71,13 +72,10 @@ class TensorBoardWriter:
     --logdir`."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise _missing_package_error("tensorboard", error) from error
+        tensorboard = _import_tracker("tensorboard", "torch.utils.tensorboard")
         self._directory = directory
         with explain_write_errors(directory):
-            self._writer = SummaryWriter(str(directory))
+            self._writer = tensorboard.SummaryWriter(str(directory))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         with explain_write_errors(self._directory):
@@ -94,10 +92,7 @@ class WandbWriter:
     """A run in the Weights & Biases project `hybridrl`; `WANDB_*` variables work as usual."""
 
     def __init__(self, directory: Path, run_name: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise _missing_package_error("wandb", error) from error
+        wandb = _import_tracker("wandb")
         project = None if _is_variable_set("WANDB_PROJECT") else "hybridrl"
         self._run = wandb.init(
             project=project, name=run_name, dir=str(directory), config=dict(config)
@@ -114,11 +109,7 @@ class MLflowWriter:
     """A run in the MLflow experiment `hybridrl`; `MLFLOW_TRACKING_URI` and the like work."""
 
     def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
-        try:
-            import mlflow
-        except ImportError as error:
-            raise _missing_package_error("mlflow", error) from error
-        self._mlflow = mlflow
+        mlflow = self._mlflow = _import_tracker("mlflow")
         if not (
             _is_variable_set("MLFLOW_EXPERIMENT_NAME") or _is_variable_set("MLFLOW_EXPERIMENT_ID")
         ):
@@ -139,10 +130,7 @@ class TrackioWriter:
     network unless `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL` is set; `trackio show` shows it."""
 
     def __init__(self, run_name: str, config: Mapping[str, Any]) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise _missing_package_error("trackio", error) from error
+        trackio = _import_tracker("trackio")
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT") or "hybridrl",
             name=run_name,
@@ -268,6 +256,18 @@ def _ends_mid_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
+
+
+def _import_tracker(package: str, module: str | None = None) -> Any:
+    """Import the module of a tracker, which has its package's name if nothing is said.
+
+    Raises:
+        MissingPackageError: names the package.
+    """
+    try:
+        return importlib.import_module(module or package)
+    except ImportError as error:
+        raise _missing_package_error(package, error) from error
 
 
 def _is_variable_set(variable: str) -> bool:

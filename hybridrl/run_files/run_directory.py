@@ -167,30 +167,15 @@ class RunDirectory:
                 "out. Name a new folder by run.directory."
             ) from error
 
-    def write_config(self, text: str) -> None:
-        """Write the resolved settings, given as YAML text."""
-        with replace_file(self.config_file) as part:
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file of the run, such as the resolved settings, in place of an earlier one.
+        It is on the disk when this returns."""
+        with replace_file(self.path / name) as part:
             _write_durably(part, text)
 
-    def write_placement(self, text: str) -> None:
-        """Write the placement, given as JSON text, for `placement=file`."""
-        with replace_file(self.path / "placement.json") as part:
-            _write_durably(part, text + "\n")
-
-    def write_cluster(self, text: str) -> None:
-        """Write the devices of the run, given as JSON text."""
-        with replace_file(self.path / "cluster.json") as part:
-            _write_durably(part, text + "\n")
-
-    def write_data_report(self, figures: Mapping[str, Any]) -> None:
-        """Writes the first row, and what the data repeats, as JSON."""
-        with replace_file(self.path / "data-report.json") as part:
-            _write_durably(part, to_json(figures, indent=2) + "\n")
-
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary of the run as JSON; NaN and infinity become null."""
-        with replace_file(self.summary_file) as part:
-            _write_durably(part, to_json(summary, indent=2) + "\n")
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Write a small file of the run as JSON; NaN and infinity become null."""
+        self.write_text(name, to_json(content, indent=2) + "\n")
 
     def forget_summary(self) -> None:
         """Remove the summary of an earlier job of this run, which goes on."""
@@ -220,8 +205,7 @@ class RunDirectory:
         path = self.path / "bad-steps" / f"step-{step:06d}.parquet"
         with explain_write_errors(path):
             path.parent.mkdir(exist_ok=True)
-        with replace_file(path.with_suffix(".json")) as part:
-            part.write_text(to_json(found, indent=2) + "\n", encoding="utf-8")
+        self.write_json(f"bad-steps/step-{step:06d}.json", found)
         return _write_parquet(path, table)
 
     def forget_after(self, step: int) -> None:

@@ -82,10 +82,7 @@ class RunReader:
 
     def settings_text(self) -> str:
         """Return `config.yaml` as it stands."""
-        try:
-            return read_text(self.path / names.SETTINGS)
-        except (OSError, ValueError):
-            return ""
+        return self._text(names.SETTINGS)
 
     def summary(self) -> Mapping[str, Any]:
         """Return `summary.json`, which a run writes at its end."""
@@ -113,11 +110,7 @@ class RunReader:
 
     def recoveries(self) -> list[dict[str, Any]]:
         """Return a row for each time that workers were lost and the run went on."""
-        try:
-            text = read_text(self.path / names.RECOVERIES)
-        except (OSError, ValueError):
-            return []
-        return list(_objects(text))
+        return list(_objects(self._text(names.RECOVERIES)))
 
     def bad_steps(self) -> list[dict[str, Any]]:
         """Return the steps whose numbers were not finite, and what was found in them."""
@@ -184,6 +177,12 @@ class RunReader:
         """Return the files of a folder of the run, by their names; none of a folder elsewhere."""
         place = self.path / folder
         return [] if place.is_symlink() else sorted(place.glob(pattern))
+
+    def _text(self, file: str) -> str:
+        try:
+            return read_text(self.path / file)
+        except (OSError, ValueError):
+            return ""
 
     def _object(self, file: str | Path) -> dict[str, Any]:
         try:

@@ -1,4 +1,4 @@
-"""What a run gained, in the last sentence that is said of it."""
+"""The last sentence on the console of a run: what it gained, and where it is kept."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ def run(hosts, tmp_path, monkeypatch):
 def refusal(tmp_path, monkeypatch, capsys):
     """Has the command line, in this process and folder, refuse these settings; what it says."""
     from hybridrl import main
+    from hybridrl.errors import EXIT_CONFIG_ERROR
 
     def refuse(*overrides: str) -> str:
         monkeypatch.chdir(tmp_path)
@@ -78,7 +79,7 @@ def refusal(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as caught:
             main.main()
-        assert caught.value.code == main.EXIT_CONFIG_ERROR
+        assert caught.value.code == EXIT_CONFIG_ERROR
         said = "".join(capsys.readouterr())
         assert "Traceback" not in said
         return said

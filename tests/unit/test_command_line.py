@@ -21,7 +21,7 @@ def test_a_command_of_the_other_program_is_pointed_to(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["main", "plan", "run.name=a b", "--json"])
     with pytest.raises(SystemExit) as ended:
         main.main()
-    assert ended.value.code == main.EXIT_CONFIG_ERROR
+    assert ended.value.code == cli.EXIT_CONFIG_ERROR
     assert "Write: hybridrl plan 'run.name=a b' --json" in capsys.readouterr().err
 
 

@@ -11,13 +11,13 @@ from rich.console import Console
 from hybridrl.console.dashboard import split_cells
 from hybridrl.console.line_console import (
     LineConsole,
-    RunReadings,
     format_clock_time,
     format_step_line,
     render_sparkline,
 )
 from hybridrl.console.live_console import LiveConsole
 from hybridrl.console.run_console import make_console, progress_lines
+from hybridrl.console.run_view import RunReadings
 from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.console.sample_table_text import ShownSample
 from hybridrl.system.redaction import escape_unencodable

@@ -87,7 +87,7 @@ def test_at_keeps_what_is_there(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for _ in range(2):
         run = RunDirectory.at(tmp_path)
-        run.write_config("a: 1")  # of a run that came to nothing
+        run.write_text("config.yaml", "a: 1")  # of a run that came to nothing
         run.metrics_file.touch()
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert RunDirectory.at(tmp_path / "new" / "er").samples.is_dir()
@@ -105,9 +105,9 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path, name):
 
 def test_config_and_summary_are_replaced_whole(tmp_path):
     run = RunDirectory.at(tmp_path)
-    run.write_config("a: 1\n")
-    run.write_summary({"reward_last": float("nan"), "path": Path("x"), "steps": 3})
-    run.write_summary({"reward_last": float("inf"), "path": Path("x"), "steps": 4})
+    run.write_text("config.yaml", "a: 1\n")
+    run.write_json("summary.json", {"reward_last": float("nan"), "path": Path("x"), "steps": 3})
+    run.write_json("summary.json", {"reward_last": float("inf"), "path": Path("x"), "steps": 4})
     assert run.config_file.read_text() == "a: 1\n"
     assert json.loads(run.summary_file.read_text()) == {
         "reward_last": None,
@@ -119,14 +119,14 @@ def test_config_and_summary_are_replaced_whole(tmp_path):
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_no_rubbish(tmp_path, monkeypatch):
     run = RunDirectory.at(tmp_path)
-    run.write_summary({"steps": 1})
+    run.write_json("summary.json", {"steps": 1})
 
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module.os, "fsync", full)
     with pytest.raises(StorageError, match=r"summary\.json.*full.*free there.*Free some space"):
-        run.write_summary({"steps": 2})
+        run.write_json("summary.json", {"steps": 2})
     assert json.loads(run.summary_file.read_text()) == {"steps": 1}
     assert not list(tmp_path.glob(".*"))
 
@@ -177,7 +177,7 @@ def test_a_really_full_disk_does_not_speak_of_quotas(tmp_path, monkeypatch):
 def test_importing_the_run_directory_brings_nothing_heavy():
     code = (
         "import sys, hybridrl.run_files.run_directory, hybridrl.run_files.metric_writers,"
-        "hybridrl.console.phase_colors, hybridrl.run_files.summary\n"
+        "hybridrl.console.run_view, hybridrl.run_files.summary\n"
         "heavy = {'torch', 'ray', 'matplotlib', 'pandas', 'tensorboard', 'rich', 'pyarrow'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -189,7 +189,7 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path):
     old = RunDirectory.at(tmp_path / "old")
     old.metrics_file.write_text("{}\n")
     RunDirectory.at(old.path / "sub").path.rename(tmp_path / "no run yet")
-    old.write_config("")
+    old.write_text("config.yaml", "")
     words = rf"run\.directory=.* is in {old.path}, the folder of an earlier run\. .*fork={old.path}"
     for name in ("sub", "checkpoints/step-000003/x"):
         for resumes in (False, True):  # `resume=auto`, where there is nothing to go on from

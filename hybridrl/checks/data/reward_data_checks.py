@@ -190,7 +190,7 @@ def check_reward_rows(
 
 
 def _score(function: Any, row: Mapping[str, Any]) -> float:
-    """What a built-in function gives a row, in this process; NaN: it failed."""
+    """Score a row with a built-in function, in this process; return NaN if it fails."""
     try:
         return float(load_reward_function(function)(**row))
     except (TypeError, ValueError):
@@ -283,7 +283,7 @@ def _try_functions(
     row: dict[str, Any] | None,
     named: FunctionSettings,
 ) -> tuple[list[str], list[float]]:
-    """What the functions' modules remark, and what the functions give a row, if there is one."""
+    """Start the functions; return the remarks of their modules, and their scores of the row."""
     with RewardPool(
         functions,
         options=settings.options,

@@ -1,4 +1,4 @@
-"""Whether rows have what the settings name in them, and fit the model; and what few rows mean."""
+"""Checks that rows have the columns that settings name, and fit the model."""
 
 from __future__ import annotations
 

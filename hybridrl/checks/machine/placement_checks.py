@@ -224,7 +224,7 @@ def _check_quantization(config: Config, kind: str, model: Model | None, who: str
 
 
 def _check_served(config: Config, kind: str, model: Any, who: str) -> None:
-    """Whether vLLM can generate with the model."""
+    """Refuse a model that vLLM cannot generate with."""
     from hybridrl.models.language_model import class_of
     from hybridrl.rollout.vllm_options import check_served
 

@@ -61,7 +61,8 @@ def check_model(path: str, setting: str = "model.path", *, scalar: bool, learns:
 
 
 def refusal_of_quantised(path: str, setting: str) -> str:
-    """What a start says of weights in few bits that cannot be trained; empty if it takes them."""
+    """Return the sentence that refuses quantized weights, which cannot be trained; empty if a start
+    takes them."""
     method = _find_quantization_method(_read_model_config(path, setting))
     if method in (None, *_DEQUANTIZED_METHODS):
         return ""

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from hybridrl.algorithms.policy_objective import (
+    ADVANTAGE_ESTIMATORS,
+    find_advantage_estimator,
+    find_policy_loss,
+    has_parameter,
+    list_loss_options,
+    uses_policy_ratio,
+)
 from hybridrl.config.effective_settings import unread
 from hybridrl.config.schema import Config, CostConfig, CriticConfig, is_served
-from hybridrl.errors import ConfigError, run_all_checks, suggest_name
+from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
+from hybridrl.trainers import PROGRAM_NAMES, load_roles, load_trainer
+from hybridrl.trainers.grpo import compute_max_replayed_prompts
+from hybridrl.trainers.objectives import is_off_policy, resolve_correction
 
 _TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
@@ -14,7 +25,7 @@ _STEP_ESTIMATORS = ("group_relative", "reinforce_plus_plus")
 
 
 def check_algorithm(config: Config) -> None:
-    """Yield a refusal for each contradiction between algorithm, program and settings.
+    """Refuse contradictions between algorithm, program and settings, with all of them in one error.
 
     Raises:
         ConfigError: names the settings and the cure.
@@ -35,26 +46,24 @@ def check_algorithm(config: Config) -> None:
             _check_loss,
             _check_on_policy_sampling,
         ]
-    run_all_checks(checks, config)
+    problems = ErrorCollector()
+    for check in checks:
+        with problems.noted():
+            check(config)
+    problems.raise_if_any()
 
 
 def _uses(config: Config) -> frozenset[str]:
     """Return what the trainer reads of the settings that not every trainer does."""
-    from hybridrl.trainers import load_trainer
-
     return frozenset(load_trainer(config.trainer.name).USES)
 
 
 def _is_built_in(config: Config) -> bool:
-    from hybridrl.trainers import PROGRAM_NAMES
-
     return config.trainer.name in PROGRAM_NAMES
 
 
 def _check_unread(config: Config) -> None:
     """Refuse settings that the trainer does not read, whoever wrote it."""
-    from hybridrl.trainers import load_trainer
-
     name = config.trainer.name
     reasons = load_trainer(name).UNREAD_REASONS
     own = "" if _is_built_in(config) else f", or name it in the USES of {name} if that reads it"
@@ -68,16 +77,11 @@ def _check_unread(config: Config) -> None:
 
 
 def _learns_from_samples(config: Config) -> bool:
-    from hybridrl.trainers import load_roles, load_trainer
-
     generates = any(spec.generates for spec in load_roles(config).values())
     return bool(load_trainer(config.trainer.name).TRAINS and generates)
 
 
 def _check_program_groups(config: Config) -> None:
-    from hybridrl.trainers import load_roles
-    from hybridrl.trainers.grpo import compute_max_replayed_prompts
-
     name = config.trainer.name
     kinds = [spec.worker for spec in load_roles(config).values()]
     if "critic" not in kinds and config.critic != CriticConfig():
@@ -152,13 +156,6 @@ def _check_lora(config: Config) -> None:
 
 
 def _check_advantages(config: Config) -> None:
-    from hybridrl.algorithms.policy_objective import (
-        ADVANTAGE_ESTIMATORS,
-        find_advantage_estimator,
-        has_parameter,
-    )
-    from hybridrl.trainers import load_trainer
-
     algorithm, name = config.algorithm, config.trainer.name
     per_prompt = config.rollout.samples_per_prompt
     estimator = find_advantage_estimator(algorithm.advantage)
@@ -276,9 +273,6 @@ def _check_kl(config: Config) -> None:
 
 
 def _check_loss(config: Config) -> None:
-    from hybridrl.algorithms.policy_objective import find_policy_loss, list_loss_options
-    from hybridrl.trainers.objectives import resolve_correction
-
     algorithm, correction = config.algorithm, resolve_correction(config)
     bounds = {"truncate": [algorithm.correction_high]}.get(
         correction, [algorithm.correction_low, algorithm.correction_high]
@@ -312,8 +306,6 @@ def _check_loss(config: Config) -> None:
 def _check_on_policy_sampling(config: Config) -> None:
     """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
     checked."""
-    from hybridrl.algorithms.policy_objective import uses_policy_ratio
-
     algorithm, rollout = config.algorithm, config.rollout
     if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
         return  # it learns from samples whoever wrote them, or as it likes
@@ -331,8 +323,6 @@ def _check_on_policy_sampling(config: Config) -> None:
             "not fit. Set rollout.min_tokens=0 for training, and let the reward say that responses "
             "are too short; or, to measure speed, guard.most_mismatch to what may not fit."
         )
-    from hybridrl.trainers.objectives import is_off_policy, resolve_correction
-
     if not is_off_policy(config) or resolve_correction(config) != "none":
         return
     if not uses_policy_ratio(algorithm.policy_loss):

@@ -1,4 +1,4 @@
-"""What can be wrong with checkpoints, and with resuming from them."""
+"""Checks of the settings of checkpoints, and of resuming from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 
 
 def check_checkpoints(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
-    """Yield a refusal for each setting of checkpoints, resume or fork that cannot work.
+    """Refuse settings of checkpoints, resume or fork that cannot work.
 
     Args:
         roles: Of a job, where they are not its trainer's.

@@ -8,6 +8,7 @@ from hybridrl.config.schema import Config, is_served
 from hybridrl.data.environment_tasks import refuse_missing_environment
 from hybridrl.environments.adapter_registry import find_interpreter, resolve_adapter
 from hybridrl.errors import ConfigError
+from hybridrl.trainers import load_roles
 
 _CHAT_ADAPTERS = ("verifiers", "gymnasium", "openenv", "mcp")
 """Adapters that send messages; functions and commands may send plain texts."""
@@ -49,8 +50,6 @@ def _check_environment_rollout(config: Config, shown: str) -> None:
     Args:
         shown: The setting by which they play.
     """
-    from hybridrl.trainers import load_roles
-
     setting = shown.partition("=")[0]
     if config.rollout.episode is not None:
         raise ConfigError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.evaluation.answer_extraction import resolve_extractor
@@ -19,9 +17,6 @@ from hybridrl.rewards import parse_function_list
 from hybridrl.rewards.loading import check_reward_functions
 from hybridrl.rewards.options import FunctionSettings
 from hybridrl.trainers import load_roles, load_trainer
-
-if TYPE_CHECKING:
-    pass
 
 
 def _check_evaluated_program(config: Config) -> None:
@@ -167,12 +162,10 @@ def _check_metric_exists(config: Config, setting: str, named: str) -> int:
 
 
 EVALUATION_CHECKS = (
-    *(
-        _check_evaluated_program,
-        _check_sets,
-        _check_baseline,
-        _check_stop,
-        _check_best,
-        _check_tripwires,
-    ),
+    _check_evaluated_program,
+    _check_sets,
+    _check_baseline,
+    _check_stop,
+    _check_best,
+    _check_tripwires,
 )

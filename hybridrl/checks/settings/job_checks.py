@@ -5,19 +5,24 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from hybridrl.algorithms.policy_objective import find_policy_loss
 from hybridrl.checks.machine.device_checks import check_min_devices
 from hybridrl.checks.models.model_folder_checks import check_generator
-from hybridrl.config.schema import Config, DataConfig, is_served
+from hybridrl.config.schema import Config, is_served
 from hybridrl.config.setting import Setting
+from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
+from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.evaluation.eval_sets import needs_held_out_rows
+from hybridrl.rewards import parse_function_list
+from hybridrl.rewards.loading import check_reward_functions, resolve_functions
+from hybridrl.rewards.options import FunctionSettings
+from hybridrl.rewards.reward_pool import resolve_source_settings
+from hybridrl.run_files.metric_writers import check_tracker_packages, parse_trackers
+from hybridrl.trainers import load_roles, load_trainer
 
 
 def _check_program_settings(config: Config) -> None:
-    from hybridrl.algorithms.policy_objective import find_policy_loss
-    from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
-    from hybridrl.trainers import load_trainer
-
     if config.model.dtype == "float16" and load_trainer(config.trainer.name).TRAINS:
         raise ConfigError(
             "model.dtype=float16: small gradients would become 0 in it, the more the fewer devices "
@@ -34,12 +39,11 @@ def _check_program_settings(config: Config) -> None:
 
 
 def _check_data_source(config: Config) -> None:
-    from hybridrl.data.mixture import parse_sources
-
     data = config.data
     if data.sources and (data.task is not None or data.path is not None):
+        other = f"path={data.path}" if data.path is not None else f"task={data.task}"
         raise ConfigError(
-            f"data.sources={', '.join(data.sources)} and data.{_format_data_source(data)} are set. "
+            f"data.sources={', '.join(data.sources)} and data.{other} are set. "
             "Write data=mixture, and put what is to be learned into the sources."
         )
     has_rows = data.task is not None or data.path or data.sources
@@ -72,9 +76,8 @@ def _check_data_source(config: Config) -> None:
 
 
 def _reads_rows(config: Config) -> bool:
-    """Whether the job learns from, or is evaluated on, rows of `data`, not of `eval.sets` alone."""
-    from hybridrl.trainers import load_trainer
-
+    """Return whether the job learns from, or is evaluated on, rows of `data`, not of `eval.sets`
+    alone."""
     trains = load_trainer(config.trainer.name).TRAINS
     return trains or needs_held_out_rows(config, trains)
 
@@ -82,14 +85,8 @@ def _reads_rows(config: Config) -> bool:
 def lacks_model(config: Config) -> bool:
     """Return whether no model is named although some prompts come from neither a built-in task nor
     an environment."""
-    from hybridrl.data.mixture import parse_sources
-
     tasks = [source.data.task for source in parse_sources(config.data)] or [config.data.task]
     return None in tasks and config.model.path is None and config.environment.name is None
-
-
-def _format_data_source(data: DataConfig) -> str:
-    return f"path={data.path}" if data.path is not None else f"task={data.task}"
 
 
 def _check_inline_devices(config: Config) -> None:
@@ -101,13 +98,6 @@ def _check_inline_devices(config: Config) -> None:
 
 
 def _check_reward_settings(config: Config) -> None:
-    from hybridrl.data.mixture import find_source_rewards, list_source_names
-    from hybridrl.rewards import parse_function_list
-    from hybridrl.rewards.loading import check_reward_functions, resolve_functions
-    from hybridrl.rewards.options import FunctionSettings
-    from hybridrl.rewards.reward_pool import resolve_source_settings
-    from hybridrl.trainers import load_roles
-
     kinds = [spec.worker for spec in load_roles(config).values()]
     for kind in ("reward", "cost"):
         settings = getattr(config, kind)
@@ -140,8 +130,6 @@ def _check_reward_settings(config: Config) -> None:
 
 
 def _check_packages(config: Config) -> None:
-    from hybridrl.trainers import load_roles
-
     generates = any(spec.generates for spec in load_roles(config).values())
     needed = {
         "ray": config.executor == "ray",
@@ -167,18 +155,15 @@ def _check_packages(config: Config) -> None:
 
 
 def _check_trackers(config: Config) -> None:
-    from hybridrl.run_files.metric_writers import check_tracker_packages, parse_trackers
-
     check_tracker_packages(parse_trackers(config.metrics))
 
 
 JOB_CHECKS = (
-    *(
-        _check_program_settings,
-        _check_data_source,
-        _check_inline_devices,
-        check_min_devices,
-        _check_reward_settings,
-    ),
-    *(_check_packages, _check_trackers),
+    _check_program_settings,
+    _check_data_source,
+    _check_inline_devices,
+    check_min_devices,
+    _check_reward_settings,
+    _check_packages,
+    _check_trackers,
 )

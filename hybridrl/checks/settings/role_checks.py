@@ -20,7 +20,7 @@ _ACTOR_SETTING_NAMES = {
 
 
 def check_roles(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:
-    """Yield a refusal for each unknown role and each wrong setting of a role.
+    """Refuse an unknown role, and a wrong setting of a role.
 
     Args:
         roles: Of a job, where they are not its trainer's alone.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.rollout.episode_class import check_episode_class
 from hybridrl.rollout.vllm_options import check_engine_options
+from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
+from hybridrl.trainers.objectives import has_lossy_weight_sync
 
 
 def _check_sampling(config: Config) -> None:
@@ -17,8 +20,6 @@ def _check_sampling(config: Config) -> None:
 
 
 def _check_engine(config: Config) -> None:
-    from hybridrl.trainers.objectives import has_lossy_weight_sync
-
     rollout = config.rollout
     if rollout.verify_weights and has_lossy_weight_sync(config):
         raise ConfigError(
@@ -57,8 +58,6 @@ def _check_engine(config: Config) -> None:
 
 
 def _check_pipeline_plan(config: Config) -> None:
-    from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
-
     rollout = config.rollout
     if rollout.engine != "pipeline":
         for name, value in (("parallel.pp", rollout.parallel.pp > 1), ("plan", rollout.plan)):
@@ -86,8 +85,6 @@ def _check_pipeline_plan(config: Config) -> None:
 
 
 def _check_episode(config: Config) -> None:
-    from hybridrl.rollout.episode_class import check_episode_class
-
     rollout = config.rollout
     if rollout.episode is not None:
         check_episode_class(rollout.episode)
