@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hybridrl.commands.output import print_for_people, print_json
-from hybridrl.commands.plan_options import devices_here
+from hybridrl.commands.plan_options import add_device_options, devices_here
 from hybridrl.errors import ConfigError, HybridRLError, pip_install
 
 _SAMPLES_WITH_OTHER_TABLES, _SAMPLES_WITHOUT_TABLES = 50, 160
@@ -25,12 +25,7 @@ _HELD_OUT_SHARE = 0.2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measures layers, heads, generation, updates and gathers here, for plans."
-    parser.add_argument(
-        "--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)"
-    )
-    parser.add_argument(
-        "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
-    )
+    add_device_options(parser)
     parser.add_argument(
         "--dtype", default="auto", help="of computation: auto, float32 or bfloat16 (auto)"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from hybridrl.commands.output import print_for_people
-from hybridrl.commands.plan_options import devices_here
+from hybridrl.commands.plan_options import add_device_options, devices_here
 from hybridrl.errors import ConfigError
 from hybridrl.system.cluster_spec import ClusterSpec
 
@@ -21,10 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True)
     what = "measures this machine for a few seconds: products by precision, memory, links, disk"
     probe = actions.add_parser("probe", help=what, description=f"M{what[1:]}.")
-    probe.add_argument("--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)")
-    probe.add_argument(
-        "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
-    )
+    add_device_options(probe)
     probe.add_argument(
         "--store", default=".", metavar="FOLDER", help="a folder on the disk of checkpoints (here)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -51,6 +52,16 @@ def resolve_cluster(config: Config, text: str | None) -> ClusterSpec:
     from hybridrl.checks.machine.device_checks import devices_here
 
     return devices.add_device_memory(devices_here(config))
+
+
+def add_device_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--devices` and `--number`, which `devices_here` reads."""
+    parser.add_argument(
+        "--devices", default="auto", metavar="KIND", help="auto, cpu or cuda (auto)"
+    )
+    parser.add_argument(
+        "--number", type=int, metavar="N", help="how many devices; else every GPU, or two CPU slots"
+    )
 
 
 def devices_here(devices: str, number: int | None) -> ClusterSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from hybridrl.composition.model_start import ACTOR_ROLE, resolve_model_folder
 from hybridrl.config.schema import Config, LoraAdapterConfig
 from hybridrl.errors import ConfigError
+from hybridrl.system.bounded_files import load_object
 
 DESCRIBED = "adapter_config.json"
 _PLAIN = {
@@ -63,17 +63,13 @@ def with_adapters(config: Config) -> Config:
 
 
 def _described(folder: Path, setting: str) -> dict[str, Any]:
-    file = folder / DESCRIBED
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(described, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError, RecursionError) as error:
+        return load_object((folder / DESCRIBED).resolve())
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{setting}={folder}: its {DESCRIBED} could not be read ({error}). Name the folder of "
             "a LoRA run, the `model` in it, or a folder that peft has saved."
         ) from error
-    return described
 
 
 def _settings(described: dict[str, Any], folder: Path, setting: str) -> LoraAdapterConfig:

@@ -142,18 +142,12 @@ def _read_setting(config: Config, name: str) -> Any:
 
 def format_config_yaml(config: Config) -> str:
     """Format the resolved configuration for `config.yaml`, with secrets redacted."""
-    return OmegaConf.to_yaml(
-        OmegaConf.structured(secrets.redact_secrets(_replace_functions_by_names(config)))
-    )
+    return OmegaConf.to_yaml(OmegaConf.structured(_make_writable(config)))
 
 
 def format_effective_yaml(config: Config) -> str:
     """Format the settings that have an effect in this job, for people to read."""
-    settings = OmegaConf.create(
-        select_effective_settings(
-            secrets.redact_secrets(_replace_functions_by_names(config)), config
-        )
-    )
+    settings = OmegaConf.create(select_effective_settings(_make_writable(config), config))
     by_task = said_by_task(config)
     head = f"# As data={config.data.task} has them: {by_task}\n" if by_task else ""
     return head + OmegaConf.to_yaml(settings)
@@ -161,20 +155,19 @@ def format_effective_yaml(config: Config) -> str:
 
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Return the resolved configuration as nested dictionaries, with secrets redacted."""
-    return asdict(secrets.redact_secrets(_replace_functions_by_names(config)))
+    return asdict(_make_writable(config))
 
 
-def _replace_functions_by_names(config: Config) -> Config:
-    """Replace reward functions that were given as objects by their names, and the task by its
-    own."""
+def _make_writable(config: Config) -> Config:
+    """Redact secrets; replace reward functions that were given as objects, and the task, by their
+    names."""
     if config.data.task is not None:
         config = replace(config, data=replace(config.data, task=str(config.data.task)))
     reward, cost = config.reward, config.cost
     if cost is not None:
         cost = replace(cost, function=_name_functions(cost.function))
-    return replace(
-        config, reward=replace(reward, function=_name_functions(reward.function)), cost=cost
-    )
+    reward = replace(reward, function=_name_functions(reward.function))
+    return secrets.redact_secrets(replace(config, reward=reward, cost=cost))
 
 
 def _name_functions(function: Any) -> Any:

@@ -65,6 +65,18 @@ def parse_role_model(config: Config, role: str) -> RoleModelConfig:
     )
 
 
+def list_model_paths(config: Config) -> dict[str, str | None]:
+    """Return the paths of all models that the settings may name, by setting."""
+    paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    for role, settings in config.models.items():
+        if isinstance(settings, Mapping):
+            paths[f"models.{role}.path"] = settings.get("path")
+    for kind, scores in (("reward", config.reward), ("cost", config.cost)):
+        if scores is not None:
+            paths |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
+    return paths
+
+
 def _parse_optimizer_changes(name: str, config: Config, read: Any) -> Mapping[str, Any]:
     checked = parse_group(name, config.actor.optimizer, read)
     return {key: getattr(checked, key) for key in read}

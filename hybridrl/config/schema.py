@@ -56,44 +56,6 @@ from hybridrl.config.objective_schema import (
     RewardConfig,
 )
 
-__all__ = [
-    "CHECKPOINTING_MODES",
-    "LOSSY_WEIGHT_SYNCS",
-    "ActorConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "Config",
-    "ControllerConfig",
-    "CostConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DistillationConfig",
-    "EnvironmentConfig",
-    "EvalConfig",
-    "EvalSetConfig",
-    "EvalStopConfig",
-    "ExpertIterationConfig",
-    "GuardConfig",
-    "JudgeConfig",
-    "LoraAdapterConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "PlacementConfig",
-    "PreferenceConfig",
-    "RayConfig",
-    "RecoveryConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "RolloutParallelConfig",
-    "RunConfig",
-    "TinyModelConfig",
-    "TrainerConfig",
-    "WarmupConfig",
-    "is_served",
-]
-
 _WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")
 PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
 _WITH_CHECKPOINTS = AppliesIf("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hybridrl.config.constraints import AppliesIf, OneOf
+from hybridrl.config.constraints import AppliesIf, OneOf, ValueConstraint
 
 _MAX_STORED_INT = 2**63 - 1
 """Of whole numbers that are stored."""
@@ -99,7 +99,7 @@ def strip_annotations(hint: Any) -> Any:
     return hint
 
 
-def list_constraints(hint: Any) -> list[Any]:
+def list_constraints(hint: Any) -> list[ValueConstraint]:
     """List the constraints of a type."""
     return [said for said in _list_annotations(hint) if not isinstance(said, AppliesIf)]
 

@@ -1,10 +1,11 @@
 """Every step that changes the settings of a job, in order.
 
 `load_config` composes a command line, then takes the settings of the run that it resumes or forks.
-`resolve_given` comes before anything starts. When the devices are there and the model is known,
-`resolve_settings` takes the steps of `RESOLUTIONS`, once; whoever resumes the run finds what they
-have chosen in its `config.yaml`. `resolve_auto_placement` is for each set of devices that a run
-has: `config.yaml` keeps what was asked, for who goes on with others searches again.
+`apply_python_objects` and `with_date` come before anything starts. When the devices are there and
+the model is known, `resolve_settings` takes the steps of `RESOLUTIONS`, once; whoever resumes the
+run finds what they have chosen in its `config.yaml`. `resolve_auto_placement` is for each set of
+devices that a run has: `config.yaml` keeps what was asked, for who goes on with others searches
+again.
 """
 
 from __future__ import annotations
@@ -129,21 +130,6 @@ class KnownJob:
     def with_model(self, config: Config) -> Config:
         """The settings, with the tiny model's folder if there was none."""
         return replace(config, model=replace(config.model, path=self.model_path))
-
-
-def resolve_given(
-    config: Config,
-    reward: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
-    data: Any = None,
-    trainer: type[Trainer] | None = None,
-) -> Config:
-    """Return the settings with Python objects in place of the names that they have there, and with
-    the date of the run.
-
-    Raises:
-        ConfigError: if one is not of its kind.
-    """
-    return with_date(apply_python_objects(config, reward, data, trainer))
 
 
 def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:

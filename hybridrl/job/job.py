@@ -35,9 +35,10 @@ from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
+    apply_python_objects,
     resolve_auto_placement,
-    resolve_given,
     resolve_settings,
+    with_date,
 )
 from hybridrl.job.device_pool import DevicePool
 from hybridrl.job.job_inputs import load_job_inputs
@@ -130,7 +131,8 @@ class Job:
             progress = progress_lines().phase
         self.started = psutil.Process().create_time()
         self.command = redact_command_line(sys.orig_argv)
-        self.config = config = resolve_given(config, reward, data, trainer)
+        config = apply_python_objects(config, reward, data, trainer)
+        self.config = config = with_date(config)
         self.name = _make_job_name()
         self._as_asked: Config | None = None
         self.placement_notice = self.plan_notice = ""

@@ -15,6 +15,7 @@ from hybridrl.checks.models import model_folder_checks
 from hybridrl.checks.settings.job_checks import lacks_model
 from hybridrl.checks.settings.role_checks import check_role_models
 from hybridrl.composition.load import config_to_dict
+from hybridrl.config.role_models import list_model_paths
 from hybridrl.config.schema import Config
 from hybridrl.data import data_files
 from hybridrl.errors import ErrorCollector
@@ -100,7 +101,7 @@ def _plan(config: Config, roles: Mapping[str, RoleSpec], found: JobInputs | None
 
 def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) -> dict[str, str]:
     """Return a sentence for each model or data path that cannot be read here, by path."""
-    named = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    named = list_model_paths(config)
     named["data.path"] = config.data.path
     if not config.data.task:
         named["data.eval_path"] = config.data.eval_path
@@ -109,12 +110,6 @@ def _find_unavailable_inputs(config: Config, plans: bool, is_elsewhere: bool) ->
         named[f"eval.sets.{name}.data.path"] = (
             data.get("path") if isinstance(data, Mapping) else None
         )
-    for role, settings in config.models.items():
-        if isinstance(settings, Mapping):
-            named[f"models.{role}.path"] = settings.get("path")
-    for kind, scores in (("reward", config.reward), ("cost", config.cost)):
-        if scores is not None:
-            named |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
     found = {}
     for setting, path in named.items():
         if path is None:

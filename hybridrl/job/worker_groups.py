@@ -152,6 +152,14 @@ def _make_role_source(job: PreparedJob, role: str) -> ModelSource:
     return replace(source, precision=load_precision_plan(job.config, role))
 
 
+def _make_model_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
+    """Return the keyword arguments of every worker that has a model of its own."""
+    return {
+        "source": _make_role_source(job, role),
+        "config": _make_training_config(job, role),
+    }
+
+
 def _make_actor_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     config, beside = job.config, "algorithm.ptx_coefficient"
     learns_beside = bool(config.algorithm.ptx_coefficient and is_effective(beside, config))
@@ -193,8 +201,7 @@ def _make_generator_keywords(job: PreparedJob) -> _WorkerKeywords:
 
 def _make_reference_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
-        "source": _make_role_source(job, role),
-        "config": _make_training_config(job, role),
+        **_make_model_keywords(job, role),
         "temperature": _temperature(job),
     }
 
@@ -208,8 +215,7 @@ def _temperature(job: PreparedJob) -> float:
 
 def _make_critic_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
-        "source": _make_role_source(job, role),
-        "config": _make_training_config(job, role),
+        **_make_model_keywords(job, role),
         "value_clip": job.config.critic.value_clip,
         "prefix": "",
         "updates": _count_updates(job.config),
@@ -218,8 +224,7 @@ def _make_critic_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
 
 def _make_reward_model_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
-        "source": _make_role_source(job, role),
-        "config": _make_training_config(job, role),
+        **_make_model_keywords(job, role),
         "objective": BradleyTerryObjective((job.config.preference or PreferenceConfig()).centre),
         "updates": _count_updates(job.config),
     }

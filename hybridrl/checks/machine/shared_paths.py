@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.role_models import parse_role_model
+from hybridrl.config.role_models import list_model_paths
 from hybridrl.config.schema import Config
 from hybridrl.rewards import parse_function_list
 from hybridrl.system import user_code
@@ -16,11 +16,9 @@ def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
     """List the paths of workers by setting. Hub names are left out, because each node downloads
     them."""
     paths = {_run_setting(config): run_directory}
-    models = {
-        "model.path": config.model.path,
-        "model.tokenizer": config.model.tokenizer,
-        **{f"models.{role}.path": parse_role_model(config, role).path for role in config.models},
-    }
+    read = list_model_paths(config)
+    read["rollout.plan"] = config.rollout.plan
+    read["checkpoint.folder"] = config.checkpoint.folder  # which the driver has made
     code: dict[str, list[Any]] = {
         "rollout.episode": [config.rollout.episode],
         "algorithm.policy_loss": [config.algorithm.policy_loss],
@@ -28,12 +26,9 @@ def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
     }
     for kind, scores in (("reward", config.reward), ("cost", config.cost)):
         if scores is not None:
-            models |= {f"{kind}.model": scores.model, f"{kind}.judge.path": scores.judge.path}
             code[f"{kind}.function"] = parse_function_list(scores.function)
             code[f"{kind}.check"] = parse_function_list(scores.check)
-    models["rollout.plan"] = config.rollout.plan
-    models["checkpoint.folder"] = config.checkpoint.folder  # which the driver has made
-    for setting, path in models.items():
+    for setting, path in read.items():
         if path and Path(path).expanduser().exists():
             paths[setting] = Path(path).expanduser()
     for setting, specs in code.items():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.errors import ConfigError, suggest_name
+from hybridrl.system.bounded_files import load_object
 from hybridrl.system.hub_access import find_hub_problem
 
 if TYPE_CHECKING:
@@ -142,18 +142,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def _read_model_config(path: str, setting: str) -> dict[str, Any]:
-    """Read `config.json` as a dictionary."""
-    file = Path(path) / "config.json"
+    """Read `config.json`, which is a link in the hub's cache, as a dictionary."""
     try:
-        described = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(described, dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError, RecursionError) as error:
+        return load_object((Path(path) / "config.json").resolve())
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{setting}={path}: its config.json could not be read: {error}. Copy or download the "
             "model again."
         ) from error
-    return described
 
 
 def _find_quantization_method(described: dict[str, Any]) -> str | None:

