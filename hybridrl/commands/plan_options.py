@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def planned(settings: Sequence[str]) -> tuple[Config, str]:
-    """The settings of the job to plan, and what to say of what they do not name; empty: nothing.
+    """Return the settings of the job to plan, and a notice, or "", on what they do not name.
 
     A model of the user's is not planned with the lengths of the built-in task that is learned where
     no data is named.

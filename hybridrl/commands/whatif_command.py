@@ -236,6 +236,6 @@ def _build_path_table(found: WhatIfPrediction, devices: int | None) -> Table:
 
 
 def _idle(replayed: ReplayResult, devices: int | None) -> float:
-    """The mean idle share of the first of its devices: what was taken away is not idle."""
+    """Return the mean idle share of the first devices: those that were taken away are not idle."""
     shares = [s for place, s in replayed.idle_shares.items() if devices is None or place < devices]
     return sum(shares) / max(1, len(shares))

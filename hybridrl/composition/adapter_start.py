@@ -92,7 +92,7 @@ def _settings(described: dict[str, Any], folder: Path, setting: str) -> LoraAdap
 
 
 def _check_same(given: LoraAdapterConfig, found: LoraAdapterConfig, folder: Path) -> None:
-    """Refuses settings beside the folder that differ from its own."""
+    """Refuse settings beside the folder that differ from its own."""
     usual = LoraAdapterConfig()
     for name in (one.name for one in fields(LoraAdapterConfig) if one.name != "path"):
         asked, is_so = getattr(given, name), getattr(found, name)

@@ -33,7 +33,7 @@ class ForeignSetting(NamedTuple):
         return () if self.here in ((NONE,), (AUTOMATIC,)) else self.here
 
     def settings_for(self, name: str) -> tuple[str, ...]:
-        """The settings that `name`, one of the row's names, stands for."""
+        """Return the settings that `name`, one of the row's names, stands for."""
         paired = len(self.names) == len(self.settings) > 1
         return (self.settings[self.names.index(name)],) if paired else self.settings
 
@@ -100,8 +100,8 @@ def explain_alias(key: str, value: str = "", arguments: Iterable[str] = ()) -> s
 
 @cache
 def _by_ending() -> Mapping[str, list[_Match]]:
-    """The rows by every ending of their names that says enough: `rollout.n` and `lora_rank`, but
-    not `n` or `name`."""
+    """Return the rows by every ending of their names that says enough: `rollout.n` and `lora_rank`,
+    but not `n` or `name`."""
     found: dict[str, list[_Match]] = {}
     for row in foreign_settings():
         for name in row.names:

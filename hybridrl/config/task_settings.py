@@ -43,8 +43,8 @@ def with_task_noted(config: Config, instead: Mapping[str, Any], is_default: bool
 
 
 def remark_on_task(config: Config) -> str:
-    """A sentence on a model of the user's that learns a built-in task because no data is named;
-    empty for any other job."""
+    """Return a sentence on a model of the user's that learns a built-in task because no data is
+    named; an empty text for any other job."""
     task = config.data.task
     if config.model.path is None or not getattr(task, "is_default", False):
         return ""

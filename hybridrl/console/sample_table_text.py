@@ -68,7 +68,7 @@ def format_sample_count(completions: Sequence[ShownSample]) -> str:
 
 
 def _short(name: str) -> str:
-    """The beginning of a function's name, and of a further number that it gives the name of that:
+    """Return the beginning of a function's name, or of the name of a further number that it gives:
     names of functions often end alike."""
     name = sanitize_line(name.rpartition("/")[2], 99)
     return name if len(name) <= _COLUMN_CELLS else name[: _COLUMN_CELLS - 1] + "…"

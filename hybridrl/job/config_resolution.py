@@ -128,7 +128,7 @@ class KnownJob:
     lengths: SampleLengths
 
     def with_model(self, config: Config) -> Config:
-        """The settings, with the tiny model's folder if there was none."""
+        """Return the settings, with the tiny model's folder if they name none."""
         return replace(config, model=replace(config.model, path=self.model_path))
 
 
@@ -222,8 +222,8 @@ def apply_python_objects(
 
 
 def with_date(config: Config) -> Config:
-    """The settings with the date of the run where they say none: today's; of an evaluation of a
-    run's model, that run's, so that it reads the prompts that the run did."""
+    """Return the settings with a date if they have none: today's, or for an evaluation of a run's
+    model that run's, so that it reads the prompts that the run did."""
     if config.data.date is not None:
         return config
     found = None
@@ -234,7 +234,7 @@ def with_date(config: Config) -> Config:
 
 
 def _date_of_run(model: Path) -> str | None:
-    """The date of the run in whose folder, or in that of a step, a model is; None outside of
+    """Return the date of the run in whose folder, or in that of a step, a model is; None outside of
     runs."""
     for folder in model.absolute().parents[:3]:
         if (folder / SETTINGS).is_file():

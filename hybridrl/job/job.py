@@ -212,8 +212,8 @@ class Job:
         self._build(progress)
 
     def _keep_settings(self) -> None:
-        """Has whoever resumes the run find the settings. Where this run resumes one, they are
-        written when it is known that the checkpoint fits them."""
+        """Write the settings for later resumes. If this run itself resumes one, they are written
+        when it is known that the checkpoint fits them."""
         if self.config.resume is None or self.resumed.folder is None:
             self.write_settings()
 

@@ -77,7 +77,7 @@ def run_preflight(
 
 
 def _plan(config: Config, roles: Mapping[str, RoleSpec], found: JobInputs | None) -> list[str]:
-    """Places the job and, where its model and data are here, plans it; what could not be checked.
+    """Place the job, and plan it if its model and data are here; return what could not be checked.
 
     Raises:
         ConfigError: if a start would be refused for its placement or its plan.

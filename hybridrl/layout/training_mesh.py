@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.layout.rank_mesh import RankMesh
@@ -39,6 +37,8 @@ def build_training_mesh(devices: int, parallel: ParallelConfig, rollout_tp: int 
     }
     if rollout_tp > parallel.tp:
         return RankMesh(axes)
+    import numpy as np  # `hybridrl whatif --help` needs none of it
+
     ranks = np.arange(devices).reshape(-1, parallel.tp // rollout_tp, rollout_tp)
     return RankMesh(axes, tuple(ranks.swapaxes(1, 2).flatten().tolist()))
 

@@ -217,7 +217,7 @@ def check_tracker_packages(names: Sequence[str]) -> None:
 def open_metric_writers(
     names: Sequence[str], run_directory: RunDirectory, run_name: str, config: Mapping[str, Any]
 ) -> list[MetricWriter]:
-    """Opens `metrics.jsonl`, first, and the trackers named; `jsonl` may be named too.
+    """Open `metrics.jsonl`, first, and the trackers named; `jsonl` may be named too.
 
     Raises:
         ConfigError: a name is unknown. Nothing has been opened.

@@ -209,7 +209,7 @@ class RunDirectory:
         return _write_parquet(path, table)
 
     def forget_after(self, step: int) -> None:
-        """Removes the figures and samples of later steps, which are about to be made
+        """Remove the figures and samples of later steps, which are about to be made
         again. `metrics.jsonl` may be open for appending.
 
         Raises:

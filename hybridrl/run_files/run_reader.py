@@ -230,8 +230,8 @@ def is_run_folder(path: Path) -> bool:
 
 
 def list_runs(path: Path) -> list[Path]:
-    """Folders of runs in a folder, the newest first, by when each began or was resumed; `latest` is
-    one of them anyway."""
+    """List the folders of runs in a folder, the newest first, by when each began or was
+    resumed; `latest` is one of them anyway."""
     try:
         folders = [one for one in path.iterdir() if not one.is_symlink() and is_run_folder(one)]
     except OSError:
@@ -248,7 +248,7 @@ def _written(run: Path) -> float:
 
 
 def check_runs(path: Path) -> None:
-    """Refuses a path that is neither the folder of a run nor one with runs in it."""
+    """Refuse a path that is neither the folder of a run nor one with runs in it."""
     if not is_run_folder(path) and not list_runs(path):
         raise ConfigError(explain_not_a_run(path))
 

@@ -1,4 +1,4 @@
-"""The limit of open files of a process, and the least that a job needs."""
+"""The limit of files that a process may open."""
 
 from __future__ import annotations
 

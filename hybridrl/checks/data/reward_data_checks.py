@@ -50,10 +50,10 @@ _IMPORT_TIMEOUT_S = 20.0
 
 
 def check_reward_data(config: Config, prompts: Batch, held_out: Batch | None = None) -> list[str]:
-    """Holds the parameters of reward functions against the columns of the data, and has the user's
-    checked in a reward process (`check_reward` of their modules). Tries them on the first row that
-    has an answer, with that as the response; built-in ones on every answer. A failure is an error
-    where it would end the job (`reward.on_error=fail`).
+    """Check the parameters of reward functions against the columns of the data, and the user's in a
+    reward process (`check_reward` of their modules). Try them on the first row that has an answer,
+    with that as the response; built-in ones on every answer. A failure is an error where it would
+    end the job (`reward.on_error=fail`).
 
     Returns:
         What the functions' modules have to say to the user, and what each function gave the right

@@ -74,7 +74,7 @@ def check_tests(
 
 
 def _scoring(config: Config, data: DataConfig) -> RewardConfig | None:
-    """The settings of the rewards of rows that come from there, if tests are run for them."""
+    """Return the reward settings of the rows that come from there, if tests are run for them."""
     own, sources = find_source_rewards(config.data), parse_sources(config.data)
     by_source = resolve_source_settings(config.reward, own, list_source_names(config.data))
     named = [s.name if s.name in own else None for s in sources if s.data == data]
@@ -84,7 +84,8 @@ def _scoring(config: Config, data: DataConfig) -> RewardConfig | None:
 
 
 def _reader(settings: RewardConfig, place: str) -> Callable[[DataRow, Any], Sequence[Any] | None]:
-    """Reads the tests of a row; None for those that `reward.on_error` is to deal with."""
+    """Return a function that reads the tests of a row; it returns None for those that
+    `reward.on_error` is to deal with."""
 
     def read(row: DataRow, tests: Any) -> Sequence[Any] | None:
         try:
@@ -111,7 +112,7 @@ def _reader(settings: RewardConfig, place: str) -> Callable[[DataRow, Any], Sequ
 
 
 def _missing(test: Any) -> list[str]:
-    """The modules that a test needs and that the sandbox does not find."""
+    """List the modules that a test needs and that the sandbox does not find."""
     tops = {name.partition(".")[0] for name in _imports(ast.parse(test))}
     packages = [p for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
     return [
@@ -122,7 +123,7 @@ def _missing(test: Any) -> list[str]:
 
 
 def _imports(node: ast.AST) -> Iterator[str]:
-    """The modules imported below, but for those that a `try` may do without."""
+    """Yield the modules imported below, but for those that a `try` may do without."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -135,7 +136,7 @@ def _imports(node: ast.AST) -> Iterator[str]:
 def _proving_nothing(
     rows: Mapping[int, Sequence[Any]], progress: Callable[[str], None]
 ) -> dict[int, str]:
-    """The rows with a test that an empty program passes, or that checks nothing, and that test."""
+    """Return the tests that an empty program passes, or that check nothing, by row."""
     found = {}
     asserts = {number: tests for number, tests in rows.items() if isinstance(tests[0], str)}
     for number in rows.keys() - asserts.keys():  # what prints nothing needs no process

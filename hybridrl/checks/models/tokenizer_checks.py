@@ -80,15 +80,15 @@ def check_vocabularies(
 
 
 def find_end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a response: those that config.json, generation_config.json and the
+    """Return the tokens that end a response: those that config.json, generation_config.json and the
     tokenizer name, and the one that closes an assistant's turn in the chat template."""
     closing = closing_token(tokenizer)
     return tuple(sorted(_named(path, tokenizer) | ({closing} if closing is not None else set())))
 
 
 def remark_on_ends(path: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A sentence where the token that closes a turn is among the end tokens of no file; else
-    empty."""
+    """Return a sentence if no file names the token that closes a turn as an end token; else an
+    empty text."""
     closing = closing_token(tokenizer)
     if closing is None or closing in _named(path, tokenizer):
         return ""

@@ -231,7 +231,7 @@ def _check_step_credit(config: Config) -> None:
 
 
 def _check_shaping(config: Config) -> None:
-    """Refuses to shape rewards where that means nothing."""
+    """Refuse to shape rewards where that means nothing."""
     reward = config.reward
     if config.cost is not None and (config.cost.shorter or config.cost.normalise_by):
         raise ConfigError(
