@@ -12,7 +12,8 @@ from hybridrl.console.line_console import (
     format_value,
     render_sparkline,
 )
-from hybridrl.console.run_view import PHASE_COLORS, RunReadings
+from hybridrl.console.phase_colors import PHASE_COLORS
+from hybridrl.console.run_view import RunReadings
 from hybridrl.console.safe_text import sanitize_line
 from hybridrl.console.sample_table_text import ShownSample, format_sample_count, format_sample_table
 

@@ -12,17 +12,9 @@ from typing import Self
 
 from rich.console import Console
 
+from hybridrl.console.phase_colors import STEP_PHASES
 from hybridrl.console.sample_table_text import ShownSample
 
-STEP_PHASES = ("generate", "score", "train", "sync", "other")
-PHASE_COLORS = {
-    "generate": "#4c8ed9",
-    "score": "#e8b13a",
-    "train": "#e0653f",
-    "sync": "#45ada0",
-    "other": "#8c8c96",
-}
-"""One colour for each phase, on the console and in the curves."""
 _RECENT_STEPS = 20  # long enough to hold an evaluation now and then, short enough to follow
 
 

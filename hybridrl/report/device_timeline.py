@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.console.run_view import PHASE_COLORS
+from hybridrl.console.phase_colors import PHASE_COLORS
 from hybridrl.errors import DataError
 from hybridrl.report.device_spans import (
     ADVANTAGE,

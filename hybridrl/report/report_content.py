@@ -11,7 +11,7 @@ from typing import Any
 from hybridrl import __version__
 from hybridrl.checkpoint.store import list_checkpoints
 from hybridrl.config.presets import algorithm_of
-from hybridrl.console.run_view import PHASE_COLORS, STEP_PHASES
+from hybridrl.console.phase_colors import PHASE_COLORS, STEP_PHASES
 from hybridrl.report.device_timeline import build_device_timeline
 from hybridrl.report.html_page import render_report_page
 from hybridrl.report.metric_curves import CURVE_PANELS, build_curves

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.batch.turn import EPISODE_FAILURES
-from hybridrl.console.run_view import STEP_PHASES
+from hybridrl.console.phase_colors import STEP_PHASES
 from hybridrl.trainers.data_feed import compute_source_metrics
 from hybridrl.trainers.policy_trainer import mean_of_updates
 
