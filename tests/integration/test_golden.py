@@ -23,6 +23,7 @@ def test_jobs_give_the_figures_that_they_gave(tmp_path):
     assert not found, f"{compare_golden.how_exactly()}\n{differences(found)}"
 
 
+@pytest.mark.more
 def test_runs_of_earlier_versions_are_resumed(tmp_path):
     found = list(compare_golden.compare_jobs(RESUMED, tmp_path))
     assert not found, f"{compare_golden.how_exactly()}\n{differences(found)}"

@@ -290,6 +290,7 @@ def test_a_step_is_a_model_that_transformers_and_other_jobs_begin_with(run):
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+@pytest.mark.more
 def test_a_full_disk_is_a_sentence_and_leaves_the_step_before(run, monkeypatch):
     whole, _ = run("whole", "trainer.steps=6")
 

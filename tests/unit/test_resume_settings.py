@@ -1,7 +1,6 @@
 """The settings of a resumed run: its own, but for what the command line gives."""
 
 import pytest
-from tiers import few_of
 
 from hybridrl.checkpoint.resume import find_source
 from hybridrl.checkpoint.stored_settings import changes_learning, differences, named_code
@@ -150,45 +149,31 @@ def test_checkpoints_that_are_elsewhere_are_found_by_the_run_and_know_its_settin
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
-    few_of(
-        [
-            (["resume={tmp}/gone"], "there is no such folder"),
-            (["resume={tmp}"], "is no run with checkpoints"),
-            (["resume={run}", "run.directory={tmp}/other"], "Leave run.directory out"),
-            (["fork={tmp}/gone"], "fork=.*there is no such folder"),
-            (["fork={run}", "run.directory={run}"], "needs a folder of its own"),
-            (
-                ["fork={run}", "checkpoint.folder={run}/checkpoints"],
-                "holds the checkpoints of the old",
-            ),
-            (["fork={run}", "resume={run}"], "Leave one of them out"),
-            (["fork={run}", "algorithm=evaluate"], "Leave fork out"),
-            (
-                ["checkpoint.folder=nowhere://x", "checkpoint.every=1"],
-                "nothing is known of nowhere://",
-            ),
-            (["checkpoint.folder=gs://x/y", "checkpoint.every=1"], "needs a package"),
-            (["resume=auto"], "run.directory, which is not set"),
-            (["resume=auto", "run.directory={tmp}/new"], "resume=auto without checkpoint.every"),
-            (["checkpoint.memory_copies=-1", "checkpoint.every=1"], "must be 0"),
-            (
-                ["checkpoint.memory_copies=1", "checkpoint.every=1", "executor=inline"],
-                "executor=ray or",
-            ),
-            (
-                [
-                    "checkpoint.memory_copies=1",
-                    "checkpoint.every=1",
-                    "checkpoint.asynchronous=false",
-                ],
-                "asynchronous=true. Set that",
-            ),
-            (["resume={run}", "algorithm=evaluate"], "trains nothing"),
-            (["resume={run}", "trainer.stepz=1"], "no setting `trainer.stepz`"),
-        ],
-        2,
-        several=True,
-    ),
+    [
+        (["resume={tmp}/gone"], "there is no such folder"),
+        (["resume={tmp}"], "is no run with checkpoints"),
+        (["resume={run}", "run.directory={tmp}/other"], "Leave run.directory out"),
+        (["fork={tmp}/gone"], "fork=.*there is no such folder"),
+        (["fork={run}", "run.directory={run}"], "needs a folder of its own"),
+        (["fork={run}", "checkpoint.folder={run}/checkpoints"], "holds the checkpoints of the old"),
+        (["fork={run}", "resume={run}"], "Leave one of them out"),
+        (["fork={run}", "algorithm=evaluate"], "Leave fork out"),
+        (["checkpoint.folder=nowhere://x", "checkpoint.every=1"], "nothing is known of nowhere://"),
+        (["checkpoint.folder=gs://x/y", "checkpoint.every=1"], "needs a package"),
+        (["resume=auto"], "run.directory, which is not set"),
+        (["resume=auto", "run.directory={tmp}/new"], "resume=auto without checkpoint.every"),
+        (["checkpoint.memory_copies=-1", "checkpoint.every=1"], "must be 0"),
+        (
+            ["checkpoint.memory_copies=1", "checkpoint.every=1", "executor=inline"],
+            "executor=ray or",
+        ),
+        (
+            ["checkpoint.memory_copies=1", "checkpoint.every=1", "checkpoint.asynchronous=false"],
+            "asynchronous=true. Set that",
+        ),
+        (["resume={run}", "algorithm=evaluate"], "trains nothing"),
+        (["resume={run}", "trainer.stepz=1"], "no setting `trainer.stepz`"),
+    ],
 )
 def test_what_cannot_be_resumed_is_a_sentence(run, tmp_path, overrides, words):
     with pytest.raises((ConfigError, MissingPackageError), match=words):
