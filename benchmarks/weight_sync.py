@@ -42,7 +42,7 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models.model_loading import load_model, make_tiny_model
 from hybridrl.models.packed_models import CausalPolicy
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world, join_world
-from hybridrl.placement.separation import choose_weight_transport
+from hybridrl.placement.disaggregated_actor import choose_weight_transport
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.transformers_engine import TransformersEngine

@@ -126,11 +126,14 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.config.changed import apply_changes
     from hybridrl.job.preflight import run_preflight
     from hybridrl.planner import plan_tables as table
-    from hybridrl.planner.fitting_settings import check_plan_fits, choose_automatic_settings
+    from hybridrl.planner.fitting_settings import (
+        check_plan_fits,
+        choose_automatic_settings,
+        format_settings,
+    )
     from hybridrl.planner.job_plan import build_job_plan, job_plan_to_json
     from hybridrl.planner.machine.cluster_rates import resolve_rates
     from hybridrl.planner.named_models import materialize_named_models
-    from hybridrl.planner.search.search_tables import format_settings
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()
@@ -147,7 +150,7 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
         if chosen.json:
             sys.stdout.write(job_plan_to_json(plan, left) + "\n")
         else:
-            said = f"Chosen: {', '.join(format_settings(tuple(left)))}." if left else ""
+            said = f"Chosen: {', '.join(format_settings(left))}." if left else ""
             searched = _AUTO_PLACEMENT_NOTICE if config.placement.strategy == "auto" else ""
             notices = filter(None, (unnamed, said, searched, plan.notice, *unseen))
             print_for_people(*table.format_step_sizes(plan), *notices)

@@ -23,7 +23,7 @@ from hybridrl.commands.plan_options import (
 from hybridrl.config.changed import Setting, apply_changes
 from hybridrl.errors import ConfigError
 from hybridrl.job.preflight import run_preflight
-from hybridrl.planner.fitting_settings import choose_automatic_settings
+from hybridrl.planner.fitting_settings import choose_automatic_settings, format_settings
 from hybridrl.planner.machine.cluster_rates import resolve_rates
 from hybridrl.planner.named_models import materialize_named_models
 from hybridrl.planner.sample_lengths import parse_sample_lengths
@@ -38,7 +38,6 @@ from hybridrl.planner.search.proposals import (
 from hybridrl.planner.search.search_tables import (
     build_proposals_table,
     explain_ranking,
-    format_settings,
     settings_lines,
 )
 from hybridrl.planner.search.search_terms import SearchObjective
@@ -146,7 +145,7 @@ def _write_placement_and_recipe(
     needed = dict(left) | dict(best.settings)
     recipe.write_text(yaml.safe_dump(settings | needed, sort_keys=False))
     console = Console(stderr=True)
-    said = " ".join(format_settings(tuple(needed.items())))
+    said = " ".join(format_settings(needed.items()))
     console.print(
         f"written: {placement} and {recipe}; add recipe={recipe} to the job's settings"
         f"{f' (it says {said})' if said else ''}",

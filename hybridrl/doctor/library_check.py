@@ -43,7 +43,7 @@ def check(seconds: float) -> Iterator[DoctorFinding]:
     with ThreadPoolExecutor() as pool:
         tried = pool.map(lambda names: probe_imports(names, seconds), filter(None, groups))
         cards = pool.submit(_query_nvidia_smi)
-        found = {name: trial for trial in tried for name, trial in trial.items()}
+        found = {name: trial for group in tried for name, trial in group.items()}
     for name, trial in found.items():
         yield _report_import(name, trial)
     yield from check_gpus(found.get("torch", {}), found.get("vllm", {}), cards.result())

@@ -110,7 +110,7 @@ def check_proxies() -> Iterator[DoctorFinding]:
         return
     names = ", ".join(f"{name}_proxy" for name in sorted(found))
     hosts = (LOOPBACK_ADDRESS, "localhost")
-    if caught := [one for one in hosts if not urllib.request.proxy_bypass_environment(one)]:
+    if caught := [one for one in hosts if not urllib.request.proxy_bypass(one)]:
         known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
         wanted = ",".join([*([known] if known else []), *hosts])
         yield report_note(

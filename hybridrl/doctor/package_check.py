@@ -39,7 +39,8 @@ _OPTIONAL_PACKAGES = {
 
 def check() -> Iterator[DoctorFinding]:
     """Yield findings on Python, required packages, missing packages and version conflicts."""
-    yield from _check_python()
+    where = f"{platform.system()} {platform.machine()}, {sys.executable}"
+    yield report_ok("python", f"{platform.python_version()}, {where}")
     installed = _list_installed()
     yield from _check_requirements(installed)
     yield from _check_optional_packages(installed)
@@ -49,18 +50,12 @@ def check() -> Iterator[DoctorFinding]:
 
 def _list_installed() -> dict[str, str]:
     """Return the versions of installed distributions by normalized name."""
-    found = {}
+    found: dict[str, str] = {}
     for one in metadata.distributions():
         name = one.metadata["Name"]
         if name:  # a folder that a broken uninstall left has none
             found.setdefault(name.lower().replace("_", "-"), one.version)
     return found
-
-
-def _check_python() -> Iterator[DoctorFinding]:
-    version = platform.python_version()
-    where = f"{version}, {platform.system()} {platform.machine()}, {sys.executable}"
-    yield report_ok("python", where)
 
 
 def _requirements(name: str) -> list[Requirement]:

@@ -143,15 +143,14 @@ def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
 
 def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, str]:
     """Choose the settings that are left to the planner."""
-    from hybridrl.planner.fitting_settings import choose_automatic_settings
+    from hybridrl.planner.fitting_settings import choose_automatic_settings, format_settings
     from hybridrl.planner.machine.device_catalog import add_device_memory
-    from hybridrl.planner.search.search_tables import format_settings
 
     described = job.with_model(config)
     chosen = choose_automatic_settings(
         described, add_device_memory(job.cluster), job.lengths, job.roles
     )
-    said = f"Chosen: {', '.join(format_settings(tuple(chosen)))}." if chosen else ""
+    said = f"Chosen: {', '.join(format_settings(chosen))}." if chosen else ""
     return apply_changes(config, chosen or ()), said
 
 
@@ -175,8 +174,8 @@ def resolve_auto_placement(
     Args:
         usual: The lengths of usual samples, if they are known.
     """
+    from hybridrl.planner.fitting_settings import format_settings
     from hybridrl.planner.job_start import search_placement
-    from hybridrl.planner.search.search_tables import format_settings
     from hybridrl.systems.operator_costs.cost_source import offer_costs
 
     offer_costs()

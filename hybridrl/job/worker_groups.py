@@ -30,8 +30,7 @@ from hybridrl.data.mixture import find_source_rewards, list_source_names
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.placement import GENERATOR_ROLE, Placement
-from hybridrl.placement.disaggregated_actor import DisaggregatedActor
-from hybridrl.placement.separation import choose_weight_transport
+from hybridrl.placement.disaggregated_actor import DisaggregatedActor, choose_weight_transport
 from hybridrl.system.cluster_spec import DeviceSlot
 from hybridrl.systems.low_bits.precision_plan import load_precision_plan
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec, find_playing_role

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hybridrl.config.schema import PlacementConfig
 from hybridrl.errors import ConfigError, HybridRLError
-from hybridrl.placement import explicit, flattening, interleaving, separation
+from hybridrl.placement import strategies
 from hybridrl.placement.placement import (
     ACTOR_ROLE,
     GENERATOR_ROLE,
@@ -19,7 +19,7 @@ from hybridrl.placement.placement import (
     RolePlace,
     RoleRequirements,
 )
-from hybridrl.placement.role_settings import RolePlaceSettings, parse_role_settings
+from hybridrl.placement.strategies import RolePlaceSettings, parse_role_settings
 from hybridrl.system import user_code
 from hybridrl.system.cluster_spec import ClusterSpec
 
@@ -39,12 +39,12 @@ __all__ = [
 PlacementStrategy = Callable[[Sequence[RoleRequirements], ClusterSpec, PlacementConfig], Placement]
 
 STRATEGIES: dict[str, PlacementStrategy] = {
-    "flattening": flattening.place_colocated,
-    "interleaving": interleaving.place_interleaved,
-    "separation": separation.place_disaggregated,
-    "explicit": explicit.place_explicit,
-    "file": explicit.place_from_file,
-    "auto": flattening.place_colocated,
+    "flattening": strategies.place_colocated,
+    "interleaving": strategies.place_interleaved,
+    "separation": strategies.place_disaggregated,
+    "explicit": strategies.place_explicit,
+    "file": strategies.place_from_file,
+    "auto": strategies.place_colocated,
 }
 """By the name that `placement=` takes. `auto` is flattening until devices and models are known and
 the planner has chosen (`hybridrl.planner.search.proposals`)."""

@@ -1,17 +1,36 @@
-"""SeparatedActor: an actor that trains on some devices and generates on others, called as one."""
+"""An actor that trains on some devices and generates on others, called as one."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS
+from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, Config
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
+from hybridrl.system.cluster_spec import DeviceSlot
 
 STREAM_PARTS = 4
 """The number of parts in which samples leave the generator, so that some are scored while others
 are still generated."""
+
+
+def choose_weight_transport(config: Config, devices: Iterable[DeviceSlot]) -> tuple[bool, str]:
+    """Choose how weights travel to the generator.
+
+    Args:
+        devices: Of trainer and generator.
+
+    Returns:
+        Whether as parcels in the object store, and by which `rollout.weight_sync`.
+    """
+    flow, method = config.placement, config.rollout.weight_sync
+    store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
+    if method == "auto" and len({device.node for device in devices}) == 1:
+        method = "full"  # within a node to copy is quicker than to encode
+    elif method == "auto" and store:
+        method = "delta"  # parcels are made without knowing how long they will be on their way
+    return store, method
 
 
 class DisaggregatedActor:
@@ -69,7 +88,7 @@ class DisaggregatedActor:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):  # of an object that is being copied or unpickled
             raise AttributeError(name)
-        method = getattr(self._trainer, name)
+        method: Callable[..., Any] = getattr(self._trainer, name)
         if not name.startswith(("update_", "load_weights")):
             return method
 
@@ -87,7 +106,7 @@ class DisaggregatedActor:
     def generate_sequences(self, batch: BatchRef, sampling: Any) -> BatchRef:
         """Generate on the generator's devices; see `ActorWorker.generate_sequences`."""
         if self._store:
-            self._give_parcels()
+            self._give_parcels(kept=self._staleness + 1)
         elif self._in_flight:
             self._send()
         elif not self._staleness:
@@ -104,13 +123,15 @@ class DisaggregatedActor:
         """Save the state of both groups in one folder."""
         self._generator.save_state(folder).get()
         self._begin_anew()
-        return self._trainer.save_state(folder)
+        saving: Handle = self._trainer.save_state(folder)
+        return saving
 
     def start_saving(self, folder: str, copy: str | None = None) -> Handle:
         """Start saving the state of both groups; see `TrainedModelWorker.start_saving`."""
         self._generator.save_state(folder).get()
         self._begin_anew()
-        return self._trainer.start_saving(folder, copy)
+        saving: Handle = self._trainer.start_saving(folder, copy)
+        return saving
 
     def load_state(self, folder: str) -> Handle:
         """Load the saved state of both groups; `publish_weights` gives the generator the
@@ -121,7 +142,8 @@ class DisaggregatedActor:
         self._on_their_way = 0
         self._parcels.clear()  # of the weights before
         self._begin_anew()
-        return self._generator.load_state(folder)
+        loading: Handle = self._generator.load_state(folder)
+        return loading
 
     def _begin_anew(self) -> None:
         """Restart a lossy weight sync at a checkpoint. Its weights depend on all messages before,
@@ -134,10 +156,7 @@ class DisaggregatedActor:
     def publish(self) -> None:
         """Make the next generation use the weights of all updates called so far."""
         if self._store:
-            if not self._parcels or self._parcels[-1].updates != self._updates:
-                self._parcels.append(self._pack())
-            self._parcels = deque([self._parcels[-1]])
-            self._load(self._parcels[0])
+            self._give_parcels(kept=1)
             return
         self._send()
         self._generator.receive_weights(self._sent)
@@ -148,13 +167,12 @@ class DisaggregatedActor:
             self._on_their_way = self._updates
             self._sent += 1
 
-    def _give_parcels(self) -> None:
-        """Append the current weights to the queue, and give the generator those at its head."""
-        if not self._parcels or self._parcels[-1].updates != self._updates:
-            self._parcels.append(self._pack())
-        else:
-            self._parcels.append(self._parcels[-1])
-        while len(self._parcels) > self._staleness + 1:
+    def _give_parcels(self, kept: int) -> None:
+        """Append the current weights to the queue, keep its newest, and give the generator those at
+        its head."""
+        is_new = not self._parcels or self._parcels[-1].updates != self._updates
+        self._parcels.append(self._pack() if is_new else self._parcels[-1])
+        while len(self._parcels) > kept:
             self._parcels.popleft()
         self._load(self._parcels[0])
 

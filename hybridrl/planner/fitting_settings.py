@@ -4,7 +4,7 @@ does not fit. Each is planned before it is proposed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -90,8 +90,7 @@ def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting,
     time; first nothing."""
     actor = config.actor
     tokens: list[tuple[Setting, ...]] = [()]
-    fewer = islice(_halved(actor.tokens_per_microbatch, _longest(config)), HALVINGS)
-    tokens += [((TOKENS, less),) for less in fewer]
+    tokens += [((TOKENS, less),) for less in islice(_fewer_tokens(config), HALVINGS)]
     recompute: list[tuple[Setting, ...]] = [()]
     if actor.gradient_checkpointing in KEEPS:
         recompute.append((("actor.gradient_checkpointing", "full"),))
@@ -112,8 +111,10 @@ def _halved(tokens: int, least: float) -> Iterator[int]:
         yield tokens
 
 
-def _longest(config: Config) -> int:
-    return config.data.max_prompt_tokens + config.rollout.max_tokens
+def _fewer_tokens(config: Config) -> Iterator[int]:
+    """Yield halves of `actor.tokens_per_microbatch` that still hold the longest sample."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    return _halved(config.actor.tokens_per_microbatch or 0, longest)
 
 
 def find_fitting_settings(plan: JobPlan) -> list[list[Setting]]:
@@ -159,10 +160,7 @@ def check_plan_fits(plan: JobPlan, tolerance: float = 1.0) -> None:
             f"{plan.fullest.devices[0]} needs {format_gib(phase.bytes)} GiB ({mostly}, ...) and "
             f"has {format_gib(plan.cluster.memory_of(plan.fullest.devices[0]))}"
         )
-    found = [
-        " ".join(f"{name}={_text(value)}" for name, value in cure)
-        for cure in find_fitting_settings(plan)
-    ]
+    found = [" ".join(format_settings(cure)) for cure in find_fitting_settings(plan)]
     if not found:
         more = "more devices"
         if plan.lacking:  # of a copy for each rollout.parallel.tp devices
@@ -175,7 +173,7 @@ def _candidates(plan: JobPlan) -> Iterator[Setting]:
     """Yield candidate settings, from those that cost nothing to those that cost most time."""
     config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
-    for tokens in _halved(actor.tokens_per_microbatch, _longest(config)):
+    for tokens in _fewer_tokens(config):
         yield TOKENS, tokens
     if rollout.engine != "vllm":
         for divisor in (2, 4, 8, 16):
@@ -216,7 +214,7 @@ def _planned(
     roles: Mapping[str, RoleSpec] | None,
     settings: list[Setting],
 ) -> JobPlan:
-    """The plan with these settings; raises a ConfigError where there is no such job."""
+    """Plan a job with these settings; raises a ConfigError where there is no such job."""
     from hybridrl.planner.job_plan import build_job_plan
 
     config = apply_changes(config, settings)
@@ -241,6 +239,11 @@ def _fits(plan: JobPlan, settings: list[Setting]) -> bool:
 
 def _badness(plan: JobPlan) -> tuple[bool, float]:
     return bool(plan.lacking), plan.filled(plan.fullest)
+
+
+def format_settings(settings: Iterable[Setting]) -> list[str]:
+    """Format settings as the command line takes them."""
+    return [f"{name}={_text(value)}" for name, value in settings]
 
 
 def _text(value: Any) -> str:

@@ -1,5 +1,5 @@
-"""What a plan has to know of each role: what it is called for, the shape of its model and of each
-device's part of it, and how it packs its samples."""
+"""The roles of a planned job: the calls that each takes, the shape of its model and of the part on
+each device, and how it packs its samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_si
 from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
-from hybridrl.placement.separation import choose_weight_transport
+from hybridrl.placement.disaggregated_actor import choose_weight_transport
 from hybridrl.planner.memory.model_part import CHECKPOINT_BYTES, ModelPart, generation_copy_bytes
 from hybridrl.planner.step.call_recorder import record_calls
 from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
@@ -135,7 +135,7 @@ class JobRoles:
     def path(self, role: str) -> str:
         """Return the path that a role's model is read from."""
         own = None if role == GENERATOR_ROLE else self.roles[role].path(role, self.config)
-        return own or self.config.model.path
+        return str(own or self.config.model.path)
 
     def generation_shape(self, role: str) -> ModelShape:
         """Return the shape of one rank's part of a role's generation copy; with `rollout=pipeline`,

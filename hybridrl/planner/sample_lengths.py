@@ -1,4 +1,4 @@
-"""What somebody says of how long the samples of a job are, in numbers or by naming a run."""
+"""Lengths of a job's samples as a person says them, in numbers or by naming a run."""
 
 from __future__ import annotations
 

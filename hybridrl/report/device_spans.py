@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -258,22 +258,21 @@ class IdleCauses:
             if call.end > start and (until is None or call.number < until.call)
         ]
         doing = [one for one in self._driver if one[1] > start and one[0] < end]
-        cuts = {start, end}
-        for begin, finish, *_ in [*doing, *((call.start, call.end) for call in running)]:
-            cuts |= {moment for moment in (begin, finish) if start < moment < end}
-        cuts |= {moment for moment, _ in self._windows if start < moment < end}
-        edges, made = sorted(cuts), None
-        for a, b in pairwise(edges):
-            cause = self._cause(device, (a + b) / 2, until, running, doing)
-            step = self._step_at((a + b) / 2)
-            if made is not None and (made.cause, made.step) == (cause, step):
-                made = made._replace(end=b)
-                continue
-            if made is not None:
-                yield made
-            made = DeviceSpan(device, step, "", -1, "", IDLE, a, b, cause=cause)
-        if made is not None:
-            yield made
+        moments = [moment for begin, finish, _ in doing for moment in (begin, finish)]
+        moments += [moment for call in running for moment in (call.start, call.end)]
+        moments += [moment for moment, _ in self._windows]
+        edges = [start, *sorted({moment for moment in moments if start < moment < end}), end]
+
+        def reason(piece: tuple[float, float]) -> tuple[str, int]:
+            middle = (piece[0] + piece[1]) / 2
+            cause = self._cause(device, middle, until, running, doing)
+            window = min(bisect_left(self._windows, (middle, -1)), len(self._windows) - 1)
+            return cause, self._windows[window][1]
+
+        for (cause, step), some in groupby(pairwise(edges), key=reason):
+            alike = list(some)
+            begins, ends = alike[0][0], alike[-1][1]
+            yield DeviceSpan(device, step, "", -1, "", IDLE, begins, ends, cause=cause)
 
     def _cause(
         self,
@@ -295,10 +294,6 @@ class IdleCauses:
         for call in [*needed, *now[::-1]]:
             return WAIT_FOR_PEERS if device in call.devices else call.cause
         return DRIVER_ROLE if until is not None or not running else NO_MORE_WORK
-
-    def _step_at(self, moment: float) -> int:
-        at = bisect_left(self._windows, (moment, -1))
-        return self._windows[min(at, len(self._windows) - 1)][1]
 
 
 def _build_call_spans(steps: Sequence[RecordedStep], origin: float) -> Iterator[_CallSpan]:

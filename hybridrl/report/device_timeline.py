@@ -8,12 +8,12 @@ from typing import Any
 
 from hybridrl.console.phase_colors import PHASE_COLORS
 from hybridrl.errors import DataError
+from hybridrl.planner.what_if.recorded_graph import OTHER_PHASE
 from hybridrl.report.device_spans import (
     ADVANTAGE,
     GENERATE,
     IDLE,
     LOG_PROB,
-    OTHER_PHASE,
     PHASES,
     SAVE,
     SCORE,

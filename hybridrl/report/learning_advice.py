@@ -12,13 +12,9 @@ from hybridrl.report.run_evidence import MetricChange, RunEvidence, SampleGroup
 
 _TIP_DEAD_SHARE, _WARNING_DEAD_SHARE = 0.3, 0.8
 """Shares of prompts whose samples all score alike. On the built-in task 0.2 to 0.6 are usual."""
-REFILLS = "grpo"
-"""The program that can have groups replaced (`algorithm.dynamic_sampling`)."""
-COMPARE = REFILLS, "online_dpo"
-"""Programs that learn from how the samples of a prompt differ. A critic's values, a greedy answer,
-a teacher or answers to imitate are learned from where all score alike, too."""
+_REFILLS = "algorithm.dynamic_sampling"
 _BATCH_ADVANTAGE = "reinforce_plus_plus"
-"""The advantage of the first that compares with the whole batch."""
+"""The advantage of GRPO that compares with the whole batch."""
 _SOLVED_SCORE_SHARE = 0.9
 """As a share of the way from the least to the largest score: what is left is luck."""
 _TIP_TRUNCATED_SHARE, _WARNING_TRUNCATED_SHARE = 0.03, 0.15
@@ -57,9 +53,8 @@ def find_dead_groups(seen: RunEvidence) -> Iterator[RunAdvice]:
     groups = seen.groups if _compares_samples(seen) else []
     dead = [group for group in groups if max(group.scores) == min(group.scores)]
     share = len(dead) / len(groups) if groups else 0.0
-    if (
-        share < _TIP_DEAD_SHARE or _find_reward_fall(seen) is not None
-    ):  # what fell that far is all alike
+    # What fell that far is all alike.
+    if share < _TIP_DEAD_SHARE or _find_reward_fall(seen) is not None:
         return
     scores = [score for group in groups for score in group.scores]
     low, high = min(scores), max(scores)
@@ -81,8 +76,9 @@ def find_dead_groups(seen: RunEvidence) -> Iterator[RunAdvice]:
         cause = "Most of them are never right: take easier prompts"
         cause += " or a warm-up (warmup.steps)" if _has_reference_answers(seen) else ""
     config = seen.config
-    more = ", or have them replaced (algorithm.dynamic_sampling=true)"
-    if config is not None and (config.algorithm.dynamic_sampling or config.trainer.name != REFILLS):
+    more = f", or have them replaced ({_REFILLS}=true)"
+    may_refill = seen.program is not None and _REFILLS in seen.program.USES
+    if config is not None and (config.algorithm.dynamic_sampling or not may_refill):
         more = f", or more samples of each (now {config.rollout.samples_per_prompt})"
     say = make_warning if share >= _WARNING_DEAD_SHARE else make_tip
     yield say(title, numbers, f"{cause}{more}.", share)
@@ -337,11 +333,12 @@ def _has_episodes(seen: RunEvidence) -> bool:
 
 def _compares_samples(seen: RunEvidence) -> bool:
     """Return whether the algorithm compares the samples of a prompt with each other; True where the
-    settings are unknown."""
-    config = seen.config
-    if config is None:
+    settings are unknown. A critic's values, a greedy answer, a teacher or answers to imitate are
+    learned from where all score alike, too."""
+    if seen.config is None:
         return True
-    return config.trainer.name in COMPARE and config.algorithm.advantage != _BATCH_ADVANTAGE
+    compares = seen.program is not None and seen.program.COMPARES_SAMPLES
+    return compares and seen.config.algorithm.advantage != _BATCH_ADVANTAGE
 
 
 def _has_reference_answers(seen: RunEvidence) -> bool:

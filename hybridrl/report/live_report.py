@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,8 @@ class CachedPart:
     def text(self) -> str:
         """Return the part as JSON, rebuilt if its files changed."""
         with self._lock:
-            stamp = _hash_stamps(
-                self._stamp()
-            )  # before it is read: what changes meanwhile counts later
+            # Before it is read: what changes meanwhile counts later.
+            stamp = _hash_stamps(self._stamp())
             if self._is_due(stamp):
                 began = time.monotonic()
                 self._text = to_json(self._make())
@@ -79,9 +79,7 @@ class LiveReport:
         self.name = content.run.name
         folders = [content.run.path, *(one.path for one in content.against)]
         self.parts = {
-            name: CachedPart(
-                make, lambda names=_FILES_OF_PART[name]: list(read_file_stamps(folders, names))
-            )
+            name: CachedPart(make, partial(read_file_stamps, folders, _FILES_OF_PART[name]))
             for name, make in content.parts.items()
         }
 
@@ -90,9 +88,10 @@ class LiveReport:
         return {name: part.version() for name, part in self.parts.items()}
 
 
-def read_file_stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[Any]:
-    """Yield the modification time and size of each file, and the run's state, which changes without
-    a file when a job is killed."""
+def read_file_stamps(folders: Iterable[Path], names: Iterable[str]) -> list[Any]:
+    """Return the modification time and size of each file, and the run's state, which changes
+    without a file when a job is killed."""
+    stamps: list[Any] = []
     for folder in folders:
         for name in names:
             for file in sorted(folder.glob(name)) if "*" in name else [folder / name]:
@@ -100,9 +99,10 @@ def read_file_stamps(folders: Iterable[Path], names: Iterable[str]) -> Iterator[
                     found = file.stat()
                 except OSError:
                     continue
-                yield name, found.st_mtime_ns, found.st_size
+                stamps.append((name, found.st_mtime_ns, found.st_size))
             if name == _STATUS:
-                yield read_run_status(folder)
+                stamps.append(read_run_status(folder))
+    return stamps
 
 
 def _hash_stamps(stamp: Any) -> str:

@@ -81,13 +81,9 @@ def thin_curve(
 def _read_finite_series(
     rows: Sequence[Mapping[str, Any]], name: str
 ) -> tuple[list[int], list[float]]:
-    steps, values = extract_series(list(rows), name)
-    pairs = [
-        (step, float(value))
-        for step, value in zip(steps, values, strict=True)
-        if math.isfinite(value)
-    ]
-    return [step for step, _ in pairs], [value for _, value in pairs]
+    steps, values = extract_series(rows, name)
+    kept = [place for place, value in enumerate(values) if math.isfinite(value)]
+    return [steps[place] for place in kept], [float(values[place]) for place in kept]
 
 
 def _round_value(value: float) -> float:

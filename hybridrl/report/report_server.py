@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -194,7 +195,8 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND)
             return
         elif len(path) == 1:
-            self._answer(b"", _HTML, HTTPStatus.MOVED_PERMANENTLY, Location=f"/{path[0]}/")
+            to = {"Location": f"/{path[0]}/"}
+            self._answer(b"", _HTML, HTTPStatus.MOVED_PERMANENTLY, to)
             return
         self.server.keep(self.connection, math.inf)  # as long as the answer takes
         try:
@@ -216,7 +218,7 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
                 scripts = RUN_TABLE_SCRIPTS if not names and site.run is None else RUN_SCRIPTS
                 policy = f"{build_security_policy(scripts)}; frame-ancestors 'none'"
                 headers = {"Content-Security-Policy": policy}
-                self._answer(text.encode(), _HTML, **headers)
+                self._answer(text.encode(), _HTML, headers=headers)
             case ["metrics"] if not names:
                 self._answer(site.metrics().encode(), prometheus.CONTENT_TYPE)
             case ["versions"] if (found := site.parts(names)) is not None:
@@ -238,7 +240,11 @@ class _ReportRequestHandler(BaseHTTPRequestHandler):
         self._answer(f"{status.phrase}\n".encode(), "text/plain; charset=utf-8", status)
 
     def _answer(
-        self, content: bytes, kind: str, status: HTTPStatus = HTTPStatus.OK, **headers: str
+        self,
+        content: bytes,
+        kind: str,
+        status: HTTPStatus = HTTPStatus.OK,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.send_response(status)
         always = {

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybridrl.composition.load import compose_config, config_to_dict, load_run_config
+from hybridrl.composition.load import compose_config, config_to_dict
 from hybridrl.config.presets import flatten_settings
 from hybridrl.errors import HybridRLError
-from hybridrl.placement import Placement
-from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
+from hybridrl.planner.what_if.recorded_run import load_recorded_job
 from hybridrl.run_files.run_reader import RunReader
-from hybridrl.system.bounded_files import read_text
-from hybridrl.system.cluster_spec import ClusterSpec
 
 _GIB = 2**30
 _NAME, _PEAK = "memory/", "_peak_gib"
@@ -52,12 +48,10 @@ def build_memory_table(rows: Sequence[Mapping[str, Any]], planned: PlannedMemory
 def replan_memory(run: RunReader) -> PlannedMemory:
     """Plan the run's memory again from its stored settings and devices."""
     try:
-        config = load_run_config(run.path / SETTINGS)
-        cluster = ClusterSpec.from_json(read_text(run.path / CLUSTER))
-        placement = Placement.from_json(read_text(run.path / PLACEMENT))
+        config, cluster, placement = load_recorded_job(run.path)
     except (HybridRLError, OSError, ValueError, KeyError, TypeError):
         return PlannedMemory(note="Settings or devices of the run are not there: no plan.")
-    folder = Path(config.model.path) if config.model.path else run.path / "initial_model"
+    folder = Path(str(config.model.path))
     if not (folder / "config.json").is_file():
         return PlannedMemory(note=f"The model's folder, {folder}, is not here: no plan.")
     if ":" in config.trainer.name:  # a report runs no program that a run's settings name
@@ -68,9 +62,7 @@ def replan_memory(run: RunReader) -> PlannedMemory:
     from hybridrl.planner.machine.device_catalog import add_device_memory
 
     try:
-        config = replace(config, model=replace(config.model, path=str(folder)))
-        cluster = add_device_memory(cluster)
-        plan = build_job_plan(config, cluster, placement)
+        plan = build_job_plan(config, add_device_memory(cluster), placement)
         device = plan.cluster.memory_of(0) / _GIB
     except Exception as error:  # of any library that looks at the model: the rest can be shown
         return PlannedMemory(note=f"No plan: {type(error).__name__}: {str(error)[:200]}")

@@ -28,6 +28,7 @@ from hybridrl.run_files.recorded_steps import (
 )
 from hybridrl.run_files.run_paths import SAMPLES, SETTINGS
 from hybridrl.run_files.run_reader import RunReader, read_table
+from hybridrl.trainers import PROGRAM_NAMES, load_trainer
 
 _NEWEST_STEPS = 20
 """So many steps say where time goes."""
@@ -77,6 +78,13 @@ class RunEvidence:
             return None
 
     @cached_property
+    def program(self) -> Any:
+        """The class of the run's driver program; None where the settings cannot be read, and for a
+        program of the user's own, which a report does not run."""
+        name = "" if self.config is None else self.config.trainer.name
+        return load_trainer(name) if name in PROGRAM_NAMES else None
+
+    @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """The metric rows of training steps."""
         return [row for row in self.all_rows if "time/step" in row]
@@ -99,7 +107,7 @@ class RunEvidence:
         """Return the mean of a metric over the last window of steps; None if it was never
         measured."""
         values = self.values(name)
-        return statistics.fmean(values[-_window_size(values) :]) if values else None
+        return statistics.fmean(values[-_window_size(len(values)) :]) if values else None
 
     def change(self, name: str) -> MetricChange | None:
         """Return a metric's means over the first and last windows; None with fewer than two
@@ -107,7 +115,7 @@ class RunEvidence:
         values = self.values(name)
         if len(values) < 2:
             return None
-        window = _window_size(values)
+        window = _window_size(len(values))
         return MetricChange(statistics.fmean(values[:window]), statistics.fmean(values[-window:]))
 
     def reward_doubt(self) -> float:
@@ -116,7 +124,7 @@ class RunEvidence:
         if self.config is None or not (spread := self.values("reward/std")):
             return 0.0
         prompts = self.config.data.prompts_per_step
-        return statistics.fmean(spread) / math.sqrt(max(1, prompts) * _window_size(spread))
+        return statistics.fmean(spread) / math.sqrt(max(1, prompts) * _window_size(len(spread)))
 
     def scatter(self, name: str) -> float:
         """The standard error of a mean of a metric over a window, of steps that resemble each
@@ -124,7 +132,7 @@ class RunEvidence:
         values = np.asarray(self.values(name), np.float64)
         if len(values) < FEW_STEPS:
             return 0.0
-        return math.sqrt(variance_of_sums(values) / _window_size(values))
+        return math.sqrt(variance_of_sums(values) / _window_size(len(values)))
 
     @cached_property
     def groups(self) -> list[SampleGroup]:
@@ -158,7 +166,7 @@ class RunEvidence:
 
     @cached_property
     def replayed(self) -> RecordedRun | None:
-        """Its newest steps, to be replayed."""
+        """The newest steps, to be replayed; None where they cannot be."""
         try:
             return RecordedRun.at(self.run.path, self.last)
         except (HybridRLError, OSError, ValueError, KeyError):
@@ -237,8 +245,8 @@ class RunEvidence:
         return sum_idle_by_cause(self.in_steps)
 
 
-def _window_size(values: Sequence[float]) -> int:
-    return max(1, min(_MAX_WINDOW, len(values) // 3))
+def _window_size(steps: int) -> int:
+    return max(1, min(_MAX_WINDOW, steps // 3))
 
 
 def _read_sample_groups(table: Any) -> list[SampleGroup]:

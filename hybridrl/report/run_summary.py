@@ -1,5 +1,5 @@
-"""What a run learned, where its time went, whether others are better, and what to change: in
-sentences."""
+"""Sentences on a run: what it learned, where its time went, whether others are better, and what to
+change."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def words(run: RunReader, against: Sequence[RunReader] = ()) -> dict[str, Any]:
 
 
 def compared(run: RunReader, against: Sequence[RunReader]) -> list[str]:
-    """Which of two runs is better by the newest evaluations that both have, and whether chance
+    """Compare a run with others by the newest evaluations that both have, and say whether chance
     explains the difference: each run's own interval counts, as if the prompts were not the same."""
     mine, sentences = find_latest_by_set(run.evaluations()), []
     for other in against:
@@ -180,8 +180,9 @@ def compared(run: RunReader, against: Sequence[RunReader]) -> list[str]:
 def _better(
     one: tuple[RunReader, Any], two: tuple[RunReader, Any], name: str, metric: str, sign: int
 ) -> str:
-    """Such as: held_out/accuracy: a 0.72 (step 40), b 0.61 (step 60): a is better by 0.11, which
-    chance does not explain (95%: 0.02 to 0.20). Empty where one of them has no such metric."""
+    """Return a sentence such as: held_out/accuracy: a 0.72 (step 40), b 0.61 (step 60): a is better
+    by 0.11, which chance does not explain (95%: 0.02 to 0.20). Empty where one of them has no such
+    metric."""
     figures = [found["metrics"].get(metric, {}) for _, found in (one, two)]
     values = [figure.get("value") for figure in figures]
     if None in values:
@@ -192,8 +193,8 @@ def _better(
     )
     gain = sign * (values[0] - values[1])
     better = (one if gain > 0 else two)[0].name
-    errors = [_standard_error(figure) for figure in figures]
-    if None in errors:
+    errors = [error for figure in figures if (error := _standard_error(figure)) is not None]
+    if len(errors) < len(figures):
         said = f"{better} is better by {abs(gain):.3g}; how sure that is is unknown" if gain else ""
         return f"{name}/{metric}: {shown}: {said or 'no difference'}."
     doubt = TWO_SIDED_95 * math.hypot(*errors)
@@ -208,7 +209,8 @@ def _better(
 
 
 def _standard_error(figure: dict[str, Any]) -> float | None:
-    """By the interval where there is one: that of a share of 0 or 1 is not 0."""
+    """Return the standard error of a figure, by its interval where there is one: that of a share of
+    0 or 1 is not 0."""
     low, high = figure.get("low"), figure.get("high")
     if low is None or high is None:
         found = figure.get("standard_error")

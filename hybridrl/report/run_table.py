@@ -63,7 +63,7 @@ class RunTable:
 
     def _line(self, path: Path) -> dict[str, Any]:
         """Return the row of a run; only files that changed are read again."""
-        stamp = list(read_file_stamps([path], _FILES))
+        stamp = read_file_stamps([path], _FILES)
         known = self._lines.get(path)
         if known is None or known[0] != stamp:
             known = self._lines[path] = (

@@ -18,11 +18,6 @@ from hybridrl.run_files.run_reader import RunReader, read_table
 if TYPE_CHECKING:
     from pyarrow import Table
     from tokenizers import Tokenizer
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
 
 _MAX_BYTES = 2_400_000
 """Of all samples, as they stand in the page."""
@@ -61,8 +56,9 @@ def build_sample_browser(run: RunReader, most_bytes: int = _MAX_BYTES) -> dict[s
     everything = _list_sample_files(run)
     chosen = _choose_files(everything)
     tokenizer = tokenizer_of(run.path, run.settings()) if chosen else None
-    shown, sources, unread = [], [], []
-    room = most_bytes
+    shown: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
+    unread, room = [], most_bytes
     for number, source in enumerate(chosen):
         share = room // (len(chosen) - number)
         try:
@@ -145,7 +141,7 @@ def _json_size(sample: dict[str, Any]) -> int:
 
 
 def _read_token_table(source: SampleFile) -> Table | None:
-    """What is known of the tokens of the first samples; see `run.sample_recorder`."""
+    """Read the table of the tokens of the first samples; see `run.sample_recorder`."""
     file = source.file.parent.parent / TOKENS / source.file.name
     return read_table(file) if not source.set and file.is_file() else None
 

@@ -86,7 +86,7 @@ def find_small_microbatches(seen: RunEvidence) -> Iterator[RunAdvice]:
         return
     actor = seen.config.actor
     tokens = _count_update_tokens(seen) / actor.updates_per_step
-    size = actor.tokens_per_microbatch
+    size = actor.tokens_per_microbatch or _SUGGESTED_MICROBATCH_TOKENS
     number = math.ceil(tokens / size)
     if size >= _SMALL_MICROBATCH_TOKENS or number < _MANY_MICROBATCHES:
         return

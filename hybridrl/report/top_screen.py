@@ -28,13 +28,8 @@ _NEWEST_STEPS = 5
 """So many of the newest steps say what devices do."""
 
 
-def render_top_screen(run: RunReader, width: int, now: float | None = None) -> RenderableType:
-    """Render a run's screen at a moment.
-
-    Args:
-        width: Cells.
-        now: Seconds since the epoch; None: the time of the clock.
-    """
+def render_top_screen(run: RunReader, width: int) -> RenderableType:
+    """Render a run's screen as it is now, `width` cells wide."""
     seen = RunEvidence(run, _NEWEST_STEPS)
     parts: list[RenderableType] = [_render_title(seen, width)]
     if not seen.rows:
@@ -42,7 +37,7 @@ def render_top_screen(run: RunReader, width: int, now: float | None = None) -> R
         return Group(*parts)
     parts += render_values(_build_readings(seen), width)
     if seen.spans:
-        parts += [Text(), _render_devices(seen, time.time() if now is None else now)]
+        parts += [Text(), _render_devices(seen)]
     if sample := _read_last_sample(run):
         parts += [
             Text(),
@@ -81,7 +76,7 @@ def _build_readings(seen: RunEvidence) -> RunReadings:
     return readings
 
 
-def _render_devices(seen: RunEvidence, now: float) -> Table:
+def _render_devices(seen: RunEvidence) -> Table:
     """Render a row for each device: roles, current activity, busy and idle shares, main cause of
     idleness."""
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -98,7 +93,7 @@ def _render_devices(seen: RunEvidence, now: float) -> Table:
         table.add_row(
             str(device),
             " ".join(roles),
-            _describe_activity(spans, seen, now) if running else _name_span(spans[-1]),
+            _describe_activity(spans, seen) if running else _name_span(spans[-1]),
             render_bar(1 - idle, _BAR_CELLS),
             f"{idle:.0%}",
             f"{format_cause(because)} {causes[because]:.0%}" if because else "",
@@ -108,19 +103,16 @@ def _render_devices(seen: RunEvidence, now: float) -> Table:
     return table
 
 
-def _describe_activity(spans: list[DeviceSpan], seen: RunEvidence, now: float) -> str:
+def _describe_activity(spans: list[DeviceSpan], seen: RunEvidence) -> str:
     """Describe what a device did in its last step at the same age as the current step, because
     files show a step only after its end."""
     last = seen.recorded[-1]
     begin, seconds = last.begin - seen.recorded[0].begin, last.end - last.begin
-    moment = begin + max(0.0, now - last.end) % max(seconds, 1e-6)
+    late = time.time() - last.end
+    moment = begin + max(0.0, late) % max(seconds, 1e-6)
     shown = next((span for span in spans if span.start <= moment < span.end), spans[-1])
-    late = now - last.end
-    return (
-        f"{_name_span(shown)} ({format_seconds(late)} since a step)"
-        if late > 0
-        else _name_span(shown)
-    )
+    since = f" ({format_seconds(late)} since a step)" if late > 0 else ""
+    return f"{_name_span(shown)}{since}"
 
 
 def _name_span(span: DeviceSpan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def find_end_of_step(metrics_file: Path, step: int) -> int:
     return length
 
 
-def extract_series(rows: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def extract_series(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Return the steps and values of one metric, where it was measured."""
     found = [(row["step"], row[key]) for row in rows if key in row]
     return [step for step, _ in found], [value for _, value in found]

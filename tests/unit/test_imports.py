@@ -102,7 +102,7 @@ MAY_IMPORT = {
     "systems": {"system"},
     "report": {
         *("batch", "system", "console", "run_files", "checkpoint", "placement", "planner"),
-        "composition",
+        *("composition", "trainers"),
     },
     "doctor": {"system"},
     "job": EVERYTHING,

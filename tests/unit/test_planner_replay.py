@@ -23,18 +23,9 @@ def node(role, seconds, place=-1, after=(), **more):
     )
 
 
-def test_devices_work_in_order_and_links_take_what_is_ready():
+def test_devices_work_in_order():
     in_order = [node("a", 5), node("b", 1, 0, (0,)), node("c", 1, 0)]
     assert replay_graph(WorkGraph(in_order, ["device 0"])).starts == [0, 5, 6]
-    as_ready = replay_graph(WorkGraph(in_order, ["link"], frozenset([0])))
-    assert as_ready.starts == [0, 5, 0]
-
-
-def test_a_link_is_taken_by_whoever_was_ready_first():
-    nodes = [node("a", 2, 0), node("x", 1), node("b", 1, 0, (1,)), node("c", 1, 0)]
-    found = replay_graph(WorkGraph(nodes, ["link"], frozenset([0])))
-    assert found.starts == [0, 0, 3, 2]  # c was ready at 0, b at 1
-    assert found.because[2] == 3
 
 
 def test_ranks_of_a_collective_end_together_and_keep_their_devices():
@@ -82,7 +73,7 @@ def test_nothing_takes_no_time():
 
 
 def slow_replay(graph):
-    """The same by going over all nodes until nothing changes: no links, for which order counts."""
+    """The same by going over all nodes until nothing changes."""
     nodes, ends = graph.nodes, [0.0] * len(graph.nodes)
     for _ in nodes:
         own, free = [], {}
@@ -125,7 +116,6 @@ def test_any_graph_is_replayed_as_by_going_over_it_again_and_again(seed):
     for place, causes in found.idle.items():
         busy = sum(one.seconds for one in nodes if one.place == place)
         assert sum(causes.values()) == pytest.approx(found.makespan - busy)
-    assert WorkGraph.from_json(graph.to_json()).nodes == nodes
 
 
 BEGIN = 1_700_000_000.0

@@ -1,4 +1,4 @@
-"""Where the rates come from that a plan computes with: the one decision, for all that predict."""
+"""The rates that a plan computes with: one decision where they are from, for all that predict."""
 
 from __future__ import annotations
 
@@ -71,14 +71,11 @@ def resolve_rates(
     if cluster.rates_known:
         return DeviceRates.known(cluster, dtype)
     here = add_device_memory(cluster)
-    for source in COST_SOURCES:
-        if (costs := source(here, dtype)) is not None:
+    for find_costs in COST_SOURCES:
+        if (costs := find_costs(here, dtype)) is not None:
             return DeviceRates.known(resolve_cluster_rates(here), dtype, costs)
-    sizes, path, devices = (
-        compute_step_sizes(config, lengths),
-        str(config.model.path),
-        len(here.devices),
-    )
+    sizes = compute_step_sizes(config, lengths)
+    path, devices = str(config.model.path), len(here.devices)
     tokens = min(config.actor.tokens_per_microbatch or sizes.tokens, sizes.tokens // devices + 1)
     runs = LayerRuns.of_job(path, dtype, tokens, sizes.sample_tokens)
     about = {**describe_devices(here), **runs._asdict(), "path": _architecture(path)}
@@ -163,7 +160,7 @@ def _measure_here(cluster: ClusterSpec, runs: LayerRuns) -> dict[str, float]:
 
 
 def _architecture(path: str) -> str:
-    """What tells models apart whose layers take other time."""
+    """Return a hash of what tells models apart whose layers take other time."""
     config: dict[str, Any] = load_model_config(path).to_dict()
     text = {name: value for name, value in config.items() if name not in NOT_ARCHITECTURE}
     written = json.dumps(text, sort_keys=True, default=str)

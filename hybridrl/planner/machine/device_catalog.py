@@ -176,7 +176,7 @@ def add_device_memory(cluster: ClusterSpec) -> ClusterSpec:
 
 
 def is_seen(cluster: ClusterSpec) -> bool:
-    """Whether this machine can tell what the devices of a job have."""
+    """Return whether this machine can tell what the devices of a job have."""
     return not cluster.is_cuda or torch.accelerator.is_available()
 
 

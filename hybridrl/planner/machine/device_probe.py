@@ -1,5 +1,5 @@
-"""What all devices of this machine do at once: copies, small operations and collectives, measured
-in processes that are a world to torch.distributed."""
+"""Measurements of all devices of this machine at once: copies, small operations and collectives, in
+processes that are a world to torch.distributed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any)
         return [measure(0, 1, *job)]
     # A fork is quick, but what used GPUs or several threads before must not be forked.
     kind = "fork" if cluster.kind == "cpu" and threads == 1 else "spawn"
-    context = mp.get_context(kind)
+    context: Any = mp.get_context(kind)
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
         arguments = [(measure, rank, here, *job, f"{folder}/meet", queue) for rank in range(here)]

@@ -1,4 +1,4 @@
-"""What a device does in a second, as makers say, as a probe has found, or as work was measured."""
+"""Rates of a device, as makers say, as a probe has found, or as work was measured."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ fits into a cache is quicker by token than what does not."""
 
 
 class LayerRuns(NamedTuple):
-    """How layers are run: on one sample, and on as many tokens as `many`.
+    """Runs of layers to time: on one sample, and on as many tokens as `many`.
 
     Attributes:
         path: Of the model's folder.
@@ -90,7 +90,7 @@ def measure_layers(
 
 
 def _operations(shape: ModelShape, length: int) -> float:
-    """Of a token in a layer's forward."""
+    """Return the floating-point operations of a token in a layer's forward."""
     return 2 * shape.layer.all + 2 * length * shape.query
 
 
@@ -124,7 +124,8 @@ def packed_run(
 
 
 def _sample_bounds(tokens: int, length: int) -> torch.Tensor:
-    """Of samples from half to one and a half times this length, as a step's differ."""
+    """Return the bounds of packed samples from half to one and a half times this length, as a
+    step's differ."""
     shares = (torch.arange(tokens // length) + 0.5) / (tokens // length)
     lengths = (length * (0.5 + shares)).round().long().clamp(min=1)
     return torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])

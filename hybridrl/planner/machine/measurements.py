@@ -1,5 +1,5 @@
-"""What was measured of this machine, with when and beside what load: one file of the user's cache
-for each machine, `$XDG_CACHE_HOME/hybridrl/measurements/<host>.json`.
+"""Measurements of this machine, with their date and the load beside them: one file of the user's
+cache for each machine, `$XDG_CACHE_HOME/hybridrl/measurements/<host>.json`.
 
 A plan that rests on a measurement says which one and how old it is. Measurements of other machines
 count where their files are copied into the folder, for what is learned across devices.

@@ -1,4 +1,4 @@
-"""What all roles on a device take of it together, call by call."""
+"""The memory that all roles on a device take together, call by call."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ def _generating(planner: JobRoles, role: str, phase: str, memory: float) -> Memo
     rollout, shape = planner.config.rollout, planner.generation_shape(role)
     found: MemoryParts = {}
     if phase == "sync":  # at most all that comes in and goes out
-        room = default_bucket_bytes(planner.cluster.kind)
-        found["messages"] = min(room, 2 * planner.sync_bytes(role))
+        most = default_bucket_bytes(planner.cluster.kind)
+        found["messages"] = min(most, 2 * planner.sync_bytes(role))
     if planner.sleeps:
         found["generation copy"] = generation_copy_bytes(shape, rollout.quantization)
         if phase == "generate":

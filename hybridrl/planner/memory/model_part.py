@@ -68,12 +68,12 @@ class ModelPart:
     def around(self) -> ParameterCounts:
         """Return the parameters outside of the layers."""
         shape, (first, last) = self.shape, self.ends
-        found = ParameterCounts(0, 0)
+        found = _NO_PARAMETERS
         if first or (last and shape.tied):
             found += shape.embedding
         if last:
             found += shape.norm
-            found += ParameterCounts(0, 0) if shape.tied else shape.head
+            found += _NO_PARAMETERS if shape.tied else shape.head
         return found
 
     @property
@@ -148,6 +148,9 @@ class ModelPart:
         backward = batch.tokens * shape.training.fixed
         head = item * shape.head.trained if self.ends[1] else 0
         several = batch.count > 1
+        before: float
+        end: float
+        reduced: float
         if self.is_small:
             before = FLOAT32_BYTES * trained if several else 0
             unit = 0.0 if several else head

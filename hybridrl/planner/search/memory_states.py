@@ -1,5 +1,5 @@
-"""How roles fill the devices that they share, and which cuts and combinations of them need not be
-looked at: those than which another one is better in every respect."""
+"""Combinations of roles on the devices that they share, without those cuts and combinations than
+which another one is better in every respect."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,10 +31,10 @@ from hybridrl.planner.search.placement_space import (
     list_shapes,
     list_split_points,
 )
+from hybridrl.planner.search.planned_costs import PlannedSearchCosts
 from hybridrl.planner.search.search_terms import (
     CutOption,
     FoundPlacement,
-    SearchCosts,
     SearchObjective,
     SearchReport,
     SettingChanges,
@@ -55,12 +56,11 @@ class _Way(NamedTuple):
 
 
 def search_placements(
-    costs: SearchCosts,
+    costs: PlannedSearchCosts,
     objective: SearchObjective | None = None,
     *,
     deadline_s: float = 60.0,
     accept: Callable[[FoundPlacement], bool] = lambda found: True,
-    shown: int = _SHOWN_PLACEMENTS,
     among: Sequence[PlacementShape] | None = None,
 ) -> SearchReport:
     """Find the best placements of the roles, one for each shape.
@@ -68,37 +68,28 @@ def search_placements(
     Args:
         deadline_s: Seconds after which the best so far is given.
         accept: Asked of each that would be among the best: whether a job would start so.
-        shown: How many.
         among: Shapes to look at; None: all that there are.
     """
     if among is None:
         among = list(list_shapes(costs.roles, costs.learning, costs.generator))
-    return _Search(costs, objective or SearchObjective(), deadline_s, accept, shown, among).run()
+    until = time.monotonic() + deadline_s
+    return _Search(costs, objective or SearchObjective(), until, accept, among).run()
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        costs: SearchCosts,
-        objective: SearchObjective,
-        deadline_s: float,
-        accept: Callable[[FoundPlacement], bool],
-        shown: int,
-        among: Sequence[PlacementShape],
-    ) -> None:
-        self.costs, self.objective, self.accept, self.shown = costs, objective, accept, shown
-        self.among = among
-        self.begin = time.monotonic()
-        self.until = self.begin + deadline_s
-        self._options: dict[Any, list[CutOption]] = {}
-        self._least: dict[Any, tuple[float, ...] | None] = {}
-        self._fronts: dict[Any, list[tuple[CutOption, ...]]] = {}
-        self._lacks: dict[Any, float] = {}
-        self._refused: set[Any] = set()
-        self._best: dict[PlacementShape, FoundPlacement] = {}
+    costs: PlannedSearchCosts
+    objective: SearchObjective
+    until: float
+    accept: Callable[[FoundPlacement], bool]
+    among: Sequence[PlacementShape]
+    _options: dict[Any, list[CutOption]] = field(default_factory=dict)
+    _least: dict[Any, tuple[float, ...] | None] = field(default_factory=dict)
+    _fronts: dict[Any, tuple[list[tuple[CutOption, ...]], float]] = field(default_factory=dict)
+    _best: dict[PlacementShape, FoundPlacement] = field(default_factory=dict)
 
     def run(self) -> SearchReport:
-        report = SearchReport()
+        report, begin = SearchReport(), time.monotonic()
         ways = self._ways()
         report.ways = len(ways) * len(self.costs.variants)
         report.complete = time.monotonic() <= self.until  # else there may be more of them
@@ -121,10 +112,11 @@ class _Search:
                 report.misfits[way.shape] = min(known, lacks)
             if way.variant == 0:
                 self._push_variants(way, ways)
-        report.best = sorted(self._best.values(), key=lambda found: found.value)[: self.shown]
+        best_first = sorted(self._best.values(), key=lambda found: found.value)
+        report.best = best_first[:_SHOWN_PLACEMENTS]
         for shape in self._best:
             report.misfits.pop(shape, None)
-        report.seconds = time.monotonic() - self.begin
+        report.seconds = time.monotonic() - begin
         return report
 
     def _push_variants(self, way: _Way, ways: list[_Way]) -> None:
@@ -144,16 +136,13 @@ class _Search:
     def _limit(self) -> tuple[float, ...] | None:
         """Return the value that a candidate must be below to be shown; None while any would be."""
         values = sorted(found.value for found in self._best.values())
-        return values[self.shown - 1] if len(values) >= self.shown else None
-
-    def _totals(self) -> list[int]:
-        """List the numbers of devices that may be used."""
-        found = list_split_points(self.costs.devices)[1:]
-        return found if self.objective.with_fewer else found[-1:]
+        enough = len(values) >= _SHOWN_PLACEMENTS
+        return values[_SHOWN_PLACEMENTS - 1] if enough else None
 
     def _ways(self) -> list[_Way]:
         found: list[_Way] = []
-        for total in self._totals():
+        totals = list_split_points(self.costs.devices)[1:]
+        for total in totals if self.objective.with_fewer else totals[-1:]:
             borders = list_split_points(total)
             for shape in self.among:
                 calls = self.costs.calls(shape)
@@ -176,40 +165,33 @@ class _Search:
     ) -> float | None:
         """Return a lower bound of the seconds of a step; None if a role cannot be cut over its
         devices."""
-        common = [0.0] * len(STEP_FLOW)
-        for role in shape.everywhere:
-            least = self._least_of(shape, calls, variant, role, range(total))
-            if least is None:
+        placed = [(shape.everywhere, range(total)), *zip(shape.sets, parts, strict=True)]
+        sums: list[list[float]] = []
+        for roles, devices in placed:
+            least = [self._least_of(shape, calls, variant, role, devices) for role in roles]
+            known = [seconds for seconds in least if seconds is not None]
+            if len(known) < len(least):
                 return None
-            common = [a + b for a, b in zip(common, least, strict=True)]
-        sums = []
-        for roles, devices in zip(shape.sets, parts, strict=True):
-            of_set = [0.0] * len(STEP_FLOW)
-            for role in roles:
-                least = self._least_of(shape, calls, variant, role, devices)
-                if least is None:
-                    return None
-                of_set = [a + b for a, b in zip(of_set, least, strict=True)]
-            sums.append(of_set)
+            sums.append([sum(stage) for stage in zip(*known, [0.0] * len(STEP_FLOW), strict=True)])
+        common, *of_sets = sums
         if self._staleness(shape):
-            return max(sum(of_set) + sum(common) for of_set in sums)
-        return sum(common) + sum(max(stage) for stage in zip(*sums, strict=True))
+            return max(sum(of_set) + sum(common) for of_set in of_sets)
+        slowest: list[float] = [max(stage) for stage in zip(*of_sets, strict=True)]
+        return sum(common) + sum(slowest)
 
     def _staleness(self, shape: PlacementShape) -> int:
-        generator = self.costs.generator
-        apart = generator is not None and generator[1] in shape.roles
-        return self.costs.staleness if apart else 0
+        return self.costs.staleness if self._is_apart(shape) else 0
 
     def _options_of(
         self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
     ) -> list[CutOption]:
-        key = variant, self._kind(shape), role, devices
+        key = variant, self._is_apart(shape), role, devices
         if key not in self._options:
             found = self.costs.options(variant, shape, role, devices)
             self._options[key] = prune_options(found)
         return self._options[key]
 
-    def _kind(self, shape: PlacementShape) -> bool:
+    def _is_apart(self, shape: PlacementShape) -> bool:
         """Return whether the generator is a role of its own, which decides the options of a
         role."""
         return self.costs.generator is not None and self.costs.generator[1] in shape.roles
@@ -224,7 +206,7 @@ class _Search:
     ) -> tuple[float, ...] | None:
         """Return, by stage of the flow, the seconds of a role's fastest cut; None if it has
         none."""
-        key = variant, self._kind(shape), role, devices
+        key = variant, self._is_apart(shape), role, devices
         if key not in self._least:
             options = self._options_of(variant, shape, role, devices)
             own = [call for call in calls if call.role == role]
@@ -298,14 +280,8 @@ class _Search:
         """List the combinations of cuts of a set's models that fit its devices and that no other
         one dominates; return also how full the leanest is."""
         shape, variant = way.shape, self.costs.variants[way.variant]
-        key = (
-            way.variant,
-            self._kind(shape),
-            shape.everywhere,
-            tuple(map(id, base)),
-            roles,
-            devices,
-        )
+        apart = self._is_apart(shape)
+        key = way.variant, apart, shape.everywhere, tuple(map(id, base)), roles, devices
         if key not in self._fronts:
             per_role = [self._options_of(variant, shape, role, devices) for role in roles]
             process = self.costs.process(shape, (*shape.everywhere, *roles))
@@ -330,9 +306,9 @@ class _Search:
                     ],
                     room,
                 )
-            self._fronts[key] = [state.chosen[len(base) :] for state in states]
             leanest = start
             for options in per_role:
                 leanest = leanest.with_option(min(options, key=compute_peak_bytes), (), offloads)
-            self._lacks[key] = leanest.full(room)
-        return self._fronts[key], self._lacks[key]
+            found = [state.chosen[len(base) :] for state in states]
+            self._fronts[key] = found, leanest.full(room)
+        return self._fronts[key]

@@ -1,5 +1,5 @@
-"""What a search has to know of a job: the cuts of each role's model over some devices, what each
-takes of them, and for how long. From the planner, one role at a time."""
+"""The costs that a search compares: the cuts of each role's model over some devices, and the memory
+and time that each takes of them. From the planner, one role at a time."""
 
 from __future__ import annotations
 
@@ -54,7 +54,16 @@ class ModelCut(NamedTuple):
 
 
 class PlannedSearchCosts:
-    """The costs of a job for a search, by its plan; see `SearchCosts`.
+    """The costs of a job for a search, by its plan.
+
+    Attributes:
+        roles, learning: Roles that hold models, and those of them that learn.
+        generator: See `list_shapes`.
+        devices: How many there are.
+        differ: Whether devices differ, so that it matters which ones a role gets.
+        variants: Settings of a whole job that may make it fit. With the first, what was asked, no
+            call of any cut takes longer than with another.
+        staleness: What a separated generator may have, in steps.
 
     Args:
         config: With folders for models.
@@ -88,11 +97,8 @@ class PlannedSearchCosts:
         self._planners: dict[bool, JobRoles] = {}
         has_model = {name: self._has_model(name) for name in self.placed}
         generates = [name for name, role in self.placed.items() if role.generation is not None]
-        self.generator = (
-            (ACTOR_ROLE, GENERATOR_ROLE) if ACTOR_ROLE in generates and self.devices > 1 else None
-        )
-        if config.executor == "inline":
-            self.generator = None
+        may_part = ACTOR_ROLE in generates and self.devices > 1 and config.executor != "inline"
+        self.generator = (ACTOR_ROLE, GENERATOR_ROLE) if may_part else None
         # Functions and judges take nothing of a device here, and live with what makes samples.
         self.roles = [name for name in self.placed if has_model[name] or name in generates]
         self.beside = [name for name in self.placed if name not in self.roles]
@@ -101,21 +107,26 @@ class PlannedSearchCosts:
         self._models: dict[str, Any] = {}
 
     def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
+        """List the calls of a step, in order."""
         return [call for call in self._planner(shape).calls if call.role not in self.beside]
 
     def process(self, shape: PlacementShape, roles: Sequence[str]) -> float:
+        """Return the bytes of a process with these roles."""
         return estimate_process_bytes(self._planner(shape), roles)
 
     def offloads(self, variant: SettingChanges) -> bool:
+        """Return whether roles leave a device while another one works there."""
         return self.cluster.is_cuda and self._configs[variant].actor.offload_between_calls
 
     def capacities(self, devices: range) -> Mapping[str, float]:
+        """Return the bytes of these devices, by device model."""
         models = self.cluster.models
         return {self._model(d): models[self._model(d)].memory for d in devices}
 
     def options(
         self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
     ) -> list[CutOption]:
+        """List every way to cut a role's model over these devices."""
         apart = role in (ACTOR_ROLE, GENERATOR_ROLE) and GENERATOR_ROLE in shape.roles
         key = variant, apart, role, self._alike(devices)
         if key not in self._options:
@@ -286,10 +297,7 @@ class PlannedSearchCosts:
         """Return whether the sizes fit each other and the model."""
         if not self._has_model(role):
             return True
-        path = (
-            self._planner(PlacementShape(((role,),))).path(role) if role != GENERATOR_ROLE else None
-        )
-        path = path or self.config.model.path
+        path = self._planner(PlacementShape(((role,),))).path(role)
         if path not in self._models:
             self._models[path] = load_model_config(path)
         try:

@@ -1,12 +1,14 @@
-"""What a search has found, for a person: the best ways side by side, and why the others lose."""
+"""Tables of a search for a person: the best proposals side by side, and why the others lose."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from rich.table import Table
 
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE
+from hybridrl.planner.fitting_settings import format_settings
 from hybridrl.planner.plan_tables import PHASE_VERBS, format_ranges
 from hybridrl.planner.search.proposals import PlacementProposal, SearchResult
 from hybridrl.planner.step.graph_replay import NOTHING_TO_DO
@@ -25,29 +27,26 @@ def build_proposals_table(
     for number, _ in enumerate(found.best, 1):
         table.add_column(str(number), overflow="fold")
 
-    def row(name: str, cell: Callable[[PlacementProposal], str], **style: str) -> None:
-        table.add_row(name, *(cell(one) for one in found.best), **style)
+    def row(name: str, cell: Callable[[PlacementProposal], str], style: str = "") -> None:
+        table.add_row(name, *(cell(one) for one in found.best), style=style)
 
     row("seconds of a step", lambda p: f"{p.seconds:.3g}", style="bold")
     row("samples/s", lambda p: f"{p.plan.sizes.samples / p.seconds:.3g}")
     if tokens_per_dollar is not None:
         row("tokens a dollar", lambda p: f"{tokens_per_dollar(p):,.0f}")
     for role in dict.fromkeys(role for one in found.best for role in one.placement.roles):
-        row(f"{role}: devices", lambda p, role=role: _where(p, role))
-        row("  cut", lambda p, role=role: _cut(p, role))
+        row(f"{role}: devices", partial(_where, role=role))
+        row("  cut", partial(_cut, role=role))
         for phase in ("sync", "generate", "score", "train"):
             if any(_seconds(one).get((role, phase), 0.0) for one in found.best):
-                row(
-                    f"  {PHASE_VERBS[phase]}",
-                    lambda p, role=role, phase=phase: _number(_seconds(p).get((role, phase))),
-                )
+                row(f"  {PHASE_VERBS[phase]}", partial(_phase_seconds, part=(role, phase)))
     row("fullest device, GiB", _memory)
     row("idle", lambda p: f"{p.plan.times.idle_share:.0%}" if p.plan.times else "")
     return table
 
 
 def settings_lines(found: SearchResult) -> list[str]:
-    """The settings that each proposal needs beside those asked for, a line each."""
+    """List the settings that each proposal needs beside those asked for, a line each."""
     return [
         f"{number}: {' '.join(format_settings(one.settings)) or 'settings as asked'}"
         for number, one in enumerate(found.best, 1)
@@ -117,14 +116,6 @@ def _explain_difference(best: PlacementProposal, other: PlacementProposal) -> st
     return f"{start}: {'; '.join(said)}" if said[0] else start
 
 
-def format_settings(settings: tuple[tuple[str, object], ...]) -> list[str]:
-    """Format settings as the command line takes them."""
-    return [
-        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in settings
-    ]
-
-
 def _by_part(proposal: PlacementProposal) -> dict[tuple[str, str], float]:
     """Return the seconds by role and phase; those of a separate generator count as the actor's."""
     return {
@@ -145,7 +136,8 @@ def _seconds(proposal: PlacementProposal) -> Mapping[tuple[str, str], float]:
     return proposal.plan.times.phases if proposal.plan.times else {}
 
 
-def _number(seconds: float | None) -> str:
+def _phase_seconds(proposal: PlacementProposal, part: tuple[str, str]) -> str:
+    seconds = _seconds(proposal).get(part)
     return "" if seconds is None else f"{seconds:.3g}"
 
 

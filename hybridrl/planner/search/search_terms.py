@@ -1,13 +1,13 @@
-"""What a search for a placement is told, and what it tells."""
+"""The terms of a search for a placement: cuts to choose from, objectives, placements found, and the
+report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hybridrl.planner.search.placement_space import PlacementShape
-from hybridrl.planner.step.step_calls import PlannedCall
 
 SettingChanges = tuple[tuple[str, Any], ...]
 
@@ -42,45 +42,6 @@ class CutOption(NamedTuple):
     cut: Any
     seconds: tuple[float, ...]
     taken: Mapping[str, RoleBytes]
-
-
-class SearchCosts(Protocol):
-    """The costs of a job that a search asks for.
-
-    Attributes:
-        roles, learning: Roles that hold models, and those of them that learn.
-        generator: See `shapes`.
-        devices: How many there are.
-        differ: Whether devices differ, so that it matters which ones a role gets.
-        variants: Settings of a whole job that may make it fit. With the first, what was asked, no
-            call of any cut takes longer than with another.
-        staleness: What a separated generator may have, in steps.
-    """
-
-    roles: Sequence[str]
-    learning: Sequence[str]
-    generator: tuple[str, str] | None
-    devices: int
-    differ: bool
-    variants: Sequence[SettingChanges]
-    staleness: int
-
-    def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
-        """List the calls of a step, in order."""
-
-    def options(
-        self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
-    ) -> list[CutOption]:
-        """List every way to cut a role's model over these devices."""
-
-    def capacities(self, devices: range) -> Mapping[str, float]:
-        """Return the bytes of these devices, by device model."""
-
-    def process(self, shape: PlacementShape, roles: Sequence[str]) -> float:
-        """Return the bytes of a process with these roles."""
-
-    def offloads(self, variant: SettingChanges) -> bool:
-        """Return whether roles leave a device while another one works there."""
 
 
 class FoundPlacement(NamedTuple):

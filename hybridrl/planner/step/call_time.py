@@ -1,4 +1,4 @@
-"""How long each call of a step lasts, from the rates of the devices of its role."""
+"""The seconds that each call of a step lasts, from the rates of the devices of its role."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a role's sums of gradients will take, and which way `parallel.gradients=auto` would choose,
-by the rates of devices and rates. A job that starts measures instead."""
+"""The time that a role's sums of gradients will take, and the way that `parallel.gradients=auto`
+would choose, by the rates of devices and links. A job that starts measures instead."""
 
 from __future__ import annotations
 

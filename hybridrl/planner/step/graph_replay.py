@@ -1,16 +1,15 @@
 """Replay: when each part of a piece of work begins and ends, given what each takes and waits for.
 
-The one simulator of the library. In goes a graph of nodes, each with its seconds and the device or
-link that it occupies; out come the times of each, the critical path, and why devices were idle.
-Both are plain data. A device does its nodes in the order in which they are listed, as hosts work
-through calls in the order in which the driver makes them; a link takes whatever is ready first.
+The one simulator of the library. In goes a graph of nodes, each with its seconds and the device
+that it occupies; out come the times of each, the critical path, and why devices were idle. Both are
+plain data. A device does its nodes in the order in which they are listed, as hosts work through
+calls in the order in which the driver makes them.
 
-After dPRO (Hu et al., MLSys 2022): a topological order with a queue for each device and link.
+After dPRO (Hu et al., MLSys 2022): a topological order with a queue for each device.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,14 @@ _WAITING_FOR_PEERS, NOTHING_TO_DO = "its peers", "nothing to do"
 
 
 class WorkNode(NamedTuple):
-    """A piece of work that occupies one device or link for some time.
+    """A piece of work that occupies one device for some time.
 
     Attributes:
         role, phase: What it is about; `role.phase` is its name to people.
         segment: Its number within a call.
         rank: Of the role.
         seconds: That it takes, but for waiting.
-        place: The number of the device or link that it occupies; `NO_PLACE`: none.
+        place: The number of the device that it occupies; `NO_PLACE`: none.
         after: The nodes that have to end first.
         lag: Seconds until it begins once it could, after these and on a device that is free: those
             of the driver, and of bringing its inputs.
@@ -68,25 +67,11 @@ class WorkGraph:
 
     Attributes:
         nodes: A device does them in this order.
-        places: Names of devices and links, by their numbers.
-        links: The numbers of those that are links.
+        places: Names of devices, by their numbers.
     """
 
     nodes: Sequence[WorkNode]
     places: Sequence[str]
-    links: frozenset[int] = frozenset()
-
-    def to_json(self) -> str:
-        """Return the graph as JSON."""
-        found = {"places": list(self.places), "links": sorted(self.links), "nodes": self.nodes}
-        return json.dumps(found)
-
-    @classmethod
-    def from_json(cls, text: str) -> WorkGraph:
-        """Parse a graph that `to_json` wrote."""
-        read = json.loads(text)
-        nodes = [WorkNode(*row[:6], tuple(row[6]), *row[7:]) for row in read["nodes"]]
-        return cls(nodes, read["places"], frozenset(read["links"]))
 
 
 @dataclass(frozen=True)
@@ -135,13 +120,11 @@ class ReplayResult:
         """Return the idle seconds of each device by cause: `role.phase`, `its peers` in the same
         collective, `a lag`, or `nothing to do` once its last node has ended."""
         found: dict[int, dict[str, float]] = {
-            place: defaultdict(float)
-            for place in range(len(self.graph.places))
-            if place not in self.graph.links
+            place: defaultdict(float) for place in range(len(self.graph.places))
         }
         until = dict.fromkeys(found, 0.0)
         for number, node in enumerate(self.graph.nodes):
-            if node.place not in found:
+            if node.place < 0:
                 continue
             causes = found[node.place]
             self._explain(number, until[node.place], causes)
@@ -183,7 +166,7 @@ def replay_graph(graph: WorkGraph) -> ReplayResult:
     Raises:
         DataError: if nodes wait for each other in a circle.
     """
-    nodes, links = graph.nodes, graph.links
+    nodes = graph.nodes
     count = len(nodes)
     starts, own_ends, ends = [-1.0] * count, [0.0] * count, [0.0] * count
     ready, because, missing = [0.0] * count, [NO_PLACE] * count, [0] * count
@@ -194,7 +177,7 @@ def replay_graph(graph: WorkGraph) -> ReplayResult:
         missing[number] = len(node.after)
         for before in node.after:
             followers[before].append(number)
-        if node.place >= 0 and node.place not in links:
+        if node.place >= 0:
             queues[node.place].append(number)
         if node.together >= 0:
             peers.setdefault(node.together, []).append(number)
@@ -203,51 +186,27 @@ def replay_graph(graph: WorkGraph) -> ReplayResult:
     left = {together: len(members) for together, members in peers.items()}
     slowest: dict[int, int] = {}
     free, last = [0.0] * len(queues), [NO_PLACE] * len(queues)
-    waiting: list[list[tuple[float, int]]] = [[] for _ in queues]  # of links
     busy = [False] * len(queues)
-    events: list[tuple[float, int]] = []  # ends of nodes; count + node: it can have its link
+    running: list[tuple[float, int]] = []  # when each node has done its part
     done = 0
 
     def begin(number: int) -> None:
-        """A node that nothing keeps from its place, on a device or nowhere."""
-        node = nodes[number]
-        start, place = ready[number], node.place
-        if place >= 0:
-            if free[place] > start:
-                start, because[number] = free[place], last[place]
-            busy[place] = True
+        """Start a node whose predecessors have all ended, if it is its turn on its device."""
+        node, start = nodes[number], ready[number]
+        if node.place >= 0:
+            if busy[node.place] or queues[node.place][-1] != number:
+                return
+            if free[node.place] > start:
+                start, because[number] = free[node.place], last[node.place]
+            busy[node.place] = True
         starts[number] = start = start + node.lag
-        heappush(events, (start + node.seconds, number))
-
-    def offer(number: int) -> None:
-        """A node whose predecessors have all ended."""
-        place = nodes[number].place
-        if place < 0:
-            begin(number)
-        elif place in links:
-            heappush(events, (ready[number] + nodes[number].lag, count + number))
-        elif not busy[place] and queues[place][-1] == number:
-            begin(number)
-
-    def take(place: int, now: float) -> None:
-        """A link takes what is ready first."""
-        if waiting[place] and not busy[place]:
-            since, number = heappop(waiting[place])
-            if since < now:
-                because[number] = last[place]
-            busy[place], starts[number] = True, now
-            heappush(events, (now + nodes[number].seconds, number))
+        heappush(running, (start + node.seconds, number))
 
     for number in range(count):
         if not missing[number]:
-            offer(number)
-    while events:
-        now, number = heappop(events)
-        if number >= count:
-            place = nodes[number - count].place
-            heappush(waiting[place], (now, number - count))
-            take(place, now)
-            continue
+            begin(number)
+    while running:
+        now, number = heappop(running)
         own_ends[number] = now
         node = nodes[number]
         ended = [number]
@@ -261,21 +220,16 @@ def replay_graph(graph: WorkGraph) -> ReplayResult:
             ends[one] = now
             place = nodes[one].place
             if place >= 0:
+                queues[place].pop()
                 free[place], last[place], busy[place] = now, one, False
-                if place not in links:
-                    queues[place].pop()
             for follower in followers[one]:
                 missing[follower] -= 1
                 if now >= ready[follower]:
                     ready[follower], because[follower] = now, one
                 if not missing[follower]:
-                    offer(follower)
-            if place in links:
-                take(place, now)
-            elif place >= 0 and not busy[place]:
-                queue = queues[place]
-                if queue and not missing[queue[-1]]:
-                    begin(queue[-1])
+                    begin(follower)
+            if place >= 0 and queues[place] and not missing[queues[place][-1]]:
+                begin(queues[place][-1])
     if done < count:
         stuck = next(number for number in range(count) if starts[number] < 0)
         raise DataError(

@@ -1,4 +1,4 @@
-"""What a step works on: calls, and how each role packs its samples."""
+"""The sizes of a step: its calls, the lengths of samples, and how each role packs its samples."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def plan_micro_batches(
     sharing = place.parallel.ring * place.parallel.ulysses
     rows = max(1, -(-call.samples // (call.updates * dp)))
     length = max(1.0, sizes.sample_tokens)
-    fitting = max(1, int(config.actor.tokens_per_microbatch * sharing // length))
+    tokens = config.actor.tokens_per_microbatch or sizes.tokens
+    fitting = max(1, int(tokens * sharing // length))
     together = min(rows, fitting)
     return MicroBatchPlan(
         count=-(-rows // fitting),

@@ -1,4 +1,4 @@
-"""How long a step will last: its calls in the order in which a driver makes them, each on the
+"""The time that a step will last: its calls in the order in which a driver makes them, each on the
 devices of its role, replayed for several steps.
 
 A call begins when its devices are free and its inputs are there. So roles on the same devices take

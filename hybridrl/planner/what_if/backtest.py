@@ -1,4 +1,4 @@
-"""How good predictions were: runs that were made, against what would have been said of them.
+"""Comparisons of predictions with runs that were made.
 
 Of each run what its plan says of a step, and what a replay of its own record does. Of each pair of
 runs that differ in settings or in their number of devices, what a question to the one says of the
@@ -30,8 +30,10 @@ from hybridrl.planner.what_if.replanning import planned_times
 PLAN_PREDICTION, REPLAY_PREDICTION, WHAT_IF_PREDICTION = "plan", "replay", "whatif"
 _MAX_ERRORS = 500
 """Errors that are kept, the newest."""
-_NO_TIME = ("run.", "observe.", "metrics", "checkpoint.", "recover.", "ray.", "trainer.steps")
-_NO_TIME += ("eval.", "warmup.", "resume", "fork", "controller.", "guard.", "num_devices")
+_NO_TIME = (
+    *("run.", "observe.", "metrics", "checkpoint.", "recover.", "ray.", "trainer.steps"),
+    *("eval.", "warmup.", "resume", "fork", "controller.", "guard.", "num_devices"),
+)
 """Settings that a step's time does not depend on, or that are looked at in another way."""
 
 

@@ -17,24 +17,22 @@ Of the other phases those of the tokens of responses, if it is known how many th
 
 @dataclass(frozen=True)
 class NodeFilter:
-    """A filter of nodes: those that match its role, phase, ranks and places.
+    """A filter of nodes: those that match its role, phase and ranks.
 
     Attributes:
         role, phase: Empty: any.
-        ranks, places: None: any.
+        ranks: None: any.
     """
 
     role: str = ""
     phase: str = ""
     ranks: frozenset[int] | None = None
-    places: frozenset[int] | None = None
 
     def __call__(self, node: WorkNode) -> bool:
         return (
             self.role in ("", node.role)
             and self.phase in ("", node.phase)
             and (self.ranks is None or node.rank in self.ranks)
-            and (self.places is None or node.place in self.places)
         )
 
 
@@ -103,7 +101,7 @@ def move_role(
             node._replace(rank=rank, place=places[rank], seconds=seconds, after=own, tokens=tokens)
             for rank, own in zip(ranks, afters, strict=True)
         ]
-    return WorkGraph(nodes, names, graph.links)
+    return WorkGraph(nodes, names)
 
 
 def overlap_scoring(graph: WorkGraph, role: str, parts: int) -> WorkGraph:

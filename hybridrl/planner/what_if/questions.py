@@ -1,4 +1,5 @@
-"""What a run would have taken otherwise: its recorded steps, changed and replayed.
+"""Predictions of the time that a run would have taken otherwise: its recorded steps, changed and
+replayed.
 
 What was measured is changed in proportion to what the planner says: a setting that makes the plan's
 training 1.3 times as long makes the recorded training 1.3 times as long. So only the difference is
@@ -104,7 +105,8 @@ def predict_step(run: RecordedRun, question: WhatIfQuestion) -> WhatIfPrediction
     """
     _check_names(run, question)
     graph = run.graph
-    before, said, unseen, source = replay_graph(graph), "", [], ""
+    before, said, source = replay_graph(graph), "", ""
+    unseen: Sequence[str] = ()
     if question.fix_slowest:
         found = find_slowest_rank(graph)
         if found is None:

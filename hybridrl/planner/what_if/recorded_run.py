@@ -20,7 +20,7 @@ from hybridrl.planner.step.graph_replay import WorkGraph
 from hybridrl.planner.step.step_calls import SampleLengths
 from hybridrl.planner.what_if.recorded_graph import build_recorded_graph
 from hybridrl.run_files.recorded_steps import RecordedStep
-from hybridrl.run_files.run_paths import CLUSTER, PLACEMENT, SETTINGS
+from hybridrl.run_files.run_paths import CLUSTER, INITIAL_MODEL, MODEL, PLACEMENT, SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.bounded_files import parse_json, read_text
 from hybridrl.system.cluster_spec import ClusterSpec
@@ -31,8 +31,33 @@ time in them."""
 
 _T = TypeVar("_T")
 
-_BUILT_MODEL_FOLDERS = ("initial_model", "model")
+_BUILT_MODEL_FOLDERS = (INITIAL_MODEL, MODEL)
 """Where the model of a run is that was made on the spot: as it began, and as it ended."""
+
+
+def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
+    """Load the settings of a run, its devices and where its roles lived. The settings include those
+    that a search for the placement chose, which config.yaml does not have, and the folder of a
+    model that was made on the spot.
+
+    Raises:
+        ConfigError: if the folder lacks one of them, or they cannot be read.
+    """
+    files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
+                "which has made a step."
+            )
+    config = load_run_config(files[0])
+    if config.model.path is None:
+        built = [folder / name for name in _BUILT_MODEL_FOLDERS]
+        made = next((one for one in built if one.is_dir()), built[0])
+        config = replace(config, model=replace(config.model, path=str(made)))
+    cluster = _read(files[1], ClusterSpec.from_json)
+    placement, settings = _read(files[2], _placement_and_settings)
+    return apply_changes(config, settings), cluster, placement
 
 
 @dataclass(frozen=True)
@@ -63,26 +88,11 @@ class RecordedRun:
         Raises:
             ConfigError: if the folder lacks something.
         """
-        files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
-        for file in files:
-            if not file.is_file():
-                raise ConfigError(
-                    f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
-                    "which has made a step."
-                )
+        config, cluster, placement = load_recorded_job(folder)
         try:
             steps = RunReader(folder).steps()
         except DataError as error:
             raise ConfigError(str(error)) from error
-        config = load_run_config(files[0])
-        if config.model.path is None:
-            made = next(
-                (folder / name for name in _BUILT_MODEL_FOLDERS if (folder / name).is_dir()), folder
-            )
-            config = replace(config, model=replace(config.model, path=str(made)))
-        cluster = _read(files[1], ClusterSpec.from_json)
-        placement, settings = _read(files[2], _placement_and_settings)
-        config = apply_changes(config, settings)
         kept = steps[_WARMUP_STEPS:][-last:] or steps
         return cls(folder, config, cluster, placement, kept)
 

@@ -36,8 +36,15 @@ _UNPLANNED_SETTINGS = {
 def replan_graph(
     run: RecordedRun, graph: WorkGraph, settings: Sequence[Setting], number: int | None
 ) -> tuple[WorkGraph, list[str], str]:
-    """With other settings, on other devices: each call in proportion to its plans. And the settings
-    without which the plan would be the same, and which measurement the plans rest on.
+    """Change a recorded graph to other settings or other devices: each call in proportion to its
+    plans.
+
+    Args:
+        number: Of devices; None: as many as there were.
+
+    Returns:
+        The graph, the settings without which the plan would be the same, and the measurement that
+        the plans rest on.
 
     Raises:
         ConfigError: for settings that no plan of these calls has in it.
@@ -69,12 +76,9 @@ def _otherwise(
 ) -> tuple[Placement, PhaseSeconds]:
     """Return the placement with these settings on this many devices, and the planned seconds of its
     phases."""
-    config, cluster, placement = (
-        apply_changes(run.config, list(settings)),
-        run.cluster,
-        run.placement,
-    )
-    are_others = number is not None and number != len(cluster.devices)
+    config, cluster, placement = apply_changes(run.config, settings), run.cluster, run.placement
+    number = len(cluster.devices) if number is None else number
+    are_others = number != len(cluster.devices)
     if are_others:
         cluster = resize_cluster(cluster, number)
         config = replace(config, num_devices=number)
@@ -132,9 +136,8 @@ def _check_settings(run: RecordedRun, settings: Sequence[Setting]) -> None:
     for name, _ in settings:
         if name in _UNPLANNED_SETTINGS:
             raise ConfigError(f"--set {name}=...: {_UNPLANNED_SETTINGS[name]}")
-    before, after = (
-        set(load_roles(c)) for c in (run.config, apply_changes(run.config, list(settings)))
-    )
+    before = set(load_roles(run.config))
+    after = set(load_roles(apply_changes(run.config, settings)))
     if different := before ^ after:
         names = ", ".join(name for name, _ in settings)
         raise ConfigError(
@@ -145,7 +148,7 @@ def _check_settings(run: RecordedRun, settings: Sequence[Setting]) -> None:
 
 
 def planned_times(run: RecordedRun) -> TimeEstimate:
-    """Of a run, as its plan has them, for samples as long as they were."""
+    """Return the times that a run's plan has for samples as long as they were."""
     return _times(run, run.config, run.cluster, run.placement)
 
 
