@@ -56,7 +56,7 @@ class ReadOnlyTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.as_subclass(Tensor)
-        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return plain.__reduce_ex__(protocol)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.clone().__dlpack__(*args, **kwargs)  # what takes it may write
