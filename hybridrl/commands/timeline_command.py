@@ -13,7 +13,7 @@ from hybridrl.commands.output import print_for_people
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.report.device_spans import (
     IDLE,
-    PHASES,
+    SPAN_COLORS,
     DeviceSpan,
     format_cause,
     read_device_spans,
@@ -66,7 +66,9 @@ def _build_share_table(spans: Sequence[DeviceSpan]) -> Table:
     for span in spans:
         whole[span.device] += span.seconds
         shares[span.device][span.phase] += span.seconds
-    shown = [phase for phase in PHASES if phase == IDLE or any(phase in s for s in shares.values())]
+    shown = [
+        phase for phase in SPAN_COLORS if phase == IDLE or any(phase in s for s in shares.values())
+    ]
     table = Table(title="shares of each device's time", title_justify="left", box=None)
     for column in ("device", *shown, "idle, by cause"):
         table.add_column(column, justify="right" if column in shown else "left")

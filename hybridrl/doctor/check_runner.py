@@ -49,11 +49,8 @@ def run_doctor_checks(checks: Mapping[str, _DoctorCheck], seconds: float) -> lis
             for finding in check():
                 found[name].append(finding)
         except Exception as error:
-            found[name].append(
-                report_note(
-                    name, f"could not be looked at to its end: {type(error).__name__}: {error}"
-                )
-            )
+            why = f"{type(error).__name__}: {error}"
+            found[name].append(report_note(name, f"could not be looked at to its end: {why}"))
 
     ends = time.monotonic() + seconds
     threads = {
@@ -64,15 +61,7 @@ def run_doctor_checks(checks: Mapping[str, _DoctorCheck], seconds: float) -> lis
         thread.start()
     for thread in threads.values():
         thread.join(max(0.0, ends - time.monotonic()))
-    late = {name for name, thread in threads.items() if thread.is_alive()}
-    return [
-        finding
-        for name in checks
-        for finding in (
-            *found[name],
-            *(
-                [report_note(name, f"was not looked at to its end in {seconds:g} s")]
-                * (name in late)
-            ),
-        )
-    ]
+    for name, thread in threads.items():
+        if thread.is_alive():
+            found[name].append(report_note(name, f"was not looked at to its end in {seconds:g} s"))
+    return [finding for several in found.values() for finding in several]

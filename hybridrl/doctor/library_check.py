@@ -86,12 +86,12 @@ def _report_import(name: str, trial: _ProbeResult) -> DoctorFinding:
             "Try again with --seconds 60.",
         )
     if "error" in trial:
-        say, without = report_problem, ""
+        without = ""
         if name in _OPTIONAL_LIBRARIES:
             instead = "rollout=transformers" if name == "vllm" else "executor=inline"
             without = f" Until then jobs run with {instead}."
         cure = f"Install it again in a version that fits the others (see above).{without}"
-        return say(f"import {name}", f"fails: {trial['error']}", cure)
+        return report_problem(f"import {name}", f"fails: {trial['error']}", cure)
     build = ""
     if name == "torch":
         build = f", built for CUDA {trial['cuda']}" if trial["cuda"] else ", built for CPUs"

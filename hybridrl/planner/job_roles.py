@@ -35,6 +35,8 @@ class JobRoles:
         notice: A sentence if the calls had to be guessed; else empty.
         generators: The roles that generate.
         sleeps: Whether these give their memory back while others work.
+        stages: `(role)`: the pipeline stage of each of its devices, in rank order.
+        part: `(role, stage)`: the part of its model that one device of a pipeline stage holds.
     """
 
     def __init__(
@@ -60,8 +62,7 @@ class JobRoles:
             for call in self.calls
             if call.phase in ("score", "train") and self.has_model(call.role)
         }
-        self._stages: dict[str, list[int]] = {}
-        self._parts: dict[tuple[str, int], ModelPart] = {}
+        self.stages, self.part = cache(self._stages_of), cache(self._part_of)
 
     def of_role(self, role: str, place: RolePlace, config: Config) -> JobRoles:
         """Return a copy with one role alone, on this place.
@@ -87,12 +88,6 @@ class JobRoles:
             return model_parallel_size(self.placement.roles[GENERATOR_ROLE].parallel)
         return self.config.rollout.parallel.ranks
 
-    def stages(self, role: str) -> list[int]:
-        """Return the pipeline stage of each of a role's devices, in rank order."""
-        if role not in self._stages:
-            self._stages[role] = self._stages_of(role)
-        return self._stages[role]
-
     def _stages_of(self, role: str) -> list[int]:
         place = self.placement.roles[role]
         if place.parallel.pp == 1:
@@ -100,12 +95,6 @@ class JobRoles:
         share = self.rollout_tp(role) if role in self.generators else 1
         mesh = build_training_mesh(len(place.devices), place.parallel, share)
         return [mesh.coordinates(rank)["pp"].index for rank in range(len(place.devices))]
-
-    def part(self, role: str, stage: int) -> ModelPart:
-        """Return the part of a role's model that one device of a pipeline stage holds."""
-        if (role, stage) not in self._parts:
-            self._parts[role, stage] = self._part_of(role, stage)
-        return self._parts[role, stage]
 
     def _part_of(self, role: str, stage: int) -> ModelPart:
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
@@ -226,7 +215,7 @@ def load_model_shape(
     key = (*of_any, checkpointing) if trains else of_any  # who only scores keeps nothing
     if key not in _SHAPES:
         found = compute_model_shape(
-            _model_config(path),
+            read_model_config(path),
             config.model.dtype,
             tp=tp,
             scalar=scalar,
@@ -240,5 +229,6 @@ def load_model_shape(
 
 
 @cache
-def _model_config(path: str) -> PretrainedConfig:
+def read_model_config(path: str) -> PretrainedConfig:
+    """Load the configuration of the model in a folder; cached."""
     return load_model_config(path)

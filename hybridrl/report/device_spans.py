@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybridrl.batch.call_record import CallRecord
+from hybridrl.console.phase_colors import PHASE_COLORS
 from hybridrl.planner.what_if.recorded_graph import (
     DRIVER_ROLE,
     OTHER_PHASE,
@@ -36,8 +37,18 @@ from hybridrl.run_files.run_reader import RunReader
 GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, IDLE = (
     *("generate", "score", "log-prob", "advantage", "update", "sync", "save", "idle"),
 )
-PHASES = (GENERATE, SCORE, LOG_PROB, ADVANTAGE, UPDATE, SYNC, SAVE, OTHER_PHASE, IDLE)
-"""In the order in which they are shown."""
+SPAN_COLORS = {
+    GENERATE: PHASE_COLORS["generate"],
+    SCORE: PHASE_COLORS["score"],
+    LOG_PROB: "#b98a5e",
+    ADVANTAGE: "#9377d6",
+    UPDATE: PHASE_COLORS["train"],
+    SYNC: PHASE_COLORS["sync"],
+    SAVE: "#7d8a2e",
+    OTHER_PHASE: PHASE_COLORS["other"],
+    IDLE: "",
+}
+"""The colors of phases, in the order in which they are shown."""
 WAIT_FOR_PEERS, NO_MORE_WORK = "peers", "nothing to do"
 """Causes of idleness. Others are `DRIVER_ROLE`, those of `BesideSteps`, and calls, which are named
 `role.phase`."""
@@ -61,7 +72,7 @@ class DeviceSpan(NamedTuple):
         device: Its number.
         step: The number of the step that it belongs to; of what is between two steps, the later.
         role, rank, method: Of the call; empty and -1 while the device was between two calls.
-        phase: One of `PHASES`.
+        phase: One of `SPAN_COLORS`.
         start, end: Seconds since the first recorded step began, by the driver's clock.
         tokens: That were worked on; the longest span of a call has them all.
         cause: Of idle spans, what it waited for: `WAIT_FOR_PEERS`, `DRIVER_ROLE`, `NO_MORE_WORK`,

@@ -6,19 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from hybridrl.console.phase_colors import PHASE_COLORS
 from hybridrl.errors import DataError
-from hybridrl.planner.what_if.recorded_graph import OTHER_PHASE
 from hybridrl.report.device_spans import (
-    ADVANTAGE,
-    GENERATE,
     IDLE,
-    LOG_PROB,
-    PHASES,
-    SAVE,
-    SCORE,
-    SYNC,
-    UPDATE,
+    SPAN_COLORS,
     DeviceSpan,
     build_device_spans,
     format_cause,
@@ -30,17 +21,7 @@ from hybridrl.run_files.run_reader import RunReader
 
 _MAX_STEPS = 20
 _MAX_SPANS = 12_000
-_PHASE_COLORS = {
-    GENERATE: PHASE_COLORS["generate"],
-    SCORE: PHASE_COLORS["score"],
-    LOG_PROB: "#b98a5e",
-    ADVANTAGE: "#9377d6",
-    UPDATE: PHASE_COLORS["train"],
-    SYNC: PHASE_COLORS["sync"],
-    SAVE: "#7d8a2e",
-    OTHER_PHASE: PHASE_COLORS["other"],
-    IDLE: "",
-}
+_PHASES = list(SPAN_COLORS)
 _MICROSECONDS = 6
 
 
@@ -91,7 +72,7 @@ def _build_data(
         for span in own:
             name = format_cause(span.cause) if span.phase == IDLE else span.method
             lane = roles.index(span.role) if span.role else -1
-            where = place, lane, PHASES.index(span.phase), names.setdefault(name, len(names))
+            where = place, lane, _PHASES.index(span.phase), names.setdefault(name, len(names))
             start = round(span.start - earlier, _MICROSECONDS)
             seconds = round(span.seconds, _MICROSECONDS)
             rows.append([*where, start, seconds, span.rank, span.tokens])
@@ -103,6 +84,6 @@ def _build_data(
         "devices": devices,
         "spans": rows,
         "names": list(names),
-        "phases": [[phase, _PHASE_COLORS[phase]] for phase in PHASES],
+        "phases": list(SPAN_COLORS.items()),
         "note": f"The newest {count} of {len(steps)} recorded steps." if count < len(steps) else "",
     }

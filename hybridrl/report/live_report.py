@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,6 @@ class LiveReport:
             name: CachedPart(make, partial(read_file_stamps, folders, _FILES_OF_PART[name]))
             for name, make in content.parts.items()
         }
-
-    def versions(self) -> Mapping[str, str]:
-        """Return the version of each part, by name."""
-        return {name: part.version() for name, part in self.parts.items()}
 
 
 def read_file_stamps(folders: Iterable[Path], names: Iterable[str]) -> list[Any]:

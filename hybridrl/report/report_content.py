@@ -68,19 +68,18 @@ class ReportContent:
         """Build the header: which run this is, its state, its progress and its origin."""
         rows = self.run.rows()
         settings, summary = self.run.settings(), self.run.summary()
-        trained = [row["step"] for row in rows if "time/step" in row]
         return {
             "name": self.run.name,
             "folder": str(self.run.path),
             "against": [one.name for one in self.against],
             "status": self.run.status(),
-            "step": trained[-1] if trained else 0,
-            "steps": _read_setting(settings, "trainer", "steps"),
+            "step": find_last_step(rows),
+            "steps": read_setting(settings, "trainer", "steps"),
             "algorithm": algorithm_of(settings),
-            "model": _read_setting(settings, "model", "path"),
+            "model": read_setting(settings, "model", "path"),
             "tokens": summary.get("tokens_generated"),
             "seconds": sum(row["time/step"] for row in rows if "time/step" in row),
-            "seed": summary.get("seed", _read_setting(settings, "run", "seed")),
+            "seed": summary.get("seed", read_setting(settings, "run", "seed")),
             "command": summary.get("command"),
             "versions": summary.get("versions"),
             "commit": summary.get("git_commit"),
@@ -180,6 +179,12 @@ def _count_troubles(rows: _MetricRows) -> list[dict[str, Any]]:
     return found
 
 
-def _read_setting(settings: Mapping[str, Any], group: str, name: str) -> Any:
+def find_last_step(rows: _MetricRows) -> int:
+    """Return the number of the last training step; 0 before the first."""
+    return next((int(row["step"]) for row in reversed(rows) if "time/step" in row), 0)
+
+
+def read_setting(settings: Mapping[str, Any], group: str, name: str) -> Any:
+    """Return a setting of a group, of settings that may be damaged; None where it is not there."""
     inner = settings.get(group)
     return inner.get(name) if isinstance(inner, dict) else None

@@ -10,6 +10,7 @@ from typing import Any
 from hybridrl.config.presets import algorithm_of
 from hybridrl.report.live_report import CachedPart, read_file_stamps
 from hybridrl.report.metric_curves import thin_curve
+from hybridrl.report.report_content import find_last_step, read_setting
 from hybridrl.run_files.evaluation_log import find_latest_by_set
 from hybridrl.run_files.metric_reader import extract_series
 from hybridrl.run_files.run_reader import RunReader, list_runs
@@ -75,15 +76,12 @@ class RunTable:
 
 def _build_row(run: RunReader) -> dict[str, Any]:
     rows, settings = run.rows(), run.settings()
-    trainer = settings.get("trainer")
-    trainer = trainer if isinstance(trainer, dict) else {}
-    trained = [row["step"] for row in rows if "time/step" in row]
     _, rewards = thin_curve(*extract_series(rows, _COLUMN_METRICS["reward"]), _SPARKLINE_POINTS)
     return {
         "name": run.name,
         "status": run.status(),
-        "step": trained[-1] if trained else 0,
-        "steps": trainer.get("steps"),
+        "step": find_last_step(rows),
+        "steps": read_setting(settings, "trainer", "steps"),
         "algorithm": algorithm_of(settings),
         "rewards": rewards,
         "evaluations": _newest_evaluation_values(find_latest_by_set(run.evaluations())),

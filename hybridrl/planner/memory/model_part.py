@@ -80,14 +80,9 @@ class ModelPart:
     def root(self) -> ParameterCounts:
         """Return those parameters outside of the layers that stay gathered from their first use to
         their last."""
-        shape, (first, last) = self.shape, self.ends
-        if shape.tied:
+        if self.shape.tied:
             return self.around
-        return (
-            self.around
-            - (shape.embedding if first else _NO_PARAMETERS)
-            - (shape.head if last else _NO_PARAMETERS)
-        )
+        return self.shape.norm if self.ends[1] else _NO_PARAMETERS
 
     @property
     def head(self) -> ParameterCounts:
@@ -228,13 +223,10 @@ class ModelPart:
 
     def _logits(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
         """Return the bytes of one chunk of logits in float32."""
-        return FLOAT32_BYTES * min(logits_per_chunk(self.device), self._all_logits(batch, sizes))
-
-    def _all_logits(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
-        """Return the number of logits of a micro-batch."""
         if not self.ends[1] or self.shape.vocabulary == 1:
             return 0.0
-        return batch.tokens * sizes.response_share * self.shape.vocabulary
+        logits = batch.tokens * sizes.response_share * self.shape.vocabulary
+        return FLOAT32_BYTES * min(logits_per_chunk(self.device), logits)
 
 
 def generation_copy_bytes(shape: ModelShape, quantization: str = "none") -> float:

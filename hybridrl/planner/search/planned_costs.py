@@ -17,11 +17,10 @@ from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config, ParallelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import check_parallel_sizes, model_parallel_size
-from hybridrl.models.model_loading import load_model_config
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace, RoleRequirements
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.fitting_settings import search_variants
-from hybridrl.planner.job_roles import JobRoles
+from hybridrl.planner.job_roles import JobRoles, read_model_config
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.device_memory import (
     RoleMemory,
@@ -104,7 +103,6 @@ class PlannedSearchCosts:
         self.beside = [name for name in self.placed if name not in self.roles]
         self.learning = [name for name in self.roles if self.placed[name].trains]
         self._options: dict[Any, list[CutOption]] = {}
-        self._models: dict[str, Any] = {}
 
     def calls(self, shape: PlacementShape) -> Sequence[PlannedCall]:
         """List the calls of a step, in order."""
@@ -298,14 +296,13 @@ class PlannedSearchCosts:
         if not self._has_model(role):
             return True
         path = self._planner(PlacementShape(((role,),))).path(role)
-        if path not in self._models:
-            self._models[path] = load_model_config(path)
+        model = read_model_config(path)
         try:
             check_parallel_sizes(number, parallel, ranks)
-            check_model_cut(parallel, self._models[path], path)
+            check_model_cut(parallel, model, path)
             if ranks > 1:
                 generation = ParallelConfig(tp=ranks // self.config.rollout.parallel.pp)
-                check_model_cut(generation, self._models[path], path)
+                check_model_cut(generation, model, path)
         except ConfigError:
             return False
         return True
