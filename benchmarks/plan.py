@@ -281,7 +281,8 @@ def times(job: Any, lengths: SampleLengths, seconds: list[float], records: Any) 
     runs = LayerRuns.of_job(job.model_path, config.model.dtype, batch.tokens, length)
     rates = DeviceRates(**mean_of_all(measure_layers, cluster, runs), source="a probe")
     print(f"probe: {time.perf_counter() - begin:.1f} s {rates}", file=sys.stderr)
-    plan = build_job_plan(config, cluster, job.placement, lengths, rates)
+    each = [rates] * len(cluster.devices)
+    plan = build_job_plan(config, cluster, job.placement, lengths, each)
     found = {"step": (plan.times.step, statistics.median(seconds[KEPT_FROM:]))}
     for (role, phase), predicted in plan.times.phases.items():
         of_steps = []

@@ -86,7 +86,7 @@ def build_job_plan(
     cluster: ClusterSpec,
     placement: Placement | None = None,
     lengths: SampleLengths | None = None,
-    rates: DeviceRates | Sequence[DeviceRates] | None = None,
+    rates: Sequence[DeviceRates] | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
 ) -> JobPlan:
     """Build the plan of a job whose model paths are folders.
@@ -94,7 +94,7 @@ def build_job_plan(
     Args:
         placement: None: as the settings say.
         lengths: Of its samples; None: the longest that are allowed.
-        rates: Of every device, or of each; None: without an estimate of time.
+        rates: Of each device; None: without an estimate of time.
         roles: Of the job; None: those of its trainer.
 
     Raises:

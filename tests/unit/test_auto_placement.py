@@ -68,8 +68,8 @@ def test_what_is_proposed_is_what_a_start_would_plan(model):
     for one in found.best:
         assert one.plan.times.step == pytest.approx(one.found.step)
         placement = Placement.from_json(one.to_json())
-        assert resolve_placement(one.config, cluster, chosen=placement) == placement
-        assert build_job_plan(one.config, cluster, placement).fits()
+        assert resolve_placement(one.plan.config, cluster, chosen=placement) == placement
+        assert build_job_plan(one.plan.config, cluster, placement).fits()
 
 
 BY_HAND = [

@@ -178,7 +178,7 @@ def test_a_plan_is_made_of_measured_work(tmp_path):
 
     def seconds(device):
         costs = DeviceCostModel(table(device, seed=1))
-        return build_job_plan(config, here, rates=replace(rates, costs=costs)).times.phases
+        return build_job_plan(config, here, rates=[replace(rates, costs=costs)]).times.phases
 
     slow, fast = seconds(SLOW), seconds(FAST)
     for phase in (("actor", "train"), ("actor", "generate"), ("critic", "score")):

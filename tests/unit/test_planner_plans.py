@@ -286,7 +286,9 @@ def test_sums_of_gradients_are_reckoned_as_the_setting_says(cluster, network, se
     for kind in ("full", setting):
         overrides = [*PAPER, "model.path=llama-7b", f"actor.parallel.gradients={kind}"]
         with materialize_named_models(configured([*overrides, "reward.function=null"])) as config:
-            found[kind] = build_job_plan(config, parse_cluster(cluster), rates=rates)
+            devices = parse_cluster(cluster)
+            each = [rates] * len(devices.devices)
+            found[kind] = build_job_plan(config, devices, rates=each)
     plan = found[setting]
     sums = plan.times.sums["actor"]
     assert len(sums.ways) == 33  # layers, and what is around them

@@ -67,7 +67,7 @@ class PlannedSearchCosts:
     Args:
         config: With folders for models.
         cluster: With memory of its devices.
-        rates: Of every device, or of each.
+        rates: Of each device.
         lengths: Of its samples; None: the longest that are allowed.
         roles: Of the job; None: those of its trainer.
     """
@@ -76,14 +76,13 @@ class PlannedSearchCosts:
         self,
         config: Config,
         cluster: ClusterSpec,
-        rates: DeviceRates | Sequence[DeviceRates],
+        rates: Sequence[DeviceRates],
         lengths: SampleLengths | None = None,
         roles: Mapping[str, RoleSpec] | None = None,
     ) -> None:
         self.config = config = resolve_dtype(config, cluster.kind)
-        self.cluster, self.lengths = cluster, lengths
+        self.cluster, self.rates, self.lengths = cluster, rates, lengths
         self.specs = resolve_roles(config, roles)
-        self.rates = rates if isinstance(rates, Sequence) else [rates] * len(cluster.devices)
         self.placed = {role.name: role for role in list_placed_roles(config, self.specs)}
         self.devices = len(cluster.devices)
         self.differ = len(set(map(id, self.rates))) > 1 or len(cluster.model_names) > 1

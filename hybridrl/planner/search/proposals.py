@@ -34,13 +34,11 @@ class PlacementProposal:
 
     Attributes:
         settings: That differ from what was asked, beside the placement.
-        config: With these settings.
         plan: What it takes, as at the start of such a job.
     """
 
     found: FoundPlacement
     settings: SettingChanges
-    config: Config
     plan: JobPlan
 
     @property
@@ -78,7 +76,7 @@ class SearchResult:
 def propose_placements(
     config: Config,
     cluster: ClusterSpec,
-    rates: DeviceRates | Sequence[DeviceRates],
+    rates: Sequence[DeviceRates],
     lengths: SampleLengths | None = None,
     roles: Mapping[str, RoleSpec] | None = None,
     *,
@@ -91,7 +89,7 @@ def propose_placements(
     Args:
         config: With folders for models.
         cluster: With memory of its devices.
-        rates: Of every device, or of each.
+        rates: Of each device.
         lengths: Of its samples; None: the longest that are allowed.
         roles: Of the job; None: those of its trainer.
         longest: For which there has to be memory; None: for `lengths`.
@@ -113,10 +111,9 @@ def propose_placements(
         if total < len(cluster.devices):
             config_ = replace(config_, num_devices=total)
             settings = (*settings, ("num_devices", total))
-        some = rates[:total] if isinstance(rates, Sequence) else rates
         try:
             resolve_placement(config_, used, costs.specs, placement)
-            plan = build_job_plan(config_, used, placement, lengths, some, costs.specs)
+            plan = build_job_plan(config_, used, placement, lengths, rates[:total], costs.specs)
             fullest = plan
             if longest is not None and longest != lengths:
                 fullest = build_job_plan(config_, used, placement, longest, roles=costs.specs)
@@ -127,7 +124,7 @@ def propose_placements(
             filled = fullest.filled(fullest.fullest)
             refused.append(f"{found.shape}: device memory is filled to {filled:.0%}")
             return False
-        made[id(found)] = PlacementProposal(found, settings, config_, plan)
+        made[id(found)] = PlacementProposal(found, settings, plan)
         return True
 
     report = search_placements(costs, objective, deadline_s=deadline_s, accept=accept)

@@ -63,25 +63,18 @@ class TimeEstimate:
         return max(0.0, 1 - self.step / together) if together else 0.0
 
 
-def estimate_step_time(
-    planner: JobRoles, rates: DeviceRates | Sequence[DeviceRates]
-) -> TimeEstimate:
-    """Estimate the time of a step and of its calls.
-
-    Args:
-        rates: Of every device, or of each.
-    """
-    each = rates if isinstance(rates, Sequence) else [rates] * len(planner.cluster.devices)
+def estimate_step_time(planner: JobRoles, rates: Sequence[DeviceRates]) -> TimeEstimate:
+    """Estimate the time of a step and of its calls, by the rates of each device."""
     devices = {role: place.devices for role, place in planner.placement.roles.items()}
     clocks = {
-        role: CallTimeEstimator(planner, DeviceRates.of_slowest(each[device] for device in numbers))
+        role: CallTimeEstimator(planner, DeviceRates.of_slowest(rates[d] for d in numbers))
         for role, numbers in devices.items()
     }
     calls = [(call, clocks[call.role].seconds(call)) for call in planner.calls]
     sums = {role: choice for clock in clocks.values() for role, choice in clock.sums.items()}
     staleness = planner.config.placement.staleness if planner.placement.is_separated else 0
     steps = SteadyStateReplay(calls, devices, staleness)
-    return TimeEstimate(calls, steps.seconds, steps.idle, each[0].source, sums)
+    return TimeEstimate(calls, steps.seconds, steps.idle, rates[0].source, sums)
 
 
 STEP_FLOW = (
