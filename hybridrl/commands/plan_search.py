@@ -124,7 +124,7 @@ def _build_data(found: SearchResult, chosen: Mapping[str, object]) -> dict[str, 
                 **json.loads(one.to_json()),
                 "settings": {**chosen, **dict(one.settings)},
                 "step_seconds": one.seconds,
-                "idle": dict(one.plan.times.idle) if one.plan.times else {},
+                "idle": dict(one.times.idle),
                 "memory_share": one.plan.filled(one.plan.fullest),
             }
             for one in found.best

@@ -186,8 +186,8 @@ def resolve_auto_placement(
         f"{format_seconds(best.seconds)}, with samples "
         + ("as long as they may be." if usual is None else f"of {usual} tokens.")
     )
-    source = f"Times are by {best.plan.times.source}." if best.plan.times else ""
-    notice = " ".join(filter(None, [said, source, *format_settings(best.settings)]))
+    source = f"Times are by {best.times.source}."
+    notice = " ".join([said, source, *format_settings(best.settings)])
     return apply_changes(config, best.settings), best, notice
 
 

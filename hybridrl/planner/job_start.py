@@ -7,8 +7,6 @@ import math
 from collections.abc import Mapping
 from functools import partial
 
-import torch
-
 from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
@@ -148,9 +146,7 @@ class ProbeWorker(Worker):
     @transfer(ONE_TO_ALL)
     def measure(self, runs: LayerRuns) -> dict[str, float]:
         """Measure layers of a model, and a gather of one of them."""
-        join_group_world(self.context)
-        place = (self.context.rank, self.context.world_size, self.context.device_kind)
-        return measure_layers(*place, torch.get_num_threads(), runs)
+        return measure_layers(join_group_world(self.context), self.context.world_size, runs)
 
     @transfer(ONE_TO_ALL)
     def measure_link(self) -> dict[str, float]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from hybridrl.report.device_spans import IDLE, DeviceSpan, format_cause
 from hybridrl.system.storage import replace_file, to_json
@@ -19,90 +19,57 @@ def write_perfetto_trace(spans: Sequence[DeviceSpan], file: Path) -> None:
     Raises:
         StorageError: if it cannot be written.
     """
-    begin = min((span.start for span in spans), default=0.0)
-    run = max((span.device for span in spans), default=-1) + 1
-    slices = [
-        *_build_step_slices(spans, begin, run),
-        *(_build_slice(span, begin) for span in spans),
-    ]
-    trace = {"displayTimeUnit": "ms", "traceEvents": build_trace_events(slices, {run: "run"})}
+    trace = {"displayTimeUnit": "ms", "traceEvents": _build_trace_events(spans)}
     with replace_file(file, "`--out`") as part:
         part.write_text(to_json(trace), encoding="utf-8")
 
 
-def _build_slice(span: DeviceSpan, begin: float) -> TraceSlice:
-    times = span.start - begin, span.end - begin
-    if span.phase == IDLE:
-        said = {"step": span.step, "cause": span.cause}
-        return TraceSlice(span.device, _WAIT_ROW, format_cause(span.cause), IDLE, *times, said)
-    said = {"step": span.step, "rank": span.rank, "method": span.method, "tokens": span.tokens}
-    name = f"{span.phase} ({span.cause})" if span.cause else span.phase
-    return TraceSlice(span.device, span.role, name, span.phase, *times, said)
+def _build_trace_events(spans: Sequence[DeviceSpan]) -> list[dict[str, Any]]:
+    """Return the events of a trace: a process for each device with a thread for each of its roles,
+    and one with a row of steps, each of which starts where the one before ended."""
+    begin = min((span.start for span in spans), default=0.0)
+    run = max((span.device for span in spans), default=-1) + 1
+    threads: dict[str, int] = {}
+    rows: dict[tuple[int, str], None] = {}
+    slices: list[dict[str, Any]] = []
 
+    def add(
+        device: int,
+        thread: str,
+        name: str,
+        category: str,
+        times: tuple[float, float],
+        said: Mapping[str, object],
+    ) -> None:
+        start, end = (round((seconds - begin) * 1e6) for seconds in times)
+        rows[device, thread] = None
+        place = {"pid": device, "tid": threads.setdefault(thread, len(threads))}
+        what = {"name": name, "cat": category, "args": said}
+        slices.append({"ph": "X", **place, **what, "ts": start, "dur": end - start})
 
-def _build_step_slices(spans: Sequence[DeviceSpan], begin: float, run: int) -> list[TraceSlice]:
-    """Build a row of steps, each starting where the one before ended."""
     ends: dict[int, float] = {}
     for span in spans:
-        ends[span.step] = max(span.end - begin, ends.get(span.step, 0.0))
-    slices, at = [], 0.0
+        ends[span.step] = max(span.end, ends.get(span.step, begin))
+    at = begin
     for step in sorted(ends):
-        slices.append(TraceSlice(run, "steps", f"step {step}", "step", at, max(at, ends[step])))
+        add(run, "steps", f"step {step}", "step", (at, max(at, ends[step])), {})
         at = max(at, ends[step])
-    return slices
+    for span in spans:
+        times = span.start, span.end
+        if span.phase == IDLE:
+            said = {"step": span.step, "cause": span.cause}
+            add(span.device, _WAIT_ROW, format_cause(span.cause), IDLE, times, said)
+            continue
+        said = {"step": span.step, "rank": span.rank, "method": span.method, "tokens": span.tokens}
+        name = f"{span.phase} ({span.cause})" if span.cause else span.phase
+        add(span.device, span.role, name, span.phase, times, said)
 
+    def name_row(kind: str, name: str, device: int, **thread: int) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "pid": device, **thread, "args": {"name": name}}
 
-Event = dict[str, object]
-
-
-class TraceSlice(NamedTuple):
-    """An interval in a trace.
-
-    Attributes:
-        device, thread: Its row: a process of the trace for each device, a thread in it.
-        name, category: What it was; those of a category can be shown or hidden together.
-        start, end: Seconds.
-        arguments: What is shown of it when it is chosen.
-    """
-
-    device: int
-    thread: str
-    name: str
-    category: str
-    start: float
-    end: float
-    arguments: Mapping[str, object] = {}
-
-
-def build_trace_events(
-    slices: Iterable[TraceSlice], names: Mapping[int, str] | None = None
-) -> list[Event]:
-    """Return the events of a trace, with times in microseconds.
-
-    Args:
-        names: Of processes that are not devices, by their numbers.
-    """
-    slices = list(slices)
-    threads = list(dict.fromkeys(one.thread for one in slices))
-    events: list[Event] = []
-    for device in sorted({one.device for one in slices}):
-        name = {"name": (names or {}).get(device, f"device {device}")}
-        events.append({"ph": "M", "name": "process_name", "pid": device, "args": name})
-    for device, thread in sorted({(one.device, one.thread) for one in slices}):
-        at = {"pid": device, "tid": threads.index(thread)}
-        events.append({"ph": "M", "name": "thread_name", **at, "args": {"name": thread}})
-    for one in slices:
-        start, end = round(one.start * 1e6), round(one.end * 1e6)
-        events.append(
-            {
-                "ph": "X",
-                "name": one.name,
-                "cat": one.category,
-                "pid": one.device,
-                "tid": threads.index(one.thread),
-                "ts": start,
-                "dur": end - start,
-                "args": dict(one.arguments),
-            }
-        )
-    return events
+    names = {device: f"device {device}" for device, _ in sorted(rows)} | {run: "run"}
+    return [
+        *(name_row("process_name", name, device) for device, name in names.items()),
+        *(name_row("thread_name", role, one, tid=threads[role]) for one, role in sorted(rows)),
+        *slices,
+    ]

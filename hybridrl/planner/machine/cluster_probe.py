@@ -24,7 +24,6 @@ from hybridrl.planner.machine.device_probe import (
 from hybridrl.quantization.int8_products import int8_matmul_once
 from hybridrl.quantization.rounded_matrix import Rows
 from hybridrl.system.cluster_spec import ClusterSpec, DeviceSpec, LinkSpec, NodeSpec
-from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.timing import measure_seconds
 
 _MATRIX_SIDE = {"cpu": 256}
@@ -67,11 +66,8 @@ def probe_cluster(cluster: ClusterSpec, folder: Path) -> ClusterSpec:
     return replace(here, models={name: model}, hosts=dict.fromkeys(here.nodes, host))
 
 
-def _measure(rank: int, world: int, kind: str, threads: int) -> dict[str, float]:
-    device = set_current_device(kind, rank)
-    if world > 1:
-        torch.set_num_threads(threads)
-    side = _MATRIX_SIDE.get(kind, _ACCELERATOR_MATRIX_SIDE)
+def _measure(device: torch.device, world: int) -> dict[str, float]:
+    side = _MATRIX_SIDE.get(device.type, _ACCELERATOR_MATRIX_SIDE)
     names, runs = [], []
     for name, dtype in _PROBED_PRECISIONS.items():
         run = _product(side, dtype, device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from hybridrl.errors import HybridRLError
 from hybridrl.planner.machine.device_catalog import count_cores_per_device
 from hybridrl.system.cluster_spec import ClusterSpec
-from hybridrl.system.device_traits import COLLECTIVE_BACKENDS
+from hybridrl.system.device_traits import COLLECTIVE_BACKENDS, set_current_device
 from hybridrl.system.timing import measure_seconds
 
 STREAM = 64 << 20
@@ -39,8 +39,8 @@ def mean_of_all(measure: MeasureFunction, cluster: ClusterSpec, *job: Any) -> di
 
 
 def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any) -> list[Any]:
-    """Return what `measure(rank, world, kind, threads, *job)` finds on each device of this machine
-    that a cluster is made of, all at once, in processes that are a world to torch.distributed.
+    """Return what `measure(device, world, *job)` finds on each device of this machine that a cluster
+    is made of, all at once, in processes that are a world to torch.distributed.
 
     Raises:
         HybridRLError: if a process fails.
@@ -50,16 +50,17 @@ def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any)
         here = min(here, torch.accelerator.device_count())
     # One device has this process's own threads, whatever their number.
     threads = torch.get_num_threads() if here == 1 else count_cores_per_device(cluster)
-    job = (cluster.kind, threads, *job)
     if here == 1:
-        return [measure(0, 1, *job)]
+        return [measure(set_current_device(cluster.kind, 0), 1, *job)]
     # A fork is quick, but what used GPUs or several threads before must not be forked.
     kind = "fork" if cluster.kind == "cpu" and threads == 1 else "spawn"
     context: Any = mp.get_context(kind)
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
-        arguments = [(measure, rank, here, *job, f"{folder}/meet", queue) for rank in range(here)]
-        processes = [context.Process(target=_child, args=a, daemon=True) for a in arguments]
+        given = (here, cluster.kind, threads, f"{folder}/meet", queue, measure, job)
+        processes = [
+            context.Process(target=_child, args=(rank, *given), daemon=True) for rank in range(here)
+        ]
         for process in processes:
             process.start()
         for process in processes:
@@ -73,16 +74,25 @@ def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any)
         return [queue.get() for _ in processes]
 
 
-def _child(measure: Callable[..., Any], rank: int, world: int, *job: Any) -> None:
-    *job_, meet, queue = job
+def _child(
+    rank: int,
+    world: int,
+    kind: str,
+    threads: int,
+    meet: str,
+    queue: Any,
+    measure: Callable[..., Any],
+    job: Sequence[Any],
+) -> None:
     dist.init_process_group(
-        COLLECTIVE_BACKENDS[job_[0]],
+        COLLECTIVE_BACKENDS[kind],
         init_method=f"file://{meet}",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    queue.put(measure(rank, world, *job_))
+    torch.set_num_threads(threads)
+    queue.put(measure(set_current_device(kind, rank), world, *job))
     dist.barrier()
     dist.destroy_process_group()
 

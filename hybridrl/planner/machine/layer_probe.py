@@ -16,7 +16,6 @@ from hybridrl.models.model_shape import ModelShape, compute_model_shape, narrow_
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import PackingMetadata
 from hybridrl.planner.machine.device_probe import collectives, measure_memory_rate, measure_small_op
-from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 
@@ -54,17 +53,9 @@ class LayerRuns(NamedTuple):
         return cls(path, dtype, few, max(2, min(tokens, longest) // few) * few)
 
 
-def measure_layers(
-    rank: int, world: int, kind: str, threads: int, runs: LayerRuns
-) -> dict[str, float]:
-    """Return the rates of one of several devices that measure at once, as `DeviceRates` has them.
-
-    Args:
-        threads: Of this process, where there is more than one.
-    """
-    device = set_current_device(kind, rank)
-    if world > 1:
-        torch.set_num_threads(threads)
+def measure_layers(device: torch.device, world: int, runs: LayerRuns) -> dict[str, float]:
+    """Return the rates of one of several devices that measure at once, as `DeviceRates` has
+    them."""
     config = load_model_config(runs.path)
     body = build_layers(config, runs.dtype, device)
     shape, few, many = compute_model_shape(config, runs.dtype), runs.length, runs.many

@@ -22,6 +22,7 @@ from hybridrl.planner.search.search_terms import (
     SettingChanges,
 )
 from hybridrl.planner.step.step_calls import SampleLengths
+from hybridrl.planner.step.step_time import TimeEstimate
 from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -46,10 +47,16 @@ class PlacementProposal:
         return self.plan.placement
 
     @property
-    def seconds(self) -> float:
-        """Return the planned seconds of a step, with reward functions and judges, which a search
+    def times(self) -> TimeEstimate:
+        """Return the planned times of a step, with reward functions and judges, which a search
         leaves out."""
-        return self.plan.times.step if self.plan.times else self.found.step
+        assert self.plan.times is not None  # for a search has rates
+        return self.plan.times
+
+    @property
+    def seconds(self) -> float:
+        """Return the planned seconds of a step."""
+        return self.times.step
 
     def to_json(self) -> str:
         """Return the text of a placement.json that includes the settings of this proposal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 from rich.table import Table
@@ -38,10 +38,10 @@ def build_proposals_table(
         row(f"{role}: devices", partial(_where, role=role))
         row("  cut", partial(_cut, role=role))
         for phase in ("sync", "generate", "score", "train"):
-            if any(_seconds(one).get((role, phase), 0.0) for one in found.best):
+            if any(one.times.phases.get((role, phase)) for one in found.best):
                 row(f"  {PHASE_VERBS[phase]}", partial(_phase_seconds, part=(role, phase)))
     row("fullest device, GiB", _memory)
-    row("idle", lambda p: f"{p.plan.times.idle_share:.0%}" if p.plan.times else "")
+    row("idle", lambda p: f"{p.times.idle_share:.0%}")
     return table
 
 
@@ -69,8 +69,7 @@ def explain_ranking(found: SearchResult) -> list[str]:
             f"the leanest of them: {named}"
         )
     said += [f"refused: {sentence}" for sentence in found.refused[:2]]
-    if best.plan.times is not None:
-        said.append(f"seconds are by {best.plan.times.source}")
+    said.append(f"seconds are by {best.times.source}")
     how = "none that is left can be better" if report.complete else "the time was over"
     seen = f"{report.looked_at} of {report.ways:,} ways were looked at"
     said.append(f"{seen} in {format_seconds(report.seconds)}; {how}.")
@@ -98,29 +97,24 @@ def _explain_difference(best: PlacementProposal, other: PlacementProposal) -> st
             f"{_devices(other, part)} device(s) (1: {format_seconds(first.get(part, 0.0))} on "
             f"{_devices(best, part)})"
         )
-    idle = (other.plan.times.idle if other.plan.times else {}) or {}
-    at_best = best.plan.times.idle_share if best.plan.times else 0.0
-    if sum(idle.values()) > at_best + _NEGLIGIBLE_SHARE:
-        cause = next(iter(idle))
+    idle, at_best = other.times.idle_share, best.times.idle_share
+    if idle > at_best + _NEGLIGIBLE_SHARE:
+        cause = next(iter(other.times.idle))
         said.append(
-            f"its devices are idle for {sum(idle.values()):.0%} of the time (1: {at_best:.0%}), "
+            f"its devices are idle for {idle:.0%} of the time (1: {at_best:.0%}), "
             f"mostly {'with' if cause == NOTHING_TO_DO else 'waiting for'} "
             f"{cause.replace('.', ' to ')}"
         )
-    if not said:
-        said.append(
-            "calls that the first makes side by side take turns"
-            if longer >= _NEGLIGIBLE_SHARE
-            else ""
-        )
-    return f"{start}: {'; '.join(said)}" if said[0] else start
+    if not said and longer >= _NEGLIGIBLE_SHARE:
+        said.append("calls that the first makes side by side take turns")
+    return f"{start}: {'; '.join(said)}" if said else start
 
 
 def _by_part(proposal: PlacementProposal) -> dict[tuple[str, str], float]:
     """Return the seconds by role and phase; those of a separate generator count as the actor's."""
     return {
         (ACTOR_ROLE if role == GENERATOR_ROLE else role, phase): seconds
-        for (role, phase), seconds in _seconds(proposal).items()
+        for (role, phase), seconds in proposal.times.phases.items()
     }
 
 
@@ -132,12 +126,8 @@ def _devices(proposal: PlacementProposal, part: tuple[str, str]) -> int:
     return len(place.devices) if place else 0
 
 
-def _seconds(proposal: PlacementProposal) -> Mapping[tuple[str, str], float]:
-    return proposal.plan.times.phases if proposal.plan.times else {}
-
-
 def _phase_seconds(proposal: PlacementProposal, part: tuple[str, str]) -> str:
-    seconds = _seconds(proposal).get(part)
+    seconds = proposal.times.phases.get(part)
     return "" if seconds is None else f"{seconds:.3g}"
 
 

@@ -3,6 +3,7 @@ are called for and on tables that know nothing but their rows."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,15 +134,10 @@ class _Result:
     """A stand-in for a handle, whose metrics are all 0."""
 
     def get(self) -> Any:
-        return _Figures()
+        return defaultdict[str, float](float)
 
     def done_within(self, seconds: float | None) -> bool:
         return True
-
-
-class _Figures(dict[str, float]):
-    def __missing__(self, name: str) -> float:
-        return 0.0
 
 
 class _Feed:

@@ -34,7 +34,6 @@ from hybridrl.planner.step.operator_work import (
     OperatorWork,
 )
 from hybridrl.system.cluster_spec import ClusterSpec
-from hybridrl.system.device_traits import set_current_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
 from hybridrl.systems.operator_costs.cost_model import (
@@ -172,11 +171,8 @@ def measure_operators(
 
 
 def _measure(
-    rank: int, world: int, kind: str, threads: int, dtype: str, pieces: Sequence[CalibrationCase]
+    device: torch.device, world: int, dtype: str, pieces: Sequence[CalibrationCase]
 ) -> list[float]:
-    device = set_current_device(kind, rank)
-    if world > 1:
-        torch.set_num_threads(threads)
     return [_seconds(piece, DTYPES[dtype], dtype, device, world) for piece in pieces]
 
 
