@@ -39,8 +39,8 @@ def mean_of_all(measure: MeasureFunction, cluster: ClusterSpec, *job: Any) -> di
 
 
 def measure_on_all(measure: Callable[..., Any], cluster: ClusterSpec, *job: Any) -> list[Any]:
-    """Return what `measure(device, world, *job)` finds on each device of this machine that a cluster
-    is made of, all at once, in processes that are a world to torch.distributed.
+    """Return what `measure(device, world, *job)` finds on each device of this machine that a
+    cluster is made of, all at once, in processes that are a world to torch.distributed.
 
     Raises:
         HybridRLError: if a process fails.
