@@ -43,6 +43,18 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
     Raises:
         ConfigError: if the folder lacks one of them, or they cannot be read.
     """
+    settings_file, cluster_file, placement_file = _find_job_files(folder)
+    config = load_run_config(settings_file)
+    if config.model.path is None:
+        built = [folder / name for name in _BUILT_MODEL_FOLDERS]
+        made = next((one for one in built if one.is_dir()), built[0])
+        config = replace(config, model=replace(config.model, path=str(made)))
+    cluster = _read(cluster_file, ClusterSpec.from_json)
+    placement, settings = _read(placement_file, _placement_and_settings)
+    return apply_changes(config, settings), cluster, placement
+
+
+def _find_job_files(folder: Path) -> list[Path]:
     files = [folder / name for name in (SETTINGS, CLUSTER, PLACEMENT)]
     for file in files:
         if not file.is_file():
@@ -50,14 +62,7 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
                 f"{folder} has no {file.name}. Name the folder of a run, such as runs/latest, "
                 "which has made a step."
             )
-    config = load_run_config(files[0])
-    if config.model.path is None:
-        built = [folder / name for name in _BUILT_MODEL_FOLDERS]
-        made = next((one for one in built if one.is_dir()), built[0])
-        config = replace(config, model=replace(config.model, path=str(made)))
-    cluster = _read(files[1], ClusterSpec.from_json)
-    placement, settings = _read(files[2], _placement_and_settings)
-    return apply_changes(config, settings), cluster, placement
+    return files
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,12 @@ class RecordedRun:
         Raises:
             ConfigError: if the folder lacks something.
         """
-        config, cluster, placement = load_recorded_job(folder)
+        _find_job_files(folder)
         try:
             steps = RunReader(folder).steps()
         except DataError as error:
             raise ConfigError(str(error)) from error
+        config, cluster, placement = load_recorded_job(folder)
         kept = steps[_WARMUP_STEPS:][-last:] or steps
         return cls(folder, config, cluster, placement, kept)
 
