@@ -25,8 +25,10 @@ from hybridrl.planner.what_if.questions import WhatIfQuestion, predict_step
 from hybridrl.planner.what_if.recorded_graph import build_recorded_graph
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.planner.what_if.replanning import resize_cluster
+from hybridrl.report.report_tables import replan_memory
 from hybridrl.run_files import recorded_steps
 from hybridrl.run_files.recorded_steps import RecordedStep, StepRecordWriter, read_recorded_steps
+from hybridrl.run_files.run_reader import RunReader
 from hybridrl.system.cluster_spec import ClusterSpec
 
 BEGIN = 1_700_000_000.0
@@ -259,10 +261,13 @@ def test_as_many_devices_as_before_change_nothing(run_of):
 
 def test_what_a_search_chose_is_of_the_run(run_of):
     folder = run_of("run", ["placement.strategy=auto"])
+    as_asked = replan_memory(RunReader(folder))
     file = folder / "placement.json"
     chosen = {"settings": {"actor.gradient_checkpointing": "full"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | chosen))
     assert RecordedRun.at(folder).config.actor.gradient_checkpointing == "full"
+    part = "actor", "train"  # of the page of the run, too
+    assert replan_memory(RunReader(folder)).phases[part] < as_asked.phases[part]
 
 
 @pytest.mark.more
