@@ -1,5 +1,4 @@
-"""Reference answers and tests in the formats of public data sets (`data.answer_format`).
-`data.answer_format`."""
+"""Reference answers and tests in the formats of public data sets (`data.answer_format`)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 from hybridrl.data.encoding import shorten_value
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow
-from hybridrl.data.table_columns import find_column
+from hybridrl.data.table_columns import find_column, replace_column
 from hybridrl.errors import RowError
 
 _log = logging.getLogger(__name__)
@@ -57,19 +56,14 @@ def extract_reference_answers(
                 rows.num_rows,
             )
         texts = pa.array([json.dumps(test) for test in tests], pa.large_string())
-        if TESTS_COLUMN in rows.column_names:
-            return rows.set_column(rows.column_names.index(TESTS_COLUMN), TESTS_COLUMN, texts)
-        return rows.append_column(TESTS_COLUMN, texts)
+        return replace_column(rows, TESTS_COLUMN, texts)
     if answer_format == "plain" or answer_column is None:
         return rows
     find = _parse_gsm8k_answer if answer_format == "gsm8k" else _parse_boxed_answer
     cells = find_column(rows, answer_column, refused.origin / "answer_column").to_pylist()
     found = refused.map(partial(_parse_cells, find), cells)
     refused.kept(rows.num_rows)
-    if answer_column not in rows.column_names:  # dots lead into an object
-        return rows.append_column(answer_column, pa.array(found, pa.large_string()))
-    place = rows.column_names.index(answer_column)
-    return rows.set_column(place, answer_column, pa.array(found, pa.large_string()))
+    return replace_column(rows, answer_column, pa.array(found, pa.large_string()))
 
 
 def _parse_cells(make: Callable[..., Any], row: DataRow, *cells: Any) -> Any:
@@ -93,11 +87,11 @@ def _parse_gsm8k_answer(text: Any) -> str:
 
 
 def _parse_boxed_answer(text: Any) -> str:
-    r"""What stands in the last `\boxed{...}`, as MATH writes solutions."""
+    r"""Return the text in the last `\boxed{...}`, as MATH writes solutions."""
     text = str(text)
     bare = text.rpartition("\\boxed ")[2]  # `$\boxed 2$`
     is_bare = bare != text and not any(box in bare for box in _BOX_COMMANDS)
-    if is_bare and (found := re.split(r"[$\n]", bare)[0].strip()):
+    if is_bare and (found := str(re.split(r"[$\n]", bare)[0]).strip()):
         return found
     start, mark = max((text.rfind(mark), mark) for mark in _BOX_COMMANDS)
     depth = 0
@@ -165,7 +159,7 @@ def _join_lines(value: Any) -> str:
 
 def _format_call_assert(name: str, given: Sequence[Any], wanted: Any) -> str:
     """Return an assert that calls the function; an expected list of one item also matches that
-    item. A list of one stands for itself, or for what is in it."""
+    item."""
     call = f"{name}({', '.join(map(repr, given))})"
     if isinstance(wanted, list) and len(wanted) == 1:
         return f"assert {call} in ({wanted!r}, {wanted[0]!r})"

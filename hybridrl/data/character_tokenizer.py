@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hybridrl.errors import DataError
@@ -68,7 +69,8 @@ def build_character_tokenizer(
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN_TOKEN))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    found = PreTrainedTokenizerFast(
+    build: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast
+    found = build(
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
         eos_token=EOS_TOKEN,

@@ -58,7 +58,7 @@ class ChatRenderer:
         check_options(self._context.options, tokenizer, origin / "chat_template_options")
 
     def tools(self, row: DataRow, cell: Any) -> list[ToolSchema]:
-        """The functions of a cell of `data.tools_column`.
+        """Return the functions of a cell of `data.tools_column`.
 
         Raises:
             DataError: naming the row, if it holds something else.
@@ -74,11 +74,11 @@ class ChatRenderer:
             ) from error
 
     def note_unshown(self, cell: Any) -> None:
-        """Counts a row whose tools no template shows, because its prompt is plain text."""
+        """Count a row whose tools no template shows, because its prompt is plain text."""
         self._counts["unshown"] += bool(cell)
 
     def prompt(self, row: DataRow, messages: list[Message], tools: list[ToolSchema]) -> str:
-        """The conversation, followed by what opens the assistant's next turn.
+        """Return the conversation, followed by what opens the assistant's next turn.
 
         Raises:
             DataError: naming the row, if the template refuses it or leaves a message out, or if
@@ -91,7 +91,7 @@ class ChatRenderer:
     def examples(
         self, row: DataRow, messages: list[Message], answers: Sequence[int], tools: list[ToolSchema]
     ) -> list[list[str]]:
-        """Renders a conversation and cuts it where the messages with the numbers `answers` begin
+        """Render a conversation and cut it where the messages with the numbers `answers` begin
         and end.
 
         An answer is what the model has to write after the generation prompt, up to the control
@@ -134,7 +134,7 @@ class ChatRenderer:
         return found[::-1]
 
     def tell(self) -> None:
-        """Logs what the template does not show the model."""
+        """Log what the template does not show the model."""
         name, counts = self._tokenizer.name_or_path, self._counts
         if counts["conversations"]:
             _log.warning(
@@ -179,7 +179,8 @@ class ChatRenderer:
     def _turn(
         self, row: DataRow, messages: list[Message], place: int, tools: list[ToolSchema]
     ) -> tuple[str, str]:
-        """What the model reads before it generates an answer, and the answer up to its end."""
+        """Return what the model reads before it generates an answer, and the answer up to its
+        end."""
         before = self._text(row, messages[:place], tools, ask=True)
         after = self._text(row, messages[: place + 1], tools, ask=False)
         if after.startswith(before) and len(after) > len(before):
@@ -198,9 +199,9 @@ class ChatRenderer:
         before: str,
         after: str,
     ) -> str:
-        """The answer of a template that does not render it behind the generation prompt: it ends
-        the message before in another way, or its generation prompt has an empty thought or opens
-        one, and it leaves thoughts out when it renders the answer.
+        """Return the answer of a template that does not render it behind the generation prompt: it
+        ends the message before in another way, or its generation prompt has an empty thought or
+        opens one, and it leaves thoughts out when it renders the answer.
 
         Args:
             before, after: The renderings up to the answer and with it.
@@ -230,7 +231,7 @@ class ChatRenderer:
                 f"text, with `{row / 'chat'}=false`.",
                 "whose turns the chat template does not keep apart",
             )
-        said = message["content"].lstrip()
+        said: str = message["content"].lstrip()
         if (thought := message.get("reasoning_content")) is not None:
             said = f"{opened.lstrip()}{thought.strip()}\n</{tag[1]}>\n\n{message['content']}"
         if not said.startswith(f"<{tag[1]}>"):
@@ -245,8 +246,8 @@ class ChatRenderer:
         return said.removeprefix(exact if said.startswith(exact) else f"<{tag[1]}>") + tail
 
     def _end(self, whole: str, end: int) -> str:
-        """What ends an answer that its turn does not close: the control token that opens the next
-        one, or at the end of the conversation that of the end of a sequence."""
+        """Return what ends an answer that its turn does not close: the control token that opens the
+        next one, or at the end of the conversation that of the end of a sequence."""
         if end == len(whole):
             return str(self._tokenizer.eos_token or "")
         follows = special_token_pattern(self._tokenizer).match(whole, end)
@@ -255,8 +256,8 @@ class ChatRenderer:
     def _check(
         self, row: DataRow, messages: list[Message], tools: list[ToolSchema], *, ask: bool
     ) -> None:
-        """Refuses control tokens in texts, and messages that the template leaves out. The latter
-        are looked for once for each order of roles."""
+        """Refuse control tokens in texts, and messages that the template leaves out. The latter are
+        looked for once for each order of roles."""
         name = self._tokenizer.name_or_path
         for message in messages:
             for text in _texts_of({key: v for key, v in message.items() if key != "role"}):
@@ -288,13 +289,14 @@ class ChatRenderer:
         self._shown.add(shape)
 
     def _reads(self, key: str) -> bool:
-        """Whether the template mentions a key of messages."""
+        """Return whether the template mentions a key of messages."""
         return any(key in source for source in template_sources(self._tokenizer))
 
     def _left_out(
         self, row: DataRow, messages: list[Message], tools: list[ToolSchema], ask: bool
     ) -> int | None:
-        """The first message, or call, of which nothing is in the text: each has a mark in it."""
+        """Return the number of the first message that the template leaves out, itself or one of its
+        calls: each gets a mark to look for in the text."""
         marked, marks = [], list[tuple[int, str]]()
         for place, message in enumerate(messages):
             calls = message.get("tool_calls", [])
@@ -327,7 +329,7 @@ class ChatRenderer:
 
 
 def _texts_of(value: Any) -> Iterator[str]:
-    """All texts in it, at every depth."""
+    """Yield all texts in a value of JSON, at every depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

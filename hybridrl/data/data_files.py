@@ -17,7 +17,7 @@ from hybridrl.config.setting import Setting
 from hybridrl.data.json_lines import read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DATA, RowOrigin
-from hybridrl.data.table_columns import add_nested_columns, check_required_columns
+from hybridrl.data.table_columns import add_nested_columns, check_required_columns, replace_column
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
 
@@ -333,8 +333,7 @@ def _concat_tables(
 def _retyped(table: pa.Table, name: str, kind: pa.DataType) -> pa.Table:
     if name not in table.column_names:
         return table
-    values = pa.array(table.column(name).to_pylist(), kind)
-    return table.set_column(table.column_names.index(name), name, values)
+    return replace_column(table, name, pa.array(table.column(name).to_pylist(), kind))
 
 
 def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:

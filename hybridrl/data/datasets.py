@@ -29,6 +29,7 @@ from hybridrl.data.supervised_examples import (
     tokenize_examples,
     tokenize_task_turns,
 )
+from hybridrl.data.table_columns import replace_column
 from hybridrl.data.tasks import list_tasks, load_task
 from hybridrl.errors import ConfigError, HybridRLError
 
@@ -316,9 +317,8 @@ def _fill_missing_answers(rows: pa.Table) -> pa.Table:
     """Fill missing answers of a task's problems with a placeholder."""
     if "answer" not in rows.column_names or not rows.column("answer").null_count:
         return rows
-    place = rows.column_names.index("answer")
     texts = rows.column("answer").cast(pa.string())
-    return rows.set_column(place, "answer", texts.fill_null(NO_REFERENCE_ANSWER))
+    return replace_column(rows, "answer", texts.fill_null(NO_REFERENCE_ANSWER))
 
 
 def _select_answered(rows: pa.Table) -> pa.Table:

@@ -28,14 +28,13 @@ MAX_NGRAM_TEXTS = 50
 MAX_SKETCH_NGRAMS = 2_000_000
 """About so many pieces are compared; of more, those with the smallest fingerprints."""
 _NO_WORD = str.maketrans(dict.fromkeys("!\"#$%&'(),:;?@[\\]_`{|}~", " "))
-_BASE = 0x100000001B3
+_BASE = np.uint64(0x100000001B3)
 _NUMBER = re.compile(r"\d+")
 
 
 class DuplicateReport(NamedTuple):
     """Duplicates found in the data, as figures for `data-report.json` and as sentences for the
-    user. As written to `data-report.json`. remarks: Sentences for the user; none where nothing is
-    repeated."""
+    user."""
 
     figures: dict[str, Any]
     remarks: list[str]
@@ -162,12 +161,9 @@ def _ngram_fingerprints(
     if (lengths < NGRAM_CHARACTERS).all():
         return np.empty(0, np.uint64), np.empty(0, np.int64)
     number = len(whole) - NGRAM_CHARACTERS + 1
-    hashes = whole.astype(np.uint64)  # a polynomial of the bytes, which wraps around
-    of_four = hashes
-    for length in (1, 2, 4):  # becomes that of twice as many bytes
-        of_four = hashes
-        hashes = hashes[:-length] * np.uint64(pow(_BASE, length, 2**64)) + hashes[length:]
-    hashes = hashes[:-4] * np.uint64(pow(_BASE, 4, 2**64)) + of_four[8:]
+    hashes = np.zeros(number, np.uint64)  # a polynomial of the bytes, which wraps around
+    for place in range(NGRAM_CHARACTERS):
+        hashes = hashes * _BASE + whole[place : place + number]
     hashes ^= hashes >> np.uint64(29)
     hashes *= np.uint64(0xBF58476D1CE4E5B9)
     hashes ^= hashes >> np.uint64(32)

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import zlib
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -118,8 +119,7 @@ def _lines_of(file: Path, setting: Setting) -> Iterator[tuple[int, bytes]]:
 
 
 def _begins_document(file: Path, line: bytes) -> bool:
-    """Whether a file holds an array of objects, or one object of many lines, as its first line
-    says."""
+    """Return whether the first line begins an array of objects, or an object of many lines."""
     text = line.strip().removeprefix(b"\xef\xbb\xbf")
     if text.startswith(b"["):
         return text[1:].lstrip()[:1] in (b"", b"{", b"]")
@@ -248,14 +248,8 @@ def _fits_one_column(values: list[Any]) -> bool:
 def _find_first_misfit(values: list[Any]) -> int:
     """Return the index of the first value that Arrow cannot put into one column with those before
     it."""
-    low, high = 0, len(values)  # the first `low` values fit, the first `high` do not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits_one_column(values[:middle]):
-            low = middle
-        else:
-            high = middle
-    return high - 1
+    numbers = range(1, len(values))  # of values from the first on; all of them do not fit
+    return bisect_left(numbers, True, key=lambda number: not _fits_one_column(values[:number]))
 
 
 def _json_type_name(value: Any) -> str:

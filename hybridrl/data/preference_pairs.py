@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.arrow_columns import RaggedColumn
+from hybridrl.batch.batch import Batch
 from hybridrl.conversations.messages import Message
 from hybridrl.data.chat import (
     add_system_message,
@@ -169,24 +170,23 @@ def _read_pair(
         )
     named = [(name, "*_column", cell) for name, cell in zip(columns, cells, strict=True)]
     if not reader.is_chat(row, tools_cell, *named):
-        ends = (trimmed(cell, reader.tokenizer) for cell in (chosen, rejected))
-        return _PairTexts(prompt, *ends, is_chat=False)
-    better, worse = (parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected))
+        better, worse = (trimmed(cell, reader.tokenizer) for cell in (chosen, rejected))
+        return _PairTexts(prompt, better, worse, is_chat=False)
+    sides = [parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected)]
     asked = add_system_message(
-        reader.system_prompt, _read_shared_prompt(row, prompt, better, worse, columns)
+        reader.system_prompt, _read_shared_prompt(row, prompt, *sides, columns)
     )
     tools = reader.renderer.tools(row, tools_cell)
     (first,), (second,) = (
         reader.renderer.examples(row, [*asked, answer], [len(asked)], tools)
-        for answer in (better[-1], worse[-1])
+        for answer in (sides[0][-1], sides[1][-1])
     )
     return _PairTexts(first[0], first[1], second[1], is_chat=True)
 
 
 def parse_hh_transcript(cell: Any) -> Any:
     """Parse a text whose messages begin with `Human: ` or `Assistant: ` after an empty line
-    (Anthropic's HH-RLHF); return anything else unchanged. ` or `Assistant: ` after an empty line,
-    as in Anthropic's HH-RLHF; anything else as it is."""
+    (Anthropic's HH-RLHF); return anything else unchanged."""
     if not isinstance(cell, str):
         return cell
     before, *said = _SPEAKER.split(cell)
@@ -260,7 +260,7 @@ def _read_margins(reader: RowReader, rows: pa.Table, margin_column: str | None) 
                 "expected a finite number.",
                 "without a margin",
             )
-        return value
+        return float(value)
 
     values = find_column(rows, margin_column, reader.origin / "margin_column").to_pylist()
     found = reader.refused.map(read, values)

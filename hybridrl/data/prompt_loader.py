@@ -90,7 +90,6 @@ class PromptLoader(Iterator[Batch]):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where the loader that made `state` stopped; `prompts_per_step` may differ.
-        `prompts_per_step` may differ.
 
         Raises:
             DataError: if the data set, the seed or the shuffling is not the one of `state`, which
@@ -116,8 +115,7 @@ class PromptLoader(Iterator[Batch]):
 
     @cached_property
     def _crc32(self) -> int | None:
-        """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens. None of
-        rows without any."""
+        """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens."""
         if "prompt_ids" not in self._prompts.columns:
             return None
         return zlib.crc32(self._prompts.ragged("prompt_ids").values.numpy().data)

@@ -111,7 +111,7 @@ def _role_and_text(messages: list[Message]) -> list[dict[str, str]]:
 
 def _read_reference_answer(column: str, row: DataRow, cell: Any) -> str:
     """Return the reference answer as text; an empty one is refused, because an empty response would
-    match it. One that says nothing is refused: an empty response would be right."""
+    match it."""
     if isinstance(cell, list | dict | bool):
         text = json.dumps(cell, default=str)
     elif isinstance(cell, float) and cell.is_integer() and abs(cell) < _MAX_EXACT_INTEGER:

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def checked_by(check: RowCheck) -> Iterator[None]:
-    """Inside, this refuses rows of files, before they are tokenized."""
+    """Within the context, have rows of files checked before they are tokenized."""
     token = _row_check.set(check)
     try:
         yield
@@ -44,7 +44,7 @@ def check_rows(settings: DataConfig, rows: pa.Table, refused: RefusedRows) -> No
 
 @contextmanager
 def collected() -> Iterator[list[RefusedRows]]:
-    """Inside, data is read; gives what was left out of it, an entry for each table."""
+    """Within the context, collect the rows that are left out of data, an entry for each table."""
     found: list[RefusedRows] = []
     token = _collected.set(found)
     try:
@@ -81,12 +81,12 @@ class RefusedRows:
         self._rows = 0
 
     def refuse(self, number: int, error: DataError) -> None:
-        """Notes that a row, counted from 1, is refused; the first error of a row counts."""
+        """Note that a row, counted from 1, is refused; the first error of a row counts."""
         self._errors.setdefault(number, error.with_traceback(None))
 
     def map(self, read: Callable[..., Found], *columns: Sequence[Any]) -> list[Found | None]:
-        """Calls `read(row, *cells)` for each row that is not refused yet; a `DataError` refuses
-        the row, in whose place there is None."""
+        """Call `read(row, *cells)` for each row that is not refused yet; a `DataError` refuses the
+        row, in whose place there is None."""
         found: list[Found | None] = []
         for number, cells in enumerate(zip(*columns, strict=True), start=1):
             result = None
@@ -99,11 +99,14 @@ class RefusedRows:
         return found
 
     def row(self, number: int) -> DataRow:
-        """A row by its number, for sentences about it."""
+        """Return a row by its number, for sentences about it."""
         return DataRow(number, self.origin)
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
-        """The numbers, from 0, of the rows that are left of so many.
+        """Return the numbers, from 0, of the rows that are not refused.
+
+        Args:
+            rows: Number of rows of the table.
 
         Raises:
             DataError: if a row is refused and none may be left out, or more than `limit` allows.
@@ -127,8 +130,8 @@ class RefusedRows:
         return np.array([n for n in range(rows) if n + 1 not in self._errors], np.int64)
 
     def tell(self) -> None:
-        """Logs how many rows are left out, by reason, with the first row of each; who collects them
-        (`collected`) gets them."""
+        """Log how many rows are left out, by reason, with the first row of each; whoever collects
+        them (`collected`) gets them."""
         if self._errors:
             if (found := _collected.get()) is not None:
                 found.append(self)
@@ -143,7 +146,7 @@ class RefusedRows:
             )
 
     def figures(self) -> dict[str, Any]:
-        """For `data-report.json`: counts by reason, with the first sentence of each."""
+        """Return the counts by reason, with the first sentence of each, for `data-report.json`."""
         reasons = {
             reason: {"rows": len(numbers), "first": str(self._errors[numbers[0]])}
             for reason, numbers in self._by_reason().items()
@@ -151,7 +154,7 @@ class RefusedRows:
         return {"rows": self._rows, "left_out": len(self._errors), "reasons": reasons}
 
     def _by_reason(self) -> dict[str, list[int]]:
-        """Numbers of rows by reason, the most frequent reason first."""
+        """Return the numbers of rows by reason, the most frequent reason first."""
         found: dict[str, list[int]] = {}
         for number in sorted(self._errors):
             error = self._errors[number]

@@ -1,4 +1,4 @@
-"""Where rows come from, as sentences about them have it."""
+"""Names that error sentences have for rows of the data and for the settings they come from."""
 
 from __future__ import annotations
 

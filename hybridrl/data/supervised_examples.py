@@ -180,10 +180,11 @@ def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] |
     of_rows = [one or [RenderedConversation(["", ""], is_chat=False)] for one in found]
     examples = [example for one in of_rows for example in one]
     numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
+    row_numbers: list[int] = (numbers + 1).tolist()
     end = find_end_token(reader.tokenizer)
     prompts = [example.texts[0] for example in examples]
     is_chat = [example.is_chat for example in examples]
-    prompt_ids = reader.encode_prompts(prompts, is_chat, (numbers + 1).tolist())
+    prompt_ids = reader.encode_prompts(prompts, is_chat, row_numbers)
     among = np.flatnonzero(np.isin(numbers, reader.refused.kept(len(found))))
     texts = [text for example in examples for text in example.texts[1:]]
     encoded = iter(encode_turns(texts, reader.tokenizer))
@@ -204,8 +205,8 @@ def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] |
         columns[CONVERSATION] = numbers
     answers = [example.texts[1] for example in examples]
     kept = np.intersect1d(
-        reader.rows_within("prompt", prompt_ids, prompts, among, numbers + 1),
-        reader.rows_within("response", response_ids, answers, among, numbers + 1),
+        reader.rows_within("prompt", prompt_ids, prompts, among, row_numbers),
+        reader.rows_within("response", response_ids, answers, among, row_numbers),
     )
     if not len(kept):
         origin = reader.origin

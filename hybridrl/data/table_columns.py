@@ -1,5 +1,4 @@
-"""Finding columns of the data by name; dots lead into objects: `reward_model.ground_truth`.
-`reward_model.ground_truth`."""
+"""Finding columns of the data by name; dots lead into objects: `reward_model.ground_truth`."""
 
 from __future__ import annotations
 
@@ -53,14 +52,14 @@ def escape_surrogates(name: str) -> str:
 
 
 def read_cells(rows: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    """Return the values of a column, None for rows that lack it. None where a row has it not."""
+    """Return the values of a column, None for rows that lack it."""
     if "." not in name:
         return [row.get(name) for row in rows]
     return [row[name] if name in row else _read_nested_value(row, name) for row in rows]
 
 
 def arrow_column(values: Sequence[Any]) -> pa.Array:
-    """The values as a column: lists of objects, such as messages and tools, as JSON."""
+    """Return the values as a column: lists of objects, such as messages and tools, as JSON."""
     listed = [value for value in values if value is not None]
     objects = [one for value in listed if isinstance(value, list) for one in value]
     is_json = bool(objects) and all(isinstance(value, list) for value in listed)
@@ -70,7 +69,7 @@ def arrow_column(values: Sequence[Any]) -> pa.Array:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Rows as a table; a key that a row lacks is null.
+    """Return rows as a table; a key that a row lacks is null.
 
     Raises:
         ArrowException, OverflowError, UnicodeError: if no column can hold the values of a key.
@@ -93,9 +92,17 @@ def add_nested_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
     return table
 
 
+def replace_column(table: pa.Table, name: str, values: pa.Array | pa.ChunkedArray) -> pa.Table:
+    """Return the table with these values in the column, which it gets if it has none of the
+    name."""
+    if name not in table.column_names:
+        return table.append_column(name, values)
+    return table.set_column(table.column_names.index(name), name, values)
+
+
 def find_column(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
     """Return the column, and warn if it holds chats as JSON text; a missing one is a `DataError`
-    that names the setting and the nearest column. The log tells of chats that are text."""
+    that names the setting and the nearest column."""
     rows = add_nested_columns(rows, [name])
     if name not in rows.column_names:
         raise DataError(
@@ -115,8 +122,8 @@ def find_column(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
 
 
 def tools_cells(rows: pa.Table, name: str | None, origin: RowOrigin) -> list[Any]:
-    """The cells of `data.tools_column`; None for each row where there is none. The column `tools`
-    may be missing.
+    """Return the cells of `data.tools_column`; None for each row where there is none. The column
+    `tools` may be missing.
 
     Raises:
         DataError: if another is.
@@ -127,7 +134,7 @@ def tools_cells(rows: pa.Table, name: str | None, origin: RowOrigin) -> list[Any
 
 
 def is_chat_in_text(cell: Any) -> bool:
-    """Whether a cell is a list of chat messages as JSON text."""
+    """Return whether a cell is a list of chat messages as JSON text."""
     if not isinstance(cell, str) or not cell.lstrip().startswith("["):
         return False
     try:

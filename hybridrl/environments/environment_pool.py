@@ -81,7 +81,7 @@ class EnvironmentPool:
         self._finalizer = weakref.finalize(self, self._pool.close)
 
     def start(self, group: Sequence[EpisodeRequest]) -> None:
-        """Queue episodes; never blocks. Never waits.
+        """Queue episodes; never blocks.
 
         Args:
             group: Samples of one prompt.
@@ -122,8 +122,7 @@ class EnvironmentPool:
         self._pool.cancel()
 
     def close(self) -> None:
-        """End all processes and everything they have started; a closed pool cannot be used again. A
-        closed pool cannot be used again."""
+        """End all processes and all that they have started; a closed pool cannot be used again."""
         self._finalizer()
 
     def rows(self, count: int) -> list[dict[str, Any]]:
@@ -156,7 +155,7 @@ class EnvironmentPool:
             raise self._not_loaded(error) from error
 
     def _told(self, play: EpisodeRequest, attempt: int) -> dict[str, Any]:
-        """As the process is told of an episode."""
+        """Return the message that gives an episode to a process."""
         session = _session_of(play, attempt)
         episode = {
             "row": {name: value for name, value in play.row.items() if name not in self._hidden},
@@ -227,7 +226,7 @@ class EnvironmentPool:
 
 
 class _News:
-    """What the thread that polls has found: results, or why there will be none."""
+    """Results that the polling thread hands to the pool's caller, or why there will be none."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

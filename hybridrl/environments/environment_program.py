@@ -69,7 +69,8 @@ class EnvironmentProgram:
             return "refused", str(error)
         if type(error).__name__ == "EpisodeError":
             return error.kind, _shortened(str(error))  # type: ignore[attr-defined]
-        ours = (__file__, self._child.__file__, str(_HERE / "adapters" / "function.py"))
+        loading = [str(_HERE / "adapters" / f"{n}.py") for n in ("function", "environment_adapter")]
+        ours = (__file__, self._child.__file__, *loading)
         said = self._child.traceback_of(error, ours)
         return "memory" if isinstance(error, MemoryError) else "error", _shortened(said)
 

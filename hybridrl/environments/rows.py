@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from typing import Any
 
 from hybridrl.config.schema import EnvironmentConfig
@@ -30,11 +31,8 @@ def list_environment_tasks(
     Raises:
         ConfigError: if there are none, or they are no rows.
     """
-    pool = EnvironmentPool(config)
-    try:
+    with closing(EnvironmentPool(config)) as pool:
         rows = pool.rows(config.tasks + count_held_out)
-    finally:
-        pool.close()
     wrong = next((row for row in rows if not isinstance(row, dict)), None)
     if wrong is not None or not rows:
         shown = f"a task that is {wrong!r:.100}" if rows else "no tasks"
@@ -59,8 +57,5 @@ def check_environment_loads(config: EnvironmentConfig) -> None:
     Raises:
         ConfigError: if that fails; says why.
     """
-    pool = EnvironmentPool(config)
-    try:
+    with closing(EnvironmentPool(config)) as pool:
         pool.load()
-    finally:
-        pool.close()

@@ -39,7 +39,8 @@ def compute_metric(samples: SampleTable, metric: EvalMetric) -> FloatArray | Non
         return pass_at_k(answers.correct.sum(1), answers.correct.shape[1], metric.k)
     if metric.kind == "maj":
         return majority_at_k(answers.extracted, answers.correct, metric.k)
-    return answers.correct.mean(1, dtype=np.float64)
+    shares: FloatArray = answers.correct.mean(1, dtype=np.float64)
+    return shares
 
 
 def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> FloatArray:
@@ -53,7 +54,8 @@ def pass_at_k(correct: npt.NDArray[Any], samples: int, k: int) -> FloatArray:
     wrong = samples - np.asarray(correct, np.float64)[:, None]
     drawn = np.arange(k)
     # C(n - c, k) / C(n, k) as a product of k factors; 0 where fewer than k samples are wrong.
-    return 1.0 - np.prod(np.maximum(wrong - drawn, 0.0) / (samples - drawn), axis=1)
+    none: FloatArray = np.prod(np.maximum(wrong - drawn, 0.0) / (samples - drawn), axis=1)
+    return 1.0 - none
 
 
 def majority_at_k(
@@ -66,14 +68,15 @@ def majority_at_k(
     give no answer do not vote. An answer is right as far as the samples that give it are.
     """
     groups = correct.shape[1] // k
-    found = np.zeros(len(correct))
+    found: FloatArray = np.zeros(len(correct))
     for row, answers in enumerate(extracted):
         for first in range(0, groups * k, k):
             votes = range(first, first + k)
             found[row] += _majority_score(
                 [answers[v] for v in votes], correct[row, first : first + k]
             )
-    return found / groups
+    found /= groups
+    return found
 
 
 def _majority_score(answers: Sequence[str | None], correct: npt.NDArray[np.bool_]) -> float:

@@ -155,7 +155,8 @@ class EvaluatedModel:
             dict(one) if isinstance(one, Mapping) else {"prompt": self._asked(one)}
             for one in prompts
         ]
-        for row, answer in zip(rows, answers or [None] * len(rows), strict=True):
+        given: Sequence[str | None] = answers or [None] * len(rows)
+        for row, answer in zip(rows, given, strict=True):
             row["answer"] = row.get("answer", "") if answer is None else answer
         has_answers = all(str(row["answer"]).strip() for row in rows)
         try:

@@ -16,7 +16,7 @@ from hybridrl.data.row_origin import RowOrigin
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.evaluation.answer_extraction import AnswerExtractor, resolve_extractor
 from hybridrl.evaluation.eval_sets import ResolvedEvalSet, resolve_eval_sets
-from hybridrl.rewards import parse_function_list
+from hybridrl.rewards.loading import parse_function_list
 from hybridrl.rollout import SamplingSettings
 
 
@@ -75,7 +75,7 @@ def resolve_set_sampling(settings: ResolvedEvalSet, training: SamplingSettings) 
 def load_eval_sets(
     config: Config, tokenizer: Any, held_out: Batch | None
 ) -> dict[str, Batch | None]:
-    """The prompts of the sets of `eval.sets`; None for a function that has no data.
+    """Load the prompts of the sets of `eval.sets`; None for a function that has no data.
 
     Args:
         held_out: The prompts of sets that name none.
@@ -84,6 +84,7 @@ def load_eval_sets(
         ConfigError, DataError: if those of a set cannot be read; names its settings.
     """
     found: dict[str, Batch | None] = {}
+    rows: Batch | None
     problems = ErrorCollector()
     for name, one in resolve_eval_sets(config).items():
         by, seed = one.own.by_column, config.run.seed
@@ -113,7 +114,7 @@ def load_eval_sets(
 
 
 def longest_evaluated(config: Config, sets: Mapping[str, Batch | None]) -> int:
-    """Tokens of the longest prompt of the sets with its response; 0: there are none."""
+    """Return the tokens of the longest prompt of the sets with its response; 0 without sets."""
     found = 0
     for name, one in resolve_eval_sets(config).items():
         rows, response = sets[name], one.own.max_tokens or config.rollout.max_tokens

@@ -70,7 +70,8 @@ class SampleTable:
 
     @cached_property
     def keys(self) -> list[str]:
-        """By which the prompts are known again; see `evaluation.scored_samples.keys_of`."""
+        """Return the keys that identify the prompts across evaluations; see
+        `scored_samples.compute_prompt_keys`."""
         return self.column("key")
 
     def column(self, name: str) -> list[Any]:
@@ -82,7 +83,7 @@ class SampleTable:
         """Return the table's line numbers as `[n, k]`; `[0, 0]` if there are no such samples."""
         lines = np.flatnonzero(self._numbers("greedy") == greedy)
         rows, samples = self._numbers("row")[lines], self._numbers("sample")[lines]
-        ordered = lines[np.lexsort((samples, rows))]
+        ordered: npt.NDArray[np.int64] = lines[np.lexsort((samples, rows))]
         prompts = len(np.unique(rows))
         return ordered.reshape(prompts, -1) if prompts else ordered.reshape(0, 0)
 

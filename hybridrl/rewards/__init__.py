@@ -12,27 +12,4 @@ A module of reward functions may define `check_reward(options, timeout_s)`. Each
 calls it once for each of the module's functions that is used, before any row, with the function's
 options and `reward.timeout_s`. It raises a `ConfigError` or an `UnsupportedMachineError` where they
 or the machine will not do, and may return a line for the user to read.
-
-Nothing is imported before it is asked for: a reward process has no use for the pool.
 """
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from hybridrl.rewards.loading import parse_function_list
-    from hybridrl.rewards.reward_pool import RewardPool, RewardResult
-
-__all__ = ["RewardPool", "RewardResult", "parse_function_list"]
-
-_HOMES = {
-    "RewardPool": "hybridrl.rewards.reward_pool",
-    "RewardResult": "hybridrl.rewards.reward_pool",
-    "parse_function_list": "hybridrl.rewards.loading",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'hybridrl.rewards' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)

@@ -75,7 +75,7 @@ def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
 
 
 def find_boxed_text(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}`; None if there is none or it is not closed."""
+    """Return the text in the last `\\boxed{...}`; None if there is none or it is not closed."""
     start = text.rfind("\\boxed{")
     depth = 0
     for brace in _BRACE.finditer(text, start) if start >= 0 else ():
@@ -93,8 +93,7 @@ def _normalize_answer(text: str) -> str | Decimal:
 
 
 def find_final_number(text: str) -> Decimal | None:
-    """Return the number that `text` ends on (see `numeric`); None if there is none. None if there
-    is none."""
+    """Return the number that `text` ends on (see `numeric`); None if there is none."""
     _, mark, tail = text.rpartition("####")
     found = _NUMBER.findall(tail)
     if not found:

@@ -73,7 +73,8 @@ def passes_tests(
     """
     tests = read_tests(tests)
     program = extract_program(response)
-    limits = _build_limits(cpu_s, memory_mib, total_s)
+    wall_s = min(_WALL_SECONDS_PER_CPU_SECOND * cpu_s, total_s)
+    limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mib=memory_mib)
     if not all(isinstance(test, str) for test in tests):
         passed = run_inputs(program, [_read_input_test(test) for test in tests], limits, total_s)
         return {"score": passed / len(tests)}
@@ -112,14 +113,9 @@ def check_reward(
     return str(find_confinement())
 
 
-def _build_limits(cpu_s: int, memory_mib: int, total_s: float) -> SandboxLimits:
-    wall_s = min(_WALL_SECONDS_PER_CPU_SECOND * cpu_s, total_s)
-    return SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mib=memory_mib)
-
-
 def extract_program(response: str) -> str:
     """Return the program in a response (see `passes_tests`); a fence that is not closed ends with
-    the response. A fence that is not closed ends with it."""
+    the response."""
     for pattern in (_PYTHON_BLOCK, _PLAIN_BLOCK):
         if blocks := pattern.findall(response):
             return str(blocks[-1])

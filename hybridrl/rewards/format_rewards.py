@@ -53,8 +53,8 @@ def target_length(
     **row: Any,
 ) -> float:
     """Return minus `factor` times the difference in tokens between the response and the length that
-    the row asks for. L1-Exact, Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1. L1-Exact,
-    Aggarwal and Welleck 2025, arXiv:2503.04697, equation 1. The prompt should tell the number, too.
+    the row asks for, which the prompt should tell, too. L1-Exact, Aggarwal and Welleck 2025,
+    arXiv:2503.04697, equation 1.
 
     Args:
         column: Of the data, with the number of tokens.

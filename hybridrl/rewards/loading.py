@@ -1,5 +1,4 @@
-"""Resolving reward functions: `path/to/file.py:score`, `package.module:score`, or a built-in name.
-`path/to/file.py:score`, `package.module:score`, or a built-in name."""
+"""Resolving reward functions: `path/to/file.py:score`, `package.module:score`, or built-in."""
 
 from __future__ import annotations
 
@@ -31,10 +30,8 @@ from hybridrl.rewards.signature import (
 from hybridrl.system import user_code
 from hybridrl.system.reasoning_gym_library import check_reasoning_gym_installed
 
-_FIRST_PARAMETERS = [
-    "prompt",
-    "response",
-]  # parameters, by which a reward function is told from its helpers
+_FIRST_PARAMETERS = ["prompt", "response"]
+"""Parameters by which a built-in reward function is told from its helpers."""
 RewardFunction = Callable[..., Any]
 
 
@@ -73,8 +70,10 @@ class PickledFunction(NamedTuple):
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def find_function_name(function: RewardFunction) -> str:
+def find_function_name(function: RewardFunction | PickledFunction) -> str:
     """Return the name of a function, or of the class of a callable object."""
+    if isinstance(function, PickledFunction):
+        return function.name
     inner = getattr(function, "func", function)  # of a functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
@@ -138,7 +137,7 @@ def find_parameters(
     function: str | RewardFunction, setting: Setting = REWARD.function
 ) -> list[inspect.Parameter] | None:
     """Return the parameters of a function without importing user code; None if only importing it
-    would show them. None where only importing it would tell."""
+    would show them."""
     if isinstance(function, str) and not is_builtin_function(function):
         return user_code.parse_parameters(setting, function)
     return read_parameters(
@@ -160,7 +159,7 @@ def check_reward_functions(
     """Report what is wrong with these settings as far as that shows without importing user code.
 
     Args:
-        watched: So many of the functions, the last ones, are only looked at.
+        watched: Number of the last functions, which are recorded and not rewarded.
 
     Raises:
         ConfigError: if a file, module or function does not exist, the numbers differ, or there
@@ -218,10 +217,8 @@ def check_functions_fit_columns(
     Raises:
         ConfigError: if one needs what there is not; names everything that there is.
     """
-    names, there = (
-        make_short_names(list(functions)),
-        [name for name in columns if name != "response"],
-    )
+    names = make_short_names(list(functions))
+    there = [name for name in columns if name != "response"]
     every = zip(functions, names, resolve_options(names, options, settings), strict=True)
     for function, name, given in every:
         if (parameters := find_parameters(function)) is not None:
@@ -248,10 +245,9 @@ def make_short_names(
     specs: Sequence[str | RewardFunction | PickledFunction], setting: Setting = REWARD.function
 ) -> list[str]:
     """Return a short name for each reward function, used in columns and messages: `score`,
-    `file.score` if two functions share a name, and a number after a third. `score`, or `file.score`
-    where two functions have the same name; a third of the same name gets a number."""
+    `file.score` if two functions share a name, and a number after a third."""
     parsed = [
-        _parse_spec(spec, setting) if isinstance(spec, str) else ("", _given_name(spec))
+        _parse_spec(spec, setting) if isinstance(spec, str) else ("", find_function_name(spec))
         for spec in specs
     ]
     plain = Counter(name for _, name in parsed)
@@ -283,10 +279,6 @@ def _parse_spec(spec: str, setting: Setting = REWARD.function) -> tuple[str, str
     )
 
 
-def _given_name(function: RewardFunction | PickledFunction) -> str:
-    return function.name if isinstance(function, PickledFunction) else find_function_name(function)
-
-
 def resolve_functions(settings: Any) -> tuple[list[str | RewardFunction], list[float]]:
     """Return the functions of a settings group and their weights: rewarded ones, then those that
     are only recorded (`check`), with weight 0.
@@ -302,25 +294,22 @@ def resolve_functions(settings: Any) -> tuple[list[str | RewardFunction], list[f
 def needs_groups(settings: Any) -> bool:
     """Return whether a function may need all samples of a prompt together, as far as that shows
     without importing user code."""
-    return any(map(_function_needs_groups, resolve_functions(settings)[0]))
+    for function in resolve_functions(settings)[0]:
+        find = _find_named_parameters if isinstance(function, str) else read_parameters
+        parameters = find(function)
+        if parameters is None or find_call_scope(parameters) == "group":
+            return True
+    return False
 
 
-def _function_needs_groups(function: str | RewardFunction) -> bool:
-    if isinstance(function, str):
-        return _named_function_needs_groups(function)
-    return find_call_scope(read_parameters(function)) == "group"
-
-
-@cache
-def _named_function_needs_groups(spec: str) -> bool:
-    parameters = find_parameters(spec)
-    return parameters is None or find_call_scope(parameters) == "group"
+_find_named_parameters = cache(find_parameters)
+"""Called for each batch, and reads a file of the user's."""
 
 
 def parse_function_list(
     functions: Any, setting: Setting = REWARD.function
 ) -> list[str | RewardFunction]:
-    """The functions that a setting names or holds: none, one, or a list.
+    """Return the functions that a setting names or holds: none, one, or a list.
 
     Raises:
         ConfigError: if it is none of these.

@@ -43,8 +43,7 @@ def math(prompt: str, response: str, answer: str, *, timeout_s: int = 5, **row: 
 
 
 def check_math_verify_installed() -> None:
-    """Raise a `MissingPackageError` if math-verify is not installed; nothing is imported. Imports
-    nothing."""
+    """Raise a `MissingPackageError` if math-verify is not installed; nothing is imported."""
     if importlib.util.find_spec("math_verify") is None:
         raise MissingPackageError(
             "The reward function `math` needs the package math-verify: "

@@ -1,5 +1,4 @@
-"""Options of reward functions: `reward.options.<function>.<option>` is a keyword argument.
-`reward.options.<function>.<option>`, a keyword argument each."""
+"""Options of reward functions: `reward.options.<function>.<option>` is a keyword argument."""
 
 from __future__ import annotations
 
@@ -24,12 +23,14 @@ class FunctionSettings(NamedTuple):
 
     @classmethod
     def of(cls, group: Setting, source: str | None = None) -> FunctionSettings:
-        """Those of a group, or of the functions that a source of data has for itself."""
+        """Return the settings of a group, or of the functions that a source of data has for
+        itself."""
         own = group / "function" if source is None else Setting(f"data.sources.{source}.reward")
         return cls(group, own)
 
     def of_each(self, functions: int, watched: int) -> list[Setting]:
-        """The setting that each of so many functions comes from; the last ones are `check`."""
+        """Return the setting that each function comes from: the last `watched` are those of
+        `check`."""
         return [self.function] * (functions - watched) + [self.group / "check"] * watched
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 def step_ends(text: str, separator: str = "\n\n") -> list[int]:
     """Return the character after the end of each step, separators included; `separator` parts the
-    steps, blank ones belong to the step before. What is blank belongs to the step before.
+    steps, blank ones belong to the step before.
 
     A reward function may give its step scores by it:
     `{"steps": list(zip(step_ends(response), scores))}`.

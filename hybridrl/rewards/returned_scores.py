@@ -33,8 +33,7 @@ class RowScore(NamedTuple):
 
 def parse_row_score(returned: Any, response: str) -> RowScore | str:
     """Parse what a function returned for one row: a number, or a dictionary with `score`, `steps`
-    and further numbers. Return the end of an error sentence if it is neither. Or, as the end of a
-    sentence, why it is neither."""
+    and further numbers. Return the end of an error sentence if it is neither."""
     if not isinstance(returned, Mapping):
         score = _read_number(returned)
         if score is None:

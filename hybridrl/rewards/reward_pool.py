@@ -58,7 +58,7 @@ class RewardPool:
         on_error: what a failed call does: `fail` raises, `drop` scores the row NaN, `value` takes
             `error_value` for the function's score.
         error_value: see `on_error`.
-        watched: so many of the functions, the last ones, are only looked at; their weights are 0.
+        watched: number of the last functions, which are only recorded; their weights are 0.
         settings: the names of the settings that the functions come from.
         env: environment variables with secrets that the processes get (see `without_secrets`).
 
@@ -119,12 +119,12 @@ class RewardPool:
 
     def asks_for(self, entry: str) -> bool:
         """Return whether a function needs this optional entry of rows (see `list_needed_entries`);
-        known after `start`. Known after `start`."""
+        known after `start`."""
         return entry in self._asked
 
     def start(self, within_s: float = _IMPORT_S) -> None:
         """Wait until every process has imported the functions and checked that they can work on
-        this machine; `score_rows` does this, too. `score` does this too.
+        this machine; `score` does this too.
 
         Args:
             within_s: Seconds that it may take; `timeout_s` if that is longer.
@@ -173,8 +173,7 @@ class RewardPool:
             return work.result(self._weights)
 
     def close(self) -> None:
-        """Kill all processes; a closed pool cannot be used again. A closed pool cannot be used
-        again."""
+        """Kill all processes; a closed pool cannot be used again."""
         self._pool.close()
 
     def __enter__(self) -> RewardPool:
@@ -184,7 +183,7 @@ class RewardPool:
         self.close()
 
     def _wait_until_ready(self, within_s: float, of: Any) -> list[tuple[bool, str]]:
-        """Gives of each function whether it is asynchronous, and what it is called for."""
+        """Return of each function whether it is asynchronous, and what it is called for."""
         if self._pool.is_closed:
             raise RewardError("The reward pool is closed; make a new one to score more rows.")
         self._start_s = max(within_s, self._timeout_s)
@@ -244,7 +243,7 @@ def resolve_source_settings(
     group: Setting = REWARD.group,
 ) -> SourceSettings:
     """Return the reward settings of each source with functions of its own, and those of all other
-    rows under None; functions of sources all have weight 1. Functions of sources all weigh 1.
+    rows under None; functions of sources all have weight 1.
 
     Args:
         own: The functions of sources that have their own.
@@ -280,8 +279,7 @@ def resolve_source_settings(
 
 class SourceRewardPools:
     """A `RewardPool` for each source with functions of its own, and one for all other rows. Rows
-    whose settings name no function score 0, for a model or a judge to add to. One whose settings
-    name no function has no pool: its rows score 0, for a model or a judge to add to."""
+    whose settings name no function score 0, for a model or a judge to add to."""
 
     def __init__(self, settings: SourceSettings, group: Setting = REWARD.group) -> None:
         self._pools: dict[str | None, RewardPool | None] = {}
@@ -373,7 +371,7 @@ def _build_pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
         functions,
         weights,
         options=config.options,
-        processes=config.processes,
+        processes=config.processes or 1,
         timeout_s=config.timeout_s,
         on_error=config.on_error,  # type: ignore[arg-type]
         error_value=config.error_value,

@@ -11,6 +11,7 @@ import functools
 import inspect
 import pickle
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybridrl.config.setting import Setting
@@ -34,7 +35,7 @@ from hybridrl.system.redaction import redact, redact_output
 
 
 class RewardSetup(NamedTuple):
-    """What a reward process is told first."""
+    """The first message to a reward process: its functions, and the settings they come from."""
 
     functions: list[str | PickledFunction]
     search_path: list[str]
@@ -80,7 +81,7 @@ class _Function:
 class RewardProgram:
     """See `child.ItemServer`. The payload of an item is the number of a function, and a row."""
 
-    _functions: list[_Function] | None = None
+    _functions: Sequence[_Function] = ()
 
     def start(self, given: tuple[Any, ...], server: child.ItemServer) -> tuple[Any, ...]:
         """Loads and checks the functions. Gives of each whether it is asynchronous and what it is
@@ -115,7 +116,7 @@ class RewardProgram:
         return function.answers(await function.call(**function.arguments(row)), row)
 
     def explain(self, error: BaseException) -> tuple[str, str]:
-        if isinstance(error, HybridRLError) and self._functions is None:
+        if isinstance(error, HybridRLError) and not self._functions:
             return type(error).__name__, str(error)
         if isinstance(error, UnsupportedMachineError):
             return "machine", str(error)

@@ -85,8 +85,7 @@ def parse_rubric(given: Any) -> list[RubricCriterion]:
 
 def rubric_score(rubric: Sequence[RubricCriterion], grades: Sequence[float]) -> float:
     """Return the weighted share of the desired criteria that a response meets, from 0 to 1, less
-    what undesired ones cost. NaN if a criterion has no grade (NaN). NaN if a criterion has no grade
-    (NaN).
+    what undesired ones cost. NaN if a criterion has no grade (NaN).
 
     Arora et al. 2025 (HealthBench), arXiv:2505.08775, section 3.
     """

@@ -45,9 +45,7 @@ class RewardResult:
 
 class ScoringRound:
     """The function calls of one round. A call's number is `row * functions + function`; functions
-    called once for several rows have a call for the first of them only. Of a function that is
-    called once for all rows, or for the samples of a prompt, there is the task on the first of them
-    only."""
+    called once for several rows have a call for the first of them only."""
 
     def __init__(
         self,
@@ -95,23 +93,21 @@ class ScoringRound:
         return self._unanswered == 0
 
     def items(self, limit_s: float) -> list[WorkItem]:
-        """All tasks, each of which may take so many seconds."""
-        return [
-            WorkItem(task, partial(self._payload, task), limit_s, not self._modes[task % count][0])
-            for count in [len(self._names)]
-            for task in self._tasks
-        ]
+        """Return the calls as items of work, with the seconds that each may take."""
+        items = []
+        for task in self._tasks:
+            is_async, _ = self._modes[task % len(self._names)]
+            items.append(WorkItem(task, partial(self._payload, task), limit_s, not is_async))
+        return items
 
     def _payload(self, task: int, attempt: int) -> tuple[int, dict[str, Any]]:
-        return task % len(self._names), self._given(task)
-
-    def _given(self, task: int) -> dict[str, Any]:
         row, function = divmod(task, len(self._names))
         kind = self._called_for[function]
         if kind == "row":
-            return self._rows[row]
+            return function, self._rows[row]
         together = [self._rows[number] for number in self._together[kind][row]]
-        return merge_all_rows(together) if kind == "rows" else merge_group_rows(together)
+        merge = merge_all_rows if kind == "rows" else merge_group_rows
+        return function, merge(together)
 
     def score(self, task: int, answers: Sequence[RowScore]) -> None:
         first, function = divmod(task, len(self._names))
@@ -188,12 +184,12 @@ class ScoringRound:
 def _weighted_sum(
     weights: Sequence[float], scores: Sequence[float | None], unasked: float = 0.0
 ) -> float:
-    """Of what has been said; NaN if nothing has, `unasked` if no function is there to score: a
-    weight of 0 is for looking only."""
+    """Return the weighted sum of the scores that functions gave; NaN if none gave any, `unasked` if
+    all weights are 0, which are those of functions that are only recorded."""
     if not any(weights):
         return unasked
-    said = [(w, score) for w, score in zip(weights, scores, strict=True) if score is not None]
-    counted = [weight * score for weight, score in said if weight]
+    every = zip(weights, scores, strict=True)
+    counted = [weight * score for weight, score in every if weight and score is not None]
     return sum(counted) if counted else math.nan
 
 

@@ -30,17 +30,11 @@ _SCOPE_ENTRIES = {
 _VERL_NAMES = {"solution_str": "response", "ground_truth": "answer"}
 """What verl calls them, and what they are called here."""
 _FOREIGN_NAMES = {
-    "completion": "response",
-    "output": "response",
-    "generation": "response",
-    "solution": "answer",
-    "label": "answer",
-    "target": "answer",
-    "reference": "answer",
-    "question": "prompt",
-    "instruction": "prompt",
-    "query": "prompt",
-} | _VERL_NAMES
+    **dict.fromkeys(("completion", "output", "generation"), "response"),
+    **dict.fromkeys(("solution", "label", "target", "reference"), "answer"),
+    **dict.fromkeys(("question", "instruction", "query"), "prompt"),
+    **_VERL_NAMES,
+}
 """Names of other libraries and what they mean."""
 _SIGNATURE_HINT = (
     "Write it as `def score(prompt, response, answer, **row)`, or in TRL's shape as `def "
@@ -50,9 +44,7 @@ _SIGNATURE_HINT = (
 
 def find_call_scope(parameters: Sequence[inspect.Parameter]) -> Literal["row", "group", "rows"]:
     """Return the scope of a call: `rows` (all of a rank) if it takes `completions` or their tokens
-    as TRL's do, `group` (samples of a prompt) if it takes `responses`, else `row`. `rows`, all of a
-    rank, if it is of TRL's shape and names `completions` or their tokens; `group`, the samples of a
-    prompt, if it names `responses`; else each row."""
+    as TRL's do, `group` (samples of a prompt) if it takes `responses`, else `row`."""
     names = {parameter.name for parameter in parameters}
     if names & {"completions", *_OF_TOKENS}:
         return "rows"
@@ -68,12 +60,12 @@ def has_verl_signature(parameters: Sequence[inspect.Parameter]) -> bool:
 def list_needed_entries(parameters: Sequence[inspect.Parameter]) -> set[str]:
     """Return the optional entries of rows that a function's parameters name."""
     names = {parameter.name for parameter in parameters}
-    tokens = {TOKEN_IDS_ENTRY} if names & _OF_TOKENS else set()
-    return (
-        tokens
-        | ({UPDATES_ENTRY} if "trainer_state" in names else set())
-        | (names & {TOKEN_IDS_ENTRY, UPDATES_ENTRY})
-    )
+    needed = names & {TOKEN_IDS_ENTRY, UPDATES_ENTRY}
+    if names & _OF_TOKENS:
+        needed.add(TOKEN_IDS_ENTRY)
+    if "trainer_state" in names:
+        needed.add(UPDATES_ENTRY)
+    return needed
 
 
 def select_arguments(

@@ -24,7 +24,7 @@ from hybridrl.evaluation.scored_samples import (
     compute_prompt_keys,
     sample_and_score,
 )
-from hybridrl.rewards import parse_function_list
+from hybridrl.rewards.loading import parse_function_list
 from hybridrl.run_files.evaluation_log import EvaluationLog, find_latest_by_set
 from hybridrl.run_files.provenance import collect_provenance
 from hybridrl.trainers.role_spec import ACTOR_ROLE, validate_roles

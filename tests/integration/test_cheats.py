@@ -8,8 +8,8 @@ from cheats import CHEATS, FLOOD, SLOW
 from honest_programs import HONEST
 from tiers import few_of
 
-from hybridrl.rewards import RewardPool
 from hybridrl.rewards.code import passes_tests
+from hybridrl.rewards.reward_pool import RewardPool
 from hybridrl.sandbox.python_runner import judge_program
 
 

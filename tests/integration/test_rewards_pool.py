@@ -11,7 +11,7 @@ import pytest
 from tiers import few_of
 
 from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError
-from hybridrl.rewards import RewardPool
+from hybridrl.rewards.reward_pool import RewardPool
 
 TIMEOUT_S, PATIENCE_S = 4.0, 60.0
 """For rounds in which a row hangs, which others must not do on a busy machine; and for others."""
@@ -326,7 +326,7 @@ def test_a_row_whose_process_is_killed_is_tried_once_more(make_pool, tmp_path):
 def test_processes_die_with_a_killed_parent(functions_file, response):
     code = f"""
 import sys
-from hybridrl.rewards import RewardPool
+from hybridrl.rewards.reward_pool import RewardPool
 pool = RewardPool(["{functions_file}:score"])
 row = lambda response: [dict(prompt="", response=response, answer="")]
 sys.stdout.write(str(int(pool.score(row("pid")).scores[0])) + chr(10))

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from hybridrl.errors import ConfigError, RewardError
-from hybridrl.rewards import RewardPool, parse_function_list
+from hybridrl.rewards.loading import parse_function_list
+from hybridrl.rewards.reward_pool import RewardPool
 
 FUNCTIONS = """
 import time

@@ -32,7 +32,7 @@ from confined_callers import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.rewards import RewardPool
+from hybridrl.rewards.reward_pool import RewardPool
 from hybridrl.sandbox.python_runner import SandboxLimits
 
 # What it may be installed in and started from.

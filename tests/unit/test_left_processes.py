@@ -47,7 +47,7 @@ OWNER = """
 import sys
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
-from hybridrl.rewards import RewardPool
+from hybridrl.rewards.reward_pool import RewardPool
 with RewardPool(["{folder}/leaves.py:score"]) as rewards:
     rewards.score([dict(prompt="", response="{folder}/reward", answer="")])
     pool = EnvironmentPool(EnvironmentConfig("{folder}/leaves.py:play"))
@@ -103,7 +103,7 @@ def test_daemons_end_with_the_job(folder, end):
 
 
 def test_a_function_that_holds_the_interpreter_is_stopped_with_what_it_started(folder):
-    from hybridrl.rewards import RewardPool
+    from hybridrl.rewards.reward_pool import RewardPool
 
     spec = f"{folder}/leaves.py:score"
     rows = [{"prompt": "hold", "response": str(folder / "reward"), "answer": ""}]
@@ -116,7 +116,7 @@ def test_a_function_that_holds_the_interpreter_is_stopped_with_what_it_started(f
 
 def test_a_killed_launcher_is_no_way_out(folder):
     """What it would have found is found by a variable that processes inherit."""
-    from hybridrl.rewards import RewardPool
+    from hybridrl.rewards.reward_pool import RewardPool
 
     with RewardPool([f"{folder}/leaves.py:score"]) as pool:
         pool.score([{"prompt": "", "response": str(folder / "reward"), "answer": ""}])

@@ -6,7 +6,7 @@ import pytest
 
 from hybridrl.config.schema import EnvironmentConfig
 from hybridrl.environments.environment_pool import EnvironmentPool, EpisodeRequest
-from hybridrl.rewards import RewardPool
+from hybridrl.rewards.reward_pool import RewardPool
 from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 SECRETS = {

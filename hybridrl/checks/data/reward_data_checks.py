@@ -20,7 +20,6 @@ from hybridrl.data.mixture import SOURCE_COLUMN as SOURCE
 from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
 from hybridrl.errors import ConfigError, DataError, ErrorCollector, RewardError
 from hybridrl.evaluation.eval_sets import needs_held_out_rows, resolve_eval_sets
-from hybridrl.rewards import RewardPool
 from hybridrl.rewards.loading import (
     check_functions_fit_columns,
     is_builtin_function,
@@ -29,7 +28,7 @@ from hybridrl.rewards.loading import (
     resolve_functions,
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
-from hybridrl.rewards.reward_pool import resolve_source_settings
+from hybridrl.rewards.reward_pool import RewardPool, resolve_source_settings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridrl.config.role_models import list_model_paths
 from hybridrl.config.schema import Config
-from hybridrl.rewards import parse_function_list
+from hybridrl.rewards.loading import parse_function_list
 from hybridrl.system import user_code
 from hybridrl.system.locations import is_url, parse_location
 

@@ -13,8 +13,7 @@ from hybridrl.evaluation.eval_sets import (
     resolve_eval_sets,
 )
 from hybridrl.evaluation.evaluation_function import check_evaluation_function
-from hybridrl.rewards import parse_function_list
-from hybridrl.rewards.loading import check_reward_functions
+from hybridrl.rewards.loading import check_reward_functions, parse_function_list
 from hybridrl.rewards.options import FunctionSettings
 from hybridrl.trainers import load_roles, load_trainer
 

@@ -14,8 +14,7 @@ from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_
 from hybridrl.data.samplers import BUILT_IN_SAMPLERS, check_sampler
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.evaluation.eval_sets import needs_held_out_rows
-from hybridrl.rewards import parse_function_list
-from hybridrl.rewards.loading import check_reward_functions, resolve_functions
+from hybridrl.rewards.loading import check_reward_functions, parse_function_list, resolve_functions
 from hybridrl.rewards.options import FunctionSettings
 from hybridrl.rewards.reward_pool import resolve_source_settings
 from hybridrl.run_files.metric_writers import check_tracker_packages, parse_trackers

@@ -61,8 +61,7 @@ def check_sampler(config: Config) -> None:
 
 
 def build_sampler(config: Config, rows: Batch, seed: int) -> Any:
-    """Build the sampler for these rows; None if each row comes once per epoch. None where each row
-    comes once in an epoch.
+    """Build the sampler for these rows; None if each row comes once per epoch.
 
     Raises:
         ConfigError: if an option, or the data, will not do.

@@ -36,8 +36,7 @@ def find_difficulty_columns(rows: Batch, named: Sequence[str] | str | None) -> l
 
 def rank_values(rows: Batch, column: str) -> npt.NDArray[np.int64]:
     """Rank each row's value among the distinct values of a column, from 0; numbers with more
-    than `MAX_RANKS` values are binned by quantile, missing values are -1. Rows without a value
-    are -1."""
+    than `MAX_RANKS` values are binned by quantile, missing values are -1."""
     cells = rows.table.column(column).to_pylist()
     numbers = np.array([_read_number(cell) for cell in cells])
     if np.isnan(numbers).all():  # texts, in their order

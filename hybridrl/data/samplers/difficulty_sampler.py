@@ -16,8 +16,7 @@ from hybridrl.errors import ConfigError
 
 class DifficultySampler:
     """A curriculum sampler. A row's level is the sum of the ranks of its difficulty columns; the
-    present level rises when enough samples are correct and falls when few are. It rises when enough
-    of the samples of the present level are right, and falls when few are.
+    present level rises when enough of its samples are correct and falls when few are.
 
     Args:
         columns: That say how hard rows are, higher is harder; None: those that begin with

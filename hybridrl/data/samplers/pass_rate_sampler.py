@@ -123,11 +123,14 @@ class PassRateSampler:
         own = self._of_rows * self._remembered(np.arange(len(self._seen)))[:, None]
         right = BUCKET_PRIOR_SAMPLES * shared + own[:, 0]
         wrong = BUCKET_PRIOR_SAMPLES * (1 - shared) + own[:, 1]
-        return self._random.beta(
-            np.maximum(right, MIN_BETA_PARAMETER), np.maximum(wrong, MIN_BETA_PARAMETER)
-        )
+        right, wrong = (np.maximum(one, MIN_BETA_PARAMETER) for one in (right, wrong))
+        drawn: npt.NDArray[np.float64] = self._random.beta(right, wrong)
+        return drawn
 
     def _remembered(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the weight of earlier samples of these rows, which halves every `half_life`
         steps."""
-        return 0.5 ** ((self._step - self._seen[rows]) / self._half_life)
+        weights: npt.NDArray[np.float64] = 0.5 ** (
+            (self._step - self._seen[rows]) / self._half_life
+        )
+        return weights

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Union
 
 MODEL_NAME = "policy"
@@ -96,8 +100,7 @@ class EnvironmentAdapter:
         """Prepare for episodes; called once, first, in the loop that plays them."""
 
     async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
-        """Play an episode; the call is cancelled at the time limit. It is cancelled when it takes
-        too long.
+        """Play an episode; the call is cancelled at the time limit.
 
         Raises:
             EpisodeError: if it failed; any other error is shown with its traceback.
@@ -118,7 +121,7 @@ class EnvironmentAdapter:
         """Return the options with these defaults filled in.
 
         Raises:
-            SetupError: if there are others.
+            EnvironmentSetupError: if there are others.
         """
         unknown = [key for key in self.options if key not in known]
         if unknown:
@@ -127,6 +130,17 @@ class EnvironmentAdapter:
                 f"option; it has {', '.join(known) or 'none'}."
             )
         return {**known, **self.options}
+
+
+def import_file(file: Path, name: str) -> ModuleType:
+    """Import a file of the user's as a module of this name. Like a script, it may import its
+    neighbours."""
+    sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def parse_episode_score(returned: EpisodeReturn) -> EpisodeScore:
@@ -146,7 +160,8 @@ def parse_episode_score(returned: EpisodeReturn) -> EpisodeScore:
 def fault_of(
     reward: float | None, turn_rewards: list[float] | None, metrics: Mapping[str, float]
 ) -> str | None:
-    """What is wrong with what an episode was worth, as the end of a sentence; None: nothing."""
+    """Return what is wrong with the score of an episode, as the end of a sentence; None if nothing
+    is."""
     for name, values in (("reward", [reward]), ("turn_rewards", turn_rewards or [])):
         for value in values:
             if value is not None and not abs(value) <= LARGEST_REWARD:  # or it is no number

@@ -1,16 +1,14 @@
-"""The adapter of a user's function: `play(row, model)` plays an episode and returns its reward.
-`play(row, model)` plays an episode and returns its reward."""
+"""The adapter of a user's function: `play(row, model)` plays an episode and returns its reward."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import itertools
-import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .environment_adapter import (
@@ -18,6 +16,7 @@ from .environment_adapter import (
     EnvironmentAdapter,
     EnvironmentSetupError,
     EpisodeReturn,
+    import_file,
 )
 from .model_client import AsyncModelClient, ModelClient
 
@@ -35,7 +34,7 @@ class Adapter(EnvironmentAdapter):
         super().__init__(options, name)
         place, _, attribute = name.rpartition(":")
         self._module = _load_module(place)
-        self._play = getattr(self._module, attribute, None)
+        self._play: Any = getattr(self._module, attribute, None)
         if not callable(self._play):
             known = [one for one in vars(self._module) if not one.startswith("_")]
             raise EnvironmentSetupError(
@@ -52,9 +51,12 @@ class Adapter(EnvironmentAdapter):
             ) from error
 
     async def play(self, episode: AdapterEpisode) -> EpisodeReturn:
-        inner = self._play if inspect.isroutine(self._play) else type(self._play).__call__
+        function = self._play
+        inner = function if inspect.isroutine(function) else type(function).__call__
         if inspect.iscoroutinefunction(inner):
-            return await self._play(episode.row, AsyncModelClient(episode), **self.options)
+            model = AsyncModelClient(episode)
+            returned: EpisodeReturn = await self._play(episode.row, model, **self.options)
+            return returned
         return await self._in_thread(episode)
 
     async def _in_thread(self, episode: AdapterEpisode) -> EpisodeReturn:
@@ -90,17 +92,11 @@ class Adapter(EnvironmentAdapter):
         return list(itertools.islice(await found if inspect.isawaitable(found) else found, count))
 
 
-def _load_module(place: str) -> Any:
+def _load_module(place: str) -> ModuleType:
     """Import the module at a path or of a dotted name."""
     if not (place.endswith(".py") or "/" in place):
         return importlib.import_module(place)
     file = Path(place).expanduser().resolve()
     if not file.is_file():
         raise EnvironmentSetupError(f"environment.name: there is no file {file}.")
-    sys.path.append(str(file.parent))  # like a script, it may import its neighbours
-    found = importlib.util.spec_from_file_location(f"environment_of_{file.stem}", file)
-    assert found is not None and found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
-    return module
+    return import_file(file, f"environment_of_{file.stem}")

@@ -58,20 +58,21 @@ class Adapter(EnvironmentAdapter):
         self._own = own
         if not own["id"]:
             raise EnvironmentSetupError("environment.name=gymnasium needs environment.options.id.")
-        for option, known in (("invalid", ("end", "continue")), ("observation", ("ansi", "state"))):
-            if own[option] is not None and own[option] not in known:
+        choices = {"invalid": ("end", "continue"), "observation": ("ansi", "state")}
+        for option, values in choices.items():
+            if own[option] is not None and own[option] not in values:
                 raise EnvironmentSetupError(
                     f"environment.options.{option}={own[option]}: must be one of "
-                    f"{', '.join(known)}."
+                    f"{', '.join(values)}."
                 )
         if own["import"]:
             __import__(own["import"])
         try:
-            known = gymnasium.spec(own["id"])
+            spec = gymnasium.spec(own["id"])
         except gymnasium.error.Error as error:
             raise EnvironmentSetupError(f"environment.options.id={own['id']}: {error}") from error
         try:
-            environment = gymnasium.make(known, **own["kwargs"])
+            environment = gymnasium.make(spec, **own["kwargs"])
         except Exception as error:  # whatever its constructor says of its arguments
             raise EnvironmentSetupError(
                 f"environment.options.id={own['id']} cannot be made with "
@@ -140,7 +141,7 @@ class Adapter(EnvironmentAdapter):
 
     def _begin(self, seed: int) -> tuple[Any, str]:
         """Build and reset an environment; return it with its first observation as text."""
-        drawing = {"render_mode": "ansi"} if self._draws else {}
+        drawing: dict[str, Any] = {"render_mode": "ansi"} if self._draws else {}
         environment = gymnasium.make(self._own["id"], **drawing, **self._own["kwargs"])
         observation, _ = environment.reset(seed=seed)
         return environment, self._text(environment, observation)
@@ -167,16 +168,12 @@ def format_observation(observation: Any) -> str:
         return ", ".join(map(format_observation, observation))
     if hasattr(observation, "tolist"):
         found = observation.tolist()
-        return (
-            format_observation(found)
-            if isinstance(found, list)
-            else format_observation(float(found))
-        )
+        return format_observation(found if isinstance(found, list) else float(found))
     return f"{observation:.4g}" if isinstance(observation, float) else str(observation)
 
 
 def parse_action(answer: str, space: Any, names: list[str] | None = None) -> Any:
-    """Return the action that a response ends with; None if there is none. None if there is none.
+    """Return the action that a response ends with; None if there is none.
 
     Of a discrete space, the last word that is a name or a number of an action; of others, the
     numbers in the answer, if they are as many as the space takes and lie in it.

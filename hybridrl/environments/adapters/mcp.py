@@ -3,6 +3,7 @@ reward functions."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from .environment_adapter import (
@@ -31,8 +32,9 @@ class Adapter(EnvironmentAdapter):
 
     def __init__(self, options: dict[str, Any], name: str) -> None:
         super().__init__(options, name)
-        known = {"servers": {}, "column": None, "system": None, "max_turns": 16, "request": {}}
-        self._own = self.take(known)
+        self._own = self.take(
+            {"servers": {}, "column": None, "system": None, "max_turns": 16, "request": {}}
+        )
         if not self._own["servers"] or not isinstance(self._own["servers"], dict):
             raise EnvironmentSetupError(
                 "environment.name=mcp needs environment.options.servers, such as "
@@ -50,24 +52,15 @@ class Adapter(EnvironmentAdapter):
         messages = list(row.get("messages") or [{"role": "user", "content": str(row["prompt"])}])
         if own["system"]:
             messages.insert(0, {"role": "system", "content": own["system"]})
-        turns = calls = 0
+        ask = partial(model.chat, **own["request"])
         async with ToolServers(self._servers_of(row)) as tools:
-            described = {"tools": tools.described} if tools.described else {}
-            while turns < own["max_turns"]:
-                try:
-                    message = await model.chat(messages, **described, **own["request"])
-                except EndpointError as error:
-                    if error.is_too_long:
-                        break
+            try:
+                await tools.converse(ask, messages, own["max_turns"])
+            except EndpointError as error:
+                if not error.is_too_long:
                     raise
-                turns += 1
-                messages.append(message)
-                wanted = message.get("tool_calls") or []
-                if not wanted:
-                    break
-                calls += len(wanted)
-                messages += await tools.call(wanted)
-        return EpisodeScore(0.0, None, {"turns": float(turns), "tool_calls": float(calls)})
+        metrics = {"turns": float(tools.turns), "tool_calls": float(tools.calls)}
+        return EpisodeScore(0.0, None, metrics)
 
     def _servers_of(self, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         servers, column = self._own["servers"], self._own["column"]

@@ -60,14 +60,14 @@ class AsyncModelClient(_BaseModelClient):
             further: Fields of a chat completion request, such as `max_tokens`, `stop` and `tools`.
 
         Raises:
-            ModelError: if the endpoint refuses, for the conversation is too long, say.
+            EndpointError: if the endpoint refuses, for the conversation is too long, say.
         """
         answer = await self.request("/chat/completions", self._chat(messages, further))
-        return answer["choices"][0]["message"]
+        return dict(answer["choices"][0]["message"])
 
     async def reply(self, messages: list[dict[str, Any]], **further: Any) -> str | None:
         """Ask as `chat` does, append the reply to the messages and return its text; None if the
-        conversation exceeds the context length. None if the conversation no longer fits."""
+        conversation exceeds the context length."""
         try:
             answer = await self.chat(messages, **further)
         except EndpointError as error:
@@ -89,7 +89,7 @@ class ModelClient(_BaseModelClient):
     def chat(self, messages: list[dict[str, Any]], **further: Any) -> dict[str, Any]:
         """Return the model's reply as `AsyncModelClient.chat` does, blocking until it arrives."""
         answer = self.request("/chat/completions", self._chat(messages, further))
-        return answer["choices"][0]["message"]
+        return dict(answer["choices"][0]["message"])
 
     def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         parts = urlsplit(f"{self.base_url}{path}")
@@ -109,7 +109,7 @@ async def post_json(
     """Post a JSON body to an `http://` address and return the JSON reply.
 
     Raises:
-        ModelError: if the status is not 200.
+        EndpointError: if the status is not 200.
     """
     parts = urlsplit(url)
     content, headers = _encode_request(body, token, session)
@@ -137,4 +137,4 @@ def _encode_request(body: dict[str, Any], token: str, session: str) -> tuple[byt
 def _parse_reply(status: int, text: bytes) -> dict[str, Any]:
     if status != 200:
         raise EndpointError(status, text.decode("utf-8", "replace"))
-    return json.loads(text)
+    return dict(json.loads(text))

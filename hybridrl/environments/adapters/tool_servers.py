@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 
@@ -16,6 +18,7 @@ class ToolServers:
     Attributes:
         described: The tools, as a chat completion request lists them. Where two servers have tools
             of one name, the later one's begins with the server's name.
+        turns, calls: Numbers of the model's messages in `converse`, and of its tool calls.
     """
 
     def __init__(self, servers: dict[str, dict[str, Any]]) -> None:
@@ -23,6 +26,7 @@ class ToolServers:
         self._stack = contextlib.AsyncExitStack()
         self._tools: dict[str, tuple[Any, str]] = {}
         self.described: list[dict[str, Any]] = []
+        self.turns = self.calls = 0
 
     async def __aenter__(self) -> ToolServers:
         try:
@@ -40,10 +44,11 @@ class ToolServers:
         from mcp import ClientSession, StdioServerParameters, stdio_client
 
         if "url" in server:
-            try:
-                from mcp.client.streamable_http import streamable_http_client as connect
-            except ImportError:  # of mcp 1
-                from mcp.client.streamable_http import streamablehttp_client as connect
+            from mcp.client import streamable_http
+
+            is_mcp_1 = not hasattr(streamable_http, "streamable_http_client")
+            client = "streamablehttp_client" if is_mcp_1 else "streamable_http_client"
+            connect = getattr(streamable_http, client)
             streams = await self._stack.enter_async_context(connect(server["url"]))
         else:
             program, *arguments = server["command"]
@@ -65,9 +70,32 @@ class ToolServers:
             }
             self.described.append({"type": "function", "function": function})
 
+    async def converse(
+        self,
+        ask: Callable[..., Awaitable[dict[str, Any]]],
+        messages: list[dict[str, Any]],
+        max_turns: float = math.inf,
+    ) -> None:
+        """Ask the model and call the tools that it wants until it wants none; `messages` grows by
+        all that is said.
+
+        Args:
+            ask: Called with `messages`, and with `tools` if there are any; returns the model's
+                message.
+        """
+        described = {"tools": self.described} if self.described else {}
+        while self.turns < max_turns:
+            message = await ask(messages=messages, **described)
+            self.turns += 1
+            messages.append(message)
+            if not (wanted := message.get("tool_calls") or []):
+                return
+            self.calls += len(wanted)
+            messages += await self.call(wanted)
+
     async def call(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return a tool message for each tool call of the model; errors in a call become the
-        message's text. What is wrong with a call, the model is told."""
+        message's text."""
         return [
             {
                 "role": "tool",

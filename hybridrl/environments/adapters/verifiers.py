@@ -3,7 +3,6 @@ unchanged."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import sys
@@ -29,6 +28,7 @@ from .environment_adapter import (
     EpisodeError,
     EpisodeReturn,
     EpisodeScore,
+    import_file,
 )
 from .model_client import EndpointError, post_json
 from .tool_servers import ToolServers
@@ -39,9 +39,8 @@ _TOKEN_VARIABLE = "HYBRIDRL_API_KEY"
 
 
 class ChatHarness(Harness[HarnessConfig]):
-    """A harness of verifiers that runs the conversation in this process and calls tools until the
-    model replies without a call; verifiers' own ones start a program per episode. It calls the
-    task's tools until the model answers without one."""
+    """A harness of verifiers that runs the conversation in this process and calls the task's tools
+    until the model replies without a call; verifiers' own ones start a program per episode."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -66,24 +65,21 @@ class ChatHarness(Harness[HarnessConfig]):
         else:
             messages += [message_to_wire(message) for message in prompt or []]
         async with ToolServers({name: {"url": url} for name, url in mcp_urls.items()}) as tools:
-            body = {"model": ctx.model, "tools": tools.described} if tools.described else {}
-            while True:
-                asked = {"model": ctx.model, "messages": messages, **body}
-                try:
-                    answer = await post_json(f"{endpoint}/chat/completions", secret, asked)
-                except EndpointError as error:  # the trace knows why
-                    said = str(error).casefold()
-                    is_full = error.status in (400, 413) and any(
-                        marker in said for marker in CONTEXT_OVERFLOW_MARKERS
-                    )
-                    return ProgramResult(
-                        exit_code=0 if is_full else 1, stdout="", stderr=str(error)
-                    )
-                message = answer["choices"][0]["message"]
-                messages.append(message)
-                if not message.get("tool_calls"):
-                    return ProgramResult(exit_code=0, stdout="", stderr="")
-                messages += await tools.call(message["tool_calls"])
+
+            async def ask(**request: Any) -> dict[str, Any]:
+                asked = {"model": ctx.model, **request}
+                answer = await post_json(f"{endpoint}/chat/completions", secret, asked)
+                return dict(answer["choices"][0]["message"])
+
+            try:
+                await tools.converse(ask, messages)
+            except EndpointError as error:  # the trace knows why
+                said = str(error).casefold()
+                is_full = error.status in (400, 413) and any(
+                    marker in said for marker in CONTEXT_OVERFLOW_MARKERS
+                )
+                return ProgramResult(exit_code=0 if is_full else 1, stdout="", stderr=str(error))
+        return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 class Adapter(EnvironmentAdapter):
@@ -103,8 +99,7 @@ class Adapter(EnvironmentAdapter):
 
     def __init__(self, options: dict[str, Any], name: str) -> None:
         super().__init__(options, name)
-        own = {"id": None, "taskset": {}, "env": {}, "client": "chat", "tokenizer": None}
-        own = self.take(own)
+        own = self.take({"id": None, "taskset": {}, "env": {}, "client": "chat", "tokenizer": None})
         if not own["id"]:
             raise EnvironmentSetupError(
                 "environment.name=verifiers needs environment.options.id: a taskset that is "
@@ -227,12 +222,8 @@ def _import_taskset(taskset: str) -> str:
     file = Path(taskset).expanduser().resolve()
     if not file.is_file():
         raise EnvironmentSetupError(f"environment.options.id={taskset}: there is no such file.")
-    sys.path.append(str(file.parent))
     name = file.stem.lower().replace("-", "_")
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    import_file(file, name)
     return name
 
 
