@@ -88,20 +88,22 @@ def _parse_gsm8k_answer(text: Any) -> str:
 
 def _parse_boxed_answer(text: Any) -> str:
     r"""Return the text in the last `\boxed{...}`, as MATH writes solutions."""
-    text = str(text)
-    bare = text.rpartition("\\boxed ")[2]  # `$\boxed 2$`
-    is_bare = bare != text and not any(box in bare for box in _BOX_COMMANDS)
+    solution = str(text)
+    bare = solution.rpartition("\\boxed ")[2]  # `$\boxed 2$`
+    is_bare = bare != solution and not any(box in bare for box in _BOX_COMMANDS)
     if is_bare and (found := str(re.split(r"[$\n]", bare)[0]).strip()):
         return found
-    start, mark = max((text.rfind(mark), mark) for mark in _BOX_COMMANDS)
+    start, mark = max((solution.rfind(mark), mark) for mark in _BOX_COMMANDS)
     depth = 0
-    for brace in _BRACE.finditer(text, start) if start >= 0 else ():
+    for brace in _BRACE.finditer(solution, start) if start >= 0 else ():
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0 and brace.group() == "}":
-            if found := text[start + len(mark) : brace.start()].strip():
+            if found := solution[start + len(mark) : brace.start()].strip():
                 return found
             break
-    raise ValueError(f"the answer {shorten_value(text)} has no `\\boxed{{}}` with something in it")
+    raise ValueError(
+        f"the answer {shorten_value(solution)} has no `\\boxed{{}}` with something in it"
+    )
 
 
 def _parse_mbpp_tests(tests: Any) -> list[str]:

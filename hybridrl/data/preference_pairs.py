@@ -170,16 +170,16 @@ def _read_pair(
         )
     named = [(name, "*_column", cell) for name, cell in zip(columns, cells, strict=True)]
     if not reader.is_chat(row, tools_cell, *named):
-        better, worse = (trimmed(cell, reader.tokenizer) for cell in (chosen, rejected))
-        return _PairTexts(prompt, better, worse, is_chat=False)
-    sides = [parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected)]
+        ends = [trimmed(cell, reader.tokenizer) for cell in (chosen, rejected)]
+        return _PairTexts(prompt, ends[0], ends[1], is_chat=False)
+    better, worse = (parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected))
     asked = add_system_message(
-        reader.system_prompt, _read_shared_prompt(row, prompt, *sides, columns)
+        reader.system_prompt, _read_shared_prompt(row, prompt, better, worse, columns)
     )
     tools = reader.renderer.tools(row, tools_cell)
     (first,), (second,) = (
         reader.renderer.examples(row, [*asked, answer], [len(asked)], tools)
-        for answer in (sides[0][-1], sides[1][-1])
+        for answer in (better[-1], worse[-1])
     )
     return _PairTexts(first[0], first[1], second[1], is_chat=True)
 

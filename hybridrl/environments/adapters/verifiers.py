@@ -112,8 +112,7 @@ class Adapter(EnvironmentAdapter):
         self._client, self._tokenizer = own["client"], own["tokenizer"]
         self._keys: dict[str, str] = {}
         harness = types.ModuleType(_HARNESS_MODULE)
-        harness.__all__ = ["ChatHarness"]  # type: ignore[attr-defined]
-        harness.ChatHarness = ChatHarness  # type: ignore[attr-defined]
+        vars(harness).update(__all__=["ChatHarness"], ChatHarness=ChatHarness)
         sys.modules[_HARNESS_MODULE] = harness
         taskset = {"id": _import_taskset(own["id"]), **own["taskset"]}
         try:
