@@ -6,7 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hybridrl.conversations.messages import Message, ToolSchema, read_tools
 from hybridrl.conversations.rendering import (
@@ -33,6 +33,16 @@ _MARK = "hybridrl5e27mark"
 _log = logging.getLogger(__name__)
 
 
+class _Conversation(NamedTuple):
+    row: DataRow
+    messages: list[Message]
+    tools: list[ToolSchema]
+
+    def up_to(self, place: int) -> _Conversation:
+        """Return the conversation before the message of this number."""
+        return self._replace(messages=self.messages[:place])
+
+
 class ChatRenderer:
     """Renders the conversations of a table by the tokenizer's chat template.
 
@@ -57,39 +67,27 @@ class ChatRenderer:
         self._counts: Counter[str] = Counter()
         check_options(self._context.options, tokenizer, origin / "chat_template_options")
 
-    def tools(self, row: DataRow, cell: Any) -> list[ToolSchema]:
-        """Return the functions of a cell of `data.tools_column`.
-
-        Raises:
-            DataError: naming the row, if it holds something else.
-        """
-        try:
-            return read_tools(cell)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RowError(
-                f"{row} has {shorten_value(cell)} in the column `{self._column}` "
-                f"(`{row / 'tools_column'}`), expected a list of functions with names, as objects "
-                f"or JSON text. If the column is something else, set {row / 'tools_column'}=null.",
-                "with malformed tools",
-            ) from error
-
     def note_unshown(self, cell: Any) -> None:
         """Count a row whose tools no template shows, because its prompt is plain text."""
         self._counts["unshown"] += bool(cell)
 
-    def prompt(self, row: DataRow, messages: list[Message], tools: list[ToolSchema]) -> str:
+    def prompt(self, row: DataRow, messages: list[Message], tools: Any) -> str:
         """Return the conversation, followed by what opens the assistant's next turn.
+
+        Args:
+            tools: The row's cell of `data.tools_column`.
 
         Raises:
             DataError: naming the row, if the template refuses it or leaves a message out, or if
                 the text of a message holds a control token, which would end or begin turns that
                 nobody has taken.
         """
-        self._check(row, messages, tools, ask=True)
-        return self._text(row, messages, tools, ask=True)
+        talk = _Conversation(row, messages, self._read_tools(row, tools))
+        self._check(talk, ask=True)
+        return self._text(talk, ask=True)
 
     def examples(
-        self, row: DataRow, messages: list[Message], answers: Sequence[int], tools: list[ToolSchema]
+        self, row: DataRow, messages: list[Message], answers: Sequence[int], tools: Any
     ) -> list[list[str]]:
         """Render a conversation and cut it where the messages with the numbers `answers` begin
         and end.
@@ -108,8 +106,9 @@ class ChatRenderer:
             DataError: as `prompt`, and if an answer does not go on from the generation prompt.
         """
         left = list(answers[-1:] if self._learn == "last" else answers)
-        self._check(row, messages[: left[-1] + 1], tools, ask=False)
-        turns = {place: self._turn(row, messages, place, tools) for place in left}
+        talk = _Conversation(row, messages, self._read_tools(row, tools))
+        self._check(talk.up_to(left[-1] + 1), ask=False)
+        turns = {place: self._turn(talk, place) for place in left}
         found: list[list[str]] = []
         while left:
             whole = "".join(turns[left[-1]])
@@ -176,29 +175,31 @@ class ChatRenderer:
                 self._origin / "tools_column",
             )
 
-    def _turn(
-        self, row: DataRow, messages: list[Message], place: int, tools: list[ToolSchema]
-    ) -> tuple[str, str]:
+    def _read_tools(self, row: DataRow, cell: Any) -> list[ToolSchema]:
+        """Return the functions of a cell of `data.tools_column`; refuse anything else."""
+        try:
+            return read_tools(cell)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RowError(
+                f"{row} has {shorten_value(cell)} in the column `{self._column}` "
+                f"(`{row / 'tools_column'}`), expected a list of functions with names, as objects "
+                f"or JSON text. If the column is something else, set {row / 'tools_column'}=null.",
+                "with malformed tools",
+            ) from error
+
+    def _turn(self, talk: _Conversation, place: int) -> tuple[str, str]:
         """Return what the model reads before it generates an answer, and the answer up to its
         end."""
-        before = self._text(row, messages[:place], tools, ask=True)
-        after = self._text(row, messages[: place + 1], tools, ask=False)
+        before = self._text(talk.up_to(place), ask=True)
+        after = self._text(talk.up_to(place + 1), ask=False)
         if after.startswith(before) and len(after) > len(before):
             answer = after[len(before) :]
         else:
-            answer = self._changed_answer(row, messages, place, tools, before, after)
+            answer = self._changed_answer(talk, place, before, after)
         closed = self._closes.search(answer)
         return before, answer[: closed.end()] if closed else answer
 
-    def _changed_answer(
-        self,
-        row: DataRow,
-        messages: list[Message],
-        place: int,
-        tools: list[ToolSchema],
-        before: str,
-        after: str,
-    ) -> str:
+    def _changed_answer(self, talk: _Conversation, place: int, before: str, after: str) -> str:
         """Return the answer of a template that does not render it behind the generation prompt: it
         ends the message before in another way, or its generation prompt has an empty thought or
         opens one, and it leaves thoughts out when it renders the answer.
@@ -206,11 +207,12 @@ class ChatRenderer:
         Args:
             before, after: The renderings up to the answer and with it.
         """
-        message = messages[place]
+        row, message = talk.row, talk.messages[place]
         plain = {"role": message["role"], "content": _MARK}
-        text = self._text(row, [*messages[:place], plain], tools, ask=False)
+        marked = talk._replace(messages=[*talk.messages[:place], plain])
+        text = self._text(marked, ask=False)
         head, mark, tail = text.partition(_MARK)
-        header = before.removeprefix(self._text(row, messages[:place], tools, ask=False))
+        header = before.removeprefix(self._text(talk.up_to(place), ask=False))
         is_same = mark and header not in ("", before) and head.endswith(header)
         if is_same and after.startswith(head):
             return after[len(head) :]
@@ -253,11 +255,10 @@ class ChatRenderer:
         follows = special_token_pattern(self._tokenizer).match(whole, end)
         return follows.group() if follows else ""
 
-    def _check(
-        self, row: DataRow, messages: list[Message], tools: list[ToolSchema], *, ask: bool
-    ) -> None:
+    def _check(self, talk: _Conversation, *, ask: bool) -> None:
         """Refuse control tokens in texts, and messages that the template leaves out. The latter are
         looked for once for each order of roles."""
+        row, messages, tools = talk
         name = self._tokenizer.name_or_path
         for message in messages:
             for text in _texts_of({key: v for key, v in message.items() if key != "role"}):
@@ -277,7 +278,7 @@ class ChatRenderer:
         shape = (*((m["role"], len(m.get("tool_calls", ()))) for m in messages), bool(tools), ask)
         if shape in self._shown:
             return
-        if (left_out := self._left_out(row, messages, tools, ask)) is not None:
+        if (left_out := self._left_out(talk, ask)) is not None:
             role = messages[left_out]["role"]
             what = "a call of a tool in a message" if calls and role == "assistant" else "a message"
             raise RowError(
@@ -292,13 +293,11 @@ class ChatRenderer:
         """Return whether the template mentions a key of messages."""
         return any(key in source for source in template_sources(self._tokenizer))
 
-    def _left_out(
-        self, row: DataRow, messages: list[Message], tools: list[ToolSchema], ask: bool
-    ) -> int | None:
+    def _left_out(self, talk: _Conversation, ask: bool) -> int | None:
         """Return the number of the first message that the template leaves out, itself or one of its
         calls: each gets a mark to look for in the text."""
         marked, marks = [], list[tuple[int, str]]()
-        for place, message in enumerate(messages):
+        for place, message in enumerate(talk.messages):
             calls = message.get("tool_calls", [])
             names = [f"{_MARK}{place}x{n}x" for n in range(len(calls))] or [f"{_MARK}{place}x"]
             marks += [(place, name) for name in names]
@@ -309,14 +308,13 @@ class ChatRenderer:
             else:
                 marked.append(message | {"content": names[0]})
         try:
-            text = self._text(row, marked, tools, ask=ask)
+            text = self._text(talk._replace(messages=marked), ask=ask)
         except RowError:  # of the marks; the messages themselves may be well
             return None
         return next((place for place, mark in marks if mark not in text), None)
 
-    def _text(
-        self, row: DataRow, messages: list[Message], tools: list[ToolSchema], *, ask: bool
-    ) -> str:
+    def _text(self, talk: _Conversation, *, ask: bool) -> str:
+        row, messages, tools = talk
         context = self._context.with_tools(tools) if tools else self._context
         try:
             return render_chat(self._tokenizer, messages, context, ask=ask)

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +21,6 @@ from hybridrl.data.table_columns import add_nested_columns, check_required_colum
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
 
-FileFormat = Literal["jsonl", "csv", "parquet", "arrow", "datasets"]
 TableReader = Callable[[Path, Mapping[str, str]], pa.Table]
 
 _SUFFIXES = {
@@ -50,7 +49,6 @@ def read_rows(
     path: str,
     split: str | None = None,
     *,
-    format: FileFormat | None = None,
     required: Mapping[str, str] | None = None,
     texts: Collection[str] = (),
     refused: RefusedRows | None = None,
@@ -69,7 +67,6 @@ def read_rows(
             `train-00000-of-00002.parquet`, `train/any.parquet`); if None, those of `train` where
             there are files of several splits, else all; of a saved `DatasetDict`, its split,
             `train` if None.
-        format: None tells it from the file names.
         required: columns that must be there, by the setting that names them, for instance
             `{"data.prompt_column": "question"}`. Dots lead into objects:
             `reward_model.ground_truth`.
@@ -84,9 +81,9 @@ def read_rows(
     """
     required = required or {}
     origin = DATA if refused is None else refused.origin
-    files = find_data_files(path, split, format=format, origin=origin)
+    files = find_data_files(path, split, origin=origin)
     table = (
-        _read_files(files, format, required, texts, refused, origin / "path")
+        _read_files(files, required, texts, refused, origin / "path")
         if files
         else _read_from_hub(path, split, origin / "path")
     )
@@ -100,20 +97,14 @@ def may_be_hub_name(path: str) -> bool:
     return _HUB_NAME.fullmatch(path) is not None and _find_format(path) is None
 
 
-def find_data_files(
-    path: str,
-    split: str | None = None,
-    *,
-    format: FileFormat | None = None,
-    origin: RowOrigin = DATA,
-) -> list[Path]:
+def find_data_files(path: str, split: str | None = None, *, origin: RowOrigin = DATA) -> list[Path]:
     """Return the files that `path` names; none if it may be the name of a hub data set.
 
     Raises:
         DataError: if it can be neither.
     """
-    files = [] if format == "datasets" else _list_files(path, split, format, origin)
-    if not files and (format in ("jsonl", "csv", "parquet", "arrow") or not may_be_hub_name(path)):
+    files = _list_files(path, split, origin)
+    if not files and not may_be_hub_name(path):
         cure = "Give a JSON, CSV, Parquet or Arrow file, or the `owner/name` of a data set."
         if "," in path:
             cure += " Several files are named by their folder, or by a glob such as `data/*.jsonl`."
@@ -149,12 +140,10 @@ def _add_required_columns(table: pa.Table, required: Mapping[str, str], place: s
     return table
 
 
-def _list_files(
-    path: str, split: str | None, format: FileFormat | None, origin: RowOrigin
-) -> list[Path]:
+def _list_files(path: str, split: str | None, origin: RowOrigin) -> list[Path]:
     place = Path(path).expanduser()
     if place.is_dir():
-        return _list_folder_files(place, split, format, origin)
+        return _list_folder_files(place, split, origin)
     files = [place] if place.is_file() else _glob_visible(place)
     if files and split is not None:
         raise DataError(
@@ -165,13 +154,9 @@ def _list_files(
     return files
 
 
-def _list_folder_files(
-    folder: Path, split: str | None, format: FileFormat | None, origin: RowOrigin
-) -> list[Path]:
+def _list_folder_files(folder: Path, split: str | None, origin: RowOrigin) -> list[Path]:
     path_setting, split_setting = origin / "path", origin / "split"
-    files = [
-        file for file in _glob_visible(folder / "**" / "*") if format or _find_format(file.name)
-    ]
+    files = [file for file in _glob_visible(folder / "**" / "*") if _find_format(file.name)]
     if (folder / "dataset_dict.json").is_file():
         split = split or "train"
     # `save_to_disk` writes notes beside the rows.
@@ -228,13 +213,12 @@ def _find_format(name: str) -> str | None:
 
 def _read_files(
     files: list[Path],
-    format: FileFormat | None,
     required: Mapping[str, str],
     texts: Collection[str],
     refused: RefusedRows | None,
     setting: Setting,
 ) -> pa.Table:
-    kinds = {format or _find_format(file.name) for file in files}
+    kinds = {_find_format(file.name) for file in files}
     if kinds == {"jsonl"}:
         return read_json_lines(files, required, texts, refused)
     if len(kinds) == 1 and (reader := _READERS.get(str(*kinds))) is not None:
@@ -351,7 +335,7 @@ def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
             f"Hugging Face hub {why}. Give the path of a file or folder, or put the data set into "
             "the hub's cache on this machine (`hf download --repo-type dataset`)."
         )
-    load: Callable[..., object] = load_dataset
+    load: Callable[..., Any] = load_dataset
     try:
         dataset = load(name, configuration or None, split=split or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated kinds
@@ -361,5 +345,4 @@ def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
             f"Hugging Face hub (split `{split or 'train'}`) failed: {type(error).__name__}: "
             f"{reason}. Check the spelling and the network, or give the path of a local file."
         ) from error
-    table = dataset.with_format("arrow")[:]  # type: ignore[attr-defined]
-    return table.combine_chunks()
+    return dataset.with_format("arrow")[:].combine_chunks()

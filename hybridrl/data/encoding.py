@@ -145,15 +145,15 @@ def append_end_token(ids: TokenIds, end: int) -> TokenIds:
     return ids if len(ids) and ids[-1] == end else np.append(ids, end)
 
 
-def quote_excerpt(text: str, length: int = 80) -> str:
+def quote_excerpt(text: str) -> str:
     """Return the beginning of a text in quotes, for a message."""
-    return repr(text if len(text) <= length else text[:length] + "...")
+    return repr(text if len(text) <= 80 else text[:80] + "...")
 
 
-def shorten_value(value: object, length: int = 100) -> str:
+def shorten_value(value: object) -> str:
     """Return the beginning of a value's ASCII representation, for a message."""
     shown = ascii(value)
-    return shown if len(shown) <= length else f"{shown[:length]}..."
+    return shown if len(shown) <= 100 else f"{shown[:100]}..."
 
 
 def _warn_unknown_tokens(

@@ -40,9 +40,11 @@ _log = logging.getLogger(__name__)
 class NumberLiteral(float):
     """A float that keeps its spelling in the file: as a reference answer, `0.50` is not `0.5`."""
 
+    text: str
+
     def __new__(cls, text: str) -> NumberLiteral:
         number = super().__new__(cls, text)
-        number.text = text  # type: ignore[attr-defined]
+        number.text = text
         return number
 
 
@@ -204,7 +206,7 @@ def _format_literal(column: str, _: DataRow, value: Any, place: FileLine) -> Any
         DataError: for what is not a number.
     """
     if isinstance(value, NumberLiteral):
-        return value.text  # type: ignore[attr-defined]
+        return value.text
     if isinstance(value, float):  # the decoder's own: NaN or infinity
         file, line = place
         raise RowError(

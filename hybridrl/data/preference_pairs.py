@@ -146,7 +146,7 @@ class _PairColumns(NamedTuple):
 
 
 def _read_pair(
-    reader: RowReader, row: DataRow, tools_cell: Any, cells: tuple[Any, ...], columns: _PairColumns
+    reader: RowReader, row: DataRow, tools: Any, cells: tuple[Any, ...], columns: _PairColumns
 ) -> _PairTexts:
     prompt, chosen, rejected = cells
     if columns.prompt is None:
@@ -169,14 +169,13 @@ def _read_pair(
             "without a prompt",
         )
     named = [(name, "*_column", cell) for name, cell in zip(columns, cells, strict=True)]
-    if not reader.is_chat(row, tools_cell, *named):
+    if not reader.is_chat(row, tools, *named):
         ends = [trimmed(cell, reader.tokenizer) for cell in (chosen, rejected)]
         return _PairTexts(prompt, ends[0], ends[1], is_chat=False)
     better, worse = (parse_prompt_messages(row, cell, "assistant") for cell in (chosen, rejected))
     asked = add_system_message(
         reader.system_prompt, _read_shared_prompt(row, prompt, better, worse, columns)
     )
-    tools = reader.renderer.tools(row, tools_cell)
     (first,), (second,) = (
         reader.renderer.examples(row, [*asked, answer], [len(asked)], tools)
         for answer in (better[-1], worse[-1])

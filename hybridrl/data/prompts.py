@@ -74,7 +74,7 @@ def tokenize_prompts(
             return prompt, None
         question = read_prompt_messages(row, prompt, prompt_column)
         messages = add_system_message(reader.system_prompt, question)
-        text = reader.renderer.prompt(row, messages, reader.renderer.tools(row, tools))
+        text = reader.renderer.prompt(row, messages, tools)
         return text, _role_and_text(question) if isinstance(prompt, list) else None
 
     found = reader.read(rows, read, prompts)

@@ -151,11 +151,10 @@ def _examples_of(
     row: DataRow,
     messages: list[Message],
     start: int,
-    tools_cell: Any,
+    tools: Any,
     column: str,
 ) -> list[RenderedConversation]:
     """The assistant's messages from number `start` on are learned."""
-    tools = reader.renderer.tools(row, tools_cell)
     places = range(start, len(messages))
     answers = [place for place in places if messages[place]["role"] == "assistant"]
     if not answers:

@@ -21,10 +21,10 @@ def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 
 
-def check_format_pattern(pattern: object, setting: Setting) -> None:
+def check_format_pattern(pattern: Any, setting: Setting) -> None:
     """Raise a `ConfigError` if `format` cannot use the pattern."""
     try:
-        re.compile(pattern)  # type: ignore[call-overload]
+        re.compile(pattern)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(
             f"`{setting}` is {pattern!r}, which is no regular expression: {error}."

@@ -98,20 +98,23 @@ def load_reward_function(
         ConfigError: if the file, the module or the function does not exist, importing it raises,
             or the name stands for something not callable.
     """
+    function: RewardFunction
     if isinstance(spec, PickledFunction):
-        return pickle.loads(spec.pickle)  # type: ignore[no-any-return]
+        function = pickle.loads(spec.pickle)
+        return function
     place, name = _parse_spec(spec, setting)
     if not place:
         from hybridrl.rewards import builtin_rewards as builtin
 
-        return getattr(builtin, name)  # type: ignore[no-any-return]
+        function = getattr(builtin, name)
+        return function
     function = user_code.load_user_code(setting, spec)
     if not callable(function):
         raise ConfigError(
             f"`{setting}` names `{spec}`, which is {function!r:.80} ({type(function).__name__}) "
             "and cannot be called. Name a function."
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def check_function_exists(spec: str, setting: Setting = REWARD.function) -> None:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from hybridrl.config.schema import RewardConfig
 from hybridrl.config.setting import Setting
@@ -77,7 +77,7 @@ class RewardPool:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         processes: int = 1,
         timeout_s: float = 30.0,
-        on_error: Literal["fail", "drop", "value"] = "fail",
+        on_error: str = "fail",
         error_value: float = 0.0,
         watched: int = 0,
         env: Collection[str] = (),
@@ -191,8 +191,9 @@ class RewardPool:
             ready = self._pool.wait_until_ready(self._start_s, of=of)
         except ProcessStartError as error:
             raise self._refusal(error) from error
+        modes: list[tuple[bool, str]]
         modes, self.remarks, self._asked = ready
-        return modes  # type: ignore[no-any-return]
+        return modes
 
     def _poll(self) -> list[ItemResult]:
         try:
@@ -373,7 +374,7 @@ def _build_pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
         options=config.options,
         processes=config.processes or 1,
         timeout_s=config.timeout_s,
-        on_error=config.on_error,  # type: ignore[arg-type]
+        on_error=config.on_error,
         error_value=config.error_value,
         watched=len(functions) - len(parse_function_list(config.function)),
         env=config.env,

@@ -65,5 +65,6 @@ def assign_buckets(rows: Batch, columns: Sequence[str]) -> npt.NDArray[np.int64]
 
 
 def _read_number(cell: object) -> float:
-    is_number = isinstance(cell, int | float) and not isinstance(cell, bool)
-    return float(cell) if is_number else np.nan  # type: ignore[arg-type]
+    if isinstance(cell, int | float) and not isinstance(cell, bool):
+        return float(cell)
+    return np.nan

@@ -86,14 +86,8 @@ def problems(
         held_out += found[:kept]
         training += found[kept : kept + learned]
     names = sorted({name for row in (*training, *held_out) for name in row})
-    return tuple(
-        [{n: row.get(n, _missing_value(n)) for n in names} for row in part]  # type: ignore[return-value]
-        for part in (training, held_out)
-    )
-
-
-def _missing_value(name: str) -> Any:
-    return math.nan if name.startswith(DIFFICULTY) else None
+    blank: TaskRow = {name: math.nan if name.startswith(DIFFICULTY) else None for name in names}
+    return [blank | row for row in training], [blank | row for row in held_out]
 
 
 def _split_evenly(number: int, place: int, parts: int) -> int:
