@@ -64,12 +64,8 @@ def resolve_set_sampling(settings: ResolvedEvalSet, training: SamplingSettings) 
     sampling = replace(training, max_tokens=limit, min_tokens=min(training.min_tokens, limit))
     if settings.is_greedy:
         return sampling.greedy()
-    return replace(
-        sampling,
-        temperature=training.temperature if own.temperature is None else own.temperature,
-        top_p=training.top_p if own.top_p is None else own.top_p,
-        top_k=training.top_k if own.top_k is None else own.top_k,
-    )
+    named = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k")}
+    return replace(sampling, **{name: one for name, one in named.items() if one is not None})
 
 
 def load_eval_sets(
