@@ -3,8 +3,10 @@ import sys
 
 import pytest
 
+from hybridrl.config.schema import RewardConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.loading import check_function_exists, load_reward_function, make_short_names
+from hybridrl.rewards.reward_pool import SourceRewardPools
 
 
 def write(path, text):
@@ -101,3 +103,18 @@ def test_short_names_are_distinct():
     specs = ["a/one.py:score", "two:score", "exact", "b/one.py:score"]
     assert make_short_names(specs) == ["one.score", "two.score", "exact", "one.score#2"]
     assert make_short_names(["exact", "exact"]) == ["exact", "exact#2"]
+
+
+def test_functions_without_a_number_of_processes_get_one(monkeypatch):
+    started = []
+
+    class Processes:
+        def __init__(self, spec, most, at_once):
+            started.append(most)
+
+        def start(self, number):
+            started.append(number)
+
+    monkeypatch.setattr("hybridrl.rewards.reward_pool.ProcessPool", Processes)
+    assert SourceRewardPools({None: RewardConfig(function="exact", processes=None)})
+    assert started == [1, 1]
