@@ -111,7 +111,11 @@ class Executor(ABC):
         return call
 
     def submit(
-        self, request: CallRequest, hosts: Sequence[int], parts: Sequence[Any], returns_batch=False
+        self,
+        request: CallRequest,
+        hosts: Sequence[int],
+        parts: Sequence[Any],
+        returns_batch: bool = False,
     ) -> tuple[GroupCall, Any]:
         """Make a group call on these hosts, in rank order.
 
@@ -216,9 +220,10 @@ class Executor(ABC):
         if self._pending.pop(call.number, None) is None:
             return
         for host, reply in zip(call.hosts, call.replies, strict=True):
-            record = reply.record
-            record.call, record.host, record.reads = call.number, host, call.reads
-            self._records.append((call.step, record))
+            if reply is not None:
+                record = reply.record
+                record.call, record.host, record.reads = call.number, host, call.reads
+                self._records.append((call.step, record))
 
 
 def _find_input_calls(request: CallRequest) -> tuple[int, ...]:
@@ -268,7 +273,8 @@ class InlineExecutor(Executor):
         return batch
 
     def fetch(self, result: CallResult, index: int) -> Batch:
-        return result.data
+        batch: Batch = result.data
+        return batch
 
     def wait(self, calls: Sequence[GroupCall], limit: float | None = None) -> bool:
         return True  # every call is done when it returns

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -204,7 +204,8 @@ class ApplyRequest:
 CallRequest = BuildRequest | InvokeRequest | ApplyRequest
 
 
-class RankAssignment(NamedTuple):
+@dataclass(frozen=True)
+class RankAssignment:
     """A rank's own part in a group call: it gets part `index` of `parts` of the rows, and its
     result counts if it `answers`."""
 
@@ -281,10 +282,10 @@ class GroupCall:
         """True once every rank has replied."""
         return None not in self.replies
 
-    @property
-    def answering(self) -> list[int]:
-        """The ranks whose results count."""
-        return [rank for rank, part in enumerate(self.parts) if part.answers]
+    def answers(self) -> list[RankReply]:
+        """Return the replies of the ranks whose results count; the call must be done."""
+        answering = zip(self.replies, self.parts, strict=True)
+        return [reply for reply, part in answering if part.answers and reply is not None]
 
 
 class CallResult(ShardedResult):
@@ -313,10 +314,11 @@ class CallResult(ShardedResult):
     def infos(self) -> Sequence[ShardInfo]:
         if self.call is not None:
             self.executor.wait([self.call])
-            replies = [self.call.replies[rank] for rank in self.call.answering]
-            if any(reply.failure for reply in replies):
+            replies = self.call.answers()
+            infos = [reply.info for reply in replies if reply.info is not None]
+            if len(infos) < len(replies):
                 raise WorkerError(f"{self.call.name} has failed before; there is no result of it.")
-            return [reply.info for reply in replies]
+            return infos
         return self._infos
 
     def batch(self, index: int) -> Batch:

@@ -242,8 +242,8 @@ class ConcatenatedTable(TableExpression):
 
     @property
     def known_rows(self) -> int | None:
-        counts = [table.known_rows for table in self.tables]
-        return None if None in counts else sum(counts)
+        counts = [rows for table in self.tables if (rows := table.known_rows) is not None]
+        return sum(counts) if len(counts) == len(self.tables) else None
 
     def num_rows(self) -> int:
         return sum(table.num_rows() for table in self.tables)
@@ -280,8 +280,10 @@ class ConcatenatedTable(TableExpression):
         return [result for table in self.tables for result in table.shards()]
 
     def needed(self, wanted: RequestedColumns) -> TableExpression | None:
-        found = [table.needed(wanted) for table in self.tables]
-        return ConcatenatedTable(tuple(found)) if all(found) else super().needed(wanted)
+        found = [part for table in self.tables if (part := table.needed(wanted)) is not None]
+        if len(found) < len(self.tables):
+            return super().needed(wanted)
+        return ConcatenatedTable(tuple(found))
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,7 +420,7 @@ def _pieces(node: TableExpression) -> tuple[list[TableExpression], Rows] | None:
         assert found is not None  # as the rows of all are known
         pieces += found[0]
         rows.append(found[1] + start)
-        start += sum(piece.known_rows for piece in found[0])
+        start += sum(piece.known_rows or 0 for piece in found[0])
     return pieces, np.concatenate(rows)
 
 

@@ -232,9 +232,8 @@ class TransferSpec:
         together = self.copies_together is not None and self.copies_together(keywords)
         wanted, columns = None, UNKNOWN
         if self.reads is not None:
-            others = self.may_read
-            if not callable(others):
-                others = frozenset(others).__contains__ if others else None
+            may = self.may_read
+            others = may if callable(may) else frozenset(may).__contains__ if may else None
             wanted = RequestedColumns(
                 frozenset(resolve(self.reads)), others, following=frozenset(resolve(self.follows))
             )

@@ -46,10 +46,10 @@ class PeakMemory:
     def bytes(self) -> int:
         """Return the peak so far, in bytes."""
         if not self._is_cpu:
-            return torch.accelerator.max_memory_allocated()
+            return int(torch.accelerator.max_memory_allocated())
         if self._has_mark:
             return _mark()
-        return max(self._begin, psutil.Process().memory_info().rss)
+        return max(self._begin, int(psutil.Process().memory_info().rss))
 
 
 def _set_mark_back() -> bool:

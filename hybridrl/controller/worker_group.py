@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class Handle:
             WorkerError: if a rank failed or died; CallTimeoutError after the deadline.
         """
         self._executor.wait([self._call])
-        values = [self._call.replies[rank].value for rank in self._call.answering]
+        values = [reply.value for reply in self._call.answers()]
         return values[0] if self._one else values
 
     def done_within(self, seconds: float | None) -> bool:
@@ -144,7 +145,7 @@ class WorkerGroup:
             call, _ = self._executor.submit(request, self.devices, parts)
             return Handle(self._executor, call, transfer.protocol.answers == "one")
         if not transfer.protocol.split:  # every rank holds the same rows: one copy is the table
-            parts = [part._replace(answers=rank == 0) for rank, part in enumerate(parts)]
+            parts = [replace(part, answers=rank == 0) for rank, part in enumerate(parts)]
         results = []
         for some in _split_stream_arguments(arguments) if transfer.streams else [arguments]:
             request = InvokeRequest(self.role, method, some, keywords)
@@ -161,7 +162,7 @@ class WorkerGroup:
         """Return what each rank gets in a call of this method; computed once."""
         if method not in self._spreads:
             self.ready()
-            places = [reply.value for reply in self._created.replies]
+            places = [reply.value for reply in self._created.replies if reply is not None]
             self._spreads[method] = [
                 RankAssignment(*protocol.part(place), protocol.speaks(rank, places))
                 for rank, place in enumerate(places)
@@ -187,11 +188,12 @@ class WorkerGroup:
     def _rows_of(self, method: str, batches: Sequence[BatchRef]) -> int | None:
         """Return the number of rows that all batches of a call must share, as far as it is
         known."""
-        known = {batch.node.known_rows for batch in batches if batch.only is None} - {None}
+        counts = (batch.node.known_rows for batch in batches if batch.only is None)
+        known = {count for count in counts if count is not None}
         if len(known) > 1:
-            counts = " and ".join(map(str, sorted(known)))
+            listed = " and ".join(map(str, sorted(known)))
             raise DataError(
-                f"`{self.role}.{method}` was given batches of {counts} rows. The rows of a call's "
+                f"`{self.role}.{method}` was given batches of {listed} rows. The rows of a call's "
                 "batches go together, one by one, so all need as many."
             )
         return known.pop() if known else None

@@ -19,6 +19,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.controller.batch_ref import BatchRef, get_callable_name
@@ -173,7 +175,8 @@ class WorkerHost:
         name = f"`{record.role}.{record.method}`"
         if mine.answers:
             _check_columns(name, value, transfer.columns)
-        return (value, None, ShardInfo.of(value, rows, total)) if mine.answers else (None,) * 3
+            return value, None, ShardInfo.of(value, np.arange(0) if rows is None else rows, total)
+        return None, None, None
 
     def _make_room(self, worker: Worker | None) -> None:
         """Offload the role whose models were on the device last, to make room for another role or a

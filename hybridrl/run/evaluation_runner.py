@@ -119,11 +119,12 @@ class EvaluationRunner:
 
     def _held_out(self, step: int) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
         """Return the trainer's metrics of the held-out data, and the entries to record, by role."""
-        job, config = self.job, self.job.config
+        job, config, held_out = self.job, self.job.config, self.job.held_out
+        assert held_out is not None  # else this set is never due
         who = f"`{type(self.trainer).__qualname__}.evaluate`"
         self.trainer.sampling = replace(job.sampling, series=_series(HELD_OUT_SET, step))
         try:
-            found = self.trainer.evaluate(job.put(job.held_out))
+            found = self.trainer.evaluate(job.put(held_out))
         finally:
             self.trainer.sampling = job.sampling
         figures = job.checked.figures(found, who)
@@ -137,7 +138,7 @@ class EvaluationRunner:
         sampling = job.sampling if k > 1 else job.sampling.greedy()
         extract = resolve_extractor("", None, parse_function_list(config.reward.function))
         for role, drawn in samples.items():
-            keys = compute_prompt_keys(job.held_out)
+            keys = compute_prompt_keys(held_out)
             table = collect_sample_table(
                 drawn, keys, config.reward.correct_at, extract, [by] if by else []
             )
@@ -157,7 +158,7 @@ class EvaluationRunner:
                 if name.removeprefix(prefix).removeprefix("eval/") in known:
                     del further[name]
         if further:
-            entry = entries.setdefault(HELD_OUT_SET, {"prompts": len(job.held_out), "metrics": {}})
+            entry = entries.setdefault(HELD_OUT_SET, {"prompts": len(held_out), "metrics": {}})
             entry["metrics"] |= {name.removeprefix("eval/"): one for name, one in further.items()}
         for entry in entries.values():
             entry["data"] = _describe_data(config_to_dict(config)["data"])
@@ -188,6 +189,7 @@ class EvaluationRunner:
 
     def _of_answers(self, one: LoadedEvalSet, role: str, name: str, step: int) -> dict[str, Any]:
         settings, job = one.settings, self.job
+        assert one.rows is not None  # only sets of a function may have none
         actor, reward = job.groups[role], job.groups["reward"]
         prompts = job.put(one.rows)
         sampling = replace(one.sampling, series=_series(one.name, step))

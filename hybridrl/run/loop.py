@@ -108,7 +108,10 @@ class RunLoop(RunEnd):
             self._decline,
             EarlyStopWatcher(self.config.eval.stop, self.summary),
         ]
-        watches = {"guard": self._guard, "tripwires": tripwires}
+        watches: dict[str, NanGuard | TripwireWatcher] = {
+            "guard": self._guard,
+            "tripwires": tripwires,
+        }
         self.checkpoints = CheckpointSaver(job, self.trainer, self.summary, watches)
 
     def run(self) -> dict[str, Any]:
@@ -218,8 +221,9 @@ class RunLoop(RunEnd):
                 if not self.evaluations.is_part(name)
             ]
             self.view.message(f"step {step}: {', '.join(shown)}")
-        first, now = (self.summary.get(f"accuracy_{which}") for which in ("first", "last"))
-        known = None if "accuracy" not in figures or now is None else (first, now)
+        known = None
+        if "accuracy" in figures and (now := self.summary.get("accuracy_last")) is not None:
+            known = self.summary["accuracy_first"], now
         evaluation = FinishedEvaluation(
             step, figures, calls, known, lambda figure: self.evaluations.owner(figure) in names
         )

@@ -60,13 +60,13 @@ class RunEnd:
         saves a model if the workers are still there."""
         try:
             yield
-        except PreemptionInterrupt as signal:
+        except PreemptionInterrupt as preempted:
             self.summary["interrupted"] = True
-            self._write_summary(signal)
+            self._write_summary(preempted)
             if self.saved:
-                self._say_how_to_go_on(f"{signal}: ended")
+                self._say_how_to_go_on(f"{preempted}: ended")
             else:
-                self.view.close(f"{signal}: ended before the first checkpoint.")
+                self.view.close(f"{preempted}: ended before the first checkpoint.")
             raise
         except KeyboardInterrupt as error:
             # Ray raises one of its own in place of the one that was raised in its calls.

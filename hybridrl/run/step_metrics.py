@@ -95,8 +95,8 @@ def compute_step_metrics(
         if any(name in update for update in updates):
             metrics[written] = mean_of_updates(name, updates)
     for name, written in COUNTS.items():
-        if found := [update[name] for update in updates if name in update]:
-            metrics[written] = sum(found)
+        if counts := [update[name] for update in updates if name in update]:
+            metrics[written] = sum(counts)
     # A step with several updates begins at the policy that sampled: there mismatch counts.
     first = next((update for update in updates if "mismatch_k3" in update), None)
     if first is not None:

@@ -21,8 +21,8 @@ from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
 from hybridrl.run_files.metric_writers import RunSummary
 from hybridrl.run_files.recorded_steps import DRIVER_RECORDING, RecordedStep, StepRecordWriter
-from hybridrl.trainers.credited_samples import SHAPED
 from hybridrl.trainers.trainer import StepResult
+from hybridrl.trainers.update_columns import SHAPED
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job
@@ -102,7 +102,7 @@ class StepRunner:
             metrics |= job.feed.learn_scores(scored)
         job.feed.forget_groups(step.groups.stop)
         who = f"`{type(self.trainer).__qualname__}.step`"
-        metrics |= checked.figures(result.metrics, who) | further
+        metrics = {**metrics, **checked.figures(result.metrics, who), **further}
         return FinishedStep(step.number, result, records, updates, metrics, step.groups)
 
     def wait(self, step: PendingStep) -> list[Mapping[str, float]]:
@@ -127,7 +127,7 @@ class StepRunner:
         self.summary.record_step(step.number, metrics)
         with job.beside.doing(DRIVER_RECORDING):
             job.metrics.write(step.number, metrics)
-            self.view.step(step.number, self.evaluated | metrics)
+            self.view.step(step.number, {**self.evaluated, **metrics})
             self.evaluated = {}
             if self.trainer.DATA == "prompts" and len(batch):
                 self._samples.keep(step.number, batch, metrics)

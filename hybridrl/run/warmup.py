@@ -30,7 +30,7 @@ def warm_up(job: Job, progress: Callable[[int, Mapping[str, float]], None] | Non
         progress: Called after each step with its number (from 1) and metrics; None: it is shown as
             the progress of a `Job` is.
     """
-    if not has_warmup(job):
+    if job.examples is None or not has_warmup(job):
         return
     config, actor = job.config.warmup, job.groups[ACTOR_ROLE]
     progress = progress or _progress_lines(config.steps)

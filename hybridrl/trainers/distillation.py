@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,9 +44,10 @@ class Trainer(PolicyTrainer):
     data."""
 
     USES = trainer_settings("distillation")
-    UNREAD_REASONS = PolicyTrainer.UNREAD_REASONS | {
+    UNREAD_REASONS: ClassVar[Mapping[str, str]] = {
+        **PolicyTrainer.UNREAD_REASONS,
         "algorithm.turn_credit": "a student learns what a teacher thinks of tokens, and not from "
-        "rewards"
+        "rewards",
     }
 
     @classmethod

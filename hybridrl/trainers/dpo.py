@@ -56,7 +56,8 @@ class Trainer(base.Trainer):
             ).collect()
             for column in columns
         )
-        ratios = policy["total"] - reference["total"]
-        if self.config.preference.length_normalised:
+        ratios, preference = policy["total"] - reference["total"], self.config.preference
+        assert preference is not None  # the preset of this program sets it
+        if preference.length_normalised:
             ratios = ratios / policy["tokens"].clamp(min=1)
-        return compute_pair_metrics(self.config.preference.beta * ratios)
+        return compute_pair_metrics(preference.beta * ratios)

@@ -16,7 +16,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.arrow_columns import RaggedColumn
+from hybridrl.batch.batch import Batch
 from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.controller import BatchRef, WorkerGroup
 

@@ -18,14 +18,15 @@ from hybridrl.algorithms import find_informative_rows
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.credited_samples import SHAPED, learned_scores
 from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
     ADVANTAGE_COLUMNS,
     GROUP_COLUMNS,
+    SHAPED,
     group_advantages,
     is_group_local,
+    learned_scores,
 )
 
 

@@ -17,12 +17,11 @@ from torch import Tensor
 from hybridrl.algorithms import PreferenceObjective
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
-from hybridrl.trainers.credited_samples import SHAPED, learned_scores
 from hybridrl.trainers.objectives import build_preference_objective
 from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
-from hybridrl.trainers.update_columns import loss_weights
+from hybridrl.trainers.update_columns import SHAPED, learned_scores, loss_weights
 
 
 class Trainer(PolicyTrainer):

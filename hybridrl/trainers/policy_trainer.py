@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 from hybridrl.algorithms import AdaptiveKLController, FixedKLController
 from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base
-from hybridrl.trainers.credited_samples import list_credit_columns
 from hybridrl.trainers.episode_branches import unfold_episodes
-from hybridrl.trainers.reward_shaper import RewardShaper
+from hybridrl.trainers.reward_shaper import RewardShaper, shapes
 from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.trainer import ROLLOUT_COLUMNS, SAMPLE_COLUMNS, UPDATE_COLUMNS
+from hybridrl.trainers.update_columns import SHAPED, STEPS, TURN_COLUMNS
 
 
 class PolicyTrainer(base.Trainer):
@@ -50,7 +50,8 @@ class PolicyTrainer(base.Trainer):
         """Generate the samples of this step: its prompts with responses, one row per sample or
         episode."""
         prompts = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
-        return prompts | self.groups["actor"].generate_sequences(prompts, self.sampling)
+        drawn: BatchRef = self.groups["actor"].generate_sequences(prompts, self.sampling)
+        return prompts | drawn
 
     def unfold(
         self, samples: BatchRef, judged: Sequence[BatchRef]
@@ -199,8 +200,9 @@ def list_kl_notices(config: Config) -> list[str]:
 def mean_of_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
     """Return the mean of a metric over the updates that have it, weighted by their tokens."""
     found = [update for update in updates if name in update]
-    weights = [_tokens(update) for update in found]
-    if None in weights or not (total := math.fsum(weights)):
+    tokens = [_tokens(update) for update in found]
+    weights = [number for number in tokens if number is not None]
+    if len(weights) < len(found) or not (total := math.fsum(weights)):
         weights, total = [1.0] * len(found), float(len(found))
     return math.fsum(w * update[name] for w, update in zip(weights, found, strict=True)) / total
 
@@ -208,3 +210,13 @@ def mean_of_updates(name: str, updates: Sequence[Mapping[str, float]]) -> float:
 def _tokens(update: Mapping[str, float]) -> float | None:
     """Return the tokens that an update, of whatever role, learned from; None if it does not say."""
     return next((x for name, x in update.items() if name in TOKENS), None)
+
+
+def list_credit_columns(config: Config) -> list[str]:
+    """The columns that giving credit needs besides scores: these as they are learned from, where
+    that are others; which rows are of one episode, where they may be several; and what was rewarded
+    in which turn or step, where that counts."""
+    found = [SHAPED] if shapes(config.reward) else []
+    found += ["episode"] if is_served(config.rollout, config.environment) else []
+    found += TURN_COLUMNS if config.algorithm.turn_credit == "turn" else []
+    return [*found, *(STEPS if config.algorithm.step_credit else [])]

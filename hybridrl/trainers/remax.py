@@ -5,7 +5,9 @@ Li et al. 2023, arXiv:2310.10505.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+from typing import ClassVar
 
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
@@ -22,9 +24,10 @@ class Trainer(PolicyTrainer):
     """The trainer of ReMax."""
 
     USES = trainer_settings("remax")
-    UNREAD_REASONS = PolicyTrainer.UNREAD_REASONS | {
+    UNREAD_REASONS: ClassVar[Mapping[str, str]] = {
+        **PolicyTrainer.UNREAD_REASONS,
         "algorithm.turn_credit": "the greedy response of ReMax has one score, and no turns to "
-        "compare with"
+        "compare with",
     }
 
     def step(self) -> StepResult:

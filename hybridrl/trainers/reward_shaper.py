@@ -17,15 +17,15 @@ from torch import Tensor
 
 from hybridrl.algorithms import relative_length_reward
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, outcomes_of, sampled_tokens
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, RewardConfig
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.credited_samples import SHAPED, learned_scores, shapes
+from hybridrl.trainers.update_columns import SHAPED, learned_scores
 
 
 class ScoreMoments(NamedTuple):
-    """Running moments of numbers: count, mean, and sum of squared deviations from the mean."""
+    """Running moments of values: number, mean, and sum of squared deviations from the mean."""
 
-    count: int = 0
+    number: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
@@ -40,20 +40,20 @@ class ScoreMoments(NamedTuple):
 
     def with_those(self, other: ScoreMoments) -> ScoreMoments:
         """Merge with other moments (Chan et al. 1979)."""
-        count = self.count + other.count
-        if not count:
+        number = self.number + other.number
+        if not number:
             return self
         gap = other.mean - self.mean
         return ScoreMoments(
-            count,
-            self.mean + gap * other.count / count,
-            self.squares + other.squares + gap * gap * self.count * other.count / count,
+            number,
+            self.mean + gap * other.number / number,
+            self.squares + other.squares + gap * gap * self.number * other.number / number,
         )
 
     @property
     def std(self) -> float:
         """The unbiased standard deviation; 1 where it is undefined or zero."""
-        deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+        deviation = math.sqrt(self.squares / (self.number - 1)) if self.number > 1 else 0.0
         return deviation if deviation > 1e-6 else 1.0
 
 
@@ -163,3 +163,8 @@ def compute_source_moments(batch: Batch, by: str) -> dict[str, ScoreMoments]:
 
 def _list_sources(batch: Batch, by: str) -> list[str]:
     return [str(value) for value in batch.table.column(by).to_pylist()]
+
+
+def shapes(reward: RewardConfig) -> bool:
+    """Whether what is learned from are other scores than those that were given."""
+    return bool(reward.shorter or reward.normalise_by)

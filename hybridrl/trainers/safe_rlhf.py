@@ -37,6 +37,7 @@ class Trainer(PolicyTrainer):
     def prepare(self) -> None:
         super().prepare()
         cost = self.config.cost
+        assert cost is not None  # the preset of this program sets it
         self.multiplier = LagrangeMultiplier(
             cost.multiplier, cost.limit, cost.multiplier_rate, cost.multiplier_max
         )

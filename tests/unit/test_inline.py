@@ -62,8 +62,8 @@ class Scaler(Worker):
         return batch.slice(1, len(batch))
 
     @transfer(DP)
-    def forget_the_batch(self) -> Batch:
-        return Batch.from_columns({"x": [1]})
+    def forget_the_batch(self, count: int = 1) -> Batch:
+        return Batch.from_columns({"x": torch.ones(count)})
 
     @transfer(UPDATE)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -342,6 +342,7 @@ def test_as_many_rows_go_out_as_went_in(group, batch):
         DataError, match=r"`scaler\.forget_the_batch` returned a batch of 1 rows and was given none"
     ):
         group.forget_the_batch()
+    assert len(group.forget_the_batch(0).collect()) == 0  # of no rows, none
 
 
 def test_exceptions_reach_the_driver_as_they_are(group, batch):

@@ -12,13 +12,13 @@ from hybridrl.algorithms import relative_length_reward
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.credited_samples import SHAPED
 from hybridrl.trainers.reward_shaper import (
     RewardShaper,
     ScoreMoments,
     add_brevity_reward,
     normalize_scores_by_source,
 )
+from hybridrl.trainers.update_columns import SHAPED
 
 
 def test_shorter_right_answers_earn_more_than_longer_ones():
@@ -73,7 +73,7 @@ def test_moments_are_those_of_all_numbers_together():
     numbers = [draw.gauss(3, 2) for _ in range(40)]
     both = ScoreMoments.of(numbers[:13]).with_those(ScoreMoments.of([*numbers[13:], math.nan]))
     expected = torch.tensor(numbers, dtype=torch.float64)
-    assert both.count == 40 and both.mean == pytest.approx(float(expected.mean()))
+    assert both.number == 40 and both.mean == pytest.approx(float(expected.mean()))
     assert both.std == pytest.approx(float(expected.std()))
     assert (
         ScoreMoments().with_those(ScoreMoments()) == ScoreMoments() == ScoreMoments.of([math.nan])

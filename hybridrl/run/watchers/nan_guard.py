@@ -232,5 +232,5 @@ def find_non_finite_column(samples: Batch) -> tuple[str, list[int]]:
         else:
             place = wrong.nonzero()[:, 0]
         if len(place):
-            return name, place.unique().tolist()
+            return name, sorted(set(place.tolist()))
     return "", []
