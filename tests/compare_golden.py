@@ -154,15 +154,18 @@ def compare_sentences(
 
 
 def machine() -> dict[str, Any]:
-    """Return what decides about the last bits of floats: processor, its vectors, and torch."""
+    """Return what decides about the last bits of floats: the processor with its vectors and its
+    caches, by whose sizes matrix products are cut, and torch."""
     import torch
 
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", info.partition("\n\n")[0], re.MULTILINE))
     flags = sorted(re.findall(r"\b(?:avx|amx|fma|sse)\w*", found.get("flags", "")))
-    kind = [found.get(key, "") for key in ("vendor_id", "cpu family", "model")]
+    kind = [found.get(key, "") for key in ("vendor_id", "cpu family", "model", "stepping")]
+    caches = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
     return {
         "processor": " ".join([platform.machine(), *kind]),
+        "caches": " ".join(path.read_text().strip() for path in caches),
         "vectors": " ".join([torch.backends.cpu.get_cpu_capability(), *flags]),
         "torch": torch.__version__,
     }
