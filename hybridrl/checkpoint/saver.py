@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checkpoint.pruning import KeepRule, check_figure, metric_of
+from hybridrl.checkpoint.keep_rule import KeepRule, check_figure, metric_of
 from hybridrl.checkpoint.resume import ResumePoint
 from hybridrl.checkpoint.run_state import (
     DRIVER,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.checkpoint.pruning import KeepRule
+from hybridrl.checkpoint.keep_rule import KeepRule
 from hybridrl.checkpoint.tensors.rank_manifest import (
     crc32_of,
     find_damage,

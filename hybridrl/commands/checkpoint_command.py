@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hybridrl.checkpoint.pruning import KeepRule, check_figure
+from hybridrl.checkpoint.keep_rule import KeepRule, check_figure
 from hybridrl.checkpoint.resume import Source, find_resume_source
 from hybridrl.checkpoint.store import COMPLETE_FILE, CheckpointStore
 from hybridrl.checkpoint.stored_settings import differences, load_stored

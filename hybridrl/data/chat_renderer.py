@@ -17,8 +17,8 @@ from hybridrl.conversations.rendering import (
     template_sources,
     template_variables,
 )
-from hybridrl.data.chat import check_no_nul
 from hybridrl.data.encoding import quote_excerpt, shorten_value, special_token_pattern
+from hybridrl.data.message_cells import check_no_nul
 from hybridrl.data.row_origin import DATA, DataRow, RowOrigin
 from hybridrl.errors import RowError
 

@@ -14,13 +14,13 @@ import torch
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
 from hybridrl.conversations.messages import Message
-from hybridrl.data.chat import (
+from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
+from hybridrl.data.message_cells import (
     add_system_message,
     check_cell_type,
     parse_prompt_messages,
     read_prompt_messages,
 )
-from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.data.table_columns import find_column

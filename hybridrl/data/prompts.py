@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch, is_user_column
 from hybridrl.conversations.messages import Message
-from hybridrl.data.chat import (
+from hybridrl.data.encoding import shorten_value
+from hybridrl.data.message_cells import (
     add_system_message,
     check_cell_type,
     check_no_nul,
     read_prompt_messages,
 )
-from hybridrl.data.encoding import shorten_value
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.errors import RowError

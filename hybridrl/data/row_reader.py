@@ -17,9 +17,9 @@ from hybridrl.batch.arrow_columns import python_values
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.conversations.rendering import TemplateContext
-from hybridrl.data.chat import check_chat_allowed, check_no_nul
 from hybridrl.data.chat_renderer import ChatRenderer
 from hybridrl.data.encoding import TokenIds, encode_prompts, quote_excerpt
+from hybridrl.data.message_cells import check_chat_allowed, check_no_nul
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow, RowOrigin
 from hybridrl.data.table_columns import TOOLS, find_column, tools_cells

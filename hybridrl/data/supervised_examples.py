@@ -11,14 +11,14 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.conversations.messages import Message
-from hybridrl.data.chat import (
+from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
+from hybridrl.data.message_cells import (
     add_system_message,
     check_cell_type,
     check_chat_allowed,
     parse_prompt_messages,
     read_prompt_messages,
 )
-from hybridrl.data.encoding import append_end_token, encode_turns, find_end_token, trimmed
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.data.table_columns import is_chat_in_text

@@ -34,9 +34,8 @@ from hybridrl.models.stored_tensors import (
     remove_adapter_prefix,
     select_local_tensor,
 )
-from hybridrl.parallel.fsdp import to_local
 from hybridrl.parallel.parameter_layout import find_parameter_pieces, full_shape
-from hybridrl.parallel.process_group import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh, to_local
 from hybridrl.parallel.tensor_parallel import ParameterCut
 from hybridrl.system.dtypes import with_dtype
 

@@ -17,8 +17,7 @@ from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import IN_COLUMN, IN_GRADIENT, IN_LOSS, IN_WEIGHT, NonFiniteValue
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.parallel.fsdp import to_local
-from hybridrl.parallel.process_group import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh, to_local
 from hybridrl.parallel.tensor_parallel import ParameterCut
 from hybridrl.system.device_traits import SideStream
 

@@ -35,11 +35,10 @@ from hybridrl.parallel.fsdp import (
     apply_fsdp,
     is_small_model,
     list_fsdp_units,
-    to_local,
 )
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.parallel.parameter_layout import build_training_layout
-from hybridrl.parallel.process_group import ParallelMesh
+from hybridrl.parallel.process_group import ParallelMesh, to_local
 from hybridrl.parallel.training_pipeline import TrainingPipeline
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.weights.collective_reshard import reshard_tensors

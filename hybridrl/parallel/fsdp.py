@@ -16,18 +16,13 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from hybridrl.models.packed_models import PackedModel
 from hybridrl.parallel.compressed_collectives import DifferenceAllGather
 from hybridrl.parallel.gradient_reduction import GradientReduceScatter
 from hybridrl.parallel.measured_reduction import MeasuredReduceScatter
 from hybridrl.system.device_traits import SMALL_MODEL_BYTES
-
-
-def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a tensor, for reading or writing; the tensor if it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_small_model(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hybridrl.layout.rank_mesh import MeshCoordinate, RankMesh
 from hybridrl.layout.training_mesh import DATA_AXES
@@ -132,6 +133,11 @@ def _store(rendezvous: Rendezvous | None, world_size: int) -> dist.Store:
 
 _NUMBERS = itertools.count()
 """Of the meshes of this process."""
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a tensor, for reading or writing; the tensor if it is whole."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class ParallelMesh:

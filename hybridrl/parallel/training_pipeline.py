@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.models.packed_models import PackedModel, PackedSamples
-from hybridrl.parallel.fsdp import to_local
 from hybridrl.parallel.pipeline_schedule import ActionKind, PipelineAction, build_schedule
+from hybridrl.parallel.process_group import to_local
 from hybridrl.parallel.staged_model import StagedModel
 
 

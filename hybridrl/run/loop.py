@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridrl.checkpoint.pruning import check_figure, metric_of
+from hybridrl.checkpoint.keep_rule import check_figure, metric_of
 from hybridrl.checkpoint.resume import ResumePoint
 from hybridrl.checkpoint.saver import CheckpointSaver
 from hybridrl.checkpoint.warm_model import has_warmup

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hybridrl.checkpoint.pruning import KeepRule
+from hybridrl.checkpoint.keep_rule import KeepRule
 from hybridrl.checkpoint.store import CheckpointStore, list_checkpoints, resolve_checkpoint_folder
 from hybridrl.checkpoint.tensors.file_plan import assign_boxes, plan_files
 from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, manifest_path

@@ -7,7 +7,7 @@ import uuid
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from hybridrl.checkpoint.pruning import KeepRule, check_figure
+from hybridrl.checkpoint.keep_rule import KeepRule, check_figure
 from hybridrl.checkpoint.run_state import check_plain_data
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.errors import ConfigError, StorageError

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hybridrl.checkpoint.tensors.tensor_reader import TensorInFiles
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models.stored_tensors import StorageFormat, plain_storage_format
-from hybridrl.parallel.fsdp import to_local
+from hybridrl.parallel.process_group import to_local
 
 NUMBERS_FILE = "training.json"
 MOMENTS_STEM = "moments"

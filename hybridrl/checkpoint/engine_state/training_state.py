@@ -26,7 +26,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.layout.boxes import box_shape
 from hybridrl.layout.tensor_layout import TensorLayout, slice_at
 from hybridrl.models.stored_tensors import find_stored_tensors
-from hybridrl.parallel.fsdp import to_local
+from hybridrl.parallel.process_group import to_local
 from hybridrl.system.locations import Location
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybridrl.checkpoint.pruning import check_figure, metric_of
+from hybridrl.checkpoint.keep_rule import check_figure, metric_of
 from hybridrl.config.schema import Config, EvalStopConfig
 from hybridrl.run.watchers.watcher import EndRun, Finding, FinishedEvaluation, Watcher
 from hybridrl.run_files.summary import resolve_accuracy_name
