@@ -100,7 +100,7 @@ def run(
             _run_dry(config if data is None else with_rows(config, data, Path(folder)))
         return {}
     from hybridrl.checks.settings.training_checks import find_ineffective_encodings
-    from hybridrl.console.run_console import make_console
+    from hybridrl.console.console_choice import make_console
     from hybridrl.job.job import Job
     from hybridrl.run.loop import RunLoop
     from hybridrl.run_files.summary import format_final_sentence, resolve_accuracy_name

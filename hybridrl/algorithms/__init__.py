@@ -12,7 +12,6 @@ from hybridrl.algorithms.advantages import (
     remax,
     returns_to_go,
 )
-from hybridrl.algorithms.corrections import importance_weights
 from hybridrl.algorithms.credit import (
     min_form_rewards,
     part_advantages,
@@ -28,6 +27,7 @@ from hybridrl.algorithms.group_advantages import (
     pass_at_k,
     reinforce_plus_plus_baseline,
 )
+from hybridrl.algorithms.importance_correction import importance_weights
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.packed_turns import PackedTurns
 from hybridrl.algorithms.policy_losses import (

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from hybridrl.algorithms.advantages import reinforce_plus_plus
-from hybridrl.algorithms.corrections import importance_weights
 from hybridrl.algorithms.group_advantages import (
     group_relative,
     leave_one_out,
@@ -23,6 +22,7 @@ from hybridrl.algorithms.group_advantages import (
     pass_at_k,
     reinforce_plus_plus_baseline,
 )
+from hybridrl.algorithms.importance_correction import importance_weights
 from hybridrl.algorithms.policy_losses import (
     LOSS_KL_ESTIMATOR,
     cispo,

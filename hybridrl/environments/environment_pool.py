@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.schema import EnvironmentConfig
-from hybridrl.environments.adapter_registry import find_interpreter, resolve_adapter
+from hybridrl.environments.adapter_lookup import find_interpreter, resolve_adapter
 from hybridrl.environments.environment_program import LOOPBACK, with_direct_access
 from hybridrl.environments.episode_runner import EpisodeRequest, EpisodeResult
 from hybridrl.errors import ConfigError

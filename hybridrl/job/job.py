@@ -30,7 +30,7 @@ from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_
 from hybridrl.composition.load import config_to_dict, format_config_yaml
 from hybridrl.composition.secrets import redact_command_line
 from hybridrl.config.schema import Config
-from hybridrl.console.run_console import progress_lines
+from hybridrl.console.console_choice import progress_lines
 from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (

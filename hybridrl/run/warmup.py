@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybridrl.checkpoint.warm_model import has_warmup, load_warm_model, warm_copies, warm_folder
 from hybridrl.config.schema import OptimizerConfig
-from hybridrl.console.run_console import progress_lines
+from hybridrl.console.console_choice import progress_lines
 from hybridrl.data.prompt_loader import PromptLoader
 from hybridrl.trainers.role_spec import ACTOR_ROLE
 from hybridrl.trainers.update_columns import loss_weights

@@ -65,11 +65,11 @@ class CriticWorker(TrainedModelWorker):
         """Take one optimizer step towards the `returns` (`cost_returns`), and return the metrics of
         the whole mini-batch."""
         with self.phase("train"):
-            metrics = self._engine.update(batch, self._loss)
+            metrics = self._engine.update(batch, self._value_loss)
             synchronize_device(self._engine.device)
         return {f"{self._prefix}critic_{name}": value for name, value in metrics.items()}
 
-    def _loss(
+    def _value_loss(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: TokenSegments
     ) -> TokenLoss:
         values, returns = outputs["values"], columns[f"{self._prefix}returns"]

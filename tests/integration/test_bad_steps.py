@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiers import few_of
 
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.errors import ConfigError, TrainingError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError, DataError, StorageError
 from hybridrl.job.config_resolution import load_config

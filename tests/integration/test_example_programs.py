@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hybridrl import Job, load_config
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.models.model_loading import make_tiny_model

@@ -7,7 +7,7 @@ import math
 import pyarrow.parquet as pq
 import pytest
 
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.errors import RewardError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job

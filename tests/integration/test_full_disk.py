@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hybridrl.checkpoint.store import CheckpointStore
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.errors import StorageError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl import Batch, Job, load_config
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import TrainingError

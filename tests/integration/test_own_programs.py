@@ -11,7 +11,7 @@ import torch
 from hybridrl import main
 from hybridrl.algorithms import PreferenceObjective
 from hybridrl.batch.batch import Batch
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError

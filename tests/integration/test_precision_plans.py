@@ -8,7 +8,7 @@ from engine_cases import CPU, DEALS, LEARNING, deal, make_batch, make_engine, pa
 from ranks import run_ranks
 
 from hybridrl.checks.check_list import check
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.composition.load import load_run_config
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
 from hybridrl.errors import ConfigError, DataError, StorageError

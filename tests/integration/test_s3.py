@@ -10,7 +10,7 @@ from test_resume_ray import SLOW_REWARD
 
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.cli import main
-from hybridrl.console.run_console import make_console
+from hybridrl.console.console_choice import make_console
 from hybridrl.errors import StorageError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.job.job import Job

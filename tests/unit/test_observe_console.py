@@ -8,6 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from hybridrl.console.console_choice import make_console, progress_lines
 from hybridrl.console.dashboard import split_cells
 from hybridrl.console.line_console import (
     LineConsole,
@@ -16,7 +17,6 @@ from hybridrl.console.line_console import (
     render_sparkline,
 )
 from hybridrl.console.live_console import LiveConsole
-from hybridrl.console.run_console import make_console, progress_lines
 from hybridrl.console.run_view import RunReadings
 from hybridrl.console.safe_text import sanitize_line, sanitize_lines
 from hybridrl.console.sample_table_text import ShownSample

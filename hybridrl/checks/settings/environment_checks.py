@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridrl.config.schema import Config, is_served
 from hybridrl.data.environment_tasks import refuse_missing_environment
-from hybridrl.environments.adapter_registry import find_interpreter, resolve_adapter
+from hybridrl.environments.adapter_lookup import find_interpreter, resolve_adapter
 from hybridrl.errors import ConfigError
 from hybridrl.trainers import load_roles
 
