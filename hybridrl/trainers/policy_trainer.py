@@ -80,7 +80,7 @@ class PolicyTrainer(base.Trainer):
 
     def score(self, samples: BatchRef, *, log_probs: bool = True) -> list[BatchRef]:
         """Compute the columns of the models before the update: `ref_log_probs`, `log_probs`,
-        values. Like `compute_rewards` this reads only the samples, so that calls on different
+        values. Like `judge` this reads only the samples, so that calls on different
         devices need not wait for each other; join the results afterwards. Calls of models that only
         score are made first, because the trained ones usually occupy all devices.
 

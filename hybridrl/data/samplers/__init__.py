@@ -1,7 +1,7 @@
 """Samplers: which rows a step trains on, chosen by the scores of earlier samples.
 
 A sampler is built with those of `rows` (the training data, tokenized), `seed` and `config` that its
-`__init__` names, and with `data.sampler_options`. It has `draw_rows(number)`, which returns so many
+`__init__` names, and with `data.sampler_options`. It has `draw(number)`, which returns that many
 row numbers, and `update(rows, scores)`, which learns the outcomes of samples (their scores without
 rewards of steps; NaN: dropped), and of which row each is an answer; and, to go on where a run
 stopped, `state()` and `load_state(state)`, of plain data. In a mixture each source has a sampler of
