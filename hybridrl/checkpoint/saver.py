@@ -260,10 +260,10 @@ class CheckpointSaver:
             self._data.check(state, found.folder)
             best = self._keep.best
             is_of_set = best is not None and metric_of(best).startswith("eval/")  # may come later
-            evaluated = CheckpointStore(found.folder.parent).figures().values()
-            figures = {name: value for step in evaluated for name, value in step.items()}
-            if best is not None and not is_of_set and figures:
-                check_figure("checkpoint.best", best, figures)
+            if best is not None and not is_of_set:
+                evaluated = CheckpointStore(found.folder.parent).figures().values()
+                if figures := {name: value for step in evaluated for name, value in step.items()}:
+                    check_figure("checkpoint.best", best, figures)
             self.job.feed.load_state(dict(state.feed))
             self.trainer.load_state(state.trainer)
             loading = [

@@ -73,12 +73,12 @@ class Executor(ABC):
 
     @abstractmethod
     def _send(self, call: GroupCall, request: CallRequest, returns_batch: bool) -> Any:
-        """Send a call, and return what `fetch_shard` finds the batches of the answering ranks by.
+        """Send a call, and return what `fetch` finds the batches of the answering ranks by.
         Every host runs calls in the order in which they were sent."""
 
     @abstractmethod
     def _store(self, batch: Batch, info: ShardInfo) -> Any:
-        """Store a batch where hosts can fetch it, and return what `fetch_shard` finds it by."""
+        """Store a batch where hosts can fetch it, and return what `fetch` finds it by."""
 
     @abstractmethod
     def fetch(self, result: CallResult, index: int) -> Batch:
@@ -95,7 +95,7 @@ class Executor(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all hosts, whatever they are doing; see `wait_for_pending`."""
+        """End all hosts, whatever they are doing; see `wait`."""
 
     def create(self, build: BuildRequest, contexts: Sequence[WorkerContext]) -> GroupCall:
         """Build a group: a worker on the host of each context, in rank order."""

@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -124,9 +125,15 @@ def _simulate_full_disk() -> None:
     sys.addaudithook(refuse)
 
 
+def _stop_process() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    # Another thread may take the signal, and this one would go on until that has stopped them all.
+    time.sleep(1.0)
+
+
 FAULT_ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop": _stop_process,
     "raise": _raise_error,
     "enospc": _simulate_full_disk,
 }

@@ -28,7 +28,7 @@ _DISPATCH_PATHS = ("/torch/_ops.py",)
 @dataclass(frozen=True)
 class HostStatus:
     """The current call of a host, the seconds spent on it (without the wait for its inputs, and
-    since its last progress; see `Worker.report_progress`), and whether it still waits for its
+    since its last progress; see `Worker.progress`), and whether it still waits for its
     inputs. `method` is empty when the host is idle; `phase` is empty between phases."""
 
     role: str = ""

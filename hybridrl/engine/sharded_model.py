@@ -154,13 +154,13 @@ class ShardedModel:
             yield name, whole
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter in full as `gather_parameters` does, with adapters merged into
+        """Yield every parameter in full as `full_parameters` does, with adapters merged into
         their weights. Collective."""
         parameters = self.full_parameters()
         return merge_adapters(self.model.inner, parameters) if self.has_adapters else parameters
 
     def weights_for(self, adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights for a rollout engine: the adapters alone, or `gather_merged_weights`.
+        """Yield the weights for a rollout engine: the adapters alone, or `full_weights`.
         Collective."""
         return self.adapters() if adapters else self.full_weights()
 

@@ -94,7 +94,7 @@ class Job:
         directory: The run's files.
         resumed: What it goes on from.
         folder_owner: Of `checkpoint.folder`; None where checkpoints are in the run's folder.
-        made_with: Which model and tokenizer it learns with, as `same_model` describes them.
+        made_with: Which model and tokenizer it learns with, as its checkpoints record them.
         training, held_out: Tokenized data, of the kind that the trainer learns from.
         eval_sets: Further sets to evaluate on, by their names.
         examples: Prompts with right responses; None where the data has none.

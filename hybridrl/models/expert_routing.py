@@ -83,7 +83,7 @@ class ExpertRouters:
         )
 
     def counted(self) -> Tensor:
-        """Return how often each expert was chosen since `start_counting`, and the sum of its
+        """Return how often each expert was chosen since `count`, and the sum of its
         probabilities, over this rank's tokens and in its layers, `[2, layers, experts]`."""
         assert self._counted is not None
         found, self._counted = self._counted, None

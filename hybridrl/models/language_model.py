@@ -2,7 +2,7 @@
 
 Published classes often hold more: towers that read images and sound, projectors, heads that predict
 further tokens. Only the decoder and its head are built and trained. The other tensors stay in the
-folder's files, from which they are copied when a model is saved (see `stored_names`).
+folder's files, from which they are copied when a model is saved (see `stored_tensors`).
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ class DisaggregatedActor:
         return saving
 
     def load_state(self, folder: str) -> Handle:
-        """Load the saved state of both groups; `publish_weights` gives the generator the
+        """Load the saved state of both groups; `publish` gives the generator the
         weights."""
         self._trainer.load_state(folder).get()
         # Updates are counted as the trainer counts versions, which samples carry.

@@ -1,6 +1,6 @@
 """Products of activations and weights in 8 bits, by the kernels of this device.
 
-Weights have a scale for each row (`rounded_rows`), activations one for each token, found when they
+Weights have a scale for each row, activations one for each token, found when they
 come: max |x| / 127. The integers' products are summed in 32 bits and scaled once. Source: Dettmers
 et al. 2022, "LLM.int8()", arXiv:2208.07339, section 2.2, without its outliers.
 

@@ -87,11 +87,11 @@ def token_kl(
     model: PreTrainedModel, samples: Sequence[Tensor], bits: Mapping[int, int], whole: int = 16
 ) -> float:
     """Measure KL(with these bits || whole), the mean over the samples' tokens, in nats. The model
-    is afterwards as it was. `whole` is that of `apply_bits`.
+    is afterwards as it was. `whole` is that of `apply_layer_bits`.
 
     Raises:
         DataError: if there is no token.
-        ConfigError: see `apply_bits`.
+        ConfigError: see `apply_layer_bits`.
     """
     tokens = _tokens(samples)
     wholes = [_hidden(model, ids) for ids in filter(len, samples)]

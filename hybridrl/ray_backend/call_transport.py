@@ -43,7 +43,7 @@ class CallTransport(ABC):
     @abstractmethod
     def send(self, order: CallEnvelope, body: bytes, results: Sequence[CallResult]) -> Any:
         """Send a call whose request contains these results of other calls, and return what
-        `get_shard_ref` finds its own result by."""
+        `fetch` finds its own result by."""
 
     @abstractmethod
     def poll(self, numbers: Sequence[int], seconds: float) -> deque[ReplyEvent]:
@@ -83,7 +83,7 @@ class DirectTransport(CallTransport):
     def deliver(
         self, order: CallEnvelope, body: bytes, references: Sequence[ResultRefs]
     ) -> ResultRefs:
-        """Send a call as `send_call` does, with the references to the results."""
+        """Send a call as `send` does, with the references to the results."""
         options: dict[str, Any] = {}
         if references:
             # The same for all: many hosts would take long to be told one by one.

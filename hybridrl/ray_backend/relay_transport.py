@@ -71,7 +71,7 @@ class CallRelay:
 
     @actor_method(concurrency_group="answers")
     def poll(self, question: bytes) -> Any:
-        """Return events as `CallTransport.poll_events` does. The message says how many events the
+        """Return events as `CallTransport.poll` does. The message says how many events the
         driver has received, because an answer is lost if the driver is interrupted."""
         (numbers, seconds, got), _ = split_header(question)
         with self._news:

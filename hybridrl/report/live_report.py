@@ -48,7 +48,7 @@ class CachedPart:
         self._made, self._text, self._due = "", "", 0.0
 
     def version(self) -> str:
-        """Return a value that changes whenever `read_json` would return something else."""
+        """Return a value that changes whenever `text` would return something else."""
         stamp = _hash_stamps(self._stamp())
         return stamp if self._is_due(stamp) else self._made
 

@@ -174,7 +174,7 @@ class RunEvidence:
 
     @cached_property
     def recorded(self) -> list[RecordedStep]:
-        """The recorded steps that `read_steps` finds; empty if there are none."""
+        """The recorded steps that `RunReader.steps` finds; empty if there are none."""
         try:
             return self.run.steps()
         except (HybridRLError, OSError):

@@ -86,7 +86,7 @@ class RewardProgram:
     def start(self, given: tuple[Any, ...], server: child.ItemServer) -> tuple[Any, ...]:
         """Loads and checks the functions. Gives of each whether it is asynchronous and what it is
         called for; remarks for the user, by `check_reward`; and the further entries of rows that
-        they ask for (see `signature.asked_of`)."""
+        they ask for."""
         setup = RewardSetup(*given)
         redact_output()
         sys.path += [place for place in setup.search_path if place not in sys.path]

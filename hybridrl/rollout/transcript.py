@@ -88,7 +88,7 @@ class TokenTranscript:
         self._append(token_ids, 0, [0.0] * len(token_ids), [0] * len(token_ids))
 
     def mark(self) -> Mapping[str, Any]:
-        """Return the current length of every list, for `rollback`."""
+        """Return the current length of every list, for `return_to`."""
         return {n: len(v) if isinstance(v, list) else v for n, v in vars(self).items()}
 
     def return_to(self, mark: Mapping[str, Any]) -> None:

@@ -67,8 +67,7 @@ class UserCodeLoop:
         function: Callable[[], Coroutine[Any, Any, Any]],
         then: Callable[[CoroutineResult], None],
     ) -> None:
-        """Start a coroutine; `run_callbacks` passes its result to `then`. `deliver` will hand its
-        outcome to `then`."""
+        """Start a coroutine; `deliver` passes its result to `then`."""
         number = next(self._numbers)
         self._calls[number] = call = _Call(then)
         thread = self._thread

@@ -22,7 +22,7 @@ class SignalHandler:
     """A context manager that handles these signals in the main thread. The first signal calls
     `on_interrupt` or `on_terminate`, which end the run at once by an exception or after the current
     step. A second signal, or the end of the time to save, raises wherever the program is. When the
-    grace period is over, or some seconds after a second signal or after `begin_closing`, the
+    grace period is over, or some seconds after a second signal or after `closing`, the
     process exits whatever it is waiting for.
 
     Args:

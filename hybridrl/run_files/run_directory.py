@@ -15,7 +15,7 @@ runs/2026-03-01_09-30-00-addition/
     cluster.json     these devices and their nodes
     data-report.json the first row as the model reads it; which prompts are there twice, or nearly,
                      also among those to evaluate on
-    checkpoints/     whole steps to go on from; see `step_folders`
+    checkpoints/     complete steps to resume from; see `CheckpointStore`
     lock.json        which job has the folder, while it runs; see `run_lock`
     status.json      what has become of the run; see `run_state`
     summary.json
@@ -56,8 +56,8 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class RunDirectory:
-    """The folder of one run: its paths, and the writing of its small files. `create_run_directory`
-    and `open_run_directory` make one."""
+    """The folder of one run: its paths, and the writing of its small files. `create`
+    and `at` make one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -75,7 +75,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDirectory:
-        """Make the folder `<root>/<date>_<time>-<name>/`. Call `link_as_latest` when it is worth
+        """Make the folder `<root>/<date>_<time>-<name>/`. Call `point_latest` when it is worth
         looking at.
 
         Raises:
@@ -123,7 +123,7 @@ class RunDirectory:
         return directory
 
     def point_latest(self) -> None:
-        """Point `<root>/latest` at this run, if `create_run_directory` made it."""
+        """Point `<root>/latest` at this run, if `create` made it."""
         if self._latest is not None:
             _replace_latest_link(self._latest, self.path.name)
 

@@ -28,7 +28,7 @@ class SandboxSupervisor:
         job: the message to the supervisor, and the one that it leaves to the judge.
         wall_s: seconds that the program may take.
         output_limit: bytes that it may write to each of its outputs.
-        memory_entrance: the entrance of a `MemoryGroup` for it.
+        memory_entrance: the entrance of a `MemoryCgroup` for it.
 
     Attributes:
         stdout, stderr: of the program, up to the limit.

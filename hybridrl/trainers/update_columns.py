@@ -105,7 +105,7 @@ class CreditedSamples(NamedTuple):
     """Samples that credit is assigned to: `scores` `[samples]`, 0 where the reward was dropped
     (NaN), which is then not `kept`; `lengths` `[samples]`, holes in the mask included; and the
     packed tokens, of which those of dropped samples are off the mask. A sample is a row, or the
-    rows of an episode. `has_partial_rewards`: whether scores contain the rewards of turns or
+    rows of an episode. `has_parts`: whether scores contain the rewards of turns or
     steps."""
 
     scores: Tensor

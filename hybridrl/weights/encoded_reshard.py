@@ -151,7 +151,7 @@ class EncodedReshard:
         """Send the values that `read` returns and write what arrives with `write`. Collective.
 
         Args:
-            method: Of `METHODS`, the same on all ranks.
+            method: Of `SYNC_METHODS`, the same on all ranks.
             version: Of the values; later calls have higher ones.
 
         Raises:

@@ -132,7 +132,7 @@ class WeightChannel:
     def pack(self) -> tuple[Batch, range, int]:
         """Pack the current weights into parcels: return those of this rank, their numbers among all
         parcels, and the number of all. They may be differences to the last ones; see
-        `pack_full_parcels`."""
+        `pack_whole`."""
         self.count += 1
         read = self._training().local_parameters().__getitem__
         if not self._choice.keeps:
@@ -144,7 +144,7 @@ class WeightChannel:
 
     @torch.no_grad()
     def pack_whole(self) -> tuple[Batch, range, int]:
-        """Pack the weights of the last `pack_parcels` in full, for receivers that missed earlier
+        """Pack the weights of the last `pack` in full, for receivers that missed earlier
         parcels or cannot decode one of the last."""
         return self._as_rows(_encoded_to_batch(list(self._encoder.whole())))
 
@@ -164,14 +164,14 @@ class WeightChannel:
 
     @property
     def lacking(self) -> list[int]:
-        """The numbers of the parcels of the last `unpack_parcels` version that this rank still
+        """The numbers of the parcels of the last `unpack` version that this rank still
         needs."""
         return self._numbers(self._decoder.lacking)
 
     @torch.no_grad()
     def unpack(self, parcels: Batch) -> None:
         """Load weights from the parcels that this rank needs, in any order. If some cannot be
-        decoded, `unpack_missing_parcels` has to follow."""
+        decoded, `complete` has to follow."""
         self.count += 1
         self._writer = self._generating().writer()
         if not self._choice.keeps:
@@ -187,7 +187,7 @@ class WeightChannel:
 
     @torch.no_grad()
     def complete(self, parcels: Batch) -> None:
-        """Load the missing weights from the parcels of `pack_full_parcels`, if any are missing."""
+        """Load the missing weights from the parcels of `pack_whole`, if any are missing."""
         if self._decoder.lacking:
             traffic = self._decoder.complete(self._writer.write, _batch_to_encoded(parcels))
             self.cost = self._parcel_sync.cost(FULL_SYNC, traffic)

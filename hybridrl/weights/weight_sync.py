@@ -118,7 +118,7 @@ class WeightSync:
         rollout: RolloutEngine | None = None,
     ) -> WeightSync | None:
         """Plan the sync from the ranks of `group` that train to those that generate; None as in
-        `on_shared_ranks`. Collective over the group, in which the training ranks come first."""
+        `between`. Collective over the group, in which the training ranks come first."""
         source = None if train is None or train.has_adapters else train.layout()
         said = [source]
         dist.broadcast_object_list(said, group=group, group_src=0)

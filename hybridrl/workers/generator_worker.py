@@ -158,7 +158,7 @@ class GeneratorWorker(ModelWorker):
 
     @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_generation_input)
     def start_sequences(self, batch: Batch, sampling: SamplingSettings) -> None:
-        """Start generating a response for each row; `collect_sequences` returns them."""
+        """Start generating a response for each row; `take_sequences` returns them."""
         place = self.coordinates()["rollout_dp"]
         seeds = self._seeds.next(range(len(batch)), sampling.series)
         self._total = len(batch)

@@ -46,6 +46,7 @@ class Peers(Worker):
 
     def frozen(self) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60.0)  # another thread may take the signal, and stop this one a little later
 
     def endless(self) -> None:
         while True:

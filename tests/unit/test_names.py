@@ -38,3 +38,35 @@ def test_a_class_has_one_home():
 def test_names_say_what_kind_of_thing_they_are():
     assert share_of_one_word(homes_of(ast.ClassDef)) <= 0.15
     assert share_of_one_word(homes_of((ast.FunctionDef, ast.AsyncFunctionDef))) <= 0.12
+
+
+OF_OTHERS = {"setsockopt", "ptrace", "post_backward", "http_proxy", "hybridrl_reward_mean"}
+OF_OTHERS |= {"MLFLOW_TRACKING_URI", "TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"}
+OF_OTHERS |= {"DatasetDict", "save_to_disk"}
+"""What docstrings name of the kernel, of torch and of other packages."""
+NAMED = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)(?:\([^`]*\))?`")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def test_names_in_docstrings_exist():
+    docstrings, known = [], set(OF_OTHERS)
+    for file in ROOT.rglob("*.py"):
+        text, tree = file.read_text(encoding="utf-8"), tree_of(file)
+        known.add(file.stem)
+        lines = text.splitlines()
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and (said := ast.get_docstring(node)):
+                docstrings.append((file, said))
+                held = node.body[0]
+                for line in range(held.lineno - 1, held.end_lineno):
+                    lines[line] = ""
+        known.update(re.findall(r"\w+", "\n".join(lines)))
+    for file in ROOT.rglob("*.yaml"):
+        known.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    stale = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for file, said in docstrings
+        for name in NAMED.findall(said)
+        if name.rpartition(".")[2] not in known and not re.search(r"\.(py|json|md|yaml)$", name)
+    ]
+    assert not stale, "\n".join(stale)

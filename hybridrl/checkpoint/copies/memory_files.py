@@ -29,7 +29,7 @@ class MemoryKeeper:
         self._unfinished: dict[str, bytearray] = {}
 
     def add(self, path: str, start: int, content: np.ndarray) -> None:
-        """Append the next part of a file, which is not readable before `commit_file`.
+        """Append the next part of a file, which is not readable before `commit`.
 
         Args:
             start: Where the part begins; with 0 the file is begun anew.

@@ -158,7 +158,7 @@ class EngineStateSaver:
     def _writing(
         self, counters: JsonNumbers, beside: Mapping[str, JsonNumbers]
     ) -> Callable[[Location, Iterable[Tensor], Callable[[], bool]], SaveResult]:
-        """Return a function that writes the values of `file_parts` to a folder; all else that it
+        """Return a function that writes the values of `parts` to a folder; all else that it
         writes is captured now."""
         parts, steps = self.parts, self._steps()
         small, headers = dict[str, bytes](), dict[str, WrittenHeader]()
@@ -188,7 +188,7 @@ class EngineStateSaver:
     def _write_together(
         self, folder: Path, values: Iterable[Tensor], stop: Callable[[], bool]
     ) -> list[WrittenBox]:
-        """Write the values of `file_parts` to the files that all ranks share."""
+        """Write the values of `parts` to the files that all ranks share."""
         with convert_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         if self._engine.mesh.place == 0:

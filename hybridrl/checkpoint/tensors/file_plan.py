@@ -59,7 +59,7 @@ class FilePlan:
     Attributes:
         headers: First bytes of each file, by its name.
         lengths: Bytes of each file.
-        index: What `index_of(stem)` is to say; empty where a single file needs none.
+        index: What `index_file_name(stem)` is to say; empty where a single file needs none.
         parts: What this rank writes, in the order of the files and of the bytes in them.
     """
 

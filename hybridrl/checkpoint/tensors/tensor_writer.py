@@ -52,7 +52,7 @@ def write_tensors(
 
     Every rank writes parts of the same files at their places, so the folder must be one that all
     of them share. What several ranks hold is written once, by those that have written least. A
-    rank needs memory for one piece (`file_plan.PIECE_ELEMENTS`) beyond what it holds.
+    rank needs memory for one piece (4 Mi elements, see `FilePlan`) beyond what it holds.
 
     The files get their names when everything is on the disk, and the index comes last. A folder
     that held a model before is without one in between, never a mixture of two.

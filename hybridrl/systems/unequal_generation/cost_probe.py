@@ -48,7 +48,7 @@ def measure_phase_costs(
     """Measure the costs of prefill and of decode on this device, with random weights.
 
     Args:
-        config: Of the model.
+        config: Of the model, whose last layers' kinds are measured.
         dtype: Name of the precision of computation.
         rows: Samples in a micro-batch, that are measured.
         prompt_tokens, response_tokens: Of a sample; decode is measured half-way.
