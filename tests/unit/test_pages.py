@@ -240,6 +240,18 @@ def test_names_of_the_code_exist(page):
     assert not [name for name in named if not resolves(name)]
 
 
+def test_names_that_took_the_place_of_old_ones_exist():
+    page = (ROOT / "docs" / "old_names.md").read_text(encoding="utf-8")
+    wrong = []
+    for row in re.findall(r"^\| (`.+) \|$", page, re.M):
+        module, *_, now = (INLINE.findall(cell) for cell in row.split(" | "))
+        for name in now:
+            full = name if name.startswith("hybridrl.") else f"{module[0]}.{name}"
+            if not resolves(full.removeprefix("hybridrl.")):
+                wrong.append(row)
+    assert not wrong, "\n".join(wrong)
+
+
 FILE = re.compile(rf"(?:hybridrl/)?((?:{'|'.join(sorted(ROOMS))})/[\w/]+\.py)$")
 
 
