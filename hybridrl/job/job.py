@@ -284,7 +284,6 @@ class Job:
             self._devices.wait_after_loss(progress)
             progress("starting other processes")
             self.executor = self._make_executor()
-            self.feed.put = self.executor.put
             self._place(progress)
             self._build(progress)
         except ConfigError as error:

@@ -279,4 +279,4 @@ WORKER_BUILDERS: dict[str, tuple[type[Worker], Callable[[PreparedJob, str], _Wor
     "reward_model": (RewardModelWorker, _make_reward_model_keywords),
 }
 """The worker class and default keyword arguments of each kind of
-`hybridrl.programs.role_spec.WORKER_DEFAULTS`."""
+`hybridrl.trainers.role_spec.WORKER_DEFAULTS`."""

@@ -8,8 +8,8 @@ each response token, a few numbers, is then gathered, and every rank works out t
 rank's gradients are those of its tokens: the sum over the group is the whole gradient.
 
 What is sent: see `ulysses` (whose tokens are those of one ring rank) and `ring_attention` (whose
-key-value heads are those of one Ulysses rank), for every layer, and once `gather_response_tokens`: 4 bytes
-times the response tokens of the rank that has most, for each number and each other rank.
+key-value heads are those of one Ulysses rank), for every layer, and once
+`gather_response_tokens`: 4 bytes times the response tokens of the rank that has most, for each number and each other rank.
 
 Source: "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (Fang and
 Zhao, 2024).

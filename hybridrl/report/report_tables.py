@@ -54,7 +54,7 @@ def replan_memory(run: RunReader) -> PlannedMemory:
     folder = Path(str(config.model.path))
     if not (folder / "config.json").is_file():
         return PlannedMemory(note=f"The model's folder, {folder}, is not here: no plan.")
-    if ":" in config.trainer.name:  # a report runs no program that a run's settings name
+    if ":" in str(config.trainer.name):  # a report runs no program that a run's settings name
         return PlannedMemory(
             note=f"trainer.name={config.trainer.name} is a program of its own: no plan."
         )

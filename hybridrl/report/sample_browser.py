@@ -141,7 +141,7 @@ def _json_size(sample: dict[str, Any]) -> int:
 
 
 def _read_token_table(source: SampleFile) -> Table | None:
-    """Read the table of the tokens of the first samples of a step, which `write_samples` of a run's folder made."""
+    """Read the table of the tokens of the first samples of a step, which `write_samples` made."""
     file = source.file.parent.parent / TOKENS / source.file.name
     return read_table(file) if not source.set and file.is_file() else None
 

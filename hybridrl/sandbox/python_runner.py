@@ -245,7 +245,7 @@ def _try_confinement_levels() -> SandboxConfinement:
     for level in levels if os.geteuid() == 0 else levels[1:]:
         try:
             _, landlock, has_group = _run_confined(level, "", "", SandboxLimits())
-        except _ConfinementRefusedError as refusal:
+        except (_ConfinementRefusedError, OSError) as refusal:
             missing.append(f"{_LEVEL_NAMES[level]}: {refusal}")
             continue
         found = SandboxConfinement(level, landlock, "; ".join(missing), has_group)

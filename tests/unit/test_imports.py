@@ -251,7 +251,7 @@ def test_the_driver_side_needs_neither_ray_nor_vllm_nor_transformers():
     """The other rooms load transformers, which takes seconds; the fixture in conftest.py watches
     them while they are tested. Nor are they needed to find out that a setting is wrong."""
     rooms = ("system", "batch", "layout", "algorithms", "checks", "config", "controller")
-    rooms += ("run_files", "console", "placement", "trainers", "run")
+    rooms += ("run_files", "console", "placement", "trainers", "run", "composition")
     names = ["hybridrl"] + [f"hybridrl.{name}" for name in MODULES if name.split(".")[0] in rooms]
     program = (
         "import hybridrl, importlib, sys\n"

@@ -268,6 +268,9 @@ def test_what_a_search_chose_is_of_the_run(run_of):
     assert RecordedRun.at(folder).config.actor.gradient_checkpointing == "full"
     part = "actor", "train"  # of the page of the run, too
     assert replan_memory(RunReader(folder)).phases[part] < as_asked.phases[part]
+    for damaged in ({"actor.nothing": 1}, ["full"], {"trainer.name": 3}):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": damaged}))
+        assert "plan" in replan_memory(RunReader(folder)).note
 
 
 @pytest.mark.more

@@ -51,7 +51,10 @@ def load_recorded_job(folder: Path) -> tuple[Config, ClusterSpec, Placement]:
         config = replace(config, model=replace(config.model, path=str(made)))
     cluster = _read(cluster_file, ClusterSpec.from_json)
     placement, settings = _read(placement_file, _placement_and_settings)
-    return apply_changes(config, settings), cluster, placement
+    try:
+        return apply_changes(config, settings), cluster, placement
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{placement_file} has settings that cannot be: {error}") from None
 
 
 def _find_job_files(folder: Path) -> list[Path]:
@@ -174,7 +177,7 @@ def _placement_and_settings(text: str) -> tuple[Placement, list[Setting]]:
     """Parse a placement.json: the placement, and the settings that a search chose with it, which
     config.yaml does not have."""
     placement = Placement.from_json(text)
-    return placement, list(parse_json(text).get("settings", {}).items())
+    return placement, list(dict(parse_json(text).get("settings", {})).items())
 
 
 def _shifted(record: CallRecord, earlier: float) -> CallRecord:

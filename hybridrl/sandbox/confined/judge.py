@@ -225,6 +225,7 @@ def judge_tests(source: int, sink: int, given: int) -> NoReturn:
         given: the descriptor to read the tests from.
     """
     tests = marshal.loads(read_message(given))
+    os.close(given)
     results = os.dup(1)
     nowhere = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
