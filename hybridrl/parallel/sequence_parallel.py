@@ -9,8 +9,8 @@ rank's gradients are those of its tokens: the sum over the group is the whole gr
 
 What is sent: see `ulysses` (whose tokens are those of one ring rank) and `ring_attention` (whose
 key-value heads are those of one Ulysses rank), for every layer, and once
-`gather_response_tokens`: 4 bytes times the response tokens of the rank that has most, for each number and each
-other rank.
+`gather_response_tokens`: 4 bytes times the response tokens of the rank that has most, for each
+number and each other rank.
 
 Source: "USP: A Unified Sequence Parallelism Approach for Long Context Generative AI" (Fang and
 Zhao, 2024).
