@@ -152,6 +152,7 @@ class ActorWorker(TrainedModelWorker):
     def generate_sequences(self, batch: Batch, sampling: SamplingSettings) -> Batch:
         """Generate one response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
         `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
+        assert self.rows is not None and self._engine.rollout is not None
         seeds = self._seeds.next(self.rows, sampling.series)
         samples = self._engine.generate(batch, sampling, seeds)
         report_weights_received(self, self._engine.cost)
@@ -232,10 +233,12 @@ class ActorWorker(TrainedModelWorker):
     @transfer(FIRST_RANK)
     def open_rendezvous(self) -> Rendezvous:
         """Open a socket on the first rank at which a generator can meet this group."""
+        assert self.context.rendezvous is not None  # a generator apart has an executor of processes
+        address = self.context.rendezvous.address
         if self.context.rank:  # only the first rank answers
-            return Rendezvous(self.context.rendezvous.address, 0)
-        self._listener = socket.create_server((self.context.rendezvous.address, 0))
-        return Rendezvous(self.context.rendezvous.address, self._listener.getsockname()[1])
+            return Rendezvous(address, 0)
+        self._listener = socket.create_server((address, 0))
+        return Rendezvous(address, self._listener.getsockname()[1])
 
     @transfer(ONE_TO_ALL)
     def join_generator(
@@ -285,7 +288,8 @@ class ActorWorker(TrainedModelWorker):
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack()
         report_weights_sent(self, self._channel.cost)
-        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+        table = PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+        return table  # type: ignore[return-value]
 
     @transfer(THREE_D_ALL_MICRO_DP)
     def pack_whole_weights(self) -> Batch:
@@ -293,7 +297,8 @@ class ActorWorker(TrainedModelWorker):
         that cannot apply these."""
         with self.phase("sync"):
             parcels, numbers, total = self._channel.pack_whole()
-        return PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+        table = PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
+        return table  # type: ignore[return-value]
 
     def counters(self) -> dict[str, int]:
         return {"policy_version": self._engine.policy_version}

@@ -138,9 +138,11 @@ class GeneratorWorker(ModelWorker):
         """Load weights that came as parcels."""
         with self.phase("sync"):
             self._channel.unpack(parcels)
-        report_weights_received(self, self._channel.cost)
+        cost = self._channel.cost
+        assert cost is not None  # of parcels that were just unpacked
+        report_weights_received(self, cost)
         # The trainer does not hear of parcels that could not be used.
-        self.report(sync_repeated=self._channel.cost.repeated)
+        self.report(sync_repeated=cost.repeated)
         self._version = version
 
     def lacking_parcels(self) -> np.ndarray:
@@ -179,7 +181,7 @@ class GeneratorWorker(ModelWorker):
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
             report_engine_counts(self, self._generator)
-        return PartialTable(samples, rows, self._total)
+        return PartialTable(samples, rows, self._total)  # type: ignore[return-value]
 
     @transfer(ONE_TO_ALL)
     def save_state(self, folder: str) -> None:
@@ -220,6 +222,7 @@ class GeneratorWorker(ModelWorker):
         """The next number that no replica has; see `ReplicaShare`."""
         number = 0
         if self._leads:
+            assert self._world is not None
             store = process_group.find_store(self._world)
             number = store.add(f"claimed/{generation}", 1) - 1
         return self._first_says(number)

@@ -198,7 +198,7 @@ class LLMJudge:
         """Grade each row by its rubric, with one request for each criterion."""
         column, scale = self._config.rubric_column, self._config.scale
         rubrics = [
-            self._rubric
+            self._rubric or []
             if column is None
             else read_row_rubric(row, column, self._setting / "rubric_column")
             for row in rows

@@ -256,7 +256,7 @@ class RewardWorker(ModelWorker):
         return [(end, reward) for end, (_, reward) in zip(ends, steps, strict=True)]
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _by_model(
         self, values: RaggedColumn, texts: list[str], ids: list[list[int]], steps: list[StepRewards]

@@ -56,16 +56,15 @@ def build_rollout_engine(
         environment: What plays the samples; None, or without a name: nothing does.
         peers: The ranks that share this rank's engine; None: it has one of its own.
     """
-    served = environment is not None and is_served(config, environment)
-    if config.episode is None and not served:
+    served = environment if environment and is_served(config, environment) else None
+    if config.episode is None and served is None:
         return SingleTurnGenerator(build_inference_engine(setup, config))
     from hybridrl.rollout.episode_class import load_episode_class
     from hybridrl.rollout.episode_generator import EpisodeGenerator
     from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests
 
-    episode = (
-        None if served else load_episode_class(config.episode)
-    )  # first: it is what may be wrong
+    # First, because it is what may be wrong.
+    episode = load_episode_class(config.episode) if config.episode and not served else None
     engine = build_inference_engine(setup, config)
     if peers is not None and dist.get_rank(peers) > 0:
         return LockstepFollower(engine, peers)
@@ -86,13 +85,14 @@ def build_rollout_engine(
     from hybridrl.serving.renderer_chat import choose_renderer
     from hybridrl.serving.routes import ServedModel
 
+    assert served is not None
     vocabulary = load_model_config(source.path).get_text_config().vocab_size
     chat = choose_renderer(tokenizer, source.path, source.template)
     return agent_generator(
         engine,
         ServedModel(MODEL_NAME, tokenizer, chat, vocabulary, source.context_length),
         config,
-        environment,
+        served,
         replica=context.rank // config.parallel.ranks,
         folder=Path(context.run_directory) if context.run_directory else None,
         requests=requests,
