@@ -181,7 +181,7 @@ def test_a_classifier_of_two_labels_is_refused(tmp_path):
 def critic_loss(outputs, columns, segments):
     """The loss of `CriticWorker`."""
     worker = types.SimpleNamespace(_prefix="", _value_clip=0.3)
-    return CriticWorker._loss(worker, outputs, columns, segments)
+    return CriticWorker._value_loss(worker, outputs, columns, segments)
 
 
 UPDATES = {
