@@ -15,14 +15,15 @@ from hybridrl.errors import EXIT_INTERRUPTED, PreemptionInterrupt
 
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CLOSING_SECONDS = 60.0
-"""The time limit of closing without a signal; a tracker may still have something to send."""
+"""The time limit of closing; a tracker may still have something to send. After a signal the grace
+period may end it earlier."""
 
 
 class SignalHandler:
     """A context manager that handles these signals in the main thread. The first signal calls
     `on_interrupt` or `on_terminate`, which end the run at once by an exception or after the current
     step. A second signal, or the end of the time to save, raises wherever the program is. When the
-    grace period is over, or some seconds after a second signal or after `closing`, the
+    grace period is over, or some seconds after a second signal, or a minute after `closing`, the
     process exits whatever it is waiting for.
 
     Args:
@@ -69,7 +70,7 @@ class SignalHandler:
         """
         self._is_closing = True
         self._code = self._code or code
-        self._end_within(CLOSE_TIMEOUT_S if self._asked else MAX_CLOSING_SECONDS)
+        self._end_within(MAX_CLOSING_SECONDS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
