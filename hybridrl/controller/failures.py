@@ -1,4 +1,4 @@
-"""What went wrong, as one sentence with the traceback or log of the worker that is the cause."""
+"""Report failures: one sentence with the traceback or log of the worker that is the cause."""
 
 from __future__ import annotations
 

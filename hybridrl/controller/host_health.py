@@ -1,4 +1,4 @@
-"""How a host is: its status, which is asked often, and a snapshot, for when it hangs."""
+"""Describe the health of a host: its status, which is asked often, and a snapshot for hangs."""
 
 from __future__ import annotations
 

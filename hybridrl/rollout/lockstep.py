@@ -34,7 +34,7 @@ from hybridrl.rollout.sample_generator import (
 
 
 class LockstepPoll(NamedTuple):
-    """What the ranks do together: drop these samples, start these requests, poll."""
+    """One poll that all ranks make together: drop these samples, start these requests, poll."""
 
     dropped: list[int]
     started: list[Request]

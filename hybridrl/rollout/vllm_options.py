@@ -1,4 +1,4 @@
-"""What the installed vLLM can do: which options of its engine may be set
+"""The abilities of the installed vLLM: which options of its engine may be set
 (`rollout.engine_options`), which classes of models it has, and which sizes its CPU kernels take.
 vLLM is not imported, which takes seconds, but its source is read.
 """

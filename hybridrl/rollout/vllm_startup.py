@@ -1,4 +1,4 @@
-"""How vLLM's engine is started inside a worker: its environment, its options, and what it says when
+"""The start of vLLM's engine in a worker: its environment, its options, and what it says when
 it does not start. Importing this module needs vLLM."""
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class EvaluationRunner:
             self.view.message("\n".join([table, *self.doubts()]))
 
     def doubts(self) -> list[str]:
-        """What makes figures of the newest evaluations say little; see `figures.doubts`."""
+        """Return doubts about the figures of the newest evaluations; see `figures.doubts`."""
         newest = find_latest_by_set(self.file.read()).values()
         return [said for each in newest for said in each.get("doubts", ())]
 
@@ -312,15 +312,15 @@ def _parse_model_step(path: str) -> int | None:
 
 
 def _how_drawn(sampling: SamplingSettings, samples: int) -> dict[str, Any]:
-    """What evaluations.json says of it."""
+    """Return how a set is sampled, for evaluations.json."""
     found = asdict(sampling) | {"samples": samples}
     del found["series"]
     return found
 
 
 def _series(name: str, step: int) -> str:
-    """That of the samples of a set at a step: training draws the same ones whatever is evaluated,
-    and how often."""
+    """Return the name of the random series of a set's samples at a step. It is not that of
+    training, so that evaluations change no samples of the steps."""
     return f"evaluation {name} {step}"
 
 

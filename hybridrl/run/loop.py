@@ -134,7 +134,7 @@ class RunLoop(RunEnd):
                     found = self._go_back(rewind)
 
     def _begin(self) -> None:
-        """What comes before the first step."""
+        """Do the work before the first step."""
         self._warm_up()
         figures, _ = self._evaluate(0, self._due_sets(0))
         named = {

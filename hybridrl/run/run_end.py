@@ -34,7 +34,7 @@ class _TooBusyError(Exception):
 
 
 class RunEnd:
-    """What a run needs for its end.
+    """The parts of a run that its end needs.
 
     Attributes:
         began: Whether there is anything to save.

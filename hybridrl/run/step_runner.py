@@ -220,7 +220,7 @@ class SampleRecorder:
             self._view.samples(prompt, [_completion(row) for row in shown])
 
     def _with_texts(self, batch: BatchRef, kept: tuple[str, ...]) -> Batch:
-        """Those of these columns that there are, `tokens` and `advantage` of what was sampled, and
+        """Return the columns of these that exist, `tokens` and `advantage` of what was sampled, and
         the responses as texts, which a reward has made of them if the program asked one; of
         episodes of several rows, the last only."""
         rows = of_sampled(batch.collect((*kept, "response_mask"), partial=True))

@@ -149,7 +149,7 @@ class TrackioWriter:
 
 
 class MetricLog:
-    """All writers of a run's metrics as one.
+    """A writer that passes metrics to all writers of a run.
 
     Args:
         checked: Leaves out what cannot be written, and says so.
@@ -166,7 +166,7 @@ class MetricLog:
 
 
 class RunSummary(dict[str, Any]):
-    """What `summary.json` says of a run, kept up to date while it goes on."""
+    """The contents of `summary.json`, kept up to date while it goes on."""
 
     def begin(self) -> None:
         """Forget everything: the run begins, or goes on from a checkpoint, which brings its own."""

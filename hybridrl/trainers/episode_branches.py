@@ -90,7 +90,7 @@ def select_branch_tokens(batch: Batch) -> Batch:
 def parts_of_groups(
     batch: BatchRef, parts: int, seed: int, dealt: int, passes: int, pairs: bool = False
 ) -> list[BatchRef]:
-    """As `BatchRef.split`, in an order that is drawn, with all samples of a prompt in the same part
+    """Split like `BatchRef.split`, in random order, with all samples of a prompt in the same part
     (`group_id`); where prompts are fewer than parts, with all rows of an episode, or each row by
     itself.
 

@@ -72,7 +72,7 @@ class PolicyTrainer(base.Trainer):
         return [judge.compute_reward(samples) for judge in judges]
 
     def rewarded(self, samples: BatchRef) -> list[BatchRef]:
-        """As `judge`, with the scores as they are to be learned from, where these are others."""
+        """Compute scores like `judge`, and shape them for learning if the settings ask for it."""
         judged = self.judge(samples)
         if not self.shaping.changes:
             return judged

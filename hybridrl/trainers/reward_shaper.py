@@ -166,5 +166,5 @@ def _list_sources(batch: Batch, by: str) -> list[str]:
 
 
 def shapes(reward: RewardConfig) -> bool:
-    """Whether what is learned from are other scores than those that were given."""
+    """Return whether the learned scores differ from the given ones."""
     return bool(reward.shorter or reward.normalise_by)

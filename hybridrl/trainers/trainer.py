@@ -43,7 +43,7 @@ credit and critics."""
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step of a trainer gives to the run.
+    """The result of one step of a trainer.
 
     Attributes:
         batch: The samples that the step learned from.

@@ -1,4 +1,4 @@
-"""What is reported and kept of generations, wherever they are made."""
+"""Metrics and seeds of generations, in every worker that generates."""
 
 from __future__ import annotations
 

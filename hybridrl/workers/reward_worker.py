@@ -42,7 +42,7 @@ up to its end, and its reward."""
 
 
 class ScoredSources(NamedTuple):
-    """What rows are scored by that come from somewhere else than the others.
+    """The reward functions of rows whose sources have their own.
 
     Attributes:
         names: Values of the column `source` that figures are told apart by.

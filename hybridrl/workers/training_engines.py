@@ -1,4 +1,4 @@
-"""What every worker that holds a model needs: its engine, built from settings."""
+"""Build the training engine of a worker that holds a model, from settings."""
 
 from __future__ import annotations
 

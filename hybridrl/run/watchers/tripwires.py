@@ -208,7 +208,8 @@ class TripwireWatcher(Watcher):
         return _WindowMeans(fmean(values[: self.window]), fmean(values[-self.window :]))
 
     def _risen(self, name: str, sign: int = 1) -> _WindowMeans | None:
-        """As `_since_start`, if it has risen (`sign` -1: fallen) by more than chance."""
+        """Return the change of `_since_start` if the figure has risen (`sign` -1: fallen) by
+        more than chance."""
         means = self._since_start(name)
         if means is None or sign * (means.now - means.before) <= 1e-9:
             return None

@@ -96,7 +96,7 @@ class Watcher:
         return ()
 
     def on_run_end(self) -> Iterable[Finding]:
-        """All steps are done."""
+        """Called when the last step is done."""
         return ()
 
 
@@ -152,8 +152,8 @@ class UnscoredSamplesWatcher(Watcher):
 
 
 def _none_scored(kind: str, records: Sequence[CallRecord]) -> str:
-    """Why no sample has a score of this kind, with `{}` for what follows; empty: some have, or
-    nothing was scored."""
+    """Return why no sample has a score of this kind, with `{}` for what follows; empty: some
+    have, or nothing was scored."""
     scored = sum(record.metrics.get(f"{kind}_count", 0) for record in records)
     dropped = sum(record.metrics.get(f"{kind}_dropped", 0) for record in records)
     if scored or not dropped:
