@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, Config
 from hybridrl.controller import BatchRef, Handle, WorkerGroup
 from hybridrl.system.cluster_spec import DeviceSlot
+from hybridrl.system.deferred_interrupts import interrupts_deferred
 
 STREAM_PARTS = 4
 """The number of parts in which samples leave the generator, so that some are scored while others
@@ -158,8 +159,9 @@ class DisaggregatedActor:
         if self._store:
             self._give_parcels(kept=1)
             return
-        self._send()
-        self._generator.receive_weights(self._sent)
+        with interrupts_deferred():  # else the senders wait for receivers
+            self._send()
+            self._generator.receive_weights(self._sent)
 
     def _send(self) -> None:
         if self._on_their_way != self._updates:

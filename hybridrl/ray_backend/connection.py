@@ -45,7 +45,8 @@ RAY_INIT_OPTIONS = {"log_to_driver": False, "logging_level": logging.ERROR}
 RAY_AUTH_VARIABLES = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 """The variables by which a user configures Ray's authentication."""
 CLUSTER_CLOSE_SECONDS = 5.0
-"""The time limit after which a local cluster that has not ended is killed."""
+"""How long an answer to a request to end something is awaited, and how long the end of a local
+cluster, which is then killed."""
 MAX_START_ATTEMPTS = 2
 """The number of attempts to start Ray, which gives up after 30 s; a busy machine may need more."""
 SOCKET_BYTES = 107
@@ -71,7 +72,7 @@ class ClusterConnection:
     def __init__(self, address: str | None) -> None:
         self.is_own = not ray.is_initialized()
         self.node: LocalRayNode | None = None
-        self.joined = False
+        self.joined = self._is_silent = False
         if self.is_own:
             with _preserve_sigterm_handler():
                 self.node = _join_or_start_cluster(address)
@@ -89,7 +90,17 @@ class ClusterConnection:
     @property
     def is_whole(self) -> bool:
         """True while the cluster can answer requests."""
-        return not (self.fault() or self.stopped())
+        return not (self._is_silent or self.fault() or self.stopped())
+
+    def request(self, release: Callable[[], None]) -> None:
+        """Call `release`, which asks the cluster to end something, and wait for some seconds. A
+        cluster that ends meanwhile does not answer any more: Ray would try to reach it for 15 s and
+        then end this process."""
+        if self.is_whole:
+            asking = threading.Thread(target=release, daemon=True)
+            asking.start()
+            asking.join(CLUSTER_CLOSE_SECONDS)
+            self._is_silent = asking.is_alive()
 
     def keep_logs(self) -> None:
         """Keep Ray's log files after the end of a cluster that was started here."""
@@ -99,6 +110,8 @@ class ClusterConnection:
     def close(self) -> None:
         """Leave the cluster, or end it if it was started here."""
         if self.node is not None:
+            if not self.is_whole:  # Ray would wait for it, or end this process
+                self.node.kill()
             stop_local_cluster(self.node)
         elif self.is_own:
             ray.shutdown()
@@ -194,8 +207,6 @@ def _temporary_folder() -> str:
 
 def stop_local_cluster(node: LocalRayNode) -> None:
     """End a cluster that was started by `start_local_cluster`."""
-    if node.fault() or node.stopped():  # Ray would wait for it, or end this process
-        node.kill()
     with node.ending(CLUSTER_CLOSE_SECONDS):
         ray.shutdown()
 

@@ -48,6 +48,7 @@ from hybridrl.ray_backend.relay_transport import RelayTransport
 from hybridrl.ray_backend.remote_result import ResultRefs
 from hybridrl.system import user_code
 from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, DeviceSpec, resolve_devices
+from hybridrl.system.deferred_interrupts import interrupts_deferred
 
 HOST_CLOSE_SECONDS = 4.0
 """The time limit for hosts to close their workers before they are killed."""
@@ -223,7 +224,8 @@ class RayExecutor(Executor):
         order = CallEnvelope(
             call.number, call.role, call.method, call.hosts, call.parts, returns_batch
         )
-        return self._transport.send(order, body, results)
+        with interrupts_deferred():  # else some ranks get it and wait in it for the others
+            return self._transport.send(order, body, results)
 
     def _store(self, batch: Batch, info: ShardInfo) -> ResultRefs:
         reply = RankReply(CallRecord("driver", 0, "put"), info=info)
@@ -288,16 +290,19 @@ class RayExecutor(Executor):
                 ray.wait(closing, num_returns=len(closing), timeout=HOST_CLOSE_SECONDS)
         self.takes_calls = False
         self._pending.clear()
-        if self._connection.is_whole:  # else they end with the cluster, which cannot be asked
-            for actor in [*self._hosts, *self._transport.helpers()]:
-                ray.kill(actor, no_restart=True)
-        self._give_back()
+        self._give_back([*self._hosts, *self._transport.helpers()])
 
-    def _give_back(self) -> None:
-        """Release the devices, and leave the cluster."""
-        if self._bundles is not None and self._connection.is_whole:
-            ray.util.remove_placement_group(self._bundles)
-        self._bundles = None
+    def _give_back(self, actors: Sequence[Any] = ()) -> None:
+        """Kill these actors, release the devices, and leave the cluster."""
+        bundles, self._bundles = self._bundles, None
+
+        def release() -> None:
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            if bundles is not None:
+                ray.util.remove_placement_group(bundles)
+
+        self._connection.request(release)
         if not self._shares_connection:
             self._connection.close()
 

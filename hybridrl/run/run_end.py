@@ -78,8 +78,9 @@ class RunEnd:
                     "once."
                 )
                 self.summary["interrupted"] = True
-                self.finish(limit, signal)
-                self._say_how_to_go_on("Interrupted")
+                with suppress(KeyboardInterrupt):  # a second signal, or the end of the time to save
+                    self.finish(limit, signal)
+                    self._say_how_to_go_on("Interrupted")
             raise signal from None
         except Exception as error:
             if self.began:  # else the folder is as good as new

@@ -7,11 +7,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
 from hybridrl.config.schema import CLOSE_TIMEOUT_S, RecoveryConfig
 from hybridrl.errors import EXIT_INTERRUPTED, PreemptionInterrupt
+from hybridrl.system.deferred_interrupts import raise_between_sections
 
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_CLOSING_SECONDS = 60.0
@@ -21,10 +23,10 @@ period may end it earlier."""
 
 class SignalHandler:
     """A context manager that handles these signals in the main thread. The first signal calls
-    `on_interrupt` or `on_terminate`, which end the run at once by an exception or after the current
-    step. A second signal, or the end of the time to save, raises wherever the program is. When the
-    grace period is over, or some seconds after a second signal, or a minute after `closing`, the
-    process exits whatever it is waiting for.
+    `on_interrupt` or `on_terminate`, which end the run at once by an exception (but see
+    `interrupts_deferred`) or after the current step. A second signal, or the end of the time to
+    save, raises wherever the program is. When the grace period is over, or some seconds after a
+    second signal, or a minute after `closing`, the process exits whatever it is waiting for.
 
     Args:
         recover: Its grace begins with the first signal, and ends with the process.
@@ -90,10 +92,8 @@ class SignalHandler:
         main = threading.main_thread().ident
         again = (main, signal.Signals(number))
         self._start(threading.Timer(self._recover.save_s, signal.pthread_kill, again))
-        if is_interrupt:
-            self.on_interrupt()
-        else:
-            self.on_terminate(name)
+        end = self.on_interrupt if is_interrupt else partial(self.on_terminate, name)
+        raise_between_sections(end)
 
     def _raise(self) -> None:
         if self._code not in (0, EXIT_INTERRUPTED):

@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.schema import RecoveryConfig
 from hybridrl.controller import DP, ONE_TO_ALL, UPDATE, Worker, WorkerGroup, transfer
 from hybridrl.controller.batch_ref import BatchRef
 from hybridrl.errors import CallTimeoutError, ConfigError, DataError, WorkerError
+from hybridrl.ray_backend import call_messages
+from hybridrl.run.signals import SignalHandler
 
 pytestmark = [pytest.mark.ray]
 TWO = [0, 1]
@@ -272,6 +275,27 @@ def test_calls_that_are_cut_off_by_closing_are_told_of(start, caplog):
     group(executor).sleep(60.0)
     executor.close()
     assert "before 1 call(s) were done (scorer.sleep)" in caplog.text
+
+
+@pytest.mark.more
+def test_ctrl_c_in_the_middle_of_a_send_leaves_no_rank_without_the_call(start, monkeypatch):
+    """The ranks that had it would wait in it for the others, and nothing could be saved."""
+    executor = start()
+    scorer = group(executor)
+    sent = []
+
+    def join_header(*parts):
+        if not sent:
+            os.kill(os.getpid(), signal.SIGINT)
+        sent.append(parts)
+        return call_messages.join_header(*parts)
+
+    monkeypatch.setattr("hybridrl.ray_backend.call_transport.join_header", join_header)
+    with SignalHandler(RecoveryConfig()), pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+        scorer.sleep(0.0)
+    assert len(sent) == 2
+    monkeypatch.undo()
+    assert len(set(scorer.process().get())) == 2
 
 
 @pytest.mark.parametrize(

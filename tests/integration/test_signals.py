@@ -26,6 +26,7 @@ def long(*case):
     [
         ("step +3/", [signal.SIGHUP], True),
         ("step +3/", [signal.SIGINT, signal.SIGINT], None),
+        long("step +3/", [signal.SIGHUP, signal.SIGHUP], None),
         long("starting Ray", [signal.SIGINT], False),
         long("starting workers", [signal.SIGINT], False),
         long("starting workers", [signal.SIGTERM], False),
