@@ -233,8 +233,8 @@ class ItemServer:
                 self._answer(number, "timeout", None)
                 self._stop(number)
         limits = [limit for _, limit in self._ages.values()]
-        self._page[1] = _deadline_ns(max(limits, default=math.inf) + 2 * _TICK_S)
         pause = min([_TICK_S, *(limit / 4 for limit in limits)])
+        self._page[1] = _deadline_ns(max(limits, default=math.inf) + 2 * pause)
         self._ticking = self._loop.call_later(pause, self._tick) if limits else None
 
 

@@ -201,8 +201,10 @@ class ProcessPool:
                     poll.register(descriptor, select.POLLIN | (select.POLLOUT * has_outgoing))
                 if not process.is_ready:
                     until = min(until, process.started + self._start_s)
-                elif process.in_flight:
-                    until = min(until, time.monotonic() + _TICK_S)
+                elif process.in_flight:  # looked at when it becomes late, and again soon after
+                    late = process.overdue_s
+                    pause = _TICK_S / 2 if late > 0 else min(_TICK_S, -late or _TICK_S)
+                    until = min(until, time.monotonic() + pause)
         wait_s = max(0.0, until - time.monotonic())
         active = {one for one, _ in poll.poll(math.ceil(min(wait_s, 1e6) * 1000))}
         with self._lock:

@@ -108,7 +108,7 @@ def _check_type(name: str, value: Any, annotation: str) -> None:
     kinds = annotation.split(" | ")
     if value is None or not all(kind in _TYPE_NAMES for kind in kinds):
         return
-    found = type(value).__name__
+    found = "str" if isinstance(value, str) else type(value).__name__  # secrets have a class
     if found not in kinds and not (found == "int" and "float" in kinds):
         words = ", or ".join(_TYPE_NAMES[kind] for kind in kinds)
         raise ConfigError(f"rollout.engine_options.{name}={value}: must be {words}.")

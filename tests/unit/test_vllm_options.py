@@ -3,6 +3,7 @@
 import pytest
 from transformers import AutoConfig
 
+from hybridrl.composition.secrets import SecretStr
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.vllm_options import (
     FIXED_OPTIONS,
@@ -26,6 +27,7 @@ def test_what_is_left_to_the_user_passes():
     options = {"max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "async_scheduling": True}
     check_engine_options(options, temperature=0.7)
     check_engine_options(GUESSES, temperature=1.0)
+    check_engine_options({"hf_token": SecretStr("hunter2")}, temperature=1.0)
     check_engine_options({}, temperature=1.0)
 
 
