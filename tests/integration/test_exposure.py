@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import socket
+import sys
 
 import httpx
 import psutil
@@ -110,7 +111,7 @@ def test_idle_connections_stop_neither_a_job_nor_its_health(tmp_path):
     settings = [
         *("rollout=vllm", "num_devices=1", "trainer.steps=10000", "warmup.steps=0", "eval.every=0"),
         *("data=jsonl", "data.path=rows.jsonl", "environment.name=command", "rollout.serve=true"),
-        *("environment.options.command=[python, agent.py]", "model.tiny.context=256"),
+        *(f"environment.options.command=[{sys.executable}, agent.py]", "model.tiny.context=256"),
         *("data.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.max_tokens=8"),
         "data.max_prompt_tokens=64",
     ]
