@@ -106,8 +106,9 @@ OPTIONS = {
     "LoRA": ("actor.lora.path={adapters}",),
     "correction": ("algorithm.correction=truncate", "algorithm.correction_high=0.9"),
     "staleness": (
-        *("placement=separation", "placement.staleness=1", "placement.generation_devices=1"),
-        "algorithm.correction=none",
+        "placement=separation",
+        "placement.staleness=1",
+        "placement.generation_devices=1",
     ),
     "tool tokens": (
         *("rollout.episode={program}:Talk", "rollout.max_turn_tokens=2"),
@@ -119,9 +120,13 @@ OPTIONS = {
     ),
     "dropped samples": ("reward.function={program}:holes", "reward.on_error=drop"),
 }
+CHOSEN = ("expert_iteration", "best_of_n", "online_dpo")
+"""Programs that learn from some of their samples, without advantages."""
 REFUSED = {
     "two updates": ("online_dpo", "dpo", "ipo", "reward_model"),
-    "supervised": ("expert_iteration", "best_of_n", "online_dpo", *TAUGHT[:2], *GIVEN),
+    **dict.fromkeys(("KL in the loss", "KL in the reward"), (*CHOSEN, *TAUGHT, *GIVEN)),
+    **dict.fromkeys(("entropy", "correction"), (*CHOSEN, "sft", "dpo", "ipo", "reward_model")),
+    "supervised": (*CHOSEN, *TAUGHT[:2], *GIVEN),
     **dict.fromkeys(("staleness", "tool tokens", "dropped samples"), GIVEN),
 }
 """By option, the programs that cannot have it: the library refuses it, or says that it does nothing
@@ -217,8 +222,9 @@ def settings_of(program, options, folders):
     if name == "remax":
         found.append("rollout.samples_per_prompt=4")
     found += [s.format(**folders._asdict()) for s in wanted if not s.startswith("placement=")]
-    if "staleness" in options and name in ("rloo", "opo", "remax"):
-        found.append("algorithm.correction=truncate")  # their loss has no ratio
+    if "staleness" in options and exists(program, "correction"):
+        has_ratio = name not in ("rloo", "opo", "remax")
+        found.append(f"algorithm.correction={'none' if has_ratio else 'truncate'}")
     return found
 
 

@@ -416,12 +416,13 @@ class Job:
     def log_probs(self, model, row):
         return model.log_probs(row, self.temperature)[0]
 
-    def parts(self, rows):
-        """The rows of each mini-batch: whole groups, in an order drawn from seed and step."""
+    def parts(self, rows, sampled=()):
+        """The rows of each mini-batch: whole groups, in an order drawn from the seed and from how
+        many groups there were by then; `sampled` are all rows of the step, if it left some out."""
         if self.splits == 1:
             return [rows]
         groups = [row["group_id"] for row in rows]
-        dealt = max(groups) + 1
+        dealt = max(row["group_id"] for row in sampled or rows) + 1
         if self.program == "expert_iteration" or len(set(groups)) < self.splits:
             groups = list(range(len(rows)))
         different = sorted(set(groups))
@@ -736,7 +737,7 @@ class Job:
             for at, s in by_group([row["group_id"] for row in rows], scores):
                 kept.append(rows[at[int(s.argmax())]])
         self.pool = [*self.pool, kept][-settings["steps_kept"] :]
-        for part in self.parts([row for step in self.pool for row in step]):
+        for part in self.parts([row for step in self.pool for row in step], rows):
             tokens, figures = self.imitate(part)
             self.note(tokens, **figures)
 
