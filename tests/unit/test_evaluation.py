@@ -21,6 +21,7 @@ from hybridrl.evaluation import evaluation_function as own
 from hybridrl.evaluation.answer_extraction import resolve_extractor
 from hybridrl.evaluation.baseline import EvalBaseline, doubts, estimate_metrics
 from hybridrl.evaluation.confidence import (
+    MetricEstimate,
     compare_paired,
     compare_unpaired,
     estimate_mean,
@@ -137,6 +138,17 @@ def test_a_bootstrap_looks_on_both_sides():
     assert compare_paired(now, then).p == compare_paired(then, now).p == pytest.approx(2 / 2001)
     even = np.array([3.0, -3.0] * 8)
     assert 0.9 < compare_paired(even, np.zeros(16)).p <= 1
+
+
+def test_unlike_prompts_are_compared_by_a_normal_distribution():
+    """Standard errors of 0.06 and 0.08 are 0.1 together: a difference of 0.196 is as large as 5 in
+    100 would be by chance, one of 0.2576 as 1 in 100."""
+    for difference, p in ((0.196, 0.05), (-0.196, 0.05), (0.2576, 0.01), (0.0, 1.0)):
+        now = MetricEstimate(0.5 + difference, 0.06, math.nan, math.nan, 40)
+        found = compare_unpaired(now, MetricEstimate(0.5, 0.08, math.nan, math.nan, 30))
+        assert found.value == pytest.approx(difference, abs=1e-9)
+        assert found.p == pytest.approx(p, abs=1e-4)
+        assert found.high - found.low == pytest.approx(0.392, abs=1e-4)
 
 
 def test_a_baseline_pairs_prompts_by_their_keys_in_any_order(tmp_path):

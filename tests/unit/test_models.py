@@ -156,6 +156,25 @@ def test_temperature(temperature):
     assert_packed_equals_alone(make_config(Qwen2Config), make_batch(UNEVEN[:4]), temperature)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_a_soft_cap_bounds_logits_before_the_temperature_divides_them(temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 4, generator=generator, requires_grad=True)
+    weight = torch.randn(VOCABULARY, 4, generator=generator, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (7,), generator=generator)
+    logits = 2.0 * (hidden @ weight.T / 2.0).tanh() / temperature
+    expected = logits.log_softmax(-1)
+    entropy = -(expected.exp() * expected).sum(-1)
+    expected = expected[torch.arange(7), targets]
+    found = token_log_probs(hidden, weight, targets, temperature, soft_cap=2.0)
+    torch.testing.assert_close(found, (expected, entropy))
+    gradients = [
+        torch.autograd.grad((chosen * torch.arange(7) + spread).sum(), (hidden, weight))
+        for chosen, spread in (found, (expected, entropy))
+    ]
+    torch.testing.assert_close(*gradients)
+
+
 def test_samples_do_not_see_each_other():
     batch = make_batch(UNEVEN)
     changed = make_batch(UNEVEN, seed=1)

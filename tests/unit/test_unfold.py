@@ -156,6 +156,27 @@ def test_the_credit_of_turns_by_hand():
     assert found["advantages"].values.tolist() == pytest.approx([-0.25, -0.25, 0, -0.25, 0.25])
 
 
+def test_the_kl_of_a_turn_is_taken_off_its_reward():
+    """Two samples of a prompt, of two turns each, of which the first has left its reference."""
+    lengths, kl = [4, 2], torch.tensor([0.2, 0.3, 7.0, 0.4, 0.0, 0.0])
+    batch = Batch.from_columns(
+        {
+            "scores": torch.tensor([1.0, 1.0]),
+            "group_id": torch.tensor([4, 4]),
+            "turn_rewards": ragged([[1.0, 0.0], [1.0, 0.0]], torch.float32),
+            "response_mask": packed(torch.tensor([1, 1, 0, 1, 1, 1], dtype=torch.uint8), lengths),
+            "turn": packed(torch.tensor([0, 0, 0, 1, 0, 1], dtype=torch.int32), lengths),
+            "log_probs": packed(kl - 3.0, lengths),
+            "ref_log_probs": packed(torch.full((6,), -3.0), lengths),
+        }
+    )
+    own = {"kl_in_reward": True, "kl_coefficient": 0.5, "turn_credit": "turn"}
+    config = AlgorithmConfig(**own, gamma=0.5, advantage_scale="none")
+    found = group_advantages(batch, config, 10)["advantages"].values.tolist()
+    # The first's turns are worth 1 - 0.5 * 0.5 + 0.5 * -0.2 and -0.5 * 0.4; the other's, 1 and 0.
+    assert found == pytest.approx([-0.175, -0.175, 0.0, -0.1, 0.175, 0.1])
+
+
 def test_rewards_of_turns_lie_at_their_ends_for_a_critic():
     batch = Batch.from_columns(
         {
