@@ -3,6 +3,7 @@ summed over them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -166,7 +167,8 @@ class UpdateMetrics:
         self._add("rows", rows.sum())
         for name, values in metrics.items():
             if name.endswith("_max"):
-                top = values.masked_fill(~mask, 0.0).max() if len(values) else values.new_zeros(())
+                lowest = values.new_tensor(-math.inf)
+                top = values.masked_fill(~mask, -math.inf).max() if len(values) else lowest
                 self._tops[name] = torch.maximum(self._tops.get(name, top), top)
             else:
                 where = rows if name.endswith(BY_ROW) else mask
@@ -190,6 +192,7 @@ class UpdateMetrics:
             tops = torch.tensor([float(v) for v in self._tops.values()], dtype=torch.float64)
             if group is not None:
                 dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
+            tops[tops == -math.inf] = 0.0  # there were no tokens
             result |= dict(zip(self._tops, tops.tolist(), strict=True))
         return result
 

@@ -46,7 +46,7 @@ class MetricDifference(NamedTuple):
 
     Attributes:
         value: How much more it is.
-        low, high: Ends of the interval of 95%.
+        low, high: Ends of the interval of 95%; NaN if one prompt is all that there is.
         p: How likely chance alone makes them differ as much.
         test: How that was found out.
     """
@@ -70,6 +70,8 @@ def estimate_mean(values: FloatArray) -> MetricEstimate:
         _wilson_interval(mean, number)
         if _is_binary(known)
         else _quantile_interval(_bootstrap_means(known))
+        if number > 1
+        else (math.nan, math.nan)
     )
     return MetricEstimate(mean, error, low, high, number)
 
@@ -82,7 +84,7 @@ def compare_paired(now: FloatArray, then: FloatArray) -> MetricDifference:
     if not len(differences):
         return MetricDifference(math.nan, math.nan, math.nan, math.nan, "none")
     mean, drawn = float(differences.mean()), _bootstrap_means(differences)
-    low, high = _quantile_interval(drawn)
+    low, high = _quantile_interval(drawn) if len(differences) > 1 else (math.nan, math.nan)
     if _is_binary(now) and _is_binary(then):
         gained, lost = int((differences > 0).sum()), int((differences < 0).sum())
         return MetricDifference(mean, low, high, mcnemar_p_value(gained, lost), "McNemar")
@@ -93,7 +95,9 @@ def compare_paired(now: FloatArray, then: FloatArray) -> MetricDifference:
         ((drawn <= 0).sum() + 1) / (_BOOTSTRAP_DRAWS + 1),
         ((drawn >= 0).sum() + 1) / (_BOOTSTRAP_DRAWS + 1),
     )
-    p = min(1.0, 2 * float(min(below, above)))
+    # Draws of a few prompts that all changed the same way never show the other: a fair coin does.
+    changed = int(np.count_nonzero(differences))
+    p = min(1.0, max(2 * float(min(below, above)), 2.0 ** (1 - changed)))
     return MetricDifference(mean, low, high, p, "paired bootstrap")
 
 

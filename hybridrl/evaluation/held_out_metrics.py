@@ -3,6 +3,8 @@ pairs."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hybridrl.batch.batch import OUTCOMES, Batch, is_right, outcomes_of
@@ -36,21 +38,23 @@ def evaluate_responses(
         by = [SOURCE_COLUMN]
     kept = [] if drawn is None else drawn
 
-    def correct(how: SamplingSettings, samples: int = 1) -> tuple[torch.Tensor, list[str]]:
+    def correct(
+        how: SamplingSettings, samples: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         kept.append(sample_and_score(actor, reward, prompts, how, samples))
         found = kept[-1].rows.collect(["scores", OUTCOMES, *by], partial=True)
         sources = [str(value) for value in found.table.column(by[0]).to_pylist()] if by else []
         outcomes = outcomes_of(found)
         right = is_right(outcomes, config.reward.correct_at).double()
-        return right if (~outcomes.isnan()).any() else outcomes, sources
+        return right, ~outcomes.isnan(), sources
 
-    greedy, sources = correct(sampling.greedy())
-    figures = _average_by_source("accuracy", greedy, sources)
+    greedy, known, sources = correct(sampling.greedy())
+    figures = _average_by_source("accuracy", greedy, known, sources)
     if (k := config.eval.samples) > 1:
-        right, _ = correct(sampling, k)
-        right = right.view(-1, k)
-        figures |= _average_by_source(f"eval/mean@{k}", right.mean(1), sources)
-        figures |= _average_by_source(f"eval/pass@{k}", right.amax(1), sources)
+        right, known, _ = correct(sampling, k)
+        right, known = right.view(-1, k), known.view(-1, k).any(1)
+        figures |= _average_by_source(f"eval/mean@{k}", right.mean(1), known, sources)
+        figures |= _average_by_source(f"eval/pass@{k}", right.amax(1), known, sources)
     return figures
 
 
@@ -75,10 +79,15 @@ def compute_pair_metrics(scores: torch.Tensor) -> dict[str, float]:
     }
 
 
-def _average_by_source(name: str, values: torch.Tensor, sources: list[str]) -> dict[str, float]:
-    """Return the mean over all rows, and over the rows of each source."""
-    figures = {name: float(values.double().mean())}
+def _average_by_source(
+    name: str, values: torch.Tensor, known: torch.Tensor, sources: list[str]
+) -> dict[str, float]:
+    """Return the mean over all rows, and over the rows of each source; NaN where none of them is
+    known."""
+    of = {name: torch.ones_like(known)}
     for source in sorted(set(sources)):
-        rows = torch.tensor([s == source for s in sources])
-        figures[f"{name}/{source}"] = float(values[rows].double().mean())
-    return figures
+        of[f"{name}/{source}"] = torch.tensor([s == source for s in sources])
+    return {
+        figure: float(values[rows].mean()) if known[rows].any() else math.nan
+        for figure, rows in of.items()
+    }

@@ -128,7 +128,10 @@ def _totals(
         whose = drawn.get(record.call, OTHER if made in known else "")
         for name, value in record.metrics.items():
             total = of_step if name.startswith(OF_STEP) else of_samples[whose]
-            total[name] = max(total[name], value) if name.endswith("_max") else total[name] + value
+            if name.endswith("_max"):
+                total[name] = max(total.get(name, value), value)
+            else:
+                total[name] += value
     return of_step, of_samples
 
 

@@ -197,7 +197,7 @@ class RewardWorker(ModelWorker):
         self._report(scores, outcomes, self._config)
         self._report_sources(batch, scores, outcomes)
         report_column_sums(self, columns)
-        self._report_copies(rows)
+        self._report_copies(rows, groups)
         return self._answer(texts, scores, outcomes, steps, columns)
 
     def _verified(self, batch: Batch, verifier: str) -> Batch:
@@ -348,11 +348,17 @@ class RewardWorker(ModelWorker):
             }
         )
 
-    def _report_copies(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _report_copies(
+        self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None
+    ) -> None:
         """Report how many responses repeat an earlier one to the same prompt, among those scored
-        together."""
+        together. Prompts without a text are told apart by their numbers."""
         if self._kind == "reward" and rows:
-            different = {(row.get("prompt"), row["response"]) for row in rows}
+            numbers: Sequence[int | None] = groups or [None] * len(rows)
+            different = {
+                (row.get("prompt", number), row["response"])
+                for row, number in zip(rows, numbers, strict=True)
+            }
             self.report(repeated=float(len(rows) - len(different)))
 
     def _report_sources(self, batch: Batch, scores: torch.Tensor, outcomes: torch.Tensor) -> None:

@@ -392,9 +392,9 @@ class Scorer(Worker):
 def test_mean_and_pass_at_k():
     config = Config()
     config.eval.samples, config.eval.by_column, config.reward.correct_at = 3, "source", 0.5
-    answers = [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.49, 0.51]]
+    answers = [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0], [0.0, 0.49, 0.51], [math.nan] * 3]
     batch = Batch.from_columns(
-        {"source": ["a", "b", "a"], "greedy": [1.0, 0.0, 0.4], "answers": answers}
+        {"source": [*"abac"], "greedy": [1.0, 0.0, 0.4, math.nan], "answers": answers}
     )
     with InlineExecutor("cpu") as executor:
         actor, reward = (
@@ -405,10 +405,13 @@ def test_mean_and_pass_at_k():
         found = evaluate_responses(actor, reward, executor.put(batch), sampling, config)
     assert found == pytest.approx(
         {
-            **{"accuracy": 1 / 3, "accuracy/a": 1 / 2, "accuracy/b": 0.0},
-            **{"eval/mean@3": 3 / 9, "eval/mean@3/a": 3 / 6, "eval/mean@3/b": 0.0},
-            **{"eval/pass@3": 2 / 3, "eval/pass@3/a": 1.0, "eval/pass@3/b": 0.0},
-        }
+            **{"accuracy": 1 / 4, "accuracy/a": 1 / 2, "accuracy/b": 0.0},
+            **{"eval/mean@3": 3 / 12, "eval/mean@3/a": 3 / 6, "eval/mean@3/b": 0.0},
+            **{"eval/pass@3": 2 / 4, "eval/pass@3/a": 1.0, "eval/pass@3/b": 0.0},
+            # No response could be scored there.
+            **dict.fromkeys(("accuracy/c", "eval/mean@3/c", "eval/pass@3/c"), math.nan),
+        },
+        nan_ok=True,
     )
 
 

@@ -134,10 +134,20 @@ def test_the_same_prompts_tell_more_than_their_means():
 def test_a_bootstrap_looks_on_both_sides():
     """All of 2000 draws, and the one that is assumed beside them, lie on one side; and of
     differences whose mean is as likely above zero as below."""
-    now, then = np.arange(2.0, 12.0), np.arange(10.0)
+    now, then = np.arange(2.0, 22.0), np.arange(20.0)
     assert compare_paired(now, then).p == compare_paired(then, now).p == pytest.approx(2 / 2001)
     even = np.array([3.0, -3.0] * 8)
     assert 0.9 < compare_paired(even, np.zeros(16)).p <= 1
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 3, 5])
+def test_few_prompts_show_no_more_than_a_fair_coin(prompts):
+    """All of them changed the same way: as likely as so many heads or so many tails."""
+    then = np.arange(float(prompts))
+    found = compare_paired(then + 0.5, then)
+    assert found.p == 2 / 2**prompts
+    assert math.isnan(found.low) == math.isnan(found.high) == (prompts == 1)
+    assert math.isnan(estimate_mean(np.array([0.5])).low)
 
 
 def test_unlike_prompts_are_compared_by_a_normal_distribution():

@@ -84,6 +84,17 @@ def of(*numbers):
     return torch.tensor(numbers)
 
 
+def test_copies_are_of_one_prompt():
+    """Prompts without a text, as those of pictures and tools may be, are known by their number."""
+    found = {}
+    worker = SimpleNamespace(_kind="reward", report=found.update)
+    for row, copies in (({"prompt": "a"}, 2.0), ({}, 1.0)):
+        answers = [{**row, "response": "yes"}] * 3
+        RewardWorker._report_copies(worker, answers, [0, 0, 1])
+        assert found == {"repeated": copies}
+    RewardWorker._report_copies(worker, [{"response": "yes"}], None)
+
+
 def test_scores_and_outcomes_add_up_what_each_part_gave():
     config = RewardConfig(model_weight=0.5)
     config.judge.weight = 3.0

@@ -10,6 +10,7 @@ from hybridrl.batch.batch import Batch, sampled_tokens
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import RewardConfig
 from hybridrl.controller import Worker, WorkerContext
+from hybridrl.engine.micro_batches import UpdateMetrics
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.step_runner import of_sampled
 from hybridrl.weights.encoded_reshard import SyncCost
@@ -28,6 +29,20 @@ def test_what_a_call_reports_twice_adds_up():
     worker.report(samples=3, behind_max=2)
     worker.report(samples=4, behind_max=1)
     assert worker.record.metrics == {"samples": 7, "behind_max": 2}
+
+
+def test_the_largest_value_of_a_step_may_be_negative():
+    worker = Worker(WorkerContext("actor", 0, 1))
+    worker.report(gap_max=-2.0)
+    worker.report(gap_max=-1.5)
+    assert worker.record.metrics == {"gap_max": -1.5}
+    update = UpdateMetrics()
+    gaps, mask = {"gap_max": torch.tensor([-3.0, -1.0, 9.0])}, torch.tensor([True, True, False])
+    update.add(torch.tensor(0.0), gaps, mask, mask)
+    assert update.reduce(None)["gap_max"] == -1.0
+    nothing = UpdateMetrics()
+    nothing.add(torch.tensor(0.0), gaps, torch.zeros(3, dtype=torch.bool), mask)
+    assert nothing.reduce(None)["gap_max"] == 0.0
 
 
 def test_garbage_that_is_reported_twice_is_left_to_the_driver():
