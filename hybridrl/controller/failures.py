@@ -15,12 +15,13 @@ LOG_TAIL_LINES = 15
 
 
 class HostIdentity(NamedTuple):
-    """The location of a host: node address, process id, Ray's node id, and the model and memory
-    (bytes) of its accelerator, if it has one."""
+    """The location of a host: node address, process id, Ray's node id, and the name (as in
+    CUDA_VISIBLE_DEVICES), the model and the memory (bytes) of its GPU, if it has one."""
 
     address: str
     pid: int
     node: str = ""
+    gpu: str = ""
     model: str = ""
     memory: float = 0.0
 

@@ -87,6 +87,7 @@ class WorkerContext:
         role: Name of the group, for example `actor`.
         rank: This worker's number in its group of `world_size`.
         host: This host process's number in the job of `hosts`.
+        local_rank: This host's number among those of its node.
         device_kind: `cpu` or `cuda`.
         run_directory: Folder of the run; None when the run keeps no files.
         rendezvous: Where the ranks meet; None in the `inline` executor, which has one only.
@@ -97,6 +98,7 @@ class WorkerContext:
     world_size: int
     host: int = 0
     hosts: int = 1
+    local_rank: int = 0
     device_kind: str = "cpu"
     run_directory: Path | None = None
     rendezvous: Rendezvous | None = None

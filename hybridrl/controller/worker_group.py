@@ -94,6 +94,7 @@ class WorkerGroup:
                 world_size=len(self.devices),
                 host=device,
                 hosts=len(executor.cluster.devices),
+                local_rank=executor.cluster.devices[device].index,
                 device_kind=executor.cluster.kind,
                 run_directory=executor.run_directory,
             )

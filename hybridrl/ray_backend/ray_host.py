@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
+import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import CallRecord
@@ -31,7 +32,10 @@ from hybridrl.ray_backend.call_messages import (
 )
 from hybridrl.ray_backend.ray_import import actor_method, ignore_interrupts, ray
 from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
+from hybridrl.system import device_traits
+from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.garbage_collection import pause_garbage_collection
+from hybridrl.system.host_environment import THREADS, derive_host_environment
 from hybridrl.system.redaction import redact_output
 
 PRELOAD_METHOD = "preload"
@@ -57,6 +61,7 @@ class RayHost:
         _configure_network(ray.util.get_node_ip_address())
         with contextlib.suppress(OSError):  # no such folder here: then paths must be absolute
             os.chdir(folder)
+        self._gpu = next(map(str, ray.get_gpu_ids()), "")
         self._host = WorkerHost()
         self._around = HostLocality()
 
@@ -65,15 +70,23 @@ class RayHost:
         return self._host.listen(role, ray.util.get_node_ip_address())
 
     @actor_method(concurrency_group="health")
-    def identity(self, kind: str) -> HostIdentity:
+    def identity(self) -> HostIdentity:
         node = ray.get_runtime_context().get_node_id()
-        known = HostIdentity(ray.util.get_node_ip_address(), os.getpid(), node)
-        if kind == "cpu":  # of which the node has what it has
-            return known
-        from hybridrl.system.device_traits import read_gpu_name_and_memory
+        return HostIdentity(ray.util.get_node_ip_address(), os.getpid(), node, self._gpu)
 
-        model, memory = read_gpu_name_and_memory()
-        return known._replace(model=model, memory=memory)
+    @actor_method(concurrency_group="work")
+    def open_gpu(self, gpus: Sequence[str], gpus_of_node: int) -> tuple[str, float]:
+        """Set the environment of a host on a GPU, before anything here uses CUDA, and return the
+        GPU's name and memory.
+
+        Args:
+            gpus: The GPUs of this job on this node, in the order of hosts.
+            gpus_of_node: The number of all.
+        """
+        place, cores = gpus.index(self._gpu), count_usable_cores()
+        os.environ.update(derive_host_environment(gpus, place, cores, gpus_of_node, os.environ))
+        torch.set_num_threads(int(os.environ[THREADS]))  # torch was imported before
+        return device_traits.open_gpu(place)
 
     @actor_method(concurrency_group="work")
     def preload(self, modules: Sequence[str]) -> None:

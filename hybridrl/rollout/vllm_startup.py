@@ -17,8 +17,11 @@ from hybridrl.models.model_loading import load_model_config
 from hybridrl.quantization.rounded_matrix import NONE
 from hybridrl.rollout.rollout_engine import EngineSetup
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
+from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.host_environment import ALLOCATOR, COMPILE_THREADS, OLD_ALLOCATOR
 from hybridrl.system.shared_memory import lock_shared_memory
 
+_COMPILE_THREADS = os.environ.get(COMPILE_THREADS)
 # Read by vLLM when it is imported.
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine lives in this process
@@ -98,6 +101,10 @@ def start_vllm(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, 
         ConfigError: if it does not start, with the first of what vLLM says.
     """
     path, device = setup.path, setup.device
+    shares_memory = device.type != "cpu" and config.parallel.tp > 1
+    if shares_memory:
+        _check_visible_gpus(config.parallel.tp)
+        _set_expandable_segments(False)
     options = dict(config.engine_options)
     guesses, rounds = bool(options.get(SPECULATIVE_OPTION)), config.quantization
     _name_shared_memory(setup.job)
@@ -132,6 +139,38 @@ def start_vllm(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, 
     finally:
         torch.set_num_threads = set_threads  # vLLM replaces it on CPUs
         torch.set_num_threads(threads)
+        if shares_memory:
+            _set_expandable_segments(True)
+        if device.type != "cpu":
+            _restore_compile_threads()
+
+
+def _check_visible_gpus(tp: int) -> None:
+    if (seen := torch.accelerator.device_count()) < tp:
+        raise ConfigError(
+            f"rollout.parallel.tp={tp}: ranks that generate together have to see each other's "
+            f"GPUs, and CUDA shows this process {seen} of them (a process sees a single MIG "
+            f"instance). Set rollout.parallel.tp={seen}, or use whole GPUs."
+        )
+
+
+def _set_expandable_segments(allowed: bool) -> None:
+    """Set whether expandable segments are used where the environment asks for them. Ranks map each
+    other's memory by CUDA IPC in vLLM's all-reduce; with such segments vLLM ends the process."""
+    settings = os.environ.get(ALLOCATOR) or os.environ.get(OLD_ALLOCATOR) or ""
+    wanted, instead = "expandable_segments:True", "expandable_segments:False"
+    if wanted in settings:
+        torch._C._accelerator_setAllocatorSettings(
+            settings if allowed else settings.replace(wanted, instead)
+        )
+
+
+def _restore_compile_threads() -> None:
+    """Let layers that are trained be compiled with the threads of before vLLM's import, which sets
+    1. vLLM has compiled its own."""
+    from torch._inductor import config
+
+    config.compile_threads = int(_COMPILE_THREADS or count_usable_cores())
 
 
 def _by_device(config: RolloutConfig, device: torch.device, sleeps: bool) -> dict[str, Any]:

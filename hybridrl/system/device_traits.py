@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hybridrl.system.host_environment import bind_to_nearby_cores
+
 COLLECTIVE_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """torch.distributed back ends by kind of device; small CPU tensors travel by gloo everywhere."""
 
@@ -45,9 +47,20 @@ _ACCELERATOR_VALUES_PER_CHUNK = 1 << 26
 
 
 def read_gpu_name_and_memory() -> tuple[str, float]:
-    """Return the name of this process's first GPU and its memory in bytes."""
-    properties = torch.cuda.get_device_properties(0)
+    """Return the name of this process's current GPU and its memory in bytes."""
+    properties = torch.cuda.get_device_properties()
     return properties.name, float(properties.total_memory)
+
+
+def open_gpu(place: int) -> tuple[str, float]:
+    """Make the GPU at this index the current one, keep to the cores near it, and return its name
+    and memory."""
+    set_current_device("cuda", place)
+    found: Any = torch.cuda.get_device_properties()
+    bind_to_nearby_cores(
+        f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    )
+    return read_gpu_name_and_memory()
 
 
 def values_per_chunk(kind: str) -> int:
@@ -127,13 +140,15 @@ def default_bucket_bytes(kind: str) -> int:
 
 
 def set_current_device(kind: str, local_rank: int) -> torch.device:
-    """Make the device the current one of this process and return it.
+    """Make the device the current one of this thread and return it.
 
-    Ray shows each host process only its own GPU, so the index is 0 unless several are visible.
+    Args:
+        local_rank: The place of this process among those of its node, which see each other's GPUs
+            (see `host_environment`). One that sees a single GPU has that, whatever its place.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    index = local_rank % torch.accelerator.device_count()
+    index = local_rank if torch.accelerator.device_count() > 1 else 0
     torch.accelerator.set_device_index(index)
     return torch.device(kind, index)
 

@@ -24,6 +24,8 @@ from hybridrl.parallel.process_group import join_group_world
 from hybridrl.rewards.rubrics import load_rubric, read_row_rubric, rubric_score
 from hybridrl.rewards.scoring_round import group_neighbors
 from hybridrl.rollout import SamplingSettings
+from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.workers.engine_process import EngineProcess
 from hybridrl.workers.rollout_engines import build_inference_engine, setup_of
 from hybridrl.workers.training_engines import ModelSource
 
@@ -172,9 +174,12 @@ class LLMJudge:
             plan=None,
             memory_share=config.memory_share,
         )
-        self._engine = build_inference_engine(
-            setup_of(source, join_group_world(context), 0, f"{job}-judge"), settings
-        )
+        setup = setup_of(source, join_group_world(context), 0, f"{job}-judge")
+        self._engine: EngineProcess | RolloutEngine
+        if settings.engine == "vllm" and context.device_kind != "cpu":
+            self._engine = EngineProcess(context, setup, settings)
+        else:
+            self._engine = build_inference_engine(setup, settings)
 
     def grade(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None

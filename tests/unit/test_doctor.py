@@ -84,6 +84,15 @@ def test_two_kinds_of_vllm(installed):
     assert "overwrite each other's files" in said(packages.check())
 
 
+def test_a_vllm_without_the_kernels_of_flashinfer(installed, monkeypatch):
+    monkeypatch.setattr(packages.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    installed["flashinfer-python"] = "0.6.1"
+    assert "pip install flashinfer-cubin==0.6.1" in said(packages.check(), FindingState.NOTE)
+    installed["flashinfer-cubin"] = "0.6.1"
+    assert not said(packages.check(), FindingState.NOTE)
+
+
 # Imports, each in a process of its own.
 
 
@@ -124,6 +133,7 @@ def trial(**changed):
             FindingState.OK,
             "cuda:0: H100, 70 GiB of",
         ),
+        (trial(devices=[GPU]), {}, [CARD], FindingState.OK, "OMP_NUM_THREADS="),
         (trial(cuda=None), {}, [CARD], FindingState.NOTE, "torch is a build for CPUs"),
         (
             trial(said="The driver is too old."),

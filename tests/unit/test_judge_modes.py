@@ -9,6 +9,7 @@ import torch
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig
+from hybridrl.controller import WorkerContext
 from hybridrl.workers import llm_judge as judging
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
 from hybridrl.workers.training_engines import ModelSource
@@ -45,7 +46,9 @@ def make(monkeypatch):
         monkeypatch.setattr(judging, "join_group_world", lambda _: None)
         source = ModelSource("judge", "judge", "float32", 4096, (0,))
         config = JudgeConfig(path="judge", **settings)
-        return LLMJudge(None, JudgeSetup(source, RolloutConfig(), "job"), config), asked
+        return LLMJudge(
+            WorkerContext("reward", 0, 1), JudgeSetup(source, RolloutConfig(), "job"), config
+        ), asked
 
     return make
 
@@ -111,3 +114,23 @@ def test_no_rows_are_no_requests(make):
     for settings in ({}, {"mode": "rank"}, {"rubric_column": "rubric"}):
         judge, asked = make(by_length, **settings)
         assert len(judge.grade([])) == 0 and not asked
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "built"),
+    [
+        ("cuda", "vllm", "process of its own"),
+        ("cuda", "transformers", "here"),
+        ("cpu", "vllm", "here"),
+    ],
+)
+def test_on_a_gpu_the_vllm_of_a_judge_shares_no_process(kind, engine, built, monkeypatch):
+    """An actor's engine may sleep in this one."""
+    monkeypatch.setattr(judging, "load_tokenizer", lambda _: Characters())
+    monkeypatch.setattr(judging, "join_group_world", lambda _: None)
+    monkeypatch.setattr(judging, "build_inference_engine", lambda *_: "here")
+    monkeypatch.setattr(judging, "EngineProcess", lambda *_: "process of its own")
+    source = ModelSource("judge", "judge", "float32", 4096, (0,))
+    setup = JudgeSetup(source, RolloutConfig(engine=engine), "job")
+    context = WorkerContext("reward", 0, 1, device_kind=kind)
+    assert LLMJudge(context, setup, JudgeConfig(path="judge"))._engine == built

@@ -1,5 +1,7 @@
 """Cuts that cannot be are refused in a sentence that names the setting."""
 
+import contextlib
+
 import pytest
 from settings import configured
 from transformers import Qwen2Config
@@ -7,7 +9,7 @@ from transformers import Qwen2Config
 from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
 from hybridrl.checks.settings.training_checks import find_ineffective_encodings
 from hybridrl.errors import ConfigError
-from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot
 
 
 @pytest.mark.parametrize(
@@ -130,3 +132,22 @@ def test_sums_that_there_are_not_are_told(devices, overrides, said):
     assert len(found) == len(said)
     for sentence, words in zip(found, said, strict=True):
         assert words in sentence
+
+
+APART = "placement=separation"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tp", "overrides", "said"),
+    [
+        ("aabbbb", 2, [], None),
+        ("aabbbb", 3, [], "ranks 0 to 2 of `actor` would .* on different nodes [(]a, b[)]"),
+        ("aaabbb", 3, [APART, "placement.generation_devices=3"], None),
+        ("aaaaab", 2, [APART, "placement.generation_devices=2"], "0 to 1 of `generator`"),
+    ],
+)
+def test_ranks_that_generate_together_are_on_one_node(nodes, tp, overrides, said):
+    cluster = ClusterSpec([DeviceSlot("cpu", node, 0) for node in nodes])
+    config = configured([*overrides, f"rollout.parallel.tp={tp}"])
+    with pytest.raises(ConfigError, match=said) if said else contextlib.nullcontext():
+        resolve_placement(config, cluster)

@@ -76,9 +76,26 @@ def resolve_placement(
             setting,
             f"rollout.parallel.{'pp' if generation.pp > 1 else 'tp'}",
         )
+        tp = where.parallel.tp if name == GENERATOR_ROLE else generation.tp
+        _check_generating_ranks(cluster, name, where.devices, tp)
         if name != GENERATOR_ROLE:
             _check_model(config, cluster.kind, name, specs.get(name), where, setting)
     return placement
+
+
+def _check_generating_ranks(
+    cluster: ClusterSpec, role: str, devices: Sequence[int], tp: int
+) -> None:
+    """Refuse ranks that would generate together on several nodes."""
+    for start in range(0, len(devices), tp):
+        nodes = cluster.nodes_of(devices[start : start + tp])
+        if len(nodes) > 1:
+            raise ConfigError(
+                f"rollout.parallel.tp={tp}: ranks {start} to {start + tp - 1} of `{role}` would "
+                f"generate together, but are on different nodes ({', '.join(nodes)}). Set "
+                "rollout.parallel.tp to a divisor of the number of devices that the role has on "
+                "each node."
+            )
 
 
 def check_devices(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> None:

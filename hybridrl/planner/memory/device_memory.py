@@ -187,7 +187,7 @@ def _resident(planner: JobRoles, role: str, stage: int, memory: float) -> Memory
     judge = getattr(planner.config, str(kind)).judge if kind in SCORING_WORKERS else None
     if judge is not None and judge.path:
         if planner.sleeps:
-            found["judge"] = judge.memory_share * memory
+            found["judge"] = judge.memory_share * memory + _PROCESS_BYTES["cuda"]
         else:
             copy = generation_copy_bytes(load_model_shape(judge.path, planner.config))
             found["judge"] = copy + rollout.kv_cache_gib * GIB
