@@ -8,6 +8,7 @@ layouts, executed by another transport. All sizes are in elements.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -197,8 +198,8 @@ def _count(together: Iterable[RankPieces]) -> int:
 TensorSource = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""
 
-TensorSink = Callable[[str, tuple[int, ...], Tensor], None]
-"""(name of a local tensor of the target layout, start, values) puts values there. The values are
+TensorSink = Callable[[Sequence[Place], Sequence[Tensor]], None]
+"""(places in local tensors of the target layout, values of each) puts values there. The values are
 valid during the call only."""
 
 
@@ -223,36 +224,47 @@ class TransferTraffic:
 def make_tensor_sink(tensors: Mapping[str, Tensor]) -> TensorSink:
     """Return a sink that copies values into these tensors, cast to their dtype."""
 
-    def write(name: str, start: tuple[int, ...], values: Tensor) -> None:
-        slice_at(tensors[name], start, tuple(values.shape)).copy_(values)
+    def write(places: Sequence[Place], values: Sequence[Tensor]) -> None:
+        targets = [
+            slice_at(tensors[name], start, box.shape)
+            for (name, start), box in zip(places, values, strict=True)
+        ]
+        copy_boxes(targets, values)
 
     return write
 
 
-def slice_at(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+def copy_boxes(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy many small tensors, cast to the dtypes of their targets: one call from Python, and on a
+    GPU few kernels, where a call for each box would take longer than its bytes."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(values))
+
+
+def slice_at(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Return the part of `tensor` with this shape that begins at `start`."""
     return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
 
 
 @torch.no_grad()
-def pack_moves(moves: Iterable[TensorMove], read: TensorSource, buffer: Tensor) -> None:
+def pack_moves(moves: Sequence[TensorMove], read: TensorSource, buffer: Tensor) -> None:
     """Write the values of moves into a flat buffer, cast to its dtype, one after the other."""
-    at = 0
-    for move in moves:
-        size = box_numel(move.box)
-        values = _values(read, move.source, move.box)
-        buffer[at : at + size].view(values.shape).copy_(values)
-        at += size
+    values = [_values(read, move.source, move.box) for move in moves]
+    copy_boxes(_split_buffer(moves, buffer), values)
 
 
 @torch.no_grad()
-def unpack_moves(moves: Iterable[TensorMove], write: TensorSink, buffer: Tensor) -> None:
+def unpack_moves(moves: Sequence[TensorMove], write: TensorSink, buffer: Tensor) -> None:
     """Write the values in a buffer of `pack_moves` to the targets of the moves."""
-    at = 0
-    for move in moves:
-        size = box_numel(move.box)
-        write(*move.target, buffer[at : at + size].view(box_shape(move.box)))
-        at += size
+    write([move.target for move in moves], _split_buffer(moves, buffer))
+
+
+def _split_buffer(moves: Sequence[TensorMove], buffer: Tensor) -> list[Tensor]:
+    """Return the place of each move in a buffer that holds one after the other, in its shape."""
+    shapes = [box_shape(move.box) for move in moves]
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = buffer[: sum(sizes)].split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @torch.no_grad()
@@ -269,11 +281,19 @@ def copy_moves(
     Args:
         most: Elements that may be in memory a second time: those of one cast.
     """
-    copied = 0
+    copied = held = 0
+    places: list[Place] = []
+    values: list[Tensor] = []
     for whole in moves:
         for move in map(whole.part, split_box(whole.box, most)):
-            write(*move.target, _values(read, move.source, move.box).to(dtype))
-            copied += box_numel(move.box)
+            size = box_numel(move.box)
+            if held + size > most:
+                write(places, values)
+                places, values, held = [], [], 0
+            places.append(move.target)
+            values.append(_values(read, move.source, move.box).to(dtype))
+            copied, held = copied + size, held + size
+    write(places, values)
     return copied
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hybridrl.layout.boxes import Box, Piece, box_numel, box_shape
+from hybridrl.layout.boxes import Box, Piece, Place, box_numel, box_shape
+from hybridrl.layout.tensor_layout import copy_boxes, slice_at
 
 WeightPieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""
@@ -46,18 +48,26 @@ class WeightWriter:
             for name, held in group_by_tensor(pieces).items()
         }
 
-    @torch.no_grad()
     def write(self, tensor: str, start: tuple[int, ...], values: Tensor) -> None:
         """Copy `values`, of any dtype and device, to `start` of the engine's tensor `tensor`."""
-        if not values.numel():
-            return
-        place = tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))
-        self._target(tensor)[place].copy_(values)
-        self.missing[tensor] -= values.numel()
-        if self.missing[tensor] < 0:
-            raise RuntimeError(f"Elements of {tensor} were written twice.")
-        if self.missing[tensor] == 0:
-            self._complete(tensor)
+        self.write_boxes([Place(tensor, start)], [values])
+
+    @torch.no_grad()
+    def write_boxes(self, places: Sequence[Place], values: Sequence[Tensor]) -> None:
+        """Copy values, of any dtype and device, to places in the engine's tensors, all at once."""
+        filled = [pair for pair in zip(places, values, strict=True) if pair[1].numel()]
+        sizes: Counter[str] = Counter()
+        for (tensor, _), box in filled:
+            sizes[tensor] += box.numel()
+        whole = {tensor: self._target(tensor) for tensor in sizes}
+        targets = [slice_at(whole[tensor], start, box.shape) for (tensor, start), box in filled]
+        copy_boxes(targets, [box for _, box in filled])
+        for tensor, size in sizes.items():
+            self.missing[tensor] -= size
+            if self.missing[tensor] < 0:
+                raise RuntimeError(f"Elements of {tensor} were written twice.")
+            if self.missing[tensor] == 0:
+                self._complete(tensor)
 
     @torch.no_grad()
     def finish(self) -> None:
