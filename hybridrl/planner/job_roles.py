@@ -115,6 +115,7 @@ class JobRoles:
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
             moment=DTYPES[optimizer.moments].itemsize,
+            summed=DTYPES.get(parallel.gradients, DTYPES["float32"]).itemsize,
             by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
         )
 
