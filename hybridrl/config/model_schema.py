@@ -150,10 +150,10 @@ class ParallelConfig:
     nodes of known GPUs those of a node, if by the plan a step is quicker and memory has room."""
     gradients: Annotated[str, OneOf(*_GRADIENT_ENCODINGS)] = "full"
     """How gradients travel while they are summed over the ranks that share parameters: `full` in
-    float32; `bfloat16` in half as many bytes, each sum rounded to it; `int8` in about 4 times fewer;
+    float32; `bfloat16` in half the bytes, each sum rounded to it; `int8` in about 4 times fewer;
     `two_level_int4`: within a node so, then between nodes in 7.5 times fewer; `auto`: for each unit
-    of the model what is measured to be quickest, of all but `bfloat16`. Sums of these others are in
-    float32. For slow links; see docs/precision.md."""
+    what is measured to be quickest, of all but `bfloat16`. These others are added up in float32.
+    For slow links; see docs/precision.md."""
     weights: Annotated[str, OneOf(*_WEIGHT_ENCODINGS)] = "full"
     """How weights travel when they are gathered from the ranks that share them: `full`, in the
     precision of computation, each time; or `int4_difference`: once after each update, what it has
