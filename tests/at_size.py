@@ -304,10 +304,10 @@ class _Rollout:
     def writer(self):
         return self
 
-    def write_boxes(self, places, values):
+    def write_boxes(self, table, values):
         from hybridrl.layout.tensor_layout import make_tensor_sink
 
-        make_tensor_sink(self.tensors)(places, values)
+        make_tensor_sink(self.tensors)(table, values)
 
     def finish(self):
         pass

@@ -23,7 +23,7 @@ from hybridrl.engine.model_folder import (
     save_model_folder,
 )
 from hybridrl.layout.boxes import full_box, make_local_pieces
-from hybridrl.layout.tensor_layout import TensorLayout, copy_boxes, make_tensor_sink
+from hybridrl.layout.tensor_layout import TensorLayout, make_tensor_sink
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.models.activation_checkpointing import set_activation_checkpointing
 from hybridrl.models.lora import find_peft_names, has_adapters, merge_adapters
@@ -267,7 +267,8 @@ class ShardedModel:
                 part.to("cpu", torch.float32).mul(share).add_(average, alpha=1.0 - share)
                 for part, average in zip(parts, before, strict=True)
             ]
-            copy_boxes(parts, self._averages)
+            for part, average in zip(parts, self._averages, strict=True):
+                part.copy_(average)
         self.forget_rounded()
 
     def gather_anew(self) -> None:

@@ -8,7 +8,6 @@ layouts, executed by another transport. All sizes are in elements.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import LayoutError
+from hybridrl.layout.box_table import BoxTable
 from hybridrl.layout.boxes import (
     Box,
     Part,
@@ -27,7 +27,6 @@ from hybridrl.layout.boxes import (
     Place,
     RankPieces,
     box_numel,
-    box_shape,
     make_disjoint,
     split_box,
     subtract_boxes,
@@ -198,9 +197,9 @@ def _count(together: Iterable[RankPieces]) -> int:
 TensorSource = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""
 
-TensorSink = Callable[[Sequence[Place], Sequence[Tensor]], None]
-"""(places in local tensors of the target layout, values of each) puts values there. The values are
-valid during the call only."""
+TensorSink = Callable[[BoxTable, Tensor], None]
+"""(boxes in local tensors of the target layout, their values one after the other) puts values
+there. The values are valid during the call only."""
 
 
 @dataclass(frozen=True)
@@ -223,51 +222,21 @@ class TransferTraffic:
 
 def make_tensor_sink(tensors: Mapping[str, Tensor]) -> TensorSink:
     """Return a sink that copies values into these tensors, cast to their dtype."""
-
-    def write(places: Sequence[Place], values: Sequence[Tensor]) -> None:
-        targets = [
-            slice_at(tensors[name], start, box.shape)
-            for (name, start), box in zip(places, values, strict=True)
-        ]
-        copy_boxes(targets, values)
-
-    return write
+    return lambda table, values: table.write(tensors.__getitem__, values)
 
 
-def copy_boxes(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy many small tensors, cast to the dtypes of their targets: one call from Python, and on a
-    GPU few kernels, where a call for each box would take longer than its bytes."""
-    if targets:
-        torch._foreach_copy_(list(targets), list(values))
-
-
-def slice_at(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Return the part of `tensor` with this shape that begins at `start`."""
-    return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
-
-
-@torch.no_grad()
-def pack_moves(moves: Sequence[TensorMove], read: TensorSource, buffer: Tensor) -> None:
+def pack_moves(moves: Iterable[TensorMove], read: TensorSource, buffer: Tensor) -> None:
     """Write the values of moves into a flat buffer, cast to its dtype, one after the other."""
-    values = [_values(read, move.source, move.box) for move in moves]
-    copy_boxes(_split_buffer(moves, buffer), values)
+    moves = list(moves)
+    BoxTable([move.source for move in moves], [move.box for move in moves]).read(read, buffer)
 
 
-@torch.no_grad()
-def unpack_moves(moves: Sequence[TensorMove], write: TensorSink, buffer: Tensor) -> None:
+def unpack_moves(moves: Iterable[TensorMove], write: TensorSink, buffer: Tensor) -> None:
     """Write the values in a buffer of `pack_moves` to the targets of the moves."""
-    write([move.target for move in moves], _split_buffer(moves, buffer))
+    moves = list(moves)
+    write(BoxTable([move.target for move in moves], [move.box for move in moves]), buffer)
 
 
-def _split_buffer(moves: Sequence[TensorMove], buffer: Tensor) -> list[Tensor]:
-    """Return the place of each move in a buffer that holds one after the other, in its shape."""
-    shapes = [box_shape(move.box) for move in moves]
-    sizes = [math.prod(shape) for shape in shapes]
-    parts = buffer[: sum(sizes)].split(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-@torch.no_grad()
 def copy_moves(
     moves: Iterable[TensorMove],
     read: TensorSource,
@@ -279,23 +248,24 @@ def copy_moves(
     number of elements.
 
     Args:
-        most: Elements that may be in memory a second time: those of one cast.
+        most: Elements that may be in memory a second time.
     """
     copied = held = 0
-    places: list[Place] = []
-    values: list[Tensor] = []
+    together: list[TensorMove] = []
+
+    def copy() -> None:
+        if together:
+            buffer = torch.empty(held, dtype=dtype, device=read(together[0].source.tensor).device)
+            pack_moves(together, read, buffer)
+            unpack_moves(together, write, buffer)
+
     for whole in moves:
         for move in map(whole.part, split_box(whole.box, most)):
             size = box_numel(move.box)
             if held + size > most:
-                write(places, values)
-                places, values, held = [], [], 0
-            places.append(move.target)
-            values.append(_values(read, move.source, move.box).to(dtype))
+                copy()
+                together, held = [], 0
+            together.append(move)
             copied, held = copied + size, held + size
-    write(places, values)
+    copy()
     return copied
-
-
-def _values(read: TensorSource, source: Place, box: Box) -> Tensor:
-    return slice_at(read(source.tensor), source.start, box_shape(box))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybridrl.layout.box_table import BoxTable
 from hybridrl.layout.boxes import Box, Piece, Place, box_numel, box_shape
-from hybridrl.layout.tensor_layout import copy_boxes, slice_at
 
 WeightPieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""
@@ -50,19 +49,15 @@ class WeightWriter:
 
     def write(self, tensor: str, start: tuple[int, ...], values: Tensor) -> None:
         """Copy `values`, of any dtype and device, to `start` of the engine's tensor `tensor`."""
-        self.write_boxes([Place(tensor, start)], [values])
+        box = tuple((0, size) for size in values.shape)
+        self.write_boxes(BoxTable([Place(tensor, start)], [box]), values.reshape(-1))
 
     @torch.no_grad()
-    def write_boxes(self, places: Sequence[Place], values: Sequence[Tensor]) -> None:
-        """Copy values, of any dtype and device, to places in the engine's tensors, all at once."""
-        filled = [pair for pair in zip(places, values, strict=True) if pair[1].numel()]
-        sizes: Counter[str] = Counter()
-        for (tensor, _), box in filled:
-            sizes[tensor] += box.numel()
-        whole = {tensor: self._target(tensor) for tensor in sizes}
-        targets = [slice_at(whole[tensor], start, box.shape) for (tensor, start), box in filled]
-        copy_boxes(targets, [box for _, box in filled])
-        for tensor, size in sizes.items():
+    def write_boxes(self, table: BoxTable, values: Tensor) -> None:
+        """Copy values, of any dtype and device, to boxes in the engine's tensors, all at once."""
+        targets = {tensor: self._target(tensor) for tensor in table.sizes}
+        table.write(targets.__getitem__, values)
+        for tensor, size in table.sizes.items():
             self.missing[tensor] -= size
             if self.missing[tensor] < 0:
                 raise RuntimeError(f"Elements of {tensor} were written twice.")
