@@ -191,7 +191,7 @@ class DisaggregatedActor:
         packed = whole = self._trainer.pack_weights(method)
         if self._differs and method != "plain":
             whole = self._trainer.pack_whole_weights()
-        if not is_trial:
+        if not is_trial or method is None:
             return _PackedWeights(self._updates, self._packed, packed, whole)
         len(whole)  # waits for both
         trial = method, time.perf_counter() - begin
