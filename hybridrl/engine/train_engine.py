@@ -262,7 +262,7 @@ class TrainEngine(ShardedModel):
     def _pack(self, batch: Batch) -> PackedSamples:
         """Pack rows into samples for the model, or into this rank's part of them with sequence
         parallelism."""
-        samples = PackedSamples.of(batch, self.device, self.model.rows)
+        samples = PackedSamples.of(batch, self.device, self.model.rows, self.model.multiple)
         if self._sequence is None:
             return samples
         return self._sequence.split(samples, self.model.shift)

@@ -38,8 +38,11 @@ def test_a_small_job_takes_what_its_plan_says():
     train = small["phases"]["train"]
     # Two micro-batches; in each, gradients are summed once for every layer, and what is around.
     assert 2 * layers < train["collectives"]["reduce_scatter of 8"][0] <= 2 * (layers + 3)
-    # Two sums of the states in each layer forward, as many backward and in what is repeated.
-    assert cut["phases"]["train"]["collectives"]["allreduce of 2"][0] >= 2 * 2 * 3 * layers
+    # States are gathered before attention and MLP of each layer and summed and split after them,
+    # forward, in what is repeated (but for its last sum) and backward; and so at the two ends.
+    states = cut["phases"]["train"]["collectives"]
+    assert states["allgather of 2"][0] == 2 * (6 * layers + 2)
+    assert states["reduce_scatter of 2"][0] == 2 * (5 * layers + 1)
     assert train["waits"] <= WAITS
 
 
