@@ -111,8 +111,9 @@ def _choose_shards(
     """Choose to share parameters within each node, with copies on the others, where a step is then
     planned to be quicker and memory has room. A search for a placement compares both itself."""
     parallel = config.actor.parallel
-    known = cluster if cluster.rates_known else apply_vendor_rates(cluster)
-    if parallel.shards is not None or config.placement.strategy == "auto" or known is None:
+    if parallel.shards or config.placement.strategy == "auto" or len(cluster.nodes) == 1:
+        return []
+    if (known := cluster if cluster.rates_known else apply_vendor_rates(cluster)) is None:
         return []
     rates = DeviceRates.known(known, resolve_dtype(config, cluster.kind).model.dtype)
     try:
