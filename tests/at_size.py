@@ -24,8 +24,8 @@ from pathlib import Path
 
 GIB = 2**30
 PAGE = Path(__file__).parents[1] / "docs" / "sizing.md"
-LENGTHS = (1024, 3072)
-"""Tokens of a prompt and of a response."""
+TOKENS = 16384
+"""Of a micro-batch on a device."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,20 @@ class Job:
         model: Its values.
         devices: How many.
         settings: Of the job.
+        lengths: Tokens of a prompt and of a response.
     """
 
     kind: str
     model: dict
     devices: int
     settings: tuple[str, ...] = ()
+    lengths: tuple[int, int] = (1024, 3072)
+
+    def size(self, axis: str, usual: int = 1) -> int:
+        """Of the actor's cut."""
+        name = f"actor.parallel.{axis}="
+        found = (int(s.removeprefix(name)) for s in self.settings if s.startswith(name))
+        return next(found, usual)
 
 
 QWEN3_8B = {
@@ -82,10 +90,17 @@ LLAMA3_70B = {
 }
 SMALL = QWEN3_8B | {"num_hidden_layers": 4, "hidden_size": 1024, "intermediate_size": 4096}
 TP8 = ("actor.parallel.tp=8", "rollout.parallel.tp=8")
+LONG = ("actor.parallel.ulysses=8", "rollout.parallel.tp=8")
 JOBS = {
     "qwen3-8b-8": Job("Qwen3Config", QWEN3_8B, 8),
+    "qwen3-8b-8-128k": Job(
+        *("Qwen3Config", QWEN3_8B | {"max_position_embeddings": 131_072}, 8, LONG),
+        lengths=(1024, 130_048),
+    ),
+    "qwen3-30b-a3b-16": Job("Qwen3MoeConfig", QWEN3_30B_A3B, 16, ("rollout.parallel.tp=2",)),
     "qwen3-32b-64": Job("Qwen3Config", QWEN3_32B, 64, ("rollout.parallel.tp=2",)),
     "qwen3-30b-a3b-128": Job("Qwen3MoeConfig", QWEN3_30B_A3B, 128, ("rollout.parallel.tp=2",)),
+    "llama3-70b-64": Job("LlamaConfig", LLAMA3_70B, 64, TP8),
     "llama3-70b-128": Job("LlamaConfig", LLAMA3_70B, 128, TP8),
     "llama3-70b-1024": Job("LlamaConfig", LLAMA3_70B, 1024, TP8),
 }
@@ -93,6 +108,9 @@ OTHERS = {
     "small-8": Job("Qwen3Config", SMALL, 8),
     "small-16-tp2": Job("Qwen3Config", SMALL, 16, ("actor.parallel.tp=2", "rollout.parallel.tp=2")),
     "small-8-whole": Job("Qwen3Config", SMALL, 8, ("actor.gradient_checkpointing=false",)),
+    "small-8-bfloat16": Job(
+        *("Qwen3Config", SMALL, 8, ("actor.parallel.gradients=bfloat16", "actor.parallel.shards=4"))
+    ),
 }
 """Quick ones, for tests."""
 SETTINGS = (
@@ -101,10 +119,8 @@ SETTINGS = (
     "model.dtype=bfloat16",
     "actor.gradient_checkpointing=true",
     "actor.compile=false",  # what is not there cannot be compiled for
-    "actor.tokens_per_microbatch=16384",
-    f"data.max_prompt_tokens={LENGTHS[0]}",
-    f"rollout.max_tokens={LENGTHS[1]}",
-    "rollout.samples_per_prompt=8",
+    f"actor.tokens_per_microbatch={TOKENS}",
+    "rollout.samples_per_prompt=2",
 )
 
 
@@ -120,11 +136,13 @@ def rehearse(name: str, spy: tuple[str, int] | None = None) -> dict:
     job = (JOBS | OTHERS)[name]
     with tempfile.TemporaryDirectory(prefix="hybridrl-at-size-") as folder:
         getattr(transformers, job.kind)(**job.model).save_pretrained(folder)
-        # Two micro-batches of four samples for each rank that has rows of its own.
-        cut = [setting for setting in job.settings if setting.startswith("actor.parallel.tp=")]
-        rows = 8 * job.devices // int(cut[0].partition("=")[2] if cut else 1)
-        prompts = f"data.prompts_per_step={rows // 8}"
-        overrides = [*SETTINGS, *job.settings, prompts, f"model.path={folder}"]
+        # Two full micro-batches for each rank that has rows of its own.
+        sharing, (prompt, response) = job.size("ulysses"), job.lengths
+        rows = 2 * (TOKENS * sharing // (prompt + response))
+        rows *= job.devices // (job.size("tp") * sharing)
+        sizes = [f"data.max_prompt_tokens={prompt}", f"rollout.max_tokens={response}"]
+        prompts = f"data.prompts_per_step={rows // 2}"
+        overrides = [*SETTINGS, *job.settings, *sizes, prompts, f"model.path={folder}"]
         return _rehearse(job, folder, overrides, spy)
 
 
@@ -148,14 +166,16 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
     config = configured(overrides)
     planned, synced, rows = _planned(config, job.devices)
     join_as(0, job.devices)
-    batch = _batch(rows)
+    batch = _batch(rows * job.size("ulysses"), *job.lengths)
     objective = PolicyObjective("ppo_clip", {}, kl_coefficient=0.1, entropy_coefficient=0.0)
     seconds = {}
     with Accelerator(spy) as device:
         began = time.perf_counter()
         share = config.rollout.parallel.tp
         at = build_training_mesh(job.devices, config.actor.parallel, share)
-        mesh = ParallelMesh(at, DEVICE, config.actor.parallel.shards)
+        mesh = ParallelMesh(
+            at, DEVICE, config.actor.parallel.shards, config.actor.parallel.gradients
+        )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 load_model_config(folder), dtype=torch.float32, attn_implementation=PACKED_ATTENTION
@@ -249,15 +269,15 @@ def _planned(config, devices):
         "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync", memory).values()),
         "save": sum(there.values()),
     }
-    return found, planner.sync_bytes("actor"), train.total // round(planner.sizes.sample_tokens)
+    return found, planner.sync_bytes("actor"), train.total / planner.sizes.sample_tokens
 
 
-def _batch(rows: int):
+def _batch(rows: float, prompt: int, response: int):
     import torch
 
     from hybridrl.batch.batch import Batch, RaggedColumn
 
-    prompt, response = LENGTHS
+    rows = round(rows)
     bounds = torch.arange(rows + 1) * response
 
     def column(value):
@@ -284,9 +304,10 @@ class _Rollout:
     def writer(self):
         return self
 
-    def write(self, name, start, values):
-        place = tuple(slice(at, at + n) for at, n in zip(start, values.shape, strict=True))
-        self.tensors[name][place].copy_(values)
+    def write_boxes(self, table, values):
+        from hybridrl.layout.tensor_layout import make_tensor_sink
+
+        make_tensor_sink(self.tensors)(table, values)
 
     def finish(self):
         pass

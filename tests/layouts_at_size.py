@@ -40,7 +40,9 @@ def training_layout_of(engine):
     for rank in range(mesh.size):
         at = mesh.coordinates(rank)
         tp = at["tp"].index if "tp" in at else 0
-        with patch.object(DeviceMesh, "get_coordinate", lambda _, here=places[rank]: [here]):
+        copy, shard = divmod(places[rank], engine.mesh.data_ranks // engine.mesh.copies)
+        here = [copy, shard] if engine.mesh.copies > 1 else [shard]
+        with patch.object(DeviceMesh, "get_coordinate", lambda _, here=here: here):
             found = {}
             for names in alike.values():
                 one = find_parameter_pieces("", parameters[names[0]], engine.cuts.get(names[0]), tp)

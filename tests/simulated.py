@@ -212,7 +212,8 @@ class Accelerator(TorchDispatchMode):
         ):
             self._phase.waits += not kwargs.get("non_blocking")
             kind = kwargs.get("dtype") or tensors[0].dtype
-            return torch.ones(tensors[0].shape, dtype=kind)
+            came = getattr(tensors[0], "came_from", None)  # which is known, as bounds of samples
+            return torch.ones(tensors[0].shape, dtype=kind) if came is None else came.to(kind)
         args, kwargs = tree_map(self._faked, (args, kwargs))
         with self._fake:
             made = func(*args, **kwargs)
@@ -220,6 +221,8 @@ class Accelerator(TorchDispatchMode):
             for tensor in tree_leaves(made):
                 if isinstance(tensor, FakeTensor) and tensor.device.type == KIND:
                     self._count(tensor.untyped_storage(), str(func))
+        if func is aten._to_copy.default and not isinstance(came := leaves[0], FakeTensor):
+            made.came_from = came
         return made
 
     def _faked(self, value):

@@ -11,6 +11,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hybridrl.errors import ConfigError
 
 
@@ -23,10 +26,27 @@ def split_by_runs(values: Sequence[int], parts: int) -> list[range]:
     return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
+def compute_row_costs(
+    tokens: npt.NDArray[np.int64], attention_length: float
+) -> npt.NDArray[np.float64]:
+    """Return the work of each row, in tokens of a short one: linear for the products with a model's
+    parameters, quadratic for attention.
+
+    Args:
+        tokens: Of each row, prompt included.
+        attention_length: Tokens of a row whose attention takes as long as those products; infinite
+            for work that is linear.
+    """
+    return tokens * (1 + tokens / attention_length)
+
+
 _KEPT_SHARE = 0.95
 """Of the mean cost of a part, the share that it fills with its own rows in `balance_rows`. With
 256 parts of 8 rows of uneven length the costliest part came out 1.01 of the mean, and a part had
 rows of 2.3 blocks; the largest differencing method had 1.01, and rows of 7.9 blocks."""
+_EVEN = 1.02
+"""The costliest part over the mean, or over the costliest row if that is more, up to which parts
+may keep their rows; beyond it no row stays for the sake of its place."""
 
 
 def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -36,7 +56,7 @@ def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
     sides, so little moves when the rows of a block lie together. The costs of two parts never
     differ by more than the largest cost of a row. (A part keeps its costliest rows up to
     `_KEPT_SHARE` of the mean; the rest go, the costliest first, to the cheapest part: list
-    scheduling, Graham 1969.)
+    scheduling, Graham 1969. Where that leaves a part above `_EVEN`, all rows go.)
 
     Args:
         costs: Of each row; finite, 0 or more.
@@ -55,7 +75,16 @@ def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
             raise ConfigError(
                 f"Row {row} has a cost of {value}; expected a finite number, 0 or more."
             )
-    goal = _KEPT_SHARE * sum(values) / parts
+    mean = sum(values) / parts
+    lists, most = _deal(values, parts, _KEPT_SHARE * mean)
+    if most > _EVEN * max([mean, *values]):
+        lists, _ = _deal(values, parts, 0.0)
+    return lists
+
+
+def _deal(values: Sequence[float], parts: int, goal: float) -> tuple[list[list[int]], float]:
+    """Return the rows of each part, which keeps those of its block up to the cost `goal`, and the
+    cost of the costliest part."""
     lists: list[list[int]] = []
     loads: list[tuple[float, int]] = []
     moving: list[int] = []
@@ -64,7 +93,7 @@ def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
         load = 0.0
         mine: list[int] = []
         for row in sorted(block, key=lambda row: (-values[row], row)):
-            if load + values[row] <= goal or not mine:
+            if load + values[row] <= goal or (goal and not mine):
                 load += values[row]
                 mine.append(row)
             else:
@@ -76,4 +105,4 @@ def balance_rows(costs: Sequence[float], parts: int) -> list[list[int]]:
         load, part = loads[0]
         heapq.heapreplace(loads, (load + values[row], part))
         lists[part].append(row)
-    return [sorted(rows) for rows in lists]
+    return [sorted(rows) for rows in lists], max(loads)[0]

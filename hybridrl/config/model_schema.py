@@ -119,7 +119,7 @@ class LoraAdapterConfig:
     to, and the reference keeps them as they are there. null: new adapters."""
 
 
-_GRADIENT_ENCODINGS = ("full", "int8", "two_level_int4", "auto")
+_GRADIENT_ENCODINGS = ("full", "bfloat16", "int8", "two_level_int4", "auto")
 """What `actor.parallel.gradients` may be."""
 _WEIGHT_ENCODINGS = ("full", "int4_difference")
 """What `actor.parallel.weights` may be."""
@@ -145,13 +145,15 @@ class ParallelConfig:
     ring: PositiveInt = 1
     """Sequence parallel by blocks: keys and values are passed around so many devices."""
     shards: PositiveInt | None = None
-    """Data- and sequence-parallel ranks that share one copy of the parameters; null: all of them.
-    Fewer gather over shorter ways and take more memory (hybrid sharding)."""
+    """Data- and sequence-parallel ranks that share one copy of the parameters (hybrid sharding):
+    fewer gather over shorter ways and take more memory. null: all of them; of the actor on several
+    nodes of known GPUs those of a node, if by the plan a step is quicker and memory has room."""
     gradients: Annotated[str, OneOf(*_GRADIENT_ENCODINGS)] = "full"
     """How gradients travel while they are summed over the ranks that share parameters: `full` in
-    float32; `int8` in about 4 times fewer bytes; `two_level_int4`: within a node so, then between
-    nodes in 7.5 times fewer; `auto`: for each unit of the model what is measured to be quickest, of
-    these and others. Sums are in float32. For slow links; see docs/precision.md."""
+    float32; `bfloat16` in half the bytes, each sum rounded to it; `int8` in about 4 times fewer;
+    `two_level_int4`: within a node so, then between nodes in 7.5 times fewer; `auto`: for each unit
+    what is measured to be quickest, of all but `bfloat16`. These others are added up in float32.
+    For slow links; see docs/precision.md."""
     weights: Annotated[str, OneOf(*_WEIGHT_ENCODINGS)] = "full"
     """How weights travel when they are gathered from the ranks that share them: `full`, in the
     precision of computation, each time; or `int4_difference`: once after each update, what it has

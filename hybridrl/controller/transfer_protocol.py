@@ -8,14 +8,16 @@ and a worker may define another. The rows that a rank reads are a selection of i
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.row_balancing import balance_rows
+from hybridrl.batch.row_balancing import balance_rows, compute_row_costs
 from hybridrl.controller.group_call import UNKNOWN, ExpectedColumns, RequestedColumns, Rows
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.layout.rank_mesh import MeshCoordinate
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 BALANCE_TOLERANCE = 1.02
-"""The largest ratio of a part's tokens to the mean for which parts are blocks of consecutive rows;
+"""The largest ratio of a part's cost to the mean for which parts are blocks of consecutive rows;
 above it, rows are assigned one by one, which copies them."""
 
 
@@ -75,12 +77,17 @@ class RepeatSelection:
 class PartitionSelection:
     """A selection of part `index` of `parts`, its rows ascending. Groups of `rows_together`
     neighbouring rows are never separated. Every rank computes the same partition from the same
-    lengths."""
+    lengths.
+
+    Attributes:
+        attention_length: With `balance="tokens"`, see `compute_row_costs`.
+    """
 
     index: int
     parts: int
     balance: Literal["rows", "tokens"] = "rows"
     together: int = 1
+    attention_length: float = math.inf
 
     def known_rows(self, table: TableExpression) -> int | None:
         if self.balance == "tokens" or table.known_rows is None:
@@ -99,7 +106,8 @@ class PartitionSelection:
             units = np.arange(*self._block(count))
         else:
             tokens = sum(table.tokens().values(), start=np.zeros(count * self.together, np.int64))
-            units = self._balanced(tokens.reshape(count, self.together).sum(1))
+            costs = compute_row_costs(tokens, self.attention_length)
+            units = self._balanced(costs.reshape(count, self.together).sum(1))
         return (units[:, None] * self.together + np.arange(self.together)).reshape(-1)
 
     def _block(self, count: int) -> tuple[int, int]:
@@ -107,10 +115,10 @@ class PartitionSelection:
         many units."""
         return count * self.index // self.parts, count * (self.index + 1) // self.parts
 
-    def _balanced(self, tokens: Rows) -> Rows:
-        """Return the units of the part if all parts have about equally many tokens."""
-        count = len(tokens)
-        costs = tokens + 1  # so that rows without tokens spread evenly
+    def _balanced(self, costs: npt.NDArray[np.float64]) -> Rows:
+        """Return the units of the part if all parts cost about equally much."""
+        count = len(costs)
+        costs = costs + 1  # so that rows without tokens spread evenly
         ends = np.cumsum(costs)
         goals = ends[-1] * np.arange(1, self.parts) / self.parts
         edges = np.concatenate([[0], np.searchsorted(ends, goals, side="left") + 1, [count]])
@@ -135,7 +143,7 @@ class TransferProtocol:
         answers: `all`: the call returns one result per speaking rank. `one`: every rank computes
             the same, so the call returns the first speaker's result.
         balance: How rows are cut into parts: `rows` cuts consecutive blocks of equal count;
-            `tokens` balances the number of tokens.
+            `tokens` balances what their tokens cost the worker (`Worker.attention_length`).
         rows_together: So many neighbouring rows go to the same rank.
     """
 
@@ -264,14 +272,17 @@ class MethodTransfer:
     columns: ExpectedColumns
     rows: Callable[[Any], Rows] | None
 
-    def part(self, index: int, parts: int, copies: int) -> PartitionSelection:
+    def part(
+        self, index: int, parts: int, copies: int, attention_length: float = math.inf
+    ) -> PartitionSelection:
         """Return the selection of part `index` of `parts` of a batch.
 
         Args:
             copies: So many neighbouring rows of the batch are copies of one.
+            attention_length: Of the worker.
         """
         together = copies if self.copies_together else self.protocol.rows_together
-        return PartitionSelection(index, parts, self.protocol.balance, together)
+        return PartitionSelection(index, parts, self.protocol.balance, together, attention_length)
 
 
 def transfer(

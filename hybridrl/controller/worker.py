@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -121,6 +122,12 @@ class Worker:
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
         """Return where this rank stands on the axes of its meshes; the driver asks once."""
         return {"dp": MeshCoordinate(self.context.rank, self.context.world_size)}
+
+    @property
+    def attention_length(self) -> float:
+        """The length of a row, in tokens, whose attention takes as long as all else; rows are dealt
+        to ranks by it (see `compute_row_costs`). Infinite: work is linear in tokens."""
+        return math.inf
 
     def enter(self) -> None:
         """Make this role's state current where it is global to the process. Called before each

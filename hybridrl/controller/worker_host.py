@@ -140,7 +140,8 @@ class WorkerHost:
             nonlocal rows, first
             if not isinstance(argument, BatchRef):
                 return argument
-            part = transfer.part(mine.index, mine.parts, argument.node.copies)
+            copies = argument.node.copies
+            part = transfer.part(mine.index, mine.parts, copies, worker.attention_length)
             if first is None:
                 first = argument
                 rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)

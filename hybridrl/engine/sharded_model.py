@@ -45,7 +45,8 @@ from hybridrl.weights.collective_reshard import reshard_tensors
 
 
 class ShardedModel:
-    """A model that is split and sharded over the ranks of a mesh, in place, in float32.
+    """A model that is split and sharded over the ranks of a mesh, in place, in the precision of its
+    parameters: float32 if they are trained.
 
     Args:
         model: On the CPU or not read yet (on the meta device).
@@ -90,12 +91,17 @@ class ShardedModel:
             model = self._pipeline.cut(model, DTYPES[dtype])
         compile_layers(model, config.compile, device)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
-        self._reduce_once = is_small_model(model)
+        # They are added up in the precision in which they travel.
+        reduce_dtype = DTYPES.get(config.parallel.gradients, torch.float32)
+        self._reduce_once = is_small_model(model) and reduce_dtype is torch.float32
         # FSDP moves to the device what it shards, a module at a time: never the whole model.
         compressed = mesh.reduce_scatter if config.parallel.gradients != "full" else None
         self._measured = compressed if isinstance(compressed, MeasuredReduceScatter) else None
         self.model = apply_fsdp(
-            model, mesh.fsdp, DTYPES[dtype], offload=offload, reduce_scatter=compressed
+            *(model, mesh.fsdp, DTYPES[dtype]),
+            offload=offload,
+            reduce_scatter=compressed,
+            reduce_dtype=reduce_dtype,
         )
         self._units = list_fsdp_units(self.model)
         by_difference = config.parallel.weights != "full" and mesh.fsdp.size() > mesh.copies
@@ -103,6 +109,7 @@ class ShardedModel:
         if files is not None and is_unread(self.model.inner):
             place = torch.device("cpu") if offload else device
             materialize_parameters(self.model, files, self.cuts, mesh.index("tp"), place)
+        self._averages: list[Tensor] | None = None  # see `load`
         self._began: dict[str, Tensor] = {}
         if self.begins_with_adapters:
             self._began = {name: part.clone() for name, part in self._adapter_parts().items()}
@@ -244,17 +251,24 @@ class ShardedModel:
         `load_model_folder`. Every rank reads its own shards.
 
         Args:
-            share: Below 1: weights become this share of the folder's and the rest of their own.
+            share: Below 1: weights become this share of the folder's and the rest of their own. The
+                averages stay on the CPU in float32, or small steps would be rounded away.
         """
         self._drop_gathered()
         self.gather_anew()
-        own = [p.detach().clone() for p in self.model.parameters()] if share < 1.0 else None
+        parts = [to_local(parameter.detach()) for parameter in self.model.parameters()]
+        before = self._averages
+        if share < 1.0 and before is None:
+            before = [part.to("cpu", torch.float32, copy=True) for part in parts]
         load_model_folder(self.model.inner, folder, self.cuts, self.mesh.index("tp"))
-        with torch.no_grad():
-            for parameter, before in zip(
-                self.model.parameters(), own or (), strict=own is not None
-            ):
-                parameter.mul_(share).add_(before, alpha=1.0 - share)
+        self._averages = None
+        if share < 1.0 and before is not None:
+            self._averages = [
+                part.to("cpu", torch.float32).mul(share).add_(average, alpha=1.0 - share)
+                for part, average in zip(parts, before, strict=True)
+            ]
+            for part, average in zip(parts, self._averages, strict=True):
+                part.copy_(average)
         self.forget_rounded()
 
     def gather_anew(self) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridrl.algorithms import TokenLoss, TokenSegments
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.call_record import NonFiniteValue
+from hybridrl.batch.row_balancing import compute_row_costs
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.micro_batches import (
@@ -39,6 +40,7 @@ from hybridrl.models.expert_routing import (
     compute_router_balance,
     compute_router_metrics,
 )
+from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.packed_models import (
     PackedModel,
     PackedSamples,
@@ -75,6 +77,7 @@ class TrainEngine(ShardedModel):
         files: Of a model that is not read yet: every rank reads what is left to it.
 
     Attributes:
+        attention_length: Of the model, see `find_attention_length`.
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
         fault: Where the last of these had the first such number, as this rank saw it.
         rounding_seed: Of the stochastic rounding of a model that learns in 8 bits; each update
@@ -92,6 +95,7 @@ class TrainEngine(ShardedModel):
     ) -> None:
         check_rows_divisible(model.rows, mesh.size("ring") * mesh.size("ulysses"))
         self._routing = ExpertRouters.of(model.inner)
+        self.attention_length = find_attention_length(model.inner)
         super().__init__(model, mesh, device, dtype, config, files)
         self.fault: NonFiniteValue | None = None
         self.rounding_seed: int | None = None
@@ -258,7 +262,7 @@ class TrainEngine(ShardedModel):
     def _pack(self, batch: Batch) -> PackedSamples:
         """Pack rows into samples for the model, or into this rank's part of them with sequence
         parallelism."""
-        samples = PackedSamples.of(batch, self.device, self.model.rows)
+        samples = PackedSamples.of(batch, self.device, self.model.rows, self.model.multiple)
         if self._sequence is None:
             return samples
         return self._sequence.split(samples, self.model.shift)
@@ -310,8 +314,8 @@ class TrainEngine(ShardedModel):
 
     def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
         """Return the rows of each micro-batch within the token budget; equally many micro-batches
-        on every rank, because each is a round of collectives. A rank with too few rows gets empty
-        ones."""
+        on every rank, because each is a round of collectives, and the costliest first on each, so
+        that those of a round take about equally long. A rank with too few rows gets empty ones."""
         lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
         rows = lengths.reshape(-1, rows_together)
         is_padded = self.model.rows is SampleLayout.PADDED
@@ -327,6 +331,8 @@ class TrainEngine(ShardedModel):
             fullest = max(packed, key=len)
             packed.remove(fullest)
             packed += [fullest[::2], fullest[1::2]]
+        costs = compute_row_costs(lengths, self.attention_length).reshape(-1, rows_together).sum(1)
+        packed.sort(key=lambda units: -costs[units].sum())
         return [
             [unit * rows_together + row for unit in units for row in range(rows_together)]
             for units in packed

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import LayoutError
+from hybridrl.layout.box_table import BoxTable
 from hybridrl.layout.boxes import (
     Box,
     Part,
@@ -26,7 +27,6 @@ from hybridrl.layout.boxes import (
     Place,
     RankPieces,
     box_numel,
-    box_shape,
     make_disjoint,
     split_box,
     subtract_boxes,
@@ -197,9 +197,9 @@ def _count(together: Iterable[RankPieces]) -> int:
 TensorSource = Callable[[str], Tensor]
 """Name of a local tensor of the source layout to the tensor itself."""
 
-TensorSink = Callable[[str, tuple[int, ...], Tensor], None]
-"""(name of a local tensor of the target layout, start, values) puts values there. The values are
-valid during the call only."""
+TensorSink = Callable[[BoxTable, Tensor], None]
+"""(boxes in local tensors of the target layout, their values one after the other) puts values
+there. The values are valid during the call only."""
 
 
 @dataclass(frozen=True)
@@ -222,40 +222,21 @@ class TransferTraffic:
 
 def make_tensor_sink(tensors: Mapping[str, Tensor]) -> TensorSink:
     """Return a sink that copies values into these tensors, cast to their dtype."""
-
-    def write(name: str, start: tuple[int, ...], values: Tensor) -> None:
-        slice_at(tensors[name], start, tuple(values.shape)).copy_(values)
-
-    return write
+    return lambda table, values: table.write(tensors.__getitem__, values)
 
 
-def slice_at(tensor: Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-    """Return the part of `tensor` with this shape that begins at `start`."""
-    return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
-
-
-@torch.no_grad()
 def pack_moves(moves: Iterable[TensorMove], read: TensorSource, buffer: Tensor) -> None:
     """Write the values of moves into a flat buffer, cast to its dtype, one after the other."""
-    at = 0
-    for move in moves:
-        size = box_numel(move.box)
-        values = _values(read, move.source, move.box)
-        buffer[at : at + size].view(values.shape).copy_(values)
-        at += size
+    moves = list(moves)
+    BoxTable([move.source for move in moves], [move.box for move in moves]).read(read, buffer)
 
 
-@torch.no_grad()
 def unpack_moves(moves: Iterable[TensorMove], write: TensorSink, buffer: Tensor) -> None:
     """Write the values in a buffer of `pack_moves` to the targets of the moves."""
-    at = 0
-    for move in moves:
-        size = box_numel(move.box)
-        write(*move.target, buffer[at : at + size].view(box_shape(move.box)))
-        at += size
+    moves = list(moves)
+    write(BoxTable([move.target for move in moves], [move.box for move in moves]), buffer)
 
 
-@torch.no_grad()
 def copy_moves(
     moves: Iterable[TensorMove],
     read: TensorSource,
@@ -267,15 +248,24 @@ def copy_moves(
     number of elements.
 
     Args:
-        most: Elements that may be in memory a second time: those of one cast.
+        most: Elements that may be in memory a second time.
     """
-    copied = 0
+    copied = held = 0
+    together: list[TensorMove] = []
+
+    def copy() -> None:
+        if together:
+            buffer = torch.empty(held, dtype=dtype, device=read(together[0].source.tensor).device)
+            pack_moves(together, read, buffer)
+            unpack_moves(together, write, buffer)
+
     for whole in moves:
         for move in map(whole.part, split_box(whole.box, most)):
-            write(*move.target, _values(read, move.source, move.box).to(dtype))
-            copied += box_numel(move.box)
+            size = box_numel(move.box)
+            if held + size > most:
+                copy()
+                together, held = [], 0
+            together.append(move)
+            copied, held = copied + size, held + size
+    copy()
     return copied
-
-
-def _values(read: TensorSource, source: Place, box: Box) -> Tensor:
-    return slice_at(read(source.tensor), source.start, box_shape(box))

@@ -49,6 +49,11 @@ _SHARDED_WIDTH_FIELDS = (
 """What they call the widths that are cut over tensor-parallel ranks."""
 WITHOUT_CACHE = ("linear_attention", "mamba", "conv")
 """Kinds of layers whose states do not grow with a sample."""
+_WINDOWED = ("sliding_attention", "chunked_attention")
+"""Kinds of layers whose attention looks back a fixed way."""
+_ATTENTION_SLOWDOWN = 2.0
+"""Times as long as a matrix product that attention takes for an operation, as FlashAttention 2 does
+on an H100 (350 of 620 TFLOP/s)."""
 REPEATED = 0.9
 """Share of the layers that have their like a period later where a model counts as periodic."""
 
@@ -212,6 +217,25 @@ def _count(
         training=training.times(share),
         scoring=measure_token_bytes(shallow, deep, depths, trains=False).times(share),
     )
+
+
+def find_attention_length(model: PreTrainedModel) -> float:
+    """Return the length of a sample, in tokens, whose attention takes as long as its products with
+    parameters: about 25,000 for Qwen3-8B. Infinite for models without attention over all tokens.
+
+    Args:
+        model: Whole; its parameters may be on the meta device.
+    """
+    text = model.config.get_text_config()
+    types = getattr(text, "layer_types", None) or ("full_attention",) * text.num_hidden_layers
+    layers = sum(kind not in (*WITHOUT_CACHE, *_WINDOWED) for kind in types)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    tied = head is not None and head.weight is embedding
+    looked_up = 0 if tied else embedding.numel()
+    used = sum(p.numel() for p in model.parameters()) - _idle(model) - looked_up
+    # Causal: a token is compared with half of a sample, in scores and in values.
+    compared = _ATTENTION_SLOWDOWN * layers * _query_width(text) * _heads(text)
+    return used / compared if compared else math.inf
 
 
 def _layers(model: PreTrainedModel, number: int) -> Sequence[nn.Module]:

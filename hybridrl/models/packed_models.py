@@ -151,10 +151,15 @@ class PackedSamples:
 
     @classmethod
     def of(
-        cls, batch: Batch, device: torch.device, rows: SampleLayout = SampleLayout.PACKED
+        cls,
+        batch: Batch,
+        device: torch.device,
+        rows: SampleLayout = SampleLayout.PACKED,
+        multiple: int = 1,
     ) -> PackedSamples:
         """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
-        `teacher_ids` and `teacher_log_probs` if it has them).
+        `teacher_ids` and `teacher_log_probs` if it has them). A sample that nobody reads makes the
+        tokens of a packed row a multiple of a number.
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -164,6 +169,8 @@ class PackedSamples:
         bounds = bounds if len(batch) else torch.tensor([0, 1])
         if rows is SampleLayout.PADDED:
             bounds = torch.arange(len(bounds)) * bounds.diff().max()
+        elif lacking := -int(bounds[-1]) % multiple:
+            bounds = torch.cat([bounds, bounds[-1:] + lacking])
         tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
         starts = bounds[: len(batch)]
         prompt_places = concatenate_ranges(starts, prompts.lengths)
@@ -269,10 +276,12 @@ class PackedModel(nn.Module):
         rows: How its samples are laid out.
         shift: So many places after a response token's predictor it is read: 1 where the token
             itself stands.
+        multiple: Its rows have a multiple of so many tokens, see `PackedSamples.of`.
     """
 
     OUTPUTS: ClassVar[tuple[str, ...]]
     shift: int = 0
+    multiple: int = 1
 
     def __init__(self, inner: PreTrainedModel, rows: SampleLayout = SampleLayout.PACKED) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Collectives that torch.distributed does not have: a differentiable copy and sum, a gather that
-sends equal objects once, and the making of groups."""
+"""Collectives that torch.distributed does not have: differentiable copies, sums, gathers and
+splits, a gather that sends equal objects once, and the making of groups."""
 
 from __future__ import annotations
 
@@ -47,6 +47,73 @@ def reduce_from_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     """Return the sum of every rank's `x`, which all ranks use alike; the gradient passes through
     unchanged."""
     return _Sum.apply(x, group)
+
+
+def reduce_scatter_tensor(
+    out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
+) -> None:
+    """Call torch's own reduce-scatter under the name that it has in this version."""
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named(out, values, op=op, group=group)
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
+        ctx.group, ctx.summed = group, summed
+        return _gather_rows(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _take_rows(grad, ctx.group, ctx.summed), None, None
+
+
+class _SplitTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
+        ctx.group = group
+        return _take_rows(x, group, summed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _gather_rows(grad, ctx.group), None, None
+
+
+def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all ranks, `[1, rows, width]`, one rank's after the other's."""
+    whole = x.new_empty(group.size() * x.shape[1], x.shape[2])
+    dist.all_gather_into_tensor(whole, x[0].contiguous(), group=group)
+    return whole[None]
+
+
+def _take_rows(x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
+    """Return this rank's rows of `[1, rows, width]`: of the sum of every rank's `x`, or of `x`."""
+    if not summed:
+        return x.chunk(group.size(), 1)[group.rank()].contiguous()
+    mine = x.new_empty(x.shape[1] // group.size(), x.shape[2])
+    reduce_scatter_tensor(mine, x[0].contiguous(), dist.ReduceOp.SUM, group)
+    return mine[None]
+
+
+@torch.compiler.disable
+def gather_tokens(x: torch.Tensor, group: dist.ProcessGroup, *, summed: bool) -> torch.Tensor:
+    """Return the states of all tokens, `[1, tokens, width]`, of which every rank has equally many.
+
+    Args:
+        summed: Each rank uses them differently, so their gradients are summed in the backward; else
+            all use them alike.
+    """
+    return _GatherTokens.apply(x, group, summed)
+
+
+@torch.compiler.disable
+def split_tokens(x: torch.Tensor, group: dist.ProcessGroup, *, summed: bool) -> torch.Tensor:
+    """Return the states of this rank's tokens, of `[1, tokens, width]`.
+
+    Args:
+        summed: Of the sum of every rank's `x`; else `x` is equal on all ranks.
+    """
+    return _SplitTokens.apply(x, group, summed)
 
 
 def make_own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:

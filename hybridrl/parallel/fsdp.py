@@ -37,8 +37,9 @@ def apply_fsdp(
     *,
     offload: bool,
     reduce_scatter: GradientReduceScatter | None = None,
+    reduce_dtype: torch.dtype = torch.float32,
 ) -> PackedModel:
-    """Shard the float32 parameters over `mesh`, in place. Gradients are summed over it and not
+    """Shard the parameters over `mesh`, in place. Gradients are summed over it and not
     averaged: the weights of the global loss already divide by the tokens of all ranks.
 
     Each transformer layer is a unit that is gathered for its own computation and freed after it,
@@ -46,14 +47,16 @@ def apply_fsdp(
     to the last, with what else is left (the final norm). A small model is a single unit.
 
     Args:
-        dtype: Precision of computation; gradients are reduced in float32.
+        dtype: Precision of computation.
         offload: Keep the shards, their gradients and the optimizer state in CPU memory.
         reduce_scatter: Sums gradients over the last axis of `mesh`; None: torch's own, in full.
             One that measures does so here, which is collective.
+        reduce_dtype: Precision in which torch's own sums gradients. The sum is added to those of
+            other micro-batches in the precision of the parameters.
     """
     settings = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         "shard_placement_fn": partial(_dim_to_cut, shards=mesh.size(mesh.ndim - 1)),
     }

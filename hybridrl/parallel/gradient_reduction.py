@@ -47,12 +47,13 @@ def make_reduce_scatter(
         device: This rank's, on which `auto` measures; None: the CPU.
 
     Returns:
-        None for `full`, and for a rank that is in no row or alone in it: torch's own way.
+        None for `full` and `bfloat16`, which are torch's own way, and for a rank that is in no row
+        or alone in it.
 
     Raises:
         ConfigError: on every rank, if two levels cannot be made of the rows.
     """
-    if kind == "full" or len(rows[0]) == 1:
+    if kind in ("full", "bfloat16") or len(rows[0]) == 1:
         return None
     rows = [sorted(row) for row in rows]
     if kind == "int8":

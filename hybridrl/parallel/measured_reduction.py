@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from hybridrl.parallel.collectives import reduce_scatter_tensor
 from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, PlainAllocation
 from hybridrl.parallel.reduction_choice import (
     NO_OVERLAP,
@@ -30,7 +31,6 @@ from hybridrl.parallel.reduction_timing import (
     ReductionMethod,
     all_reduce_figures,
     measure_methods,
-    reduce_scatter_tensor,
 )
 from hybridrl.system.device_traits import TimingEvent
 from hybridrl.system.measured_choice import MeasuredChoice

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridrl.parallel.collectives import reduce_scatter_tensor
 from hybridrl.parallel.compressed_collectives import CompressedReduceScatter, ReductionHop
 from hybridrl.parallel.reduction_choice import (
     FULL_REDUCTION,
@@ -76,14 +77,6 @@ def measure_methods(
             share /= hop.group.size()
         found.append(MethodCost(way.name, tuple(parts)))
     return found
-
-
-def reduce_scatter_tensor(
-    out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
-) -> None:
-    """Call torch's own reduce-scatter under the name that it has in this version."""
-    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    named(out, values, op=op, group=group)
 
 
 def all_reduce_figures(

@@ -70,6 +70,7 @@ class StagedModel(nn.Module):
         self.model = model
         self.dtype = dtype
         self.OUTPUTS, self.shift, self.rows = model.OUTPUTS, model.shift, model.rows
+        self.multiple = model.multiple
         self.shapes = model.shapes
         inner, base = model.inner, decoder_of(model.inner)
         if has_adapters(inner):

@@ -2,15 +2,18 @@
 arXiv:1909.08053), by the plan that transformers models carry.
 
 The parameters stay plain tensors, smaller ones, so FSDP, the optimizer and the packed forward treat
-them as any others. Between two layers activations are alike on every rank; inside attention and MLP
-each rank has its own heads and columns, of every expert where there are several. The vocabulary is
-cut as well.
+them as any others. Inside attention and MLP each rank has its own heads and columns, of every
+expert where there are several. Between them it has the states of its own part of the tokens
+(Korthikanti et al. 2022, arXiv:2205.05198) where no other axis cuts model or tokens, else of all.
+The vocabulary is cut as well.
 """
 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +25,13 @@ from transformers import PretrainedConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard
-from hybridrl.models.packed_models import CausalPolicy, PackedModel
-from hybridrl.parallel.collectives import copy_to_region, reduce_from_region
+from hybridrl.models.packed_models import CausalPolicy, PackedModel, SampleLayout
+from hybridrl.parallel.collectives import (
+    copy_to_region,
+    gather_tokens,
+    reduce_from_region,
+    split_tokens,
+)
 from hybridrl.parallel.process_group import ParallelMesh
 
 _EXPERTS_STYLE, _PACKED_STYLE = "moe_tp_experts", "packed_colwise"
@@ -36,6 +44,7 @@ _TIED_EMBEDDING_STYLE = "embedding_rowwise"
 _EXPERT_ALIGNMENT = 8
 """Columns of an expert: torch's grouped matrix product wants rows of whole 16 bytes."""
 _KEY_VALUE_MODULES = ("k_proj", "v_proj")
+_Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,17 +142,21 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
     key_value_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     shared = max(1, size // key_value_heads)
     names = {module: name for name, module in inner.named_modules()}
-    base = decoder_of(inner)
-    parents: dict[nn.Module, None] = {}  # of what is cut in columns
-    for path, module in base.named_modules():
-        style = _style(config.base_model_tp_plan, path)
-        if style is None:
-            continue
-        if style == "colwise":
-            parents[base.get_submodule(path.rpartition(".")[0])] = None
+    base, plan = decoder_of(inner), config.base_model_tp_plan
+    styles = {path: style for path, _ in base.named_modules() if (style := _style(plan, path))}
+    mixtures = {_parent(path) for path, style in styles.items() if style == _EXPERTS_STYLE}
+    parents = dict.fromkeys(_parent(path) for path, style in styles.items() if style == "colwise")
+    regions = {path for path in parents if not _is_in(path, mixtures)} | mixtures
+    copy, add = partial(copy_to_region, group=group), partial(reduce_from_region, group=group)
+    enter, leave = copy, add
+    if splits := _may_split_tokens(model, mesh, regions):
+        enter = partial(gather_tokens, group=group, summed=True)
+        leave = partial(split_tokens, group=group, summed=True)
+    for path, style in styles.items():
+        module = base.get_submodule(path)
         name = names[module]
         if style == _EXPERTS_STYLE:
-            _cut_experts(module, path, name, config.base_model_tp_plan, mesh, done)
+            _cut_experts(module, path, name, plan, mesh, done)
             continue
         if style == "replicated_with_grad_allreduce":
             done.partial += [f"{name}.{leaf}" for leaf, _ in module.named_parameters()]
@@ -152,17 +165,72 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
         parts = size // shared if is_shared else size
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if style == "rowwise" and leaf == "bias":
+                done.partial += [f"{name}.{leaf}"] if splits and not _is_in(path, mixtures) else []
                 continue
             found = _even_cut(tuple(parameter.shape), 0 if style == "colwise" else 1, size, parts)
             done.keep_part(module, leaf, name, found, rank)
             if is_shared:
                 done.partial.append(f"{name}.{leaf}")
         if style == "rowwise":
-            _sum_output(module, group)
-    for parent in parents:
-        parent.register_forward_pre_hook(_copy_input(group), with_kwargs=True)
-    _cut_vocabulary(model, group, rank, size, names, done)
+            _sum_output(module, add if _is_in(path, mixtures) else leave)
+    for path in parents:
+        hook = _change_input(copy if _is_in(path, mixtures) else enter)
+        base.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+    if splits:
+        _split_tokens_between(regions, mixtures, model, group, names, done)
+    _cut_vocabulary(model, rank, size, names, done, group, leave)
     return done
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _is_in(path: str, modules: Iterable[str]) -> bool:
+    return any(path == module or path.startswith(f"{module}.") for module in modules)
+
+
+def _may_split_tokens(model: PackedModel, mesh: ParallelMesh, regions: Iterable[str]) -> bool:
+    """Return whether each rank has its own part of the tokens between attention and MLPs: where no
+    other axis cuts model or tokens, and these are direct parts of the layers."""
+    alone = mesh.size("pp") * mesh.size("ring", "ulysses") == 1
+    is_packed = model.rows is SampleLayout.PACKED
+    return alone and is_packed and all(path.count(".") == 2 for path in regions)
+
+
+def _split_tokens_between(
+    regions: Iterable[str],
+    mixtures: Iterable[str],
+    model: PackedModel,
+    group: dist.ProcessGroup,
+    names: Mapping[nn.Module, str],
+    done: TensorParallelCuts,
+) -> None:
+    """Add the gathers and splits of tokens that a model needs besides those of attention and dense
+    MLPs, and mark the parameters that each rank uses for its own tokens."""
+    base = decoder_of(model.inner)
+    gather = partial(gather_tokens, group=group, summed=False)
+
+    def split_output(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return split_tokens(output[0], group, summed=False), *output[1:]
+        return split_tokens(output, group, summed=False)
+
+    def gather_output(_: nn.Module, __: Any, output: Any) -> Any:
+        output.last_hidden_state = gather(output.last_hidden_state)
+        return output
+
+    for path in mixtures:  # whose routers look at all tokens
+        module = base.get_submodule(path)
+        module.register_forward_pre_hook(_change_input(gather), with_kwargs=True)
+        module.register_forward_hook(split_output)
+    base.register_forward_hook(gather_output)
+    model.multiple = group.size()
+    for path, module in base.named_modules():
+        if not _is_in(path, regions) and module is not model.inner.get_input_embeddings():
+            own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
+            done.partial += [f"{names[module]}.{leaf}" for leaf in own]
+    done.partial = list(dict.fromkeys(done.partial))
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:
@@ -222,21 +290,20 @@ def _cut_experts(
     experts.register_forward_hook(lambda _, __, output: reduce_from_region(output, group))
 
 
-def _copy_input(group: dist.ProcessGroup) -> Any:
-    """Return a hook that copies the input of attention or MLP to the region: activations are equal
-    on all ranks, and each rank's heads or columns contribute to their gradient."""
+def _change_input(change: _Change) -> Any:
+    """Return a hook that changes the states that attention, an MLP or a mixture gets."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (copy_to_region(args[0], group), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": copy_to_region(kwargs["hidden_states"], group)}
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
 
     return hook
 
 
-def _sum_output(linear: nn.Linear, group: dist.ProcessGroup) -> None:
+def _sum_output(linear: nn.Linear, leave: _Change) -> None:
     def forward(x: Tensor) -> Tensor:
-        found = reduce_from_region(F.linear(x, linear.weight), group)
+        found = leave(F.linear(x, linear.weight))
         return found if linear.bias is None else found + linear.bias
 
     linear.forward = forward  # type: ignore[method-assign]
@@ -244,11 +311,12 @@ def _sum_output(linear: nn.Linear, group: dist.ProcessGroup) -> None:
 
 def _cut_vocabulary(
     model: PackedModel,
-    group: dist.ProcessGroup,
     rank: int,
     size: int,
-    names: dict[nn.Module, str],
+    names: Mapping[nn.Module, str],
     done: TensorParallelCuts,
+    group: dist.ProcessGroup,
+    leave: _Change,
 ) -> None:
     """Split the embedding and the output embedding of a language model along the vocabulary."""
     embedding, head = model.inner.get_input_embeddings(), model.inner.get_output_embeddings()
@@ -264,7 +332,7 @@ def _cut_vocabulary(
     def embed(ids: Tensor) -> Tensor:
         mine = (ids >= start) & (ids < stop)
         vectors = F.embedding(torch.where(mine, ids - start, 0), embedding.weight, padding)
-        return reduce_from_region(vectors * mine[..., None], group)
+        return leave(vectors * mine[..., None])
 
     embedding.forward = embed
     if isinstance(model, CausalPolicy):

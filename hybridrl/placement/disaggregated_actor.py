@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from hybridrl.system.deferred_interrupts import interrupts_deferred
 STREAM_PARTS = 4
 """The number of parts in which samples leave the generator, so that some are scored while others
 are still generated."""
+_TRIALS = 2
+"""Of each way to pack weights, where the faster one is found by measuring; the best one counts."""
 
 
 def choose_weight_transport(config: Config, devices: Iterable[DeviceSlot]) -> tuple[bool, str]:
@@ -29,8 +32,6 @@ def choose_weight_transport(config: Config, devices: Iterable[DeviceSlot]) -> tu
     store = flow.transport == "store" or (flow.transport == "auto" and flow.staleness > 1)
     if method == "auto" and len({device.node for device in devices}) == 1:
         method = "full"  # within a node to copy is quicker than to encode
-    elif method == "auto" and store:
-        method = "delta"  # parcels are made without knowing how long they will be on their way
     return store, method
 
 
@@ -71,6 +72,9 @@ class DisaggregatedActor:
         self._on_their_way = 0  # the number of updates in the weights that were last sent
         self._sent = 0  # times
         self._differs = weight_sync != "full"
+        self._seconds: dict[str, list[float]] | None = None  # of parcels, by how they are packed
+        if store and weight_sync == "auto":
+            self._seconds = {"full": [], "delta": []}
         self._is_rough = weight_sync in LOSSY_WEIGHT_SYNCS
         self._packed = self._loaded = 0  # times, and which of them the generator has
         self._parcels: deque[_PackedWeights] = deque()
@@ -182,19 +186,47 @@ class DisaggregatedActor:
         if not self._updates:
             return _PackedWeights(0, 0, None, None)
         self._packed += 1
-        packed = self._trainer.pack_weights()
-        whole = self._trainer.pack_whole_weights() if self._differs else packed
-        return _PackedWeights(self._updates, self._packed, packed, whole)
+        method, is_trial = self._choose_method()
+        if is_trial:
+            self._trainer.policy_version().get()  # what it did before is no part of the time
+        begin = time.perf_counter()
+        packed = whole = self._trainer.pack_weights(method)
+        if self._differs and method != "plain":
+            whole = self._trainer.pack_whole_weights()
+        if not is_trial or method is None:
+            return _PackedWeights(self._updates, self._packed, packed, whole)
+        len(whole)  # waits for both
+        trial = method, time.perf_counter() - begin
+        return _PackedWeights(self._updates, self._packed, packed, whole, trial)
+
+    def _choose_method(self) -> tuple[str | None, bool]:
+        """Return how the next parcels are packed (None: as is set), and whether that is a trial:
+        with `rollout.weight_sync=auto` the first parcels are packed whole and as differences by
+        turns, and later ones in the way that took less time, from packing to loading."""
+        if self._seconds is None:
+            return None, False
+        full, delta = self._seconds["full"], self._seconds["delta"]
+        if len(delta) < _TRIALS:  # which need whole values, with a record of them, to differ from
+            return ("full" if len(full) <= len(delta) else "delta"), True
+        return ("plain" if min(full) <= min(delta) else "delta"), False
 
     def _load(self, parcels: _PackedWeights) -> None:
         if parcels.updates == self._on_their_way:
             return
+        if parcels.trial is not None:
+            self._generator.receive_weights(0).get()  # what it did before is no part of the time
+        begin = time.perf_counter()
         # Differences are differences to the weights that were packed just before.
         follows = parcels.number == self._loaded + 1
-        self._generator.load_weights(parcels.packed if follows else parcels.whole, parcels.updates)
-        if self._differs:
-            self._generator.complete_weights(parcels.whole)
+        table = parcels.packed if follows else parcels.whole
+        loading = self._generator.load_weights(table, parcels.updates)
+        if parcels.packed is not parcels.whole:
+            loading = self._generator.complete_weights(parcels.whole)
         self._on_their_way, self._loaded = parcels.updates, parcels.number
+        if self._seconds is not None and parcels.trial is not None:
+            loading.get()
+            method, packing = parcels.trial
+            self._seconds[method].append(packing + time.perf_counter() - begin)
 
 
 class _PackedWeights(NamedTuple):
@@ -204,9 +236,11 @@ class _PackedWeights(NamedTuple):
         updates: In these weights.
         number: Of the packing, from 1.
         packed, whole: The same weights, as differences if these are wanted, and as they are.
+        trial: How they were packed and the seconds that it took, where ways are compared.
     """
 
     updates: int
     number: int
     packed: BatchRef | None
     whole: BatchRef | None
+    trial: tuple[str, float] | None = None

@@ -4,7 +4,8 @@ does not fit. Each is planned before it is proposed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.config.changed import Setting, apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, NotPlannedError
+from hybridrl.placement import ACTOR_ROLE
+from hybridrl.planner.computation_dtype import resolve_dtype
+from hybridrl.planner.machine.cluster_rates import apply_vendor_rates
+from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.step.step_calls import SampleLengths
 from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.system.cpu_cores import count_usable_cores
@@ -45,7 +50,8 @@ def choose_automatic_settings(
     *,
     is_elsewhere: bool = False,
 ) -> list[Setting]:
-    """Choose `actor.tokens_per_microbatch` and `reward.processes` where they are null.
+    """Choose `actor.tokens_per_microbatch`, `actor.parallel.shards` and `reward.processes` where
+    they are null.
 
     Micro-batches get the most tokens with which the job has room, of powers of two; a search for a
     placement begins with the most of all, and lowers it where that lacks memory.
@@ -62,8 +68,18 @@ def choose_automatic_settings(
         # The cores that each device has beside the one that its own program takes.
         cores = count_usable_cores() // cluster.devices_per_node
         found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
-    if config.actor.tokens_per_microbatch is not None:
-        return found
+    if config.actor.tokens_per_microbatch is None:
+        found += _choose_tokens(config, cluster, lengths, roles, found)
+    return found + _choose_shards(config, cluster, lengths, roles, found)
+
+
+def _choose_tokens(
+    config: Config,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None,
+    roles: Mapping[str, RoleSpec] | None,
+    chosen: list[Setting],
+) -> list[Setting]:
     data, rollout = config.data, config.rollout
     allowed = data.max_prompt_tokens + max(rollout.max_tokens, data.max_response_tokens or 0)
     longest = 2 * (allowed if lengths is None else lengths.prompt + lengths.longest)  # of a pair
@@ -71,10 +87,10 @@ def choose_automatic_settings(
     while tokens < longest:
         tokens *= 2
     if config.placement.strategy == "auto":
-        return [*found, (TOKENS, tokens)]
+        return [(TOKENS, tokens)]
     for less in _halved(tokens, longest):
         try:
-            settings = [*found, (TOKENS, tokens)]
+            settings = [*chosen, (TOKENS, tokens)]
             if _planned(config, cluster, lengths, roles, settings).fits(FILLED):
                 break
         except NotPlannedError:  # so few tokens are safest
@@ -82,7 +98,37 @@ def choose_automatic_settings(
         except ConfigError:  # told when the job is placed
             break
         tokens = less
-    return [*found, (TOKENS, tokens)]
+    return [(TOKENS, tokens)]
+
+
+def _choose_shards(
+    config: Config,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None,
+    roles: Mapping[str, RoleSpec] | None,
+    chosen: list[Setting],
+) -> list[Setting]:
+    """Choose to share parameters within each node, with copies on the others, where a step is then
+    planned to be quicker and memory has room. A search for a placement compares both itself."""
+    parallel = config.actor.parallel
+    if parallel.shards or config.placement.strategy == "auto" or len(cluster.nodes) == 1:
+        return []
+    if (known := cluster if cluster.rates_known else apply_vendor_rates(cluster)) is None:
+        return []
+    rates = DeviceRates.known(known, resolve_dtype(config, cluster.kind).model.dtype)
+    try:
+        apart = _planned(config, cluster, lengths, roles, chosen, rates)
+        place = apart.placement.roles.get(ACTOR_ROLE)
+        nodes = Counter(cluster.devices[device].node for device in place.devices) if place else {}
+        near, rest = divmod(min(nodes.values(), default=0), parallel.tp * parallel.pp)
+        if len(nodes) == 1 or near < 2 or rest or len(set(nodes.values())) > 1:
+            return []
+        setting = ("actor.parallel.shards", near)
+        copied = _planned(config, cluster, lengths, roles, [*chosen, setting], rates)
+    except (ConfigError, NotPlannedError):  # told when the job is placed
+        return []
+    quicker = copied.times and apart.times and copied.times.step < apart.times.step
+    return [setting] if quicker and copied.fits(FILLED) else []
 
 
 def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting, ...]]:
@@ -213,13 +259,14 @@ def _planned(
     lengths: SampleLengths | None,
     roles: Mapping[str, RoleSpec] | None,
     settings: list[Setting],
+    rates: Sequence[DeviceRates] | None = None,
 ) -> JobPlan:
     """Plan a job with these settings; raises a ConfigError where there is no such job."""
     from hybridrl.planner.job_plan import build_job_plan
 
     config = apply_changes(config, settings)
     placement = resolve_placement(config, cluster, roles)
-    return build_job_plan(config, cluster, placement, lengths, roles=roles)
+    return build_job_plan(config, cluster, placement, lengths, rates, roles)
 
 
 def _replanned(plan: JobPlan, settings: list[Setting]) -> JobPlan | None:

@@ -99,6 +99,10 @@ class JobRoles:
     def _part_of(self, role: str, stage: int) -> ModelPart:
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
         parallel, is_cuda = place.parallel, self.cluster.is_cuda
+        if parallel.tp > 1 and parallel.pp * parallel.ring * parallel.ulysses == 1:
+            # Of the states between layers each rank keeps those of its own tokens.
+            kept = shape.training.per_layer - (1 - 1 / parallel.tp) * shape.hidden * shape.item
+            shape = replace(shape, training=replace(shape.training, per_layer=max(0.0, kept)))
         optimizer = parse_role_model(self.config, role).optimizer_of(actor.optimizer)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
@@ -115,6 +119,7 @@ class JobRoles:
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
             moment=DTYPES[optimizer.moments].itemsize,
+            summed=DTYPES.get(parallel.gradients, DTYPES["float32"]).itemsize,
             by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
         )
 

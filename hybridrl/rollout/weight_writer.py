@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.layout.boxes import Box, Piece, box_numel, box_shape
+from hybridrl.layout.box_table import BoxTable
+from hybridrl.layout.boxes import Box, Piece, Place, box_numel, box_shape
 
 WeightPieces = Mapping[str, tuple[Piece, ...]]
 """Checkpoint name to the boxes of that tensor that this rank's engine holds."""
@@ -46,18 +47,22 @@ class WeightWriter:
             for name, held in group_by_tensor(pieces).items()
         }
 
-    @torch.no_grad()
     def write(self, tensor: str, start: tuple[int, ...], values: Tensor) -> None:
         """Copy `values`, of any dtype and device, to `start` of the engine's tensor `tensor`."""
-        if not values.numel():
-            return
-        place = tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))
-        self._target(tensor)[place].copy_(values)
-        self.missing[tensor] -= values.numel()
-        if self.missing[tensor] < 0:
-            raise RuntimeError(f"Elements of {tensor} were written twice.")
-        if self.missing[tensor] == 0:
-            self._complete(tensor)
+        box = tuple((0, size) for size in values.shape)
+        self.write_boxes(BoxTable([Place(tensor, start)], [box]), values.reshape(-1))
+
+    @torch.no_grad()
+    def write_boxes(self, table: BoxTable, values: Tensor) -> None:
+        """Copy values, of any dtype and device, to boxes in the engine's tensors, all at once."""
+        targets = {tensor: self._target(tensor) for tensor in table.sizes}
+        table.write(targets.__getitem__, values)
+        for tensor, size in table.sizes.items():
+            self.missing[tensor] -= size
+            if self.missing[tensor] < 0:
+                raise RuntimeError(f"Elements of {tensor} were written twice.")
+            if self.missing[tensor] == 0:
+                self._complete(tensor)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -84,6 +84,11 @@ class ParcelDecoder:
         """Start a new version, for which all parcels are missing."""
         self.lacking = list(self._receiver.wanted)
 
+    def forget(self) -> None:
+        """Drop the records, for what comes next is not encoded."""
+        for record in self._records.values():
+            record.forget()
+
     def take(self, write: TensorSink, messages: Iterable[EncodedParcel]) -> SyncCost:
         """Write the values of the parcels that can be decoded; the others stay `missing`."""
         found, taken = SyncCost(), set()

@@ -129,15 +129,22 @@ class WeightChannel:
         return version, cost
 
     @torch.no_grad()
-    def pack(self) -> tuple[Batch, range, int]:
+    def pack(self, method: str | None = None) -> tuple[Batch, range, int]:
         """Pack the current weights into parcels: return those of this rank, their numbers among all
         parcels, and the number of all. They may be differences to the last ones; see
-        `pack_whole`."""
+        `pack_whole`.
+
+        Args:
+            method: None: by the setting.
+        """
         self.count += 1
         read = self._training().local_parameters().__getitem__
-        if not self._choice.keeps:
+        method = method or (self._choice.method() if self._choice.keeps else PLAIN_SYNC)
+        if method == PLAIN_SYNC:
+            self._encoder.forget()
+            self.cost = None
             return self._as_rows(_parcels_to_batch(list(self._sender.pack(read))))
-        method, traffic = self._choice.method(), SyncCost()
+        traffic = SyncCost()
         coded = list(self._encoder.encode(read, method, self.count, traffic))
         self.cost = self._parcel_sync.cost(method, traffic)
         return self._as_rows(_encoded_to_batch(coded))
@@ -174,12 +181,13 @@ class WeightChannel:
         decoded, `complete` has to follow."""
         self.count += 1
         self._writer = self._generating().writer()
-        if not self._choice.keeps:
-            taken = self._receiver.take(self._writer.write, _batch_to_parcels(parcels))
+        if "header" not in parcels:  # packed without a record
+            self._decoder.forget()
+            taken = self._receiver.take(self._writer.write_boxes, _batch_to_parcels(parcels))
             method, traffic = FULL_SYNC, SyncCost(received=taken.received)
         else:
             self._decoder.begin()
-            traffic = self._decoder.take(self._writer.write, _batch_to_encoded(parcels))
+            traffic = self._decoder.take(self._writer.write_boxes, _batch_to_encoded(parcels))
             method = DELTA_SYNC
         self.cost = self._parcel_sync.cost(method, traffic)
         if not self._decoder.lacking:
@@ -189,7 +197,7 @@ class WeightChannel:
     def complete(self, parcels: Batch) -> None:
         """Load the missing weights from the parcels of `pack_whole`, if any are missing."""
         if self._decoder.lacking:
-            traffic = self._decoder.complete(self._writer.write, _batch_to_encoded(parcels))
+            traffic = self._decoder.complete(self._writer.write_boxes, _batch_to_encoded(parcels))
             self.cost = self._parcel_sync.cost(FULL_SYNC, traffic)
             self._finish()
 

@@ -175,4 +175,4 @@ class WeightSync:
         if self._rollout is None:
             return here.__getitem__, make_tensor_sink({}), None
         writer = self._rollout.writer()
-        return here.__getitem__, writer.write, writer
+        return here.__getitem__, writer.write_boxes, writer

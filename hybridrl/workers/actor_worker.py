@@ -283,10 +283,14 @@ class ActorWorker(TrainedModelWorker):
         self._channel.restart()
 
     @transfer(THREE_D_ALL_MICRO_DP)
-    def pack_weights(self) -> Batch:
-        """Pack the current weights as parcels, for the generator's `load_weights`."""
+    def pack_weights(self, method: str | None = None) -> Batch:
+        """Pack the current weights as parcels, for the generator's `load_weights`.
+
+        Args:
+            method: Of the sync; None: as is set.
+        """
         with self.phase("sync"):
-            parcels, numbers, total = self._channel.pack()
+            parcels, numbers, total = self._channel.pack(method)
         report_weights_sent(self, self._channel.cost)
         table = PartialTable(parcels, np.asarray(numbers, dtype=np.int64), total)
         return table  # type: ignore[return-value]

@@ -37,6 +37,11 @@ class ModelWorker(Worker):
         engine = self.model_engine
         return super().coordinates() if engine is None else engine.mesh.coordinates
 
+    @property
+    def attention_length(self) -> float:
+        engine = self.model_engine
+        return super().attention_length if engine is None else engine.attention_length
+
     def enter(self) -> None:
         process_group.enter_world(self.context.role)
         if (engine := self.model_engine) is not None:

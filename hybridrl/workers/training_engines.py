@@ -21,6 +21,7 @@ from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_scoring import LowBitScoring
+from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
 
@@ -123,6 +124,8 @@ def _build_engine(
     device = join_group_world(context)
     if not trains:
         model.requires_grad_(False)
+        for parameter in model.parameters():  # what is only read need not be exact for a step
+            parameter.data = parameter.data.to(DTYPES[source.dtype])
     cut = build_training_mesh(context.world_size, config.parallel, rollout_tp)
     if not trains:  # there are no gradients to sum, and weights never change
         still = replace(config.parallel, gradients="full", weights="full")

@@ -22,27 +22,27 @@ def check(name):
         assert figures["planned"] == seen, (name, phase)
     assert phases["load"]["waits"] == 0
     assert found["synced"]["received"] == pytest.approx(found["synced"]["planned"], rel=0.02)
-    share = 12 * found["parameters"] * _tp(job) / job.devices
+    share = 12 * found["parameters"] * job.size("tp") / job.devices
+    shards = job.size("shards", job.devices // job.size("tp"))
     assert found["bytes_written"] == pytest.approx(share, rel=TOLERANCE), "weights and moments"
-    assert found["bytes_read"] <= 1.05 * 2 * found["parameters"] / (job.devices / _tp(job)), (
+    assert found["bytes_read"] <= 1.05 * 2 * found["parameters"] / shards, (
         "a rank reads what it holds"
     )
     return found
 
 
-def _tp(job):
-    return next((int(s[-1]) for s in job.settings if s.startswith("actor.parallel.tp=")), 1)
-
-
 @pytest.mark.slow
 def test_a_small_job_takes_what_its_plan_says():
-    small, cut = check("small-8"), check("small-16-tp2")
+    small, cut, _ = map(check, ("small-8", "small-16-tp2", "small-8-bfloat16"))
     layers = OTHERS["small-8"].model["num_hidden_layers"]
     train = small["phases"]["train"]
     # Two micro-batches; in each, gradients are summed once for every layer, and what is around.
     assert 2 * layers < train["collectives"]["reduce_scatter of 8"][0] <= 2 * (layers + 3)
-    # Two sums of the states in each layer forward, as many backward and in what is repeated.
-    assert cut["phases"]["train"]["collectives"]["allreduce of 2"][0] >= 2 * 2 * 3 * layers
+    # States are gathered before attention and MLP of each layer and summed and split after them,
+    # forward, in what is repeated (but for its last sum) and backward; and so at the two ends.
+    states = cut["phases"]["train"]["collectives"]
+    assert states["allgather of 2"][0] == 2 * (6 * layers + 2)
+    assert states["reduce_scatter of 2"][0] == 2 * (5 * layers + 1)
     assert train["waits"] <= WAITS
 
 

@@ -45,9 +45,10 @@ def test_within_a_node_weights_are_copied(run):
     assert {row["sync/codec"] for row in steps if "sync/codec" in row} == {FULL}
 
 
-def test_between_nodes_both_ways_are_measured(tmp_path):
+@pytest.mark.parametrize("transport", [COLLECTIVE, STORE])
+def test_between_nodes_both_ways_are_measured(tmp_path, transport):
     with ray_nodes(nodes=2, cpus=1) as nodes:
-        driver = Driver(nodes, tmp_path, *JOB, "rollout=transformers", COLLECTIVE)
+        driver = Driver(nodes, tmp_path, *JOB, "rollout=transformers", transport)
         code, output = driver.finish()
     assert code == 0, output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -1,16 +1,23 @@
 """Partition and packing: every row once, within bounds, the same each time."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
+import torch
+import transformers
+from at_size import QWEN3_8B, QWEN3_30B_A3B, SMALL
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.batch.row_balancing import balance_rows
+from hybridrl.controller.transfer_protocol import PartitionSelection
 from hybridrl.engine.micro_batches import pack_rows
 from hybridrl.errors import ConfigError
+from hybridrl.models.model_shape import find_attention_length
 
+SMALL_WITH_WINDOWS = SMALL | {"layer_types": ["sliding_attention", "full_attention"] * 2}
 costs = st.lists(st.integers(0, 1000), max_size=40)
 
 
@@ -39,6 +46,61 @@ def test_most_rows_stay_nearby():
     assert max(sums(costs, lists)) <= 1.02 * costs.sum() / parts
     blocks = [len({row // each for row in rows}) for rows in lists]
     assert sum(blocks) / parts < 2.5
+
+
+class Lengths:
+    """Stands in for a table of rows of so many tokens."""
+
+    def __init__(self, tokens):
+        self.of_rows = tokens
+
+    def num_rows(self):
+        return len(self.of_rows)
+
+    def tokens(self):
+        return {"response_ids": self.of_rows}
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(8, 64), (16, 32), (32, 32)])
+def test_ranks_are_dealt_equal_work_where_a_few_samples_are_very_long(ranks, each):
+    """Up to 128k tokens, by the work of a model of 8 billion parameters. Where rows are dealt by
+    tokens alone, ranks differ by 1.5 times and more."""
+    drawn = np.random.default_rng(0).lognormal(9.0, 1.2, ranks * each)
+    tokens = drawn.clip(100, 131_072).astype(np.int64)
+
+    def work(attention_length):
+        table = Lengths(tokens)
+        dealt = [
+            PartitionSelection(rank, ranks, "tokens", 1, attention_length).rows(table)
+            for rank in range(ranks)
+        ]
+        assert sorted(np.concatenate(dealt).tolist()) == list(range(len(tokens)))
+        return [float((24_576.0 * tokens[rows] + tokens[rows] ** 2.0).sum()) for rows in dealt]
+
+    assert max(work(24_576.0)) <= 1.1 * min(work(24_576.0))
+    assert max(work(math.inf)) > 1.5 * min(work(math.inf))
+
+
+@pytest.mark.parametrize(
+    ("kind", "described", "tokens"),
+    [
+        # A token's products with the layers and the head, over 2 x layers x width of the queries.
+        ("Qwen3Config", QWEN3_8B, 7_568_405_504 / (2 * 36 * 4096)),
+        ("Qwen3MoeConfig", QWEN3_30B_A3B, 3_041_850_368 / (2 * 48 * 4096)),
+        ("Qwen3Config", SMALL_WITH_WINDOWS, 247_857_152 / (2 * 2 * 4096)),
+    ],
+)
+def test_the_length_at_which_attention_takes_half_of_the_time(kind, described, tokens):
+    config = getattr(transformers, kind)(**described)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert find_attention_length(model) == pytest.approx(tokens, rel=0.01)
+
+
+def test_a_rank_has_nothing_beside_a_row_that_is_more_than_its_share():
+    assert sorted(sums([1, 9, 1, 8, 1, 1, 1, 1], balance_rows([1, 9, 1, 8, 1, 1, 1, 1], 3))) == [
+        *(6, 8, 9),
+    ]
 
 
 def test_partition_refuses_what_it_cannot_do():

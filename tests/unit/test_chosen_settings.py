@@ -65,6 +65,30 @@ def test_micro_batches_have_room() -> None:
         assert more.filled(more.fullest) > 0.9
 
 
+@pytest.mark.parametrize(
+    ("cluster", "settings", "shards"),
+    [
+        ("4x8xH100@100Gbps", [], 8),
+        ("4x8xH100", [], None),  # computation takes longer than what goes through such a network
+        pytest.param("4x8xH100@100Gbps", ["actor.parallel.tp=2"], 4, marks=pytest.mark.more),
+        pytest.param(
+            "4x8xH100@100Gbps", ["actor.parallel.shards=32"], None, marks=pytest.mark.more
+        ),
+        pytest.param(  # no room for it twice
+            *("2x8xA100-40GB@50Gbps", ["model.path=llama-34b"], None), marks=pytest.mark.more
+        ),
+        pytest.param("8xH100", [], None, marks=pytest.mark.more),
+    ],
+)
+def test_parameters_are_shared_within_a_node_where_that_is_quicker_and_fits(
+    cluster: str, settings: list[str], shards: int | None
+) -> None:
+    base = ["model.path=llama-7b", "rollout.max_tokens=1024", "actor.gradient_checkpointing=true"]
+    with materialize_named_models(load_config([*base, *settings]), None) as config:
+        found = dict(choose_automatic_settings(config, parse_cluster(cluster)))
+        assert found.get("actor.parallel.shards") == shards
+
+
 def test_a_micro_batch_takes_the_longest_sample() -> None:
     cluster = parse_cluster("1xH100")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null"]

@@ -29,6 +29,21 @@ class BrokenError(Exception):
     pass
 
 
+class Attending(Worker):
+    """The first of two ranks. For their model 10 tokens cost twice as much as ten times one."""
+
+    def coordinates(self):
+        return {"dp": MeshCoordinate(0, 2)}
+
+    @property
+    def attention_length(self):
+        return 10.0
+
+    @transfer(DP)
+    def read_lengths(self, batch: Batch) -> list:
+        return [batch.lengths("response_ids").tolist()]
+
+
 class Scaler(Worker):
     """Multiplies; and does everything that a worker should not."""
 
@@ -138,6 +153,13 @@ def test_calls_take_batches_and_references(group, executor, batch):
 
 def test_a_rank_may_say_itself_which_rows_it_reads(group, batch):
     assert group.read_own_rows(batch).get() == [[[2, 0], [2, 0]]]
+
+
+def test_rows_are_dealt_by_what_they_cost_the_model_of_the_worker(executor):
+    tokens = torch.arange(30)
+    rows = Batch.from_columns({"response_ids": [tokens, *[tokens[:10]] * 6]})  # 120 and 6 x 20
+    ranks = WorkerGroup(executor, "attending", Attending, [0]).ready()
+    assert ranks.read_lengths(rows).get() == [[[30]]]
 
 
 def test_columns_come_together_by_row(group, executor, batch):

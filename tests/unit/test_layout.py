@@ -19,6 +19,7 @@ from layout_cases import (
     numbered,
     shapes,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from weight_transitions import even_range, flat_pieces, shard_box
 
 from hybridrl.errors import ConfigError, LayoutError
@@ -28,7 +29,11 @@ from hybridrl.layout.tensor_layout import (
     TensorLayout,
     compute_peak_elements,
     compute_redundant_elements,
+    copy_moves,
+    make_tensor_sink,
     merge_layouts,
+    pack_moves,
+    unpack_moves,
 )
 from hybridrl.layout.transfer_planner import plan_transfer
 
@@ -392,3 +397,60 @@ def test_a_thousand_ranks_are_planned_in_little_memory():
     assert found.received()[9] == 24 * 4096 * 512 // tp * 127 // 128
     assert found.sent()[9] == found.received()[9]
     assert len(found.moves) == 24 * 128  # what many need is one move
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts the operations that Python asks of torch, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_many_small_boxes_are_copied_in_one_call():
+    """As a rank receives a model of 36 layers that 128 ranks train: 51,072 boxes, of which each was
+    one copy that Python asked for."""
+    ranks, names = 128, [f"tensor.{number}" for number in range(399)]
+    shapes = dict.fromkeys(names, (ranks, 2))
+    held = {
+        rank: {name: (Piece(((rank, rank + 1), (0, 2)), name, (0, 0)),) for name in names}
+        for rank in range(ranks)
+    }
+    whole = {name: make_local_pieces(name, ((0, ranks), (0, 2))) for name in names}
+    plan = plan_transfer(TensorLayout(shapes, held), TensorLayout(shapes, {ranks: whole}), ranks)
+    assert len(plan.moves) == 51_072
+    values = {n: torch.arange(2.0 * ranks).view(ranks, 2) + at for at, n in enumerate(names)}
+    packed = torch.cat([cut(values[move.name], move.box).flatten() for move in plan.moves])
+    taken = {name: torch.empty(ranks, 2, dtype=torch.bfloat16) for name in names}
+    with CountedOperations() as counted:
+        unpack_moves(plan.moves, make_tensor_sink(taken), packed)
+    assert counted.found["_foreach_copy_"] == 1 and counted.found["copy_"] == 0
+    assert all(taken[name].equal(values[name].bfloat16()) for name in names)
+    mine = [move for move in plan.moves if move.sender == 5]
+    buffer = torch.empty(2 * len(mine), dtype=torch.bfloat16)
+    with CountedOperations() as counted:
+        pack_moves(mine, {name: values[name][5:6] for name in names}.__getitem__, buffer)
+    assert counted.found["_foreach_copy_"] == 1 and counted.found["copy_"] == 0
+    assert buffer.equal(torch.cat([values[move.name][5] for move in mine]).bfloat16())
+
+
+@pytest.mark.parametrize("most", [1, 5, 1000])
+def test_no_more_is_cast_at_a_time_than_there_is_room_for(most):
+    shapes = {"a": (4, 3), "b": (7,)}
+    here = {name: make_local_pieces(name, boxes.full_box(shape)) for name, shape in shapes.items()}
+    plan = plan_transfer(TensorLayout(shapes, {0: here}), TensorLayout(shapes, {0: here}))
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    taken = {name: torch.empty(shape) for name, shape in shapes.items()}
+    sizes = []
+
+    def write(table, parts):
+        sizes.append(parts.numel())
+        make_tensor_sink(taken)(table, parts)
+
+    assert copy_moves(plan.copies, values.__getitem__, write, torch.bfloat16, most) == 19
+    assert max(sizes) <= most and sum(sizes) == 19
+    assert all(taken[name].equal(values[name].bfloat16().float()) for name in shapes)

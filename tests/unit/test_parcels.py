@@ -13,13 +13,13 @@ from layout_cases import empty_tensors, full_tensors, layout_pairs, numbered
 from reshard_prediction import count, max_load, reshard_in_process
 
 from hybridrl.errors import ConfigError, LayoutError
+from hybridrl.layout.box_table import slice_at
 from hybridrl.layout.boxes import Place, box_numel, box_shape, make_local_pieces
 from hybridrl.layout.tensor_layout import (
     TensorLayout,
     TensorMove,
     TransferTraffic,
     make_tensor_sink,
-    slice_at,
 )
 from hybridrl.layout.transfer_planner import plan_transfer
 from hybridrl.weights.parcel_transfer import (

@@ -318,7 +318,8 @@ def test_roles_are_built_beside_those_that_are_there():
     actor, reference = found["actor", "load"], found["reference", "load"]
     assert actor["generation copy"] + actor["kv_cache"] == pytest.approx(cluster.memory / 2)
     assert "kv_cache" not in reference and "optimizer" not in reference
-    assert reference["parameters"] == pytest.approx(2 * actor["parameters"])
+    # One that only scores is held in bfloat16.
+    assert reference["parameters"] == pytest.approx(1.5 * actor["parameters"])
 
 
 def test_differences_of_weights_take_a_copy_on_each_device(tmp_path):

@@ -271,6 +271,7 @@ SLOW = DeviceRates(1e12, 1e12, 0, 0, 1e10, 1e9, 1e7, 1.0, 1e-6, "a test")
     ("cluster", "network", "setting", "ways"),
     [
         ("2x2xL40S", 1e7, "full", {"full"}),
+        ("2x2xL40S", 1e7, "bfloat16", {"bfloat16"}),
         ("2x2xL40S", 1e7, "int8", {"int8"}),
         ("2x2xL40S", 1e7, "two_level_int4", {"int8+int4"}),
         ("2x1xL40S", 1e7, "two_level_int4", {"int4"}),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybridrl.placement import disaggregated_actor
 from hybridrl.placement.disaggregated_actor import DisaggregatedActor
 
 
@@ -101,3 +102,37 @@ def test_without_differences_weights_are_packed_once():
     policy.update_actor("batch")
     policy.publish()
     assert generator.loaded() == ["pack_weights:1"]
+
+
+@pytest.mark.parametrize(
+    ("full", "delta", "kept"), [(1.0, 3.0, "plain"), (3.0, 1.0, "delta"), (1.0, 1.0, "plain")]
+)
+def test_the_first_parcels_are_timed_both_ways_and_the_faster_one_stays(
+    monkeypatch, full, delta, kept
+):
+    """`rollout.weight_sync=auto` between nodes: from packing, on the trainer, to loading."""
+    now = [0.0]
+    monkeypatch.setattr(disaggregated_actor.time, "perf_counter", lambda: now[0])
+    policy, generator = actor(weight_sync="auto")
+    packs = []
+
+    def pack_weights(method):
+        packs.append(method)
+        now[0] += {"full": full / 2}.get(method, delta)
+        return f"{method}:{len(packs)}"
+
+    def load_weights(parcels, version):
+        now[0] += full / 2 if "full" in parcels else 0.0
+        generator.calls.append(("load_weights", parcels))
+        return generator
+
+    policy._trainer.pack_weights, generator.load_weights = pack_weights, load_weights
+    loaded = []
+    for _ in range(7):
+        policy.update_actor("batch")
+        policy.publish()
+        now[0] += 100.0  # generation
+        loaded.append(generator.loaded())
+    assert packs == ["full", "delta", "full", "delta", *[kept] * 3]
+    beside = [] if kept == "plain" else ["pack_whole_weights:0"]
+    assert loaded[-1] == [f"{kept}:7", *beside]

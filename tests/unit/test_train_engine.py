@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
-from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
+from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.engine.optimizer import SCHEDULES, learning_rate_factor, make_optimizer
 from hybridrl.engine.train_engine import MAX_SKIPPED_UPDATES
@@ -35,6 +35,7 @@ from hybridrl.errors import ConfigError, DataError, TrainingError
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.parallel import fsdp
 from hybridrl.workers.actor_worker import ActorWorker
+from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +194,31 @@ def test_a_forward_leaves_the_exact_weights_to_be_read_and_replaced(mesh, tmp_pa
     engine.load(tmp_path)
     engine.update(make_batch(), CLIPPED)
     assert torch.equal(parameters(engine), exact + 1.0)
+
+
+def test_a_frozen_model_is_held_in_half_precision_and_its_averages_are_not(mesh, tmp_path):
+    """A frozen model says the same as one that is rounded for each forward. Steps of a moving
+    average that bfloat16 would round away add up."""
+    made, other = make_model(), make_model()
+    made.save_pretrained(tmp_path / "model")
+    for parameter in other.parameters():
+        parameter.data += 1.0
+    other.save_pretrained(tmp_path / "other")
+    folder = str(tmp_path / "model")
+    source = ModelSource(folder, folder, "bfloat16", context_length=64, eos_token_ids=())
+    context = WorkerContext("reference", rank=0, world_size=1)
+    frozen = build_policy_engine(context, source, ActorConfig(), trains=False)
+    assert {parameter.dtype for parameter in frozen.model.parameters()} == {torch.bfloat16}
+    found, expected = (
+        engine.forward(make_batch(), temperature=TEMPERATURE)["log_probs"].values
+        for engine in (frozen, make_engine(mesh, dtype="bfloat16"))
+    )
+    assert torch.equal(found, expected)
+    began, steps, share = parameters(frozen).float(), 30, 0.001
+    for _ in range(steps):
+        frozen.load(tmp_path / "other", share)
+    moved = (parameters(frozen).float() - began).mean()
+    assert moved == pytest.approx(1 - (1 - share) ** steps, rel=0.02)
 
 
 def test_weights_of_another_model_are_refused(mesh, tmp_path, caplog):

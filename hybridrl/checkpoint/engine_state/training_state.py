@@ -23,8 +23,9 @@ from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.engine.model_folder import read_parameter_pieces
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
+from hybridrl.layout.box_table import slice_at
 from hybridrl.layout.boxes import box_shape
-from hybridrl.layout.tensor_layout import TensorLayout, slice_at
+from hybridrl.layout.tensor_layout import TensorLayout
 from hybridrl.models.stored_tensors import find_stored_tensors
 from hybridrl.parallel.process_group import to_local
 from hybridrl.system.locations import Location

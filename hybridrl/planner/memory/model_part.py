@@ -1,10 +1,10 @@
 """Bytes that a role takes of one device: what stays there, and what each phase adds at its fullest
 moment.
 
-A model lies in float32 shards, with Adam's two moments beside them where it is trained. FSDP
-gathers a unit (a layer, the embedding, the head, or the whole of a small model) in the precision of
-computation, and sums its gradients in float32. `hybridrl.parallel.fsdp` and
-`hybridrl.engine.train_engine` do what is counted here.
+A model that is trained lies in float32 shards, with Adam's two moments beside them; one that only
+scores, in the precision of computation. FSDP gathers a unit (a layer, the embedding, the head, or
+the whole of a small model) in that precision, and sums its gradients in float32 or bfloat16.
+`hybridrl.parallel.fsdp` and `hybridrl.engine.train_engine` do what is counted here.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class ModelPart:
         device: Kind of the device.
         offload_parameters, offload_optimizer: See `ActorConfig`.
         moment: Bytes of an element of an optimizer's moment.
+        summed: Bytes of an element of a gradient while it is summed over ranks.
         by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
     """
 
@@ -62,6 +63,7 @@ class ModelPart:
     offload_parameters: bool
     offload_optimizer: bool
     moment: int = FLOAT32_BYTES
+    summed: int = FLOAT32_BYTES
     by_difference: bool = False
 
     @property
@@ -105,9 +107,8 @@ class ModelPart:
         kept = self.shape.item * self.parameters.all if self.by_difference else 0
         if self.offload_parameters:
             return {"gathered": kept} if kept else {}
-        shards: MemoryParts = {
-            "parameters": FLOAT32_BYTES * self.parameters.all / self.shards + kept
-        }
+        held = FLOAT32_BYTES if self.trains else self.shape.item
+        shards: MemoryParts = {"parameters": held * self.parameters.all / self.shards + kept}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
@@ -156,9 +157,9 @@ class ModelPart:
         else:
             before = shard if several else 0
             kept_until_end = head if shape.tied else 0
-            unit = max(kept_until_end, (item + FLOAT32_BYTES) * shape.layer.trained)
+            unit = max(kept_until_end, (item + self.summed) * shape.layer.trained)
             largest = max(self.root.trained, shape.embedding.trained if self.ends[0] else 0)
-            end = reduced = shard + (item + FLOAT32_BYTES) * largest
+            end = reduced = shard + (item + self.summed) * largest
         loss: MemoryParts = {
             "gathered": self._gathered_at_head(False),
             "gradients": before,
@@ -171,7 +172,7 @@ class ModelPart:
         gathered = self._gathered(forward=False)
         summed = {
             "gathered": self._gathered_at_head(False),
-            "gradients": before + (item + FLOAT32_BYTES) * self.head.trained,
+            "gradients": before + (item + self.summed) * self.head.trained,
             "activations": kept + self._states(batch, sizes),
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}

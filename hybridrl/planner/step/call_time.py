@@ -169,7 +169,7 @@ class CallTimeEstimator:
         if (copies := len(place.devices) // cut) == 1:
             return 0.0
         ring, units = self._ring(role, copies, part.shards), list_unit_sizes(part)
-        moved = 2 * (1 - 1 / copies) * FLOAT32_BYTES * sum(units) / part.shards
+        moved = 2 * (1 - 1 / copies) * part.summed * sum(units) / part.shards
         return moved / ring.rate + 2 * len(units) * ring.delay
 
     def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:

@@ -19,11 +19,11 @@ from hybridrl.parallel.reduction_choice import (
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.model_part import FLOAT32_BYTES, ModelPart
 
-_COMPRESSION_RATIOS = {"float32": 1.0, "int8": 3.97, "int4": 7.53}
+_COMPRESSION_RATIOS = {"float32": 1.0, "bfloat16": 2.0, "int8": 3.97, "int4": 7.53}
 """Times fewer bytes than float32."""
 _CODEC_MEMORY_PASSES = {
-    "cpu": {"float32": 0, "int8": 22, "int4": 95},
-    "accelerators": {"float32": 0, "int8": 5, "int4": 5},
+    "cpu": {"float32": 0, "bfloat16": 0, "int8": 22, "int4": 95},
+    "accelerators": {"float32": 0, "bfloat16": 0, "int8": 5, "int4": 5},
 }
 """Times that encoding and decoding read or write the bytes of a float32 value. On CPUs by
 `benchmarks/codecs.py` (docs/precision.md); on accelerators what the kernels need that go over
@@ -51,9 +51,10 @@ def list_sum_candidates(
         return HopCost(share, _linear(encoding), _linear(sending))
 
     found = [
-        MethodCost(
-            FULL_REDUCTION,
-            (HopCost(1.0, ZERO_COST, part(1, "float32", shards, rates.sums / ring).link),),
+        MethodCost(name, (HopCost(1.0, ZERO_COST, part(1, codec, shards, rates.sums / ring).link),))
+        for name, codec in (
+            (FULL_REDUCTION, "float32"),
+            ("bfloat16", "bfloat16"),
         )
     ]
     # All to all: what goes to other nodes, goes for each rank by itself.
@@ -73,7 +74,7 @@ def list_sum_candidates(
                     part(1 / on_each, across, nodes, between),
                 ),
             )
-            for across in _COMPRESSION_RATIOS
+            for across in ("float32", "int8", "int4")
             for inside in ("float32", "int8")
         ]
     return {way.name: way for way in found}
@@ -98,7 +99,8 @@ def choose_gradient_sums(
         for number, size in enumerate(sizes)
     ]
     if setting == "auto":
-        return choose_methods(buckets, list(found.values()), overlap)
+        ways = [way for name, way in found.items() if name != "bfloat16"]
+        return choose_methods(buckets, ways, overlap)
     name = {"two_level_int4": _two_level(found)}.get(setting, setting)
     same = [found[name]] * len(buckets)
     full = [found[FULL_REDUCTION]] * len(buckets)
