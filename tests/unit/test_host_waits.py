@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2] / "hybridrl"
 LAYERS = [
     *("models/packed_attention.py", "models/log_probs.py", "models/packed_models.py"),
-    *("models/packed_models.py", "parallel/block_attention.py", "parallel/collectives.py"),
+    *("models/head_kernels.py", "parallel/block_attention.py", "parallel/collectives.py"),
     *("parallel/fsdp.py", "parallel/padded_attention.py", "parallel/ring_attention.py"),
     *("parallel/sequence_parallel.py", "parallel/staged_model.py", "parallel/tensor_parallel.py"),
     "parallel/ulysses.py",
@@ -20,7 +20,6 @@ ALLOWED = {
         "models/packed_attention.py",
         "_buckets_on_device",
     ): "CPUs only, and devices without a kernel in float32",
-    ("models/log_probs.py", "backward"): "whether the entropy has a gradient: once for all tokens",
     ("models/packed_models.py", "of"): "on the host, before the model runs",
     ("models/packed_models.py", "concatenate_ranges"): "on the host, before the model runs",
     ("models/packed_models.py", "make_buckets"): "on the host, before the model runs",
