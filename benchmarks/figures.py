@@ -34,6 +34,7 @@ TAKES = {
     "mixed_devices": "5 minutes",
     "mixed_generation": "10 minutes",
     "operator_cost": "half an hour",
+    "output_head": "5 minutes",
     "overhead": "4 minutes",
     "packing": "2 minutes",
     "paper_placements": "15 minutes",

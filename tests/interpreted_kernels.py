@@ -1,4 +1,5 @@
-"""Whether the kernels of compress/ give the bits of the reference, in Triton's interpreter.
+"""Whether the kernels of compress/ give the bits of the reference, and those of the output head the
+numbers of torch, in Triton's interpreter.
 
 A program, for the interpreter has to be chosen before Triton is imported.
 """
@@ -11,6 +12,7 @@ import torch
 
 from hybridrl.compress.group_kernels import decode_groups, encode_groups
 from hybridrl.compress.grouped_integers import GroupedIntegerCodec
+from hybridrl.models import head_kernels, log_probs
 
 CODECS = [
     *(
@@ -49,8 +51,35 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(*bits) and ours.isnan().equal(theirs.isnan())
 
 
+def check_head(generator: torch.Generator) -> None:
+    """The same twice, by the kernels and by torch; a vocabulary in several blocks, rows in several
+    steps, and logits far from zero."""
+    log_probs.logits_per_chunk = lambda _: 150
+    head_kernels._COLUMNS_PER_STEP = 16
+    for case in range(40):
+        tokens, vocabulary, hidden = (
+            int(torch.randint(1, most, (), generator=generator)) for most in (9, 70, 6)
+        )
+        scale = ((1.0, None), (0.7, None), (1.3, 5.0))[case % 3]
+        states = torch.randn(tokens, hidden, generator=generator) * 10 ** (case % 4 - 1)
+        weight = torch.randn(vocabulary, hidden, generator=generator)
+        targets = torch.randint(vocabulary, (tokens,), generator=generator)
+        factors = torch.randn(2, tokens, generator=generator)
+        found = []
+        for by_kernels in (True, False):
+            log_probs.has_triton = lambda _, by_kernels=by_kernels: by_kernels
+            inputs = states.clone().requires_grad_(), weight.clone().requires_grad_()
+            outputs = log_probs.token_log_probs(*inputs, targets, scale[0], soft_cap=scale[1])
+            loss = sum((factor * out).sum() for factor, out in zip(factors, outputs, strict=True))
+            found.append([*outputs, *torch.autograd.grad(loss, inputs)])
+        for one, other in zip(*found, strict=True):
+            bound = 3e-5 * max(1.0, float(other.abs().max()))
+            assert float((one - other).abs().max()) <= bound, f"case {case}: {one} for {other}"
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
+    check_head(generator)
     for codec in CODECS:
         sizes = [1, 33, *torch.randint(34, 6000, (3,), generator=generator).tolist()]
         for at, numel in enumerate(sizes):

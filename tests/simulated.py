@@ -192,6 +192,8 @@ class Accelerator(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # a DTensor comes back with what it holds
+        if func.overloadpacket in (aten.pin_memory, aten._pin_memory):
+            return args[0]  # the host's memory is as it is
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]

@@ -22,7 +22,7 @@ _EXPENSIVE = (
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "torch_attn::_varlen_attn",
+    "aten::_flash_attention_forward",
 )
 """Operations whose results `selective` keeps: matrix products and attention."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hybridrl.system.device_traits import has_mm_out_dtype, logits_per_chunk
+from hybridrl.system.device_traits import has_mm_out_dtype, has_triton, logits_per_chunk
 
 
 class VocabularyShard(NamedTuple):
@@ -74,7 +75,7 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """An autograd function that computes logits in chunks, once forward and once backward. The
+    """An autograd function that computes logits in parts, once forward and once backward. The
     second product costs a tenth of a layer; the logits it avoids keeping are the largest tensor of
     the whole step.
 
@@ -91,141 +92,215 @@ class _TokenLogProbs(torch.autograd.Function):
         scale: LogitScale,
         vocabulary: VocabularyShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # By token: the largest logit; and, with z the logits less the largest, the sum of exp(z),
-        # that of exp(z) z, and the target's z.
-        largest = hidden.new_empty(len(hidden), dtype=torch.float32)
-        sums = largest.new_empty(len(hidden), 3)
-        local, mine = find_local_rows(targets, weight, vocabulary)
-        states, table = prepare_operand(hidden), prepare_operand(weight)
-        for chunk in split_tokens(hidden, weight):
-            logits = compute_logits(states[chunk], table, scale)
-            largest[chunk] = logits.amax(1)
-            logits -= largest[chunk, None]
-            exponentials = logits.exp()
-            sums[chunk, 0] = exponentials.sum(1)
-            sums[chunk, 1] = exponentials.mul_(logits).sum(1)
-            sums[chunk, 2] = logits.gather(1, local[chunk, None]).squeeze(1) * mine[chunk]
-            del logits, exponentials  # before the next ones are made
+        chunks, blocks = split_logits(len(hidden), weight)
+        # By block of the vocabulary and token: the largest logit; and, with z the logits less the
+        # largest, the sums of exp(z) and of exp(z) z.
+        largest = hidden.new_empty(len(blocks), len(hidden), dtype=torch.float32)
+        sums = largest.new_empty(*largest.shape, 2)
+        chosen = largest.new_zeros(len(hidden), 1)  # the target's logit
+        states = prepare_operand(hidden)
+        for part, block in enumerate(blocks):
+            table = prepare_operand(weight[block])
+            for chunk in chunks:
+                products = compute_products(states[chunk], table.T)
+                local, mine = find_local_rows(targets[chunk, None], block, vocabulary)
+                chosen[chunk] += scale.apply(products.gather(1, local)) * mine
+                largest[part, chunk], sums[part, chunk] = _sum_exponentials(products, scale)
+                del products  # before the next ones are made
+        most = largest.amax(0)
+        sums = _shift(sums, largest - most).sum(0)
         if vocabulary is not None:
-            mine_largest, largest = largest, largest.clone()
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=vocabulary.group)
-            shift = mine_largest - largest
-            sums[:, 1] += shift * sums[:, 0]
-            sums[:, :2] *= shift.exp()[:, None]
-            sums[:, 2] += shift * mine
+            largest, most = most, most.clone()
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=vocabulary.group)
+            sums = torch.cat([_shift(sums, largest - most), chosen], 1)
             dist.all_reduce(sums, group=vocabulary.group)
+            chosen = sums[:, 2:]
         log_sum = sums[:, 0].log()
-        log_probs = sums[:, 2] - log_sum
+        log_probs = chosen.squeeze(1) - most - log_sum
         entropy = log_sum - sums[:, 1] / sums[:, 0]
-        ctx.save_for_backward(hidden, weight, targets, entropy, largest, log_sum)
+        ctx.save_for_backward(hidden, weight, targets, most, log_sum, entropy)
         ctx.scale, ctx.vocabulary = scale, vocabulary
+        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor
+        ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets, entropy, largest, log_sum = ctx.saved_tensors
-        with_entropy = bool(grad_entropy.any())
-        local, mine = find_local_rows(targets, weight, ctx.vocabulary)
+        hidden, weight, targets, *of_tokens = ctx.saved_tensors
+        largest, log_sum, entropy = of_tokens
+        nothing = torch.zeros_like(log_sum)
+        of_log_prob = nothing if grad_log_probs is None else grad_log_probs
+        of_tokens += [of_log_prob, nothing if grad_entropy is None else grad_entropy]
 
-        def of_logits(chunk: slice, log_softmax: torch.Tensor) -> torch.Tensor:
-            probs = log_softmax.exp()
-            # d log p_t / d z = onehot_t - p;  d H / d z = -p (log p + H)
-            grad = probs * -grad_log_probs[chunk, None]
-            own = (grad_log_probs[chunk] * mine[chunk])[:, None]
-            grad.scatter_add_(1, local[chunk, None], own)
-            if with_entropy:
-                terms = log_softmax.add_(entropy[chunk, None]).mul_(probs)
-                grad -= terms.mul_(grad_entropy[chunk, None])
-            return grad
+        def of_products(chunk: slice, block: slice, products: torch.Tensor) -> torch.Tensor:
+            local, mine = find_local_rows(targets[chunk, None], block, ctx.vocabulary)
+            if has_triton(products.device.type):
+                from hybridrl.models.head_kernels import differentiate_log_probs
+
+                places = torch.where(mine, local, -1)
+                parts = [x[chunk] for x in of_tokens]
+                return differentiate_log_probs(products, weight.dtype, places, parts, *ctx.scale)
+
+            def of_logits(log_softmax: torch.Tensor) -> torch.Tensor:
+                # d log p_t / d z = onehot_t - p;  d H / d z = -p (log p + H)
+                own = of_log_prob[chunk, None]
+                if grad_entropy is None:
+                    grad = log_softmax.exp_().mul_(-own)
+                else:
+                    probs = log_softmax.exp()
+                    grad = log_softmax.add_(entropy[chunk, None]).mul_(grad_entropy[chunk, None])
+                    grad = grad.add_(own).mul_(probs).neg_()
+                return grad.scatter_add_(1, local, own * mine)
+
+            return differentiate_logits(
+                products, ctx.scale, largest[chunk], log_sum[chunk], of_logits
+            )
 
         grads = compute_head_gradients(
-            *(hidden, weight, ctx.scale, ctx.vocabulary, largest, log_sum),
-            of_logits,
-            with_weight=ctx.needs_input_grad[1],
+            hidden, weight, ctx.vocabulary, of_products, with_weight=ctx.needs_input_grad[1]
         )
         return *grads, None, None, None
+
+
+def _sum_exponentials(
+    products: torch.Tensor, scale: LogitScale
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest logit of each token, and `[tokens, 2]`: with z the logits less the
+    largest, the sums of exp(z) and of exp(z) z. The products are used up."""
+    if has_triton(products.device.type):
+        from hybridrl.models.head_kernels import sum_exponentials
+
+        return sum_exponentials(products, *scale)
+    logits = scale.apply(products)
+    largest = logits.amax(1)
+    logits -= largest[:, None]
+    exponentials = logits.exp()
+    total = exponentials.sum(1)
+    return largest, torch.stack([total, exponentials.mul_(logits).sum(1)], 1)
+
+
+def _shift(sums: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Return the sums of exp(z) and of exp(z) z for logits that are all larger by `shift`."""
+    total, weighted = sums.unbind(-1)
+    return torch.stack([total, weighted + shift * total], -1) * shift.exp()[..., None]
 
 
 def compute_head_gradients(
     hidden: torch.Tensor,
     weight: torch.Tensor,
-    scale: LogitScale,
     vocabulary: VocabularyShard | None,
-    largest: torch.Tensor,
-    log_sum: torch.Tensor,
-    of_logits: Callable[[slice, torch.Tensor], torch.Tensor],
+    of_products: Callable[[slice, slice, torch.Tensor], torch.Tensor],
     *,
     with_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute the gradients of hidden states and output embedding, from logits computed once more.
 
     Args:
-        largest, log_sum: `[tokens]`, the largest logit of all, and the logarithm of the sum of
-            exp(logit - largest).
-        of_logits: From some tokens and their log-softmax, to be used up, the gradient of their
-            logits as they are scaled.
+        of_products: From a slice of tokens, one of the rows of `weight`, and the products of the
+            two, to be used up, the gradient of the products.
         with_weight: Whether that of the embedding is wanted.
     """
-    grad_hidden = torch.empty_like(hidden)
-    grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_weight else None
-    states, table = prepare_operand(hidden), prepare_operand(weight)
-    for chunk in split_tokens(hidden, weight):
-        # Less the largest first: it may be large, and the rest is not.
-        logits = compute_logits(states[chunk], table, scale)
-        slope = scale.slope(logits)
-        logits -= largest[chunk, None]
-        logits -= log_sum[chunk, None]
-        grad = of_logits(chunk, logits)
-        grad = (grad if slope is None else grad.mul_(slope)).to(table.dtype)
-        del logits, slope  # the products below are large themselves
-        grad_hidden[chunk] = (grad @ table).to(hidden.dtype)
-        if grad_weight is None:
-            pass
-        elif table.dtype is torch.float32:
-            grad_weight.addmm_(grad.T, states[chunk])
-        else:  # summed where it lies: as large as the output embedding in float32
-            torch.addmm(
-                *(grad_weight, grad.T, states[chunk]), out_dtype=torch.float32, out=grad_weight
+    # Summed in float32 where it lies: by token over all blocks, by row of a block over its chunks.
+    grad_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+    grad_weight = torch.empty_like(weight) if with_weight else None
+    chunks, blocks = split_logits(len(hidden), weight)
+    states = prepare_operand(hidden)
+    for block in blocks:
+        table = prepare_operand(weight[block])
+        grad_rows = torch.zeros_like(table, dtype=torch.float32)
+        for chunk in chunks:
+            grad = of_products(chunk, block, compute_products(states[chunk], table.T)).to(
+                table.dtype
             )
-        del grad  # the next chunk's logits come before its own
-    del table  # perhaps a copy, and another one is made now
+            _add_product(grad_hidden[chunk], grad, table)
+            if grad_weight is not None:
+                _add_product(grad_rows, grad.T, states[chunk])
+            del grad  # the next logits come before their own
+        if grad_weight is not None:
+            grad_weight[block] = grad_rows
+    grad_hidden = grad_hidden.to(hidden.dtype)
     if vocabulary is not None:
         dist.all_reduce(grad_hidden, group=vocabulary.group)
-    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+    return grad_hidden, grad_weight
+
+
+def differentiate_logits(
+    products: torch.Tensor,
+    scale: LogitScale,
+    largest: torch.Tensor,
+    log_sum: torch.Tensor,
+    of_logits: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the gradient of products, which are used up.
+
+    Args:
+        largest, log_sum: `[tokens]`, the largest logit of all, and the logarithm of the sum of
+            exp(logit - largest).
+        of_logits: From the log-softmax, to be used up, the gradient of the logits.
+    """
+    logits = scale.apply(products)
+    slope = scale.slope(logits)
+    # Less the largest first: it may be large, and the rest is not.
+    logits -= largest[:, None]
+    logits -= log_sum[:, None]
+    grad = of_logits(logits)
+    return grad if slope is None else grad.mul_(slope)
 
 
 def find_local_rows(
-    targets: torch.Tensor, weight: torch.Tensor, vocabulary: VocabularyShard | None
+    ids: torch.Tensor, rows: slice, vocabulary: VocabularyShard | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each id's row in `weight`, 0 if another rank has it, and whether this rank has it."""
-    local = targets if vocabulary is None else targets - vocabulary.start
-    mine = (local >= 0) & (local < len(weight))
+    """Return each id's place among these rows of this rank's embedding, 0 if it is not there, and
+    whether it is."""
+    local = ids - rows.start - (0 if vocabulary is None else vocabulary.start)
+    mine = (local >= 0) & (local < rows.stop - rows.start)
     return torch.where(mine, local, 0), mine
 
 
 def split_tokens(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
-    """Split tokens into chunks whose logits fit into memory at once."""
-    size = max(1, logits_per_chunk(weight.device.type) // len(weight))
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+    """Split tokens into chunks whose logits of the whole vocabulary fit into memory at once."""
+    return _slices(len(hidden), logits_per_chunk(weight.device.type) // len(weight))
+
+
+def split_logits(tokens: int, weight: torch.Tensor) -> tuple[list[slice], list[slice]]:
+    """Split tokens into chunks and the rows of `weight` into blocks, so that the logits of a chunk
+    and a block fit into memory at once."""
+    kind = weight.device.type
+    rows = vocabulary_block_size(tokens, len(weight), kind)
+    return _slices(tokens, logits_per_chunk(kind) // rows), _slices(len(weight), rows)
+
+
+def vocabulary_block_size(tokens: int, vocabulary: int, kind: str) -> int:
+    """Return the number of rows of the embedding whose logits are computed at once, for all tokens
+    or for as many as rows: a product reads states and rows, and its gradients write them, so both
+    should be many."""
+    limit = logits_per_chunk(kind)
+    return min(vocabulary, max(isqrt(limit), limit // max(1, tokens)))
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    starts = range(0, length, max(1, size))
+    return [slice(start, min(start + starts.step, length)) for start in starts]
 
 
 def prepare_operand(matrix: torch.Tensor) -> torch.Tensor:
-    """Return `matrix` in the form that `_product` takes. Where the device cannot sum half-precision
-    products in float32, this is a float32 copy, made once for all chunks: as large as the gradient
-    that the backward sums."""
+    """Return `matrix` in the form that `compute_products` takes: a float32 copy where the device
+    cannot sum half-precision products in float32."""
     is_half = matrix.dtype in (torch.bfloat16, torch.float16)
     return matrix if is_half and has_mm_out_dtype(matrix.device.type) else matrix.float()
 
 
-def compute_logits(states: torch.Tensor, table: torch.Tensor, scale: LogitScale) -> torch.Tensor:
-    """Compute float32 logits `[tokens, vocabulary]` from operands of `prepare_operand`."""
-    return scale.apply(_product(states, table.T))
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return `a @ b`, summed and given in float32."""
+def compute_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `a @ b`, of operands of `prepare_operand`, summed and given in float32."""
     if a.dtype is torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add `a @ b` to a float32 matrix, where it lies."""
+    if a.dtype is torch.float32:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

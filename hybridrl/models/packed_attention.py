@@ -1,23 +1,21 @@
 """Attention over packed samples, registered through transformers' public attention interface.
 
 This is the one place where the engine touches a model's arithmetic: the models are transformers'
-own, and any whose attention goes through that interface works. On CUDA the half-precision kernel
-is torch's variable-length flash attention. Elsewhere samples of similar length are laid out as
+own, and any whose attention goes through that interface works. On CUDA half precision runs on
+variable-length flash attention. Elsewhere samples of similar length are laid out as
 rectangles for torch's scaled-dot-product attention; only attention sees the padding.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hybridrl.models.packed_models import AttentionBucket, PackingMetadata, make_buckets
+from hybridrl.models.flash_attention import FlashCase, flash_backward, flash_forward
+from hybridrl.models.packed_models import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
 
 _SINK_DIMS = 8
@@ -84,14 +82,19 @@ def causal_attention(
             less wide.
         scale: Of the scores; 1 / sqrt(head_dim) if None.
         window: How many tokens a query sees, itself included; None for all before it.
-        sinks: See `packed_attention`. The flash kernel does not know them.
+        sinks: See `packed_attention`.
 
     Returns:
         `[tokens, heads, width of v]`.
     """
-    if not packing.buckets and sinks is None and fits_flash(q):
-        return _flash_attention(q, k, v, packing, scale, window)
-    buckets = packing.buckets or _buckets_on_device(packing)
+    if fits_flash(q):
+        width = v.shape[-1]  # the kernels want that of the keys, which latent attention makes wider
+        v = F.pad(v, (0, k.shape[-1] - width))
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        bounds = (packing.cu_seqlens, packing.longest)
+        case = FlashCase(*bounds, *bounds, True, scale, window)
+        return _FlashAttention.apply(q, k, v, sinks, case)[..., :width]
+    buckets = packing.buckets
     if len(buckets) == 1:
         return _rectangle(q, k, v, buckets[0], scale, window, sinks)
     output = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -103,36 +106,38 @@ def causal_attention(
     return output
 
 
-def _flash_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    packing: PackingMetadata,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+class _FlashAttention(torch.autograd.Function):
+    """An autograd function of flash attention. A sink adds to the denominator of the softmax alone:
+    the output becomes smaller and `lse`, which is all that the backward needs of it, larger."""
 
-    width = v.shape[-1]  # the kernel wants that of the keys, which latent attention makes wider
-    grouped = {"enable_gqa": q.shape[1] != k.shape[1]} if _names_groups(varlen_attn) else {}
-    return varlen_attn(
-        q.contiguous(),
-        k.contiguous(),
-        F.pad(v, (0, k.shape[-1] - width)).contiguous(),
-        packing.cu_seqlens,
-        packing.cu_seqlens,
-        packing.longest,
-        packing.longest,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        **grouped,
-    )[..., :width]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        case: FlashCase,
+    ) -> torch.Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, lse = flash_forward(q, k, v, case)
+        if sinks is not None:
+            without = lse
+            lse = torch.logaddexp(without, sinks[:, None].float())
+            out = (out * (without - lse).exp().T[..., None]).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.case = case
+        return out
 
-
-@cache
-def _names_groups(attention: Callable[..., Any]) -> bool:
-    """Return whether fewer key-value heads have to be asked for: torch 2.11 takes any number."""
-    return "enable_gqa" in inspect.signature(attention).parameters
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grads = flash_backward(grad.contiguous(), q, k, v, out, lse, ctx.case)
+        if sinks is None:
+            return *grads, None, None
+        shares = (sinks[:, None].float() - lse).exp()
+        of_sinks = -(shares * (grad.float() * out.float()).sum(-1).T).sum(1)
+        return *grads, of_sinks.to(sinks.dtype), None
 
 
 def _rectangle(
@@ -216,11 +221,6 @@ class _Gather(torch.autograd.Function):
         return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(
             0, ctx.saved_tensors[0], grad
         ), None
-
-
-def _buckets_on_device(packing: PackingMetadata) -> tuple[AttentionBucket, ...]:
-    """Return the buckets for an accelerator whose flash kernel does not take these tensors."""
-    return make_buckets(packing.cu_seqlens.cpu().diff(), packing.cu_seqlens.device)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -20,6 +20,7 @@ from hybridrl.errors import DataError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
 from hybridrl.models.teacher_kl import TopTokens, find_top_tokens, teacher_kl_loss
+from hybridrl.system.device_traits import copy_to_device
 
 MAX_PADDING_RATIO = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
@@ -56,7 +57,9 @@ class AttentionBucket(NamedTuple):
         mine, starts = lengths[samples], (lengths.cumsum(0) - lengths)[samples]
         longest = int(mine.max())
         targets = torch.arange(len(samples)) * longest
-        source, target = (concatenate_ranges(x, mine).to(device) for x in (starts, targets))
+        source, target = (
+            copy_to_device(concatenate_ranges(x, mine), device) for x in (starts, targets)
+        )
         return cls(len(samples), longest, source, target)
 
 
@@ -85,7 +88,7 @@ class PackingMetadata:
     Attributes:
         cu_seqlens: int32 `[samples + 1]`: sample i is `row[cu_seqlens[i]:cu_seqlens[i + 1]]`.
         longest: Tokens of the longest sample.
-        buckets: For devices without a variable-length attention kernel; empty elsewhere.
+        lengths: int64 `[samples]`, on the CPU.
         split: This rank's part of the row, if other ranks have the rest of it.
         real: `[tokens]`, which of this rank's tokens are those of samples.
         routes: `[tokens, experts chosen in all layers]` of this rank's tokens: the experts that are
@@ -94,7 +97,7 @@ class PackingMetadata:
 
     cu_seqlens: torch.Tensor
     longest: int
-    buckets: tuple[AttentionBucket, ...]
+    lengths: torch.Tensor
     split: SequenceShard | None = None
     real: torch.Tensor | None = None
     routes: torch.Tensor | None = None
@@ -112,10 +115,18 @@ class PackingMetadata:
         return cls(
             cu_seqlens.to(device, torch.int32),
             int(lengths.max()),
-            make_buckets(lengths, device) if device.type == "cpu" else (),
+            lengths,
             real=None if real is None else real.to(device),
             routes=None if routes is None else routes.to(device),
         )
+
+    @cached_property
+    def buckets(self) -> tuple[AttentionBucket, ...]:
+        """The samples in rectangles, for attention without a kernel for samples of any length. Made
+        by the first layer that reads them, for all others."""
+        groups = group_similar_samples(self.lengths[:, None].tolist())
+        device = self.cu_seqlens.device
+        return tuple(AttentionBucket.of(samples, self.lengths, device) for samples in groups)
 
     def position_ids(self, tokens: int) -> torch.Tensor:
         """Return positions that start at 0 in each sample, `[tokens]`; with their number given, the
@@ -230,12 +241,6 @@ def concatenate_ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Ten
     """Return the concatenation of the ranges `[start, start + length)` of all pairs."""
     shift = starts - (lengths.cumsum(0) - lengths)
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
-
-
-def make_buckets(lengths: torch.Tensor, device: torch.device) -> tuple[AttentionBucket, ...]:
-    """Divide samples of these lengths into few buckets with little padding."""
-    groups = group_similar_samples(lengths[:, None].tolist())
-    return tuple(AttentionBucket.of(samples, lengths, device) for samples in groups)
 
 
 def group_similar_samples(lengths: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -17,7 +17,8 @@ from hybridrl.models.log_probs import (
     LogitScale,
     VocabularyShard,
     compute_head_gradients,
-    compute_logits,
+    compute_products,
+    differentiate_logits,
     find_local_rows,
     prepare_operand,
     split_tokens,
@@ -64,7 +65,7 @@ def find_top_tokens(
     ids = torch.empty_like(values, dtype=torch.int64)
     log_sum = values.new_empty(len(hidden), 1)
     for chunk in split_tokens(hidden, weight):
-        logits = compute_logits(states[chunk], table, scale)
+        logits = scale.apply(compute_products(states[chunk], table.T))
         values[chunk], ids[chunk] = logits.topk(width, dim=1)
         log_sum[chunk] = logits.logsumexp(1, keepdim=True)
     if vocabulary is not None:
@@ -110,14 +111,14 @@ class _Divergence(torch.autograd.Function):
         scale: LogitScale,
         vocabulary: VocabularyShard | None,
     ) -> Tensor:
-        local, mine = find_local_rows(ids, weight, vocabulary)
+        local, mine = find_local_rows(ids, slice(0, len(weight)), vocabulary)
         largest = hidden.new_empty(len(hidden), dtype=torch.float32)
         # By token: the sum of exp(z) of all, and of those beyond the list, z less the largest.
         sums = largest.new_empty(len(hidden), 2)
         listed = largest.new_empty(ids.shape)
         states, table = prepare_operand(hidden), prepare_operand(weight)
         for chunk in split_tokens(hidden, weight):
-            logits = compute_logits(states[chunk], table, scale)
+            logits = scale.apply(compute_products(states[chunk], table.T))
             largest[chunk] = logits.amax(1)
             logits -= largest[chunk, None]
             own = logits.gather(1, local[chunk])
@@ -156,20 +157,24 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, ids, coefficients, largest, log_sum = ctx.saved_tensors
-        local, mine = find_local_rows(ids, weight, ctx.vocabulary)
 
-        def of_logits(chunk: slice, log_softmax: Tensor) -> Tensor:
-            rows, here = local[chunk], mine[chunk]
-            listed = coefficients[chunk, :-1]
-            if ctx.kind == "reverse":
-                listed = listed * log_softmax.gather(1, rows).exp()
-            found = _mask_listed(log_softmax, rows, here).exp_().mul_(coefficients[chunk, -1:])
-            return found.scatter_add_(1, rows, listed * here).mul_(grad[chunk, None])
+        def of_products(chunk: slice, block: slice, products: Tensor) -> Tensor:
+            local, mine = find_local_rows(ids[chunk], block, ctx.vocabulary)
+
+            def of_logits(log_softmax: Tensor) -> Tensor:
+                listed = coefficients[chunk, :-1]
+                if ctx.kind == "reverse":
+                    listed = listed * log_softmax.gather(1, local).exp()
+                found = _mask_listed(log_softmax, local, mine).exp_()
+                found.mul_(coefficients[chunk, -1:]).scatter_add_(1, local, listed * mine)
+                return found.mul_(grad[chunk, None])
+
+            return differentiate_logits(
+                products, ctx.scale, largest[chunk], log_sum[chunk], of_logits
+            )
 
         grads = compute_head_gradients(
-            *(hidden, weight, ctx.scale, ctx.vocabulary, largest, log_sum),
-            of_logits,
-            with_weight=ctx.needs_input_grad[1],
+            hidden, weight, ctx.vocabulary, of_products, with_weight=ctx.needs_input_grad[1]
         )
         return *grads, None, None, None, None, None
 

@@ -3,8 +3,8 @@
 Ring attention is a sum over such blocks. Each gives its output together with the logarithm of its
 softmax's denominator (`lse`), from which blocks are merged; the backward pass of a block takes the
 output and `lse` of all blocks together, so that nothing of the size queries x keys is ever kept.
-On CUDA half-precision blocks run on torch's variable-length flash kernels; elsewhere, and in
-float32, on `make_rectangles`.
+On CUDA half-precision blocks run on variable-length flash attention; elsewhere, and in float32, on
+`make_rectangles`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridrl.models.flash_attention import FlashCase, flash_backward, flash_forward
 from hybridrl.models.packed_models import concatenate_ranges
 from hybridrl.parallel.padded_attention import PaddedRectangle, make_rectangles
 from hybridrl.parallel.zigzag import RingRow
-from hybridrl.system.device_traits import fits_flash
+from hybridrl.system.device_traits import copy_to_device, fits_flash
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,19 +76,19 @@ class AttentionBlock:
             device=device,
         )
 
+    def flash_case(self, scale: float) -> FlashCase:
+        """Return the block as flash attention takes it."""
+        lengths = (self.query_lengths, self.key_lengths)
+        (queries, keys), (longest, longest_key) = self._bounds, (int(x.max()) for x in lengths)
+        return FlashCase(queries, longest, keys, longest_key, self.causal, scale)
+
     @cached_property
-    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        """The bounds of the samples' queries and of their keys, int32 `[samples + 1]`."""
+    def _bounds(self) -> tuple[Tensor, Tensor]:
         queries, keys = (
-            F.pad(lengths.cumsum(0), (1, 0)).to(self.device, torch.int32)
+            copy_to_device(F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32), self.device)
             for lengths in (self.query_lengths, self.key_lengths)
         )
         return queries, keys
-
-    @cached_property
-    def longest(self) -> tuple[int, int]:
-        """The largest number of queries and of keys in one sample."""
-        return int(self.query_lengths.max()), int(self.key_lengths.max())
 
     @cached_property
     def rectangles(self) -> list[PaddedRectangle]:
@@ -109,8 +110,10 @@ def block_attention_forward(
     Returns:
         Output `[queries, heads, head_dim]` and `lse` `[queries, heads]`, float32.
     """
-    if _has_flash_kernel(q):
-        return _flash_forward(q, k, v, block, scale)
+    if fits_flash(q):
+        tensors = (x.contiguous() for x in (q, k, v))
+        half, lse = flash_forward(*tensors, block.flash_case(scale))
+        return half.float(), lse.T
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for rectangle in block.rectangles:
@@ -135,8 +138,10 @@ def block_attention_backward(
         out: Output merged from all that the queries see, of the type of `q`.
         lse: Likewise, `[queries, heads]` in float32.
     """
-    if _has_flash_kernel(q):
-        return _flash_backward(grad, q, k, v, out, lse, block, scale)
+    if fits_flash(q):
+        tensors = (x.contiguous() for x in (grad, q, k, v, out, lse.T))
+        grad_q, grad_k, grad_v = flash_backward(*tensors, block.flash_case(scale))
+        return grad_q.float(), grad_k.float(), grad_v.float()
     found = tuple(torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
     delta = (grad.float() * out.float()).sum(-1)
     for rectangle in block.rectangles:
@@ -151,57 +156,6 @@ def merge_correction(
     as well."""
     share = torch.sigmoid(block_lse - lse)
     return share[..., None] * (block_out - out), -F.logsigmoid(lse - block_lse)
-
-
-def _has_flash_kernel(q: Tensor) -> bool:
-    return q.is_cuda and fits_flash(q)
-
-
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, block: AttentionBlock, scale: float
-) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        *block.cu_seqlens,
-        *block.longest,
-        0.0,
-        block.causal,
-        return_debug_mask=False,
-        scale=scale,
-    )
-    return out.float(), lse.transpose(0, 1)
-
-
-def _flash_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    block: AttentionBlock,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    # There is no dropout, so its random state is never read.
-    random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-        grad.contiguous(),
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        out.contiguous(),
-        lse.transpose(0, 1).contiguous(),
-        *block.cu_seqlens,
-        *block.longest,
-        0.0,
-        block.causal,
-        random_state,
-        torch.empty(0, device=q.device),
-        scale=scale,
-    )
-    return grad_q.float(), grad_k.float(), grad_v.float()
 
 
 def _starts(lengths: Tensor) -> Tensor:

@@ -69,14 +69,20 @@ def values_per_chunk(kind: str) -> int:
 
 
 FLASH_WIDTHS = range(8, 257, 8)
-"""Of heads, with which torch's variable-length flash attention runs."""
+"""Of heads, with which torch's flash attention of samples of any length runs."""
 
 
 def fits_flash(query: torch.Tensor) -> bool:
-    """Return whether variable-length flash attention, where a device has it, takes queries like
+    """Return whether their device has variable-length flash attention that takes queries like
     these, `[tokens, heads, width]`."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return is_half and query.shape[-1] in FLASH_WIDTHS
+    return query.device.type != "cpu" and is_half and query.shape[-1] in FLASH_WIDTHS
+
+
+def read_compute_capability(device: torch.device) -> int:
+    """Return the major number of an NVIDIA GPU's compute capability; 0 for other devices."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device)[0] if is_nvidia else 0
 
 
 @cache
@@ -163,6 +169,12 @@ def free_cached_memory(device: torch.device) -> None:
     """Release cached memory blocks to the device, for another role's allocator."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
+
+
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host without waiting for the device's queued work."""
+    pinned = tensor.pin_memory() if has_pinned_memory() and device.type != "cpu" else tensor
+    return pinned.to(device, non_blocking=True)
 
 
 def allocate_host_memory(size: int, device: torch.device) -> torch.Tensor:

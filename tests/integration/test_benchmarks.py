@@ -11,7 +11,7 @@ from pages import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 SECONDS = {
-    *("codecs", "dispatch", "distillation", "loading", "overhead", "packing"),
+    *("codecs", "dispatch", "distillation", "loading", "output_head", "overhead", "packing"),
     *("paper_placements", "plan", "plan_at_size", "reshard", "sandbox", "timeline", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
@@ -38,6 +38,7 @@ SMALLEST = {
     ),
     "mixed_generation": (["--layers", "2", "--hidden", "64", "--random", "1", "--seconds", "10"],),
     "operator_cost": (["--sizes", "64"],),
+    "output_head": (["--tokens", "64", "--vocabulary", "2048", "--rounds", "1"],),
     "overhead": ([],),
     "packing": ([],),
     "paper_placements": (["13b"],),

@@ -147,9 +147,10 @@ def each_sample(q, k, cu_q, cu_k, max_q, max_k, dropout, causal, scale):
         yield mine, seen, scores.masked_fill(later, -torch.inf) if causal else scores
 
 
-def flash_forward(q, k, v, *rest, return_debug_mask, scale):
+def flash_forward(q, k, v, *rest, return_debug_mask, scale, window_size_left, window_size_right):
     """What torch's kernel promises: `lse` is `[heads, queries]`."""
     assert all(x.is_contiguous() for x in (q, k, v)) and not return_debug_mask
+    assert (window_size_left, window_size_right) == (-1, 0 if rest[-1] else -1)
     out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
     for mine, seen, scores in each_sample(q, k, *rest, scale):
         values = v[seen].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -158,8 +159,9 @@ def flash_forward(q, k, v, *rest, return_debug_mask, scale):
     return out, lse, None, None, None
 
 
-def flash_backward(grad, q, k, v, out, lse, *rest, scale):
+def flash_backward(grad, q, k, v, out, lse, *rest, scale, window_size_left, window_size_right):
     *rest, state, unused = rest
+    assert (window_size_left, window_size_right) == (-1, 0 if rest[-1] else -1)
     assert all(x.is_contiguous() for x in (grad, q, k, v, out, lse))
     assert state.dtype == torch.uint64 and not unused.numel()
     groups = q.shape[1] // k.shape[1]
@@ -178,7 +180,7 @@ def flash_backward(grad, q, k, v, out, lse, *rest, scale):
 
 
 def test_the_flash_kernels_are_asked_for_the_same(monkeypatch):
-    monkeypatch.setattr(block_attention, "_has_flash_kernel", lambda q: True)
+    monkeypatch.setattr(block_attention, "fits_flash", lambda q: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
     assert_blocks_are_the_whole([17, 3, 30, 29, 0, 1, 28], (4, 2), 3)
@@ -191,9 +193,9 @@ def test_the_installed_flash_kernels_take_what_they_are_given():
     queries, keys = int(block.query_lengths.sum()), int(block.key_lengths.sum())
     q = torch.empty(queries, 4, 16, dtype=torch.bfloat16, device="meta")
     k = torch.empty(keys, 2, 16, dtype=torch.bfloat16, device="meta")
-    out, lse = block_attention._flash_forward(q, k, k, block, SCALE)
+    out, lse = block_attention_forward(q, k, k, block, SCALE)
     assert (out.shape, lse.shape) == (q.shape, (queries, 4))
-    found = block_attention._flash_backward(q, q, k, k, q, lse, block, SCALE)
+    found = block_attention_backward(q, q, k, k, q, lse, block, SCALE)
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
     assert {x.dtype for x in (out, lse, *found)} == {torch.float32}
 

@@ -2,12 +2,18 @@
 device is idle while it catches up."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2] / "hybridrl"
 LAYERS = [
     *("models/packed_attention.py", "models/log_probs.py", "models/packed_models.py"),
-    *("models/packed_models.py", "parallel/block_attention.py", "parallel/collectives.py"),
+    *("models/flash_attention.py", "models/head_kernels.py", "models/teacher_kl.py"),
+    *("parallel/block_attention.py", "parallel/collectives.py"),
     *("parallel/fsdp.py", "parallel/padded_attention.py", "parallel/ring_attention.py"),
     *("parallel/sequence_parallel.py", "parallel/staged_model.py", "parallel/tensor_parallel.py"),
     "parallel/ulysses.py",
@@ -16,18 +22,13 @@ LAYERS = [
 WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "masked_select", "unique", "synchronize"}
 """Methods whose result depends on the values of a tensor, which the host has to have."""
 ALLOWED = {
-    (
-        "models/packed_attention.py",
-        "_buckets_on_device",
-    ): "CPUs only, and devices without a kernel in float32",
-    ("models/log_probs.py", "backward"): "whether the entropy has a gradient: once for all tokens",
     ("models/packed_models.py", "of"): "on the host, before the model runs",
     ("models/packed_models.py", "concatenate_ranges"): "on the host, before the model runs",
-    ("models/packed_models.py", "make_buckets"): "on the host, before the model runs",
+    ("models/packed_models.py", "buckets"): "lengths are on the host",
     ("models/packed_models.py", "_candidates"): "on the host, before the model runs",
     ("models/packed_models.py", "_routes"): "on the host, before the model runs",
     ("parallel/block_attention.py", "between"): "lengths are on the host",
-    ("parallel/block_attention.py", "longest"): "lengths are on the host",
+    ("parallel/block_attention.py", "flash_case"): "lengths are on the host",
     ("parallel/block_attention.py", "_indices"): "lengths are on the host",
     (
         "parallel/collectives.py",
@@ -77,6 +78,43 @@ def test_no_layer_makes_the_host_wait():
         f"runs, or say in ALLOWED why they do not: {unexpected}"
     )
     assert not ALLOWED.keys() - found.keys(), "reasons for what is no longer there"
+
+
+LAYERS_THAT_RUN = """
+import sys
+import torch
+from simulated import DEVICE, Accelerator
+from hybridrl.models.log_probs import token_log_probs
+from hybridrl.models.packed_attention import causal_attention
+from hybridrl.models.packed_models import PackingMetadata
+
+dtype = getattr(torch, sys.argv[1])
+def on_device(*shape):
+    return torch.empty(*shape, dtype=dtype, device=DEVICE, requires_grad=True)
+with Accelerator() as device, device.phase("layers") as seen:
+    packing = PackingMetadata.of(torch.tensor([0, 4, 10]), DEVICE)
+    q, k, sinks = on_device(10, 4, 8), on_device(10, 2, 8), on_device(4)
+    for window in (None, 3):
+        for of_heads in (None, sinks):
+            causal_attention(q, k, k, packing, None, window, of_heads).sum().backward()
+    targets = torch.empty(10, dtype=torch.int64, device=DEVICE)
+    found, entropy = token_log_probs(on_device(10, 16), on_device(1000, 16), targets)
+    (found - entropy).sum().backward()
+print(seen.waits, "buckets" in vars(packing))
+"""
+
+
+@pytest.mark.parametrize(("dtype", "seen"), [("bfloat16", "0 False"), ("float32", "0 True")])
+def test_attention_and_the_head_do_not_wait(dtype, seen):
+    """On an accelerator that is not there, in a process of its own: sinks take the flash kernel,
+    too, and float32 takes rectangles."""
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(ROOT.parent), str(tests)])
+    done = subprocess.run(
+        [sys.executable, "-c", LAYERS_THAT_RUN, dtype],
+        **{"env": {**os.environ, "PYTHONPATH": path}, "capture_output": True, "text": True},
+    )
+    assert done.stdout.strip() == seen, done.stderr
 
 
 def test_what_waits_is_recognised():

@@ -31,8 +31,10 @@ KNOWN = {
     "_get_backend": ("system/collective_waits.py",),
     "_get_op_type": ("system/collective_waits.py",),
     "_get_sequence_number_for_group": ("system/collective_waits.py",),
-    "_flash_attention_forward": ("parallel/block_attention.py",),
-    "_flash_attention_backward": ("parallel/block_attention.py",),
+    "_flash_attention_forward": ("models/flash_attention.py",),  # 2.11 to 2.13
+    "_flash_attention_backward": ("models/flash_attention.py",),  # 2.11 to 2.13
+    "_disable_current_modes": ("models/flash_attention.py",),
+    "torch.nn.attention._fa4": ("models/flash_attention.py",),  # 2.11 to 2.13
     "_cdata": (
         "layout/tensor_views.py",
         "models/token_bytes.py",
@@ -42,7 +44,8 @@ KNOWN = {
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
-        *("models/stored_tensors.py", "models/token_bytes.py", "rollout/loader_probe.py"),
+        *("models/flash_attention.py", "models/stored_tensors.py", "models/token_bytes.py"),
+        "rollout/loader_probe.py",
     ),
     "torch.utils._pytree": ("rollout/loader_probe.py",),
     # argparse, which has no way to be asked what it takes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridrl.models.log_probs import vocabulary_block_size
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
 from hybridrl.parallel.compressed_collectives import DIFFERENCE_CODEC
 from hybridrl.planner.step.step_calls import MicroBatchPlan, StepSizes
@@ -24,8 +25,9 @@ FLOAT32_BYTES = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
 CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 """Bytes of a trained parameter and its two moments in a checkpoint."""
-_SCORING_LOGIT_CHUNKS, _TRAINING_LOGIT_CHUNKS = 2, 3
-"""Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
+_LOGIT_CHUNKS = 2
+"""Chunks of float32 logits that live at once in `token_log_probs`, forward or backward; with its
+Triton kernels one and a half at most."""
 _SAMPLING_LOGIT_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
@@ -132,7 +134,7 @@ class ModelPart:
         states = batch.tokens * self.shape.hidden * self.shape.item
         head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
         if chunk := self._logits(batch, sizes):
-            head["logits"] = _SCORING_LOGIT_CHUNKS * chunk + self._head_copy
+            head["logits"] = _LOGIT_CHUNKS * chunk + self._head_copy(batch, sizes)
         return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)
 
     def training(self, batch: MicroBatchPlan, sizes: StepSizes) -> MemoryParts:
@@ -158,6 +160,7 @@ class ModelPart:
             before = shard if several else 0
             kept_until_end = head if shape.tied else 0
             unit = max(kept_until_end, (item + self.summed) * shape.layer.trained)
+            unit += self.summed * self.head.trained  # of its sum, until that of a layer begins
             largest = max(self.root.trained, shape.embedding.trained if self.ends[0] else 0)
             end = reduced = shard + (item + self.summed) * largest
         loss: MemoryParts = {
@@ -167,8 +170,10 @@ class ModelPart:
         }
         if chunk := self._logits(batch, sizes):
             states = batch.tokens * sizes.response_share * shape.hidden * item
-            loss["logits"] = _TRAINING_LOGIT_CHUNKS * chunk + states + self._head_copy
-            loss["gradients"] += FLOAT32_BYTES * shape.head.trained  # summed in float32
+            loss["logits"] = _LOGIT_CHUNKS * chunk + states + self._head_copy(batch, sizes)
+            # Summed in float32 block by block.
+            summed_block = self._head_block(batch, sizes) if shape.head.trained else 0
+            loss["gradients"] += item * shape.head.trained + summed_block
         gathered = self._gathered(forward=False)
         summed = {
             "gathered": self._gathered_at_head(False),
@@ -208,12 +213,18 @@ class ModelPart:
         buffer = forward and self.shards > 1
         return self.shape.item * (self.root.all + (1 + buffer) * self.head.all)
 
-    @property
-    def _head_copy(self) -> float:
-        """Return the bytes of a float32 copy of the output embedding, needed where the device
-        cannot sum half-precision products in float32."""
+    def _head_copy(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
+        """Return the bytes of a float32 copy of a block of the output embedding, needed where the
+        device cannot sum half-precision products in float32."""
         exact = self.shape.item == FLOAT32_BYTES or has_mm_out_dtype(self.device)
-        return 0.0 if exact else FLOAT32_BYTES * float(self.shape.head.all)
+        return 0.0 if exact else self._head_block(batch, sizes)
+
+    def _head_block(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
+        """Return the bytes in float32 of a block of the output embedding, as many rows as
+        `token_log_probs` multiplies with its tokens at once."""
+        tokens = int(batch.tokens * sizes.response_share)
+        rows = vocabulary_block_size(tokens, self.shape.vocabulary, self.device)
+        return FLOAT32_BYTES * self.shape.head.all * rows / self.shape.vocabulary
 
     def _states(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
         """Return the bytes of the last hidden states, and of those of them that the head reads."""
