@@ -20,6 +20,7 @@ from hybridrl.errors import DataError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
 from hybridrl.models.teacher_kl import TopTokens, find_top_tokens, teacher_kl_loss
+from hybridrl.system.device_traits import has_varlen_attention
 
 MAX_PADDING_RATIO = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
@@ -112,7 +113,7 @@ class PackingMetadata:
         return cls(
             cu_seqlens.to(device, torch.int32),
             int(lengths.max()),
-            make_buckets(lengths, device) if device.type == "cpu" else (),
+            () if has_varlen_attention(device.type) else make_buckets(lengths, device),
             real=None if real is None else real.to(device),
             routes=None if routes is None else routes.to(device),
         )

@@ -9,9 +9,11 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.checks.settings.training_checks import list_parallel_settings
 from hybridrl.config.changed import Setting, apply_changes
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import CHECKPOINTING_MODES, Config
 from hybridrl.errors import ConfigError, NotPlannedError
+from hybridrl.models.activation_checkpointing import KEPT_OPERATIONS
 from hybridrl.planner.step.step_calls import SampleLengths
 from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.system.cpu_cores import count_usable_cores
@@ -21,7 +23,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 if TYPE_CHECKING:
     from hybridrl.planner.job_plan import JobPlan
 
-TOKENS = "actor.tokens_per_microbatch"
+TOKENS, CHECKPOINTING = "actor.tokens_per_microbatch", "actor.gradient_checkpointing"
 MOST_TOKENS = {"cpu": 16384, "cuda": 32768}
 """Of a micro-batch: with more of them nothing becomes quicker that counts."""
 FILLED = 0.9
@@ -29,9 +31,10 @@ FILLED = 0.9
 MOST_PROCESSES = 16
 """That score for a device: their start takes time and memory, too."""
 HALVINGS = 2
-"""Of `actor.tokens_per_microbatch`, that a search for a placement looks at."""
-KEEPS = ("none", "selective")
-"""Values of `actor.gradient_checkpointing` with which activations are kept."""
+"""Of `actor.tokens_per_microbatch`, that a search for a placement looks at, and that come before
+layers are to keep less of their forward."""
+KEPT = CHECKPOINTING_MODES[:-1]
+"""Values of `actor.gradient_checkpointing` that the planner chooses from, the quickest first."""
 _MEMORY_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
@@ -45,10 +48,12 @@ def choose_automatic_settings(
     *,
     is_elsewhere: bool = False,
 ) -> list[Setting]:
-    """Choose `actor.tokens_per_microbatch` and `reward.processes` where they are null.
+    """Choose `actor.tokens_per_microbatch` and `reward.processes` where they are null, and
+    `actor.gradient_checkpointing` where it is `auto`.
 
-    Micro-batches get the most tokens with which the job has room, of powers of two; a search for a
-    placement begins with the most of all, and lowers it where that lacks memory.
+    Layers keep as much of their forward, and micro-batches get as many tokens, of powers of two, as
+    the job has room for; a search for a placement begins with the most of all, and lowers it where
+    that lacks memory.
 
     Args:
         config: With folders for models.
@@ -62,27 +67,51 @@ def choose_automatic_settings(
         # The cores that each device has beside the one that its own program takes.
         cores = count_usable_cores() // cluster.devices_per_node
         found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
-    if config.actor.tokens_per_microbatch is not None:
-        return found
+    sizes, modes = list[list[Setting]]([[]]), list[list[Setting]]([[]])
+    if config.actor.tokens_per_microbatch is None:
+        sizes = [[(TOKENS, tokens)] for tokens in _token_choices(config, cluster, lengths)]
+    if config.actor.gradient_checkpointing == "auto":
+        modes = [[(CHECKPOINTING, kept)] for kept in _kept_choices(config)]
+    if len(sizes) * len(modes) == 1 or config.placement.strategy == "auto":
+        return [*found, *sizes[0], *modes[0]]
+    chosen = [*sizes[-1], *modes[0]]  # what is safest where nothing can be planned
+    for mode in modes:
+        for size in sizes if mode is modes[-1] else sizes[: HALVINGS + 1]:
+            settings = [*found, *size, *mode]
+            try:
+                fits = _planned(config, cluster, lengths, roles, settings).fits(FILLED)
+            except NotPlannedError:
+                continue
+            except ConfigError:  # told when the job is placed
+                return [*found, *chosen]
+            chosen = [*size, *mode]
+            if fits:
+                return settings
+    return [*found, *chosen]
+
+
+def _token_choices(
+    config: Config, cluster: ClusterSpec, lengths: SampleLengths | None
+) -> list[int]:
+    """List the numbers of tokens that a micro-batch may have, the most first."""
     data, rollout = config.data, config.rollout
     allowed = data.max_prompt_tokens + max(rollout.max_tokens, data.max_response_tokens or 0)
     longest = 2 * (allowed if lengths is None else lengths.prompt + lengths.longest)  # of a pair
     tokens = MOST_TOKENS[cluster.kind]
     while tokens < longest:
         tokens *= 2
-    if config.placement.strategy == "auto":
-        return [*found, (TOKENS, tokens)]
-    for less in _halved(tokens, longest):
-        try:
-            settings = [*found, (TOKENS, tokens)]
-            if _planned(config, cluster, lengths, roles, settings).fits(FILLED):
-                break
-        except NotPlannedError:  # so few tokens are safest
-            pass
-        except ConfigError:  # told when the job is placed
-            break
-        tokens = less
-    return [*found, (TOKENS, tokens)]
+    return [tokens, *_halved(tokens, longest)]
+
+
+def _kept_choices(config: Config) -> list[str]:
+    """List the values of `actor.gradient_checkpointing` with which layers keep less of their
+    forward than now, or all if that is open."""
+    cuts, now = list_parallel_settings(config).values(), config.actor.gradient_checkpointing
+    has_ring = any(cut.ring > 1 for cut in cuts)
+    modes = [kept for kept in KEPT if not (has_ring and kept in KEPT_OPERATIONS)]
+    if now == "auto":
+        return modes
+    return modes[modes.index(now) + 1 :] if now in modes else []
 
 
 def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting, ...]]:
@@ -92,8 +121,8 @@ def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting,
     tokens: list[tuple[Setting, ...]] = [()]
     tokens += [((TOKENS, less),) for less in islice(_fewer_tokens(config), HALVINGS)]
     recompute: list[tuple[Setting, ...]] = [()]
-    if actor.gradient_checkpointing in KEEPS:
-        recompute.append((("actor.gradient_checkpointing", "full"),))
+    # `selective` saves little beside these, and each is so many ways more to look at.
+    recompute += [((CHECKPOINTING, kept),) for kept in _kept_choices(config)[-2:]]
     between = () if actor.offload_between_calls else (("actor.offload_between_calls", True),)
     optimizer = () if actor.offload_optimizer else (("actor.offload_optimizer", True),)
     offload: list[tuple[Setting, ...]] = [()]
@@ -184,8 +213,8 @@ def _candidates(plan: JobPlan) -> Iterator[Setting]:
     else:
         for divisor in (2, 4, 8):
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
-    if actor.gradient_checkpointing in KEEPS:
-        yield "actor.gradient_checkpointing", True
+    for kept in _kept_choices(config):
+        yield CHECKPOINTING, kept
     if rollout.engine == "vllm":
         # Where the generator's weights are too large for a device, nothing else helps.
         most = max(LARGEST_TP, len(plan.cluster.devices)) if plan.lacking else LARGEST_TP

@@ -59,6 +59,11 @@ FLASH_WIDTHS = range(8, 257, 8)
 """Of heads, with which torch's variable-length flash attention runs."""
 
 
+def has_varlen_attention(kind: str) -> bool:
+    """Return whether torch has variable-length attention in half precision for such a device."""
+    return kind != "cpu"
+
+
 def fits_flash(query: torch.Tensor) -> bool:
     """Return whether variable-length flash attention, where a device has it, takes queries like
     these, `[tokens, heads, width]`."""

@@ -50,6 +50,7 @@ class ModelPart:
         offload_parameters, offload_optimizer: See `ActorConfig`.
         moment: Bytes of an element of an optimizer's moment.
         by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
+        compiled: Its layers are compiled (`ActorConfig.compile`).
     """
 
     shape: ModelShape
@@ -63,6 +64,7 @@ class ModelPart:
     offload_optimizer: bool
     moment: int = FLOAT32_BYTES
     by_difference: bool = False
+    compiled: bool = False
 
     @property
     def around(self) -> ParameterCounts:
@@ -139,8 +141,9 @@ class ModelPart:
         shape, item = self.shape, self.shape.item
         trained = self.parameters.trained
         shard = 0 if self.offload_parameters else FLOAT32_BYTES * trained / self.shards
-        kept = self.micro_batches_held * batch.tokens * shape.training.per_layer * self.layers
-        backward = batch.tokens * shape.training.fixed
+        token = shape.compiled if self.compiled else shape.training
+        kept = self.micro_batches_held * batch.tokens * token.per_layer * self.layers
+        backward = batch.tokens * token.fixed
         head = item * shape.head.trained if self.ends[1] else 0
         several = batch.count > 1
         before: float
