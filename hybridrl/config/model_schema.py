@@ -160,8 +160,8 @@ class ParallelConfig:
     changed, in 4 bits, to a copy that every rank keeps. For slow links; see docs/precision.md."""
 
 
-CHECKPOINTING_MODES = ("none", "selective", "full", "offload")
-"""What `actor.gradient_checkpointing` may be."""
+CHECKPOINTING_MODES = ("none", "selective", "block", "full", "offload")
+"""What `actor.gradient_checkpointing` may be, from what takes most memory to what takes least."""
 
 
 @dataclass
@@ -177,10 +177,11 @@ class ActorConfig:
     router_loss_weight: NonNegativeFloat = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.expert_routing`; with it an update forwards its samples once more. 0: none."""
-    gradient_checkpointing: Annotated[str, OneOf(*CHECKPOINTING_MODES)] = "none"
+    gradient_checkpointing: Annotated[str, OneOf("auto", *CHECKPOINTING_MODES)] = "auto"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
-    all; `selective`: results of matrix products and attention; `full` (or `true`): its input only;
-    `offload`: that too, on the CPU."""
+    all; `selective`: results of matrix products and attention; `block`: those of attention; `full`
+    (or `true`): its input only; `offload`: that too, on the CPU; `auto`: the first of these, but
+    for `offload`, for which there is memory, by the plan."""
     compile: Annotated[str, OneOf("auto", "true", "false")] = "auto"
     """Compile layers with torch: `true`, `false`, or `auto`: on GPUs, from 67 million parameters
     on. What does not compile runs as it is, and the log says so."""

@@ -1,19 +1,27 @@
 """`actor.compile`: transformer layers compiled by torch, with one graph for all layers of a kind.
 
 Attention and collectives stay as they are, between the compiled parts: the one is a fused kernel
-already, and has the bounds of the samples, which differ from batch to batch.
+already, and has the bounds of the samples, which differ from batch to batch. So what a layer keeps
+for its backward is what attention keeps, and what the compiler keeps of the parts before and after
+it.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from hybridrl.models.activation_checkpointing import (
+    BLOCK_CHECKPOINTING,
+    NO_CHECKPOINTING,
+    SELECTIVE_CHECKPOINTING,
+)
 from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
 from hybridrl.models.packed_models import PackedModel
 from hybridrl.parallel.fsdp import is_small_model
@@ -22,18 +30,29 @@ from hybridrl.system.dtypes import AUTO_DTYPE
 
 _log = logging.getLogger(__name__)
 
+_BACKEND = "inductor"
+MEMORY_BUDGETS = {SELECTIVE_CHECKPOINTING: 0.8, BLOCK_CHECKPOINTING: 0.0}
+"""What the parts of compiled layers may keep by `actor.gradient_checkpointing`, from 0, their
+inputs, to 1, what makes them quickest: about two thirds of it are results of matrix products."""
 
-def compile_layers(model: PackedModel, wanted: str, device: torch.device) -> None:
+
+def compile_layers(
+    model: PackedModel, wanted: str, device: torch.device, kept: str = NO_CHECKPOINTING
+) -> bool:
     """Compile every layer at its first run, in place. A layer that does not compile runs
     uncompiled, and the log says why.
 
     Args:
         wanted: `true`, `false`, or `auto`: where that is known to gain. A small model is trained
             to its end in the time that compiling takes.
+        kept: As `actor.gradient_checkpointing`. Compiled layers keep what `MEMORY_BUDGETS` says.
+
+    Returns:
+        Whether layers are compiled.
     """
     gains = is_compile_worthwhile(device.type) and not is_small_model(model)
     if wanted == "false" or (wanted == AUTO_DTYPE and not gains):
-        return
+        return False
     import torch._dynamo as dynamo
 
     if dynamo.config.disable:
@@ -42,12 +61,29 @@ def compile_layers(model: PackedModel, wanted: str, device: torch.device) -> Non
             "has switched torch's compiler off (vLLM on CPUs, or TORCHDYNAMO_DISABLE).",
             wanted,
         )
-        return
+        return False
     AttentionInterface.register(PACKED_ATTENTION, dynamo.disable(packed_attention))
     kinds = set(model.inner._no_split_modules or ())
+    compiled = partial(torch.compile, dynamic=True)
+    if (budget := MEMORY_BUDGETS.get(kept)) is not None:
+        compiled = partial(compiled, backend=_budget_backend(budget))
     for module in model.inner.modules():
         if type(module).__name__ in kinds:
-            module.forward = _with_fallback(module, torch.compile(module.forward, dynamic=True))
+            module.forward = _with_fallback(module, compiled(module.forward))
+    return True
+
+
+@cache
+def _budget_backend(budget: float) -> Callable[..., Any]:
+    """Return one backend for all layers, which share graphs only if their backend is the same."""
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._functorch import config
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        with config.patch(activation_memory_budget=budget):
+            return lookup_backend(_BACKEND)(graph, inputs)
+
+    return compile_graph
 
 
 def _with_fallback(layer: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,10 @@ Every rank makes the same small copy (`models.shrunk_config`), cuts it on the jo
 device, and has it score and learn from a few samples; transformers does the same on one process
 with what is not cut. Log-probabilities and the norm of the gradient tell whether anything is
 missing or counted twice, for a class of models that nobody has tried, or a version of a library.
+
+The trial is in float32. Where a device has other attention kernels for bfloat16, and the job
+computes in it, a second one is in bfloat16: it cannot tell rounding from small mistakes, but goes
+the way that the job will go.
 """
 
 from __future__ import annotations
@@ -22,55 +26,69 @@ from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.shrunk_config import SHRUNK_WINDOW
 from hybridrl.parallel.process_group import ParallelMesh
+from hybridrl.system.device_traits import has_varlen_attention
 
 _SAMPLE_LENGTHS = (SHRUNK_WINDOW, 5, SHRUNK_WINDOW - 1)
 """Of the samples: a ring takes none that are longer than a window."""
 _MODEL_AXES = ("tp", "pp", "ulysses", "ring")
 """Axes over which a model's arithmetic is divided."""
+_TOLERANCES = {"float32": TOLERANCE, "bfloat16": 0.5}
+"""Of a log-probability, and of the norm of the gradient relative to it, by precision."""
 
 _proven: set[str] = set()
 
 
 def check_parallel_equivalence(
-    model: PackedModel, path: str, mesh: ParallelMesh, config: ActorConfig, *, trains: bool
+    model: PackedModel,
+    path: str,
+    mesh: ParallelMesh,
+    config: ActorConfig,
+    dtype: str,
+    *,
+    trains: bool,
 ) -> None:
     """Run the trial the first time that a process asks for a split. Collective.
 
     Args:
         model: That is to be cut, whole or not read yet.
         path: Its name in messages.
+        dtype: Name of the precision in which the job computes.
         trains: It is not only to score.
 
     Raises:
         ConfigError: on every rank, if the model would be another one.
     """
     sizes = {axis: mesh.size(axis) for axis in _MODEL_AXES if mesh.size(axis) > 1}
-    key = trial_key(model.inner.config, type(model), sizes, config.parallel, trains)
+    has_kernel = has_varlen_attention(mesh.device.type)
+    precisions = [p for p in _TOLERANCES if p == "float32" or (p == dtype and has_kernel)]
+    key = trial_key(model.inner.config, type(model), sizes, config.parallel, trains, precisions)
     if not sizes or key in _proven:
         return
     cut = ", ".join(f"actor.parallel.{axis}={size}" for axis, size in sizes.items())
     who = f"{path} ({model.inner.config.model_type}) cannot be cut by {cut}"
     cure = "Data parallelism alone (actor.parallel.tp=1 and so on) does not cut the arithmetic."
-    with trial_seed():
-        try:
-            off, norm_off = _differences(model, mesh, config, trains)
-        except HybridRLError:
-            raise
-        except Exception as error:  # of whatever kind: nobody knows what models will come
+    for precision in precisions:
+        with trial_seed():
+            try:
+                off, norm_off = _differences(model, mesh, config, precision, trains)
+            except HybridRLError:
+                raise
+            except Exception as error:  # of whatever kind: nobody knows what models will come
+                raise ConfigError(
+                    f"{who}: a small copy of it does not run so in {precision} "
+                    f"({type(error).__name__}: {error}). {cure}"
+                ) from error
+        if max(off, norm_off) > _TOLERANCES[precision]:
             raise ConfigError(
-                f"{who}: a small copy of it does not run so ({type(error).__name__}: {error}). "
-                f"{cure}"
-            ) from error
-    if off > TOLERANCE or norm_off > TOLERANCE:
-        raise ConfigError(
-            f"{who}: of a small copy of it that is cut so, {model.OUTPUTS[0]} are off by up to "
-            f"{off:.2g}, and the norm of the gradient by {norm_off:.2g} of it. {cure}"
-        )
+                f"{who}: of a small copy of it that is cut so, in {precision}, {model.OUTPUTS[0]} "
+                f"are off by up to {off:.2g}, and the norm of the gradient by {norm_off:.2g} of "
+                f"it. {cure}"
+            )
     _proven.add(key)
 
 
 def _differences(
-    model: PackedModel, mesh: ParallelMesh, config: ActorConfig, trains: bool
+    model: PackedModel, mesh: ParallelMesh, config: ActorConfig, dtype: str, trains: bool
 ) -> tuple[float, float]:
     """Return the largest error of the outputs, and of the gradient norm relative to it, over all
     ranks."""
@@ -86,12 +104,13 @@ def _differences(
         **{"tokens_per_microbatch": sum(_SAMPLE_LENGTHS), "lora": LoraAdapterConfig()},
         **{"offload_parameters": False, "offload_optimizer": False},
         offload_between_calls=False,
+        compile="false",  # it would take longer than the trial
         router_loss_weight=0.0,
         parallel=replace(
             config.parallel, gradients="full", weights="full"
         ),  # what they lose is no cut's fault
     )
-    engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, "float32", settings)
+    engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, dtype, settings)
     batch, name = trial.batch(), model.OUTPUTS[0]
     found = engine.forward(batch)[name].values
     expected = trial.reference_outputs()

@@ -15,7 +15,7 @@ from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
 from hybridrl.config.schema import ActorConfig
-from hybridrl.engine.compiled_layers import compile_layers
+from hybridrl.engine.compiled_layers import MEMORY_BUDGETS, compile_layers
 from hybridrl.engine.model_folder import (
     is_unread,
     load_model_folder,
@@ -81,7 +81,6 @@ class ShardedModel:
         self.mesh = mesh
         self._layout: TensorLayout | None = None
         offload = config.offload_parameters and device.type != "cpu"
-        set_activation_checkpointing(model.inner, config.gradient_checkpointing)
         self.has_adapters = has_adapters(model.inner)
         cuts = tensor_parallel.apply_tensor_parallel(model, mesh)
         self.cuts, self._partial = cuts.cuts, cuts.partial
@@ -89,7 +88,10 @@ class ShardedModel:
         if (group := mesh.group("pp")) is not None:
             self._pipeline = TrainingPipeline(group, config.parallel.chunks)
             model = self._pipeline.cut(model, DTYPES[dtype])
-        compile_layers(model, config.compile, device)
+        kept = config.gradient_checkpointing
+        compiled = compile_layers(model, config.compile, device, kept)
+        if not (compiled and kept in MEMORY_BUDGETS):
+            set_activation_checkpointing(model.inner, kept)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
         # They are added up in the precision in which they travel.
         reduce_dtype = DTYPES.get(config.parallel.gradients, torch.float32)

@@ -37,8 +37,8 @@ from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.errors import TrainingError
 from hybridrl.models.expert_routing import (
     ExpertRouters,
-    compute_router_balance,
     compute_router_metrics,
+    compute_router_penalties,
 )
 from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.packed_models import (
@@ -282,7 +282,7 @@ class TrainEngine(ShardedModel):
             with torch.no_grad():
                 self._score(samples, lambda *_: None, options)
             routing.keep_balance(
-                compute_router_balance(self._of_all(routing), routing.chosen, weight)
+                compute_router_penalties(self._of_all(routing), routing.chosen, weight)
             )
         routing.count(self.device)
 

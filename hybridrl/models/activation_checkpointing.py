@@ -13,33 +13,39 @@ from transformers import PreTrainedModel
 from hybridrl.config.schema import CHECKPOINTING_MODES
 from hybridrl.system.device_traits import has_pinned_memory
 
-NO_CHECKPOINTING, SELECTIVE_CHECKPOINTING, FULL_CHECKPOINTING, OFFLOAD_CHECKPOINTING = (
-    CHECKPOINTING_MODES
-)
-_EXPENSIVE = (
-    *("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
+NO_CHECKPOINTING, SELECTIVE_CHECKPOINTING, BLOCK_CHECKPOINTING = CHECKPOINTING_MODES[:3]
+FULL_CHECKPOINTING, OFFLOAD_CHECKPOINTING = CHECKPOINTING_MODES[3:]
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm")
+_ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
 )
-"""Operations whose results `selective` keeps: matrix products and attention."""
+KEPT_OPERATIONS = {
+    SELECTIVE_CHECKPOINTING: (*_PRODUCTS, *_ATTENTION),
+    BLOCK_CHECKPOINTING: _ATTENTION,
+}
+"""The operations whose results are kept by `actor.gradient_checkpointing`, where it is by operation
+that it chooses."""
 
 
 def set_activation_checkpointing(model: PreTrainedModel, kept: str) -> None:
     """Set the part of its forward that every layer keeps for the backward.
 
     Args:
-        kept: `none`: nothing is computed twice, so all is kept. `selective`: results of matrix
-            products and attention; the rest, which is cheap, is computed again. `full`: its input
-            only. `offload`: that too, in the host's memory.
+        kept: `none`: nothing is computed twice, so all is kept; `auto`, which nobody has resolved,
+            means it too. `selective`: results of matrix products and attention; the rest, which is
+            cheap, is computed again. `block`: results of attention. `full`: its input only.
+            `offload`: that too, in the host's memory.
     """
-    if kept == NO_CHECKPOINTING:
+    if kept in ("auto", NO_CHECKPOINTING):
         return
     settings: dict[str, Any] = {"use_reentrant": False}
-    if kept == SELECTIVE_CHECKPOINTING:
-        settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if operations := KEPT_OPERATIONS.get(kept):
+        policy = partial(_keep_results, operations)
+        settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.gradient_checkpointing_enable(settings)
     if kept == OFFLOAD_CHECKPOINTING:
         for module in model.modules():
@@ -54,11 +60,14 @@ def _with_input_on_host(
         return checkpoint(function, *args)
 
 
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = _is_expensive(operation)
+def _keep_results(
+    operations: tuple[str, ...], _: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    keep = is_among(operation, operations)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @cache
-def _is_expensive(operation: Any) -> bool:
-    return operation.name() in _EXPENSIVE
+def is_among(operation: Any, names: tuple[str, ...]) -> bool:
+    """Return whether a torch operation is one of these."""
+    return operation.name() in names

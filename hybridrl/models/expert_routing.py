@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +21,21 @@ from hybridrl.models.packed_models import PackingMetadata
 
 
 @dataclass(frozen=True)
-class RouterBalance:
-    """The numbers that the balancing loss of a mini-batch needs beforehand.
+class _LayerRouting:
+    """What the router of a layer reads while the layer runs. All of it is tensors, so that a graph
+    that is compiled for one layer serves all of them.
 
     Attributes:
-        load: `[layers, experts]`: of all choices of the mini-batch's tokens in a layer, the share
-            that fell on each expert.
-        coefficient: Of the loss, for each token.
+        routes: `[tokens, chosen]`: the experts that are to take each token; see `PackingMetadata`.
+        counted: `[2, experts]`: where choices and probabilities are added; None: not counted.
+        penalties: `[experts]`: see `compute_router_penalties`; None: no balancing loss.
+        real: See `PackingMetadata`.
     """
 
-    load: Tensor
-    coefficient: float
+    routes: Tensor | None
+    counted: Tensor | None
+    penalties: Tensor | None
+    real: Tensor | None
 
 
 class ExpertRouters:
@@ -40,8 +45,8 @@ class ExpertRouters:
     6), averaged over layers: with f_i the share of choices that fall on expert i, P_i the mean of
     its probability, both over all tokens of the global mini-batch, and E experts, ``weight * E *
     sum_i f_i P_i``; 1 times the weight if all are chosen alike. f_i has no gradient. It is counted
-    before (`RouterBalance`), so that the loss is a sum over tokens and does not depend on how these
-    are divided into micro-batches and ranks.
+    before (`compute_router_penalties`), so that the loss is a sum over tokens and does not depend
+    on how these are divided into micro-batches and ranks.
 
     Args:
         model: Its routers get hooks. It may be cut afterwards, and parts of it may go.
@@ -59,13 +64,13 @@ class ExpertRouters:
         self.chosen = int(config.num_experts_per_tok)
         self._normalises = detect_normalized_weights(next(iter(routers.values())), config)
         self._counted: Tensor | None = None
-        self._balance: RouterBalance | None = None
-        self._packing: PackingMetadata | None = None
+        self._penalties: Tensor | None = None
+        self._layer: _LayerRouting | None = None
         kinds = set(model._no_split_modules or ())
         for number, (name, router) in enumerate(routers.items()):
-            router.register_forward_hook(self._hook(number))
+            router.register_forward_hook(self._route)
             layer = _layer_of(model, name, kinds)
-            layer.register_forward_pre_hook(self._remember, with_kwargs=True)
+            layer.register_forward_pre_hook(partial(self._begin_layer, number), with_kwargs=True)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ExpertRouters | None:
@@ -79,7 +84,7 @@ class ExpertRouters:
     def count(self, device: torch.device) -> None:
         """Start to count from zero."""
         self._counted = torch.zeros(
-            2, self.layers, self.experts, dtype=torch.float64, device=device
+            self.layers, 2, self.experts, dtype=torch.float64, device=device
         )
 
     def counted(self) -> Tensor:
@@ -87,55 +92,54 @@ class ExpertRouters:
         probabilities, over this rank's tokens and in its layers, `[2, layers, experts]`."""
         assert self._counted is not None
         found, self._counted = self._counted, None
-        return found
+        return found.transpose(0, 1).contiguous()
 
-    def keep_balance(self, balance: RouterBalance | None) -> None:
+    def keep_balance(self, penalties: Tensor | None) -> None:
         """Add the balancing loss in every forward from now on; None stops it."""
-        self._balance = balance
+        self._penalties = penalties
 
-    def _remember(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _begin_layer(
+        self, number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
         # Before every run of a layer: with gradient checkpointing it runs again in the backward,
         # when the last forward may have been one of other samples.
-        self._packing = kwargs["packing"]
-
-    def _hook(self, layer: int) -> Any:
-        def hook(
-            router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            logits, scores, chosen = output
-            packing = self._packing
-            assert packing is not None
-            if packing.routes is not None:
-                first = layer * self.chosen
-                recorded = packing.routes[:, first : first + self.chosen].to(chosen.dtype)
-                chosen = torch.where(recorded < 0, chosen, recorded)
-                scores = _scores(logits, chosen, bool(self._normalises)).to(scores.dtype)
-            if self._counted is not None and not _is_backward():
-                self._add(layer, logits, chosen, packing.real)
-            if self._balance is not None and torch.is_grad_enabled():
-                scores = _WithLoss.apply(scores, self._loss(layer, logits, packing.real))
-            return logits, scores, chosen
-
-        return hook
-
-    @torch.no_grad()
-    def _add(self, layer: int, logits: Tensor, chosen: Tensor, real: Tensor | None) -> None:
-        found = self._counted
-        assert found is not None
-        counts = (
-            logits.new_ones(len(logits), dtype=torch.float64) if real is None else real.double()
+        packing: PackingMetadata = kwargs["packing"]
+        first = number * self.chosen
+        self._layer = _LayerRouting(
+            None if packing.routes is None else packing.routes[:, first : first + self.chosen],
+            None if self._counted is None or _is_backward() else self._counted[number],
+            None if self._penalties is None else self._penalties[number],
+            packing.real,
         )
-        repeated = counts[:, None].expand_as(chosen).flatten()
-        # Neither a selection nor `bincount`, for which a device would have to be waited for.
-        found[0, layer].scatter_add_(0, chosen.flatten().long(), repeated)
-        found[1, layer] += counts @ logits.float().softmax(-1).double()
 
-    def _loss(self, layer: int, logits: Tensor, real: Tensor | None) -> Tensor:
-        assert self._balance is not None
-        by_token = logits.float().softmax(-1) @ self._balance.load[layer].float()
-        if real is not None:  # else it is of samples, all of it
-            by_token = by_token * real
-        return self._balance.coefficient * by_token.sum()
+    def _route(
+        self, router: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Count, replay and balance the output of a router. Compiled with its layer."""
+        logits, scores, chosen = output
+        layer = self._layer
+        assert layer is not None
+        if layer.routes is not None:
+            recorded = layer.routes.to(chosen.dtype)
+            chosen = torch.where(recorded < 0, chosen, recorded)
+            scores = _scores(logits, chosen, bool(self._normalises)).to(scores.dtype)
+        if layer.counted is not None:
+            _add_counts(layer.counted, logits, chosen, layer.real)
+        if layer.penalties is not None and torch.is_grad_enabled():
+            by_token = logits.float().softmax(-1) @ layer.penalties
+            if layer.real is not None:  # else it is of samples, all of it
+                by_token = by_token * layer.real
+            scores = _WithLoss.apply(scores, by_token.sum())
+        return logits, scores, chosen
+
+
+@torch.no_grad()
+def _add_counts(into: Tensor, logits: Tensor, chosen: Tensor, real: Tensor | None) -> None:
+    counts = logits.new_ones(len(logits), dtype=torch.float64) if real is None else real.double()
+    repeated = counts[:, None].expand_as(chosen).flatten()
+    # Neither a selection nor `bincount`, for which a device would have to be waited for.
+    into[0].scatter_add_(0, chosen.flatten().long(), repeated)
+    into[1] += counts @ logits.float().softmax(-1).double()
 
 
 def find_routers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -203,13 +207,18 @@ def compute_router_metrics(counted: Tensor, chosen: int) -> dict[str, float]:
     }
 
 
-def compute_router_balance(counted: Tensor, chosen: int, weight: float) -> RouterBalance:
-    """Compute what the balancing loss needs from the counts of a mini-batch."""
+def compute_router_penalties(counted: Tensor, chosen: int, weight: float) -> Tensor:
+    """Compute what the balancing loss adds for a token, for each unit of probability that its
+    router gives an expert, from the counts of a mini-batch.
+
+    Returns:
+        `[layers, experts]`, float32.
+    """
     counts = counted[0]
     choices = counts.sum(1, keepdim=True).clamp(min=1.0)
-    tokens = float(choices.max()) / chosen
+    tokens = choices.max() / chosen
     layers, experts = counts.shape
-    return RouterBalance(counts / choices, weight * experts / (layers * tokens))
+    return (counts / choices * (weight * experts / layers) / tokens).float()
 
 
 def _layer_of(model: PreTrainedModel, name: str, kinds: set[str]) -> nn.Module:

@@ -22,9 +22,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.errors import HybridRLError, NotPlannedError
 from hybridrl.models.activation_checkpointing import (
+    BLOCK_CHECKPOINTING,
     FULL_CHECKPOINTING,
     NO_CHECKPOINTING,
     OFFLOAD_CHECKPOINTING,
+    SELECTIVE_CHECKPOINTING,
     set_activation_checkpointing,
 )
 from hybridrl.models.language_model import build_language_model, decoder_of
@@ -33,6 +35,7 @@ from hybridrl.models.token_bytes import (
     META_ATTENTION,
     UNIFORM_LAYER_TYPES,
     TokenBytes,
+    measure_product_bytes,
     measure_token_bytes,
 )
 from hybridrl.system.dtypes import DTYPES
@@ -93,6 +96,7 @@ class ModelShape:
             many as it goes to.
         item: Bytes of an element in computation.
         training, scoring: Memory of a token in forward and backward, and in a forward alone.
+        compiled: As `training`, of layers that are compiled.
     """
 
     layers: int
@@ -110,6 +114,7 @@ class ModelShape:
     item: int
     training: TokenBytes
     scoring: TokenBytes
+    compiled: TokenBytes
 
     @property
     def parameters(self) -> ParameterCounts:
@@ -188,6 +193,7 @@ def _count(
     head = output.weight if hasattr(output, "weight") else next(output.parameters())
     tied = head is embedding
     known = _counts([embedding] if tied else [embedding, head])
+    written, touched = measure_product_bytes(shallow, deep, depths)
     if checkpointing != NO_CHECKPOINTING:
         for few in (shallow, deep):
             set_activation_checkpointing(
@@ -197,15 +203,26 @@ def _count(
     training = measure_token_bytes(shallow, deep, depths, trains=True)
     if checkpointing == OFFLOAD_CHECKPOINTING:  # the states between layers are on the host
         states = text.hidden_size * DTYPES[dtype].itemsize
-        training = replace(training, per_layer=max(0.0, training.per_layer - states))
+        training = training.without(states)
     types = getattr(text, "layer_types", None) or ()
     attends = 1 - sum(kind in WITHOUT_CACHE for kind in types) / number
+    query = attends * _query_width(text) * _heads(text)
+    keys = attends * _query_width(text) * _key_value_heads(text)
+    size = DTYPES[dtype].itemsize
+    # What compiled layers keep: attention its queries, keys, values and results; the parts before
+    # and after it their inputs, what products write, or what they read and write. Products write
+    # values, and queries and keys only before these are rotated.
+    compiled = {
+        NO_CHECKPOINTING: min(touched + size * (query + keys), training.per_layer),
+        SELECTIVE_CHECKPOINTING: written + size * (2 * query + keys),
+        BLOCK_CHECKPOINTING: size * (2 * query + 2 * keys + text.hidden_size),
+    }.get(checkpointing, training.per_layer)
     return ModelShape(
         layers=number,
         hidden=text.hidden_size,
         vocabulary=1 if scalar else head.shape[0],
         key_value=round(attends * _key_value(text)),
-        query=round(attends * _query_width(text) * _heads(text)),
+        query=round(query),
         layer=layer,
         embedding=_counts([embedding]),
         head=_counts([head]),
@@ -215,6 +232,7 @@ def _count(
         active_of_layer=layer.all - round(_idle(model) / number),
         item=item,
         training=training.times(share),
+        compiled=replace(training, per_layer=compiled).times(share),
         scoring=measure_token_bytes(shallow, deep, depths, trains=False).times(share),
     )
 

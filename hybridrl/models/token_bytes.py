@@ -11,6 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from hybridrl.models.activation_checkpointing import (
+    KEPT_OPERATIONS,
+    SELECTIVE_CHECKPOINTING,
+    is_among,
+)
 from hybridrl.models.language_model import decoder_of
 
 META_ATTENTION = "hybridrl_planned"
@@ -35,6 +40,10 @@ class TokenBytes:
     def times(self, factor: float) -> TokenBytes:
         return TokenBytes(self.per_layer * factor, self.fixed * factor)
 
+    def without(self, size: float) -> TokenBytes:
+        """Return what is left when each layer takes so many bytes less."""
+        return TokenBytes(max(0.0, self.per_layer - size), self.fixed)
+
     def of(self, layers: int) -> float:
         """Return the bytes in a model, or stage, of this many layers."""
         return self.per_layer * layers + self.fixed
@@ -49,11 +58,8 @@ def measure_token_bytes(
         shallow, deep: The model with as many layers as `depths` says, on the meta device.
         trains: Also what is kept for the backward, and what that takes.
     """
-    kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
-    few, more = (_run(shallow, n * MIN_ROW_TOKENS, trains=False).operations for n in (1, 2))
-    tokens = _LONG_ROW_TOKENS
-    if few != more or not set(kinds) <= UNIFORM_LAYER_TYPES:
-        tokens = _SHORT_ROW_TOKENS if few == more else MIN_ROW_TOKENS
+    tokens = _row_tokens(shallow, deep)
+    if tokens != _LONG_ROW_TOKENS:
         for parameter in (*shallow.parameters(), *deep.parameters()):
             if parameter.requires_grad and trains:  # its gradient would be the larger part
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
@@ -64,6 +70,39 @@ def measure_token_bytes(
     )
     per_layer = (high - low) / (depths[1] - depths[0])
     return TokenBytes(per_layer, max(0.0, low - depths[0] * per_layer))
+
+
+def measure_product_bytes(
+    shallow: PreTrainedModel, deep: PreTrainedModel, depths: tuple[int, int]
+) -> tuple[float, float]:
+    """Measure the bytes of a token in a layer that matrix products write, and of those that they
+    read or write. Attention is none of them.
+
+    Args:
+        shallow, deep, depths: As in `measure_token_bytes`, without checkpointing.
+    """
+    tokens, found = _row_tokens(shallow, deep), []
+    for model in (shallow, deep):
+        one, two = (_products(model, n * tokens) for n in (1, 2))
+        found.append([(more - few) / tokens for few, more in zip(one, two, strict=True)])
+    written, touched = ((b - a) / (depths[1] - depths[0]) for a, b in zip(*found, strict=True))
+    return written, touched
+
+
+def _products(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
+    with _Products(model) as products, torch.no_grad():
+        _forward(model, tokens)
+    both = products.written | products.read
+    return sum(map(len, products.written.values())), sum(map(len, both.values()))
+
+
+def _row_tokens(shallow: PreTrainedModel, deep: PreTrainedModel) -> int:
+    """Return the length of the row that tells what grows with tokens."""
+    kinds = getattr(deep.config.get_text_config(), "layer_types", None) or ()
+    few, more = (_run(shallow, n * MIN_ROW_TOKENS, trains=False).operations for n in (1, 2))
+    if few != more:
+        return MIN_ROW_TOKENS
+    return _LONG_ROW_TOKENS if set(kinds) <= UNIFORM_LAYER_TYPES else _SHORT_ROW_TOKENS
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -118,6 +157,25 @@ class _Live(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         self._bytes -= self._storages.pop(key)[1]
+
+
+class _Products(TorchDispatchMode):
+    """A dispatch mode that holds the storages, except those of the model, that matrix products read
+    and write."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.read: dict[int, torch.UntypedStorage] = {}
+        self.written: dict[int, torch.UntypedStorage] = {}
+        self._model = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if is_among(func, KEPT_OPERATIONS[SELECTIVE_CHECKPOINTING]):
+            for into, tensors in ((self.read, args), (self.written, [made])):
+                storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+                into |= {s._cdata: s for s in storages if s._cdata not in self._model}
+        return made
 
 
 class _Attention(torch.autograd.Function):

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
+from hybridrl.checks.settings.training_checks import list_parallel_settings
 from hybridrl.config.changed import Setting, apply_changes
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import CHECKPOINTING_MODES, Config
 from hybridrl.errors import ConfigError, NotPlannedError
+from hybridrl.models.activation_checkpointing import KEPT_OPERATIONS
 from hybridrl.placement import ACTOR_ROLE
 from hybridrl.planner.computation_dtype import resolve_dtype
 from hybridrl.planner.machine.cluster_rates import apply_vendor_rates
@@ -26,7 +29,7 @@ from hybridrl.trainers.role_spec import RoleSpec
 if TYPE_CHECKING:
     from hybridrl.planner.job_plan import JobPlan
 
-TOKENS = "actor.tokens_per_microbatch"
+TOKENS, CHECKPOINTING = "actor.tokens_per_microbatch", "actor.gradient_checkpointing"
 MOST_TOKENS = {"cpu": 16384, "cuda": 32768}
 """Of a micro-batch: with more of them nothing becomes quicker that counts."""
 FILLED = 0.9
@@ -34,9 +37,10 @@ FILLED = 0.9
 MOST_PROCESSES = 16
 """That score for a device: their start takes time and memory, too."""
 HALVINGS = 2
-"""Of `actor.tokens_per_microbatch`, that a search for a placement looks at."""
-KEEPS = ("none", "selective")
-"""Values of `actor.gradient_checkpointing` with which activations are kept."""
+"""Of `actor.tokens_per_microbatch`, that a search for a placement looks at, and that come before
+layers are to keep less of their forward."""
+KEPT = CHECKPOINTING_MODES[:-1]
+"""Values of `actor.gradient_checkpointing` that the planner chooses from, the quickest first."""
 _MEMORY_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
@@ -51,10 +55,7 @@ def choose_automatic_settings(
     is_elsewhere: bool = False,
 ) -> list[Setting]:
     """Choose `actor.tokens_per_microbatch`, `actor.parallel.shards` and `reward.processes` where
-    they are null.
-
-    Micro-batches get the most tokens with which the job has room, of powers of two; a search for a
-    placement begins with the most of all, and lowers it where that lacks memory.
+    they are null, and `actor.gradient_checkpointing` where it is `auto`.
 
     Args:
         config: With folders for models.
@@ -63,68 +64,108 @@ def choose_automatic_settings(
         roles: Of the job; None: those of its trainer.
         is_elsewhere: Nodes may have other cores than this one, so that processes are left open.
     """
-    found: list[Setting] = []
+    job, found = _OpenJob(config, cluster, lengths, roles), list[Setting]()
     if config.reward.processes is None and not is_elsewhere:
         # The cores that each device has beside the one that its own program takes.
         cores = count_usable_cores() // cluster.devices_per_node
         found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
-    if config.actor.tokens_per_microbatch is None:
-        found += _choose_tokens(config, cluster, lengths, roles, found)
-    return found + _choose_shards(config, cluster, lengths, roles, found)
+    for choose in (_choose_activations, _choose_shards):  # each sees what those before it chose
+        found += choose(job, found)
+    return found
 
 
-def _choose_tokens(
-    config: Config,
-    cluster: ClusterSpec,
-    lengths: SampleLengths | None,
-    roles: Mapping[str, RoleSpec] | None,
-    chosen: list[Setting],
-) -> list[Setting]:
-    data, rollout = config.data, config.rollout
+@dataclass(frozen=True)
+class _OpenJob:
+    """A job with settings that are left to the planner; attributes as in
+    `choose_automatic_settings`."""
+
+    config: Config
+    cluster: ClusterSpec
+    lengths: SampleLengths | None
+    roles: Mapping[str, RoleSpec] | None
+
+    @property
+    def is_searched(self) -> bool:
+        """Return whether a search chooses its placement, and compares such settings itself."""
+        return self.config.placement.strategy == "auto"
+
+    def plan(
+        self, settings: Iterable[Setting], rates: Sequence[DeviceRates] | None = None
+    ) -> JobPlan:
+        """Plan the job with these settings; raises a ConfigError where there is no such job."""
+        from hybridrl.planner.job_plan import build_job_plan
+
+        config = apply_changes(self.config, settings)
+        placement = resolve_placement(config, self.cluster, self.roles)
+        return build_job_plan(config, self.cluster, placement, self.lengths, rates, self.roles)
+
+
+def _choose_activations(job: _OpenJob, chosen: list[Setting]) -> list[Setting]:
+    """Choose that layers keep as much of their forward, and micro-batches have as many tokens, of
+    powers of two, as there is room for. A search for a placement begins with the most of all, and
+    lowers it where that lacks memory."""
+    sizes, modes = list[list[Setting]]([[]]), list[list[Setting]]([[]])
+    if job.config.actor.tokens_per_microbatch is None:
+        sizes = [[(TOKENS, tokens)] for tokens in _token_choices(job)]
+    if job.config.actor.gradient_checkpointing == "auto":
+        modes = [[(CHECKPOINTING, kept)] for kept in _kept_choices(job.config)]
+    if len(sizes) * len(modes) == 1 or job.is_searched:
+        return [*sizes[0], *modes[0]]
+    found = [*sizes[-1], *modes[0]]  # what is safest where nothing can be planned
+    for mode in modes:
+        for size in sizes if mode is modes[-1] else sizes[: HALVINGS + 1]:
+            try:
+                fits = job.plan([*chosen, *size, *mode]).fits(FILLED)
+            except NotPlannedError:
+                continue
+            except ConfigError:  # told when the job is placed
+                return found
+            found = [*size, *mode]
+            if fits:
+                return found
+    return found
+
+
+def _token_choices(job: _OpenJob) -> list[int]:
+    """List the numbers of tokens that a micro-batch may have, the most first."""
+    data, rollout, lengths = job.config.data, job.config.rollout, job.lengths
     allowed = data.max_prompt_tokens + max(rollout.max_tokens, data.max_response_tokens or 0)
     longest = 2 * (allowed if lengths is None else lengths.prompt + lengths.longest)  # of a pair
-    tokens = MOST_TOKENS[cluster.kind]
+    tokens = MOST_TOKENS[job.cluster.kind]
     while tokens < longest:
         tokens *= 2
-    if config.placement.strategy == "auto":
-        return [(TOKENS, tokens)]
-    for less in _halved(tokens, longest):
-        try:
-            settings = [*chosen, (TOKENS, tokens)]
-            if _planned(config, cluster, lengths, roles, settings).fits(FILLED):
-                break
-        except NotPlannedError:  # so few tokens are safest
-            pass
-        except ConfigError:  # told when the job is placed
-            break
-        tokens = less
-    return [(TOKENS, tokens)]
+    return [tokens, *_halved(tokens, longest)]
 
 
-def _choose_shards(
-    config: Config,
-    cluster: ClusterSpec,
-    lengths: SampleLengths | None,
-    roles: Mapping[str, RoleSpec] | None,
-    chosen: list[Setting],
-) -> list[Setting]:
+def _kept_choices(config: Config) -> list[str]:
+    """List the values of `actor.gradient_checkpointing` with which layers keep less of their
+    forward than now, or all if that is open."""
+    cuts, now = list_parallel_settings(config).values(), config.actor.gradient_checkpointing
+    has_ring = any(cut.ring > 1 for cut in cuts)
+    modes = [kept for kept in KEPT if not (has_ring and kept in KEPT_OPERATIONS)]
+    if now == "auto":
+        return modes
+    return modes[modes.index(now) + 1 :] if now in modes else []
+
+
+def _choose_shards(job: _OpenJob, chosen: list[Setting]) -> list[Setting]:
     """Choose to share parameters within each node, with copies on the others, where a step is then
-    planned to be quicker and memory has room. A search for a placement compares both itself."""
-    parallel = config.actor.parallel
-    if parallel.shards or config.placement.strategy == "auto" or len(cluster.nodes) == 1:
+    planned to be quicker and memory has room."""
+    cluster, parallel = job.cluster, job.config.actor.parallel
+    if parallel.shards or job.is_searched or len(cluster.nodes) == 1:
         return []
     if (known := cluster if cluster.rates_known else apply_vendor_rates(cluster)) is None:
         return []
-    rates = DeviceRates.known(known, resolve_dtype(config, cluster.kind).model.dtype)
+    rates = DeviceRates.known(known, resolve_dtype(job.config, cluster.kind).model.dtype)
     try:
-        apart = _planned(config, cluster, lengths, roles, chosen, rates)
+        apart = job.plan(chosen, rates)
         place = apart.placement.roles.get(ACTOR_ROLE)
         nodes = Counter(cluster.devices[device].node for device in place.devices) if place else {}
         near, rest = divmod(min(nodes.values(), default=0), parallel.tp * parallel.pp)
         if len(nodes) == 1 or near < 2 or rest or len(set(nodes.values())) > 1:
             return []
         setting = ("actor.parallel.shards", near)
-        copied = _planned(config, cluster, lengths, roles, [*chosen, setting], rates)
+        copied = job.plan([*chosen, setting], rates)
     except (ConfigError, NotPlannedError):  # told when the job is placed
         return []
     quicker = copied.times and apart.times and copied.times.step < apart.times.step
@@ -138,8 +179,8 @@ def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting,
     tokens: list[tuple[Setting, ...]] = [()]
     tokens += [((TOKENS, less),) for less in islice(_fewer_tokens(config), HALVINGS)]
     recompute: list[tuple[Setting, ...]] = [()]
-    if actor.gradient_checkpointing in KEEPS:
-        recompute.append((("actor.gradient_checkpointing", "full"),))
+    # `selective` saves little beside these, and each is so many ways more to look at.
+    recompute += [((CHECKPOINTING, kept),) for kept in _kept_choices(config)[-2:]]
     between = () if actor.offload_between_calls else (("actor.offload_between_calls", True),)
     optimizer = () if actor.offload_optimizer else (("actor.offload_optimizer", True),)
     offload: list[tuple[Setting, ...]] = [()]
@@ -230,8 +271,8 @@ def _candidates(plan: JobPlan) -> Iterator[Setting]:
     else:
         for divisor in (2, 4, 8):
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
-    if actor.gradient_checkpointing in KEEPS:
-        yield "actor.gradient_checkpointing", True
+    for kept in _kept_choices(config):
+        yield CHECKPOINTING, kept
     if rollout.engine == "vllm":
         # Where the generator's weights are too large for a device, nothing else helps.
         most = max(LARGEST_TP, len(plan.cluster.devices)) if plan.lacking else LARGEST_TP
@@ -253,28 +294,12 @@ def _doubled(name: str, size: int, most: int = LARGEST_TP) -> Iterator[Setting]:
         yield name, size
 
 
-def _planned(
-    config: Config,
-    cluster: ClusterSpec,
-    lengths: SampleLengths | None,
-    roles: Mapping[str, RoleSpec] | None,
-    settings: list[Setting],
-    rates: Sequence[DeviceRates] | None = None,
-) -> JobPlan:
-    """Plan a job with these settings; raises a ConfigError where there is no such job."""
-    from hybridrl.planner.job_plan import build_job_plan
-
-    config = apply_changes(config, settings)
-    placement = resolve_placement(config, cluster, roles)
-    return build_job_plan(config, cluster, placement, lengths, rates, roles)
-
-
 def _replanned(plan: JobPlan, settings: list[Setting]) -> JobPlan | None:
     """Plan the same roles with these settings; None if there is no such job."""
     sizes = plan.sizes
     lengths = SampleLengths(sizes.prompt_tokens, sizes.response_tokens, sizes.longest_response)
     try:
-        return _planned(plan.config, plan.cluster, lengths, plan.roles, settings)
+        return _OpenJob(plan.config, plan.cluster, lengths, plan.roles).plan(settings)
     except ConfigError:
         return None
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
+from hybridrl.models.activation_checkpointing import NO_CHECKPOINTING
 from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
@@ -22,6 +23,7 @@ from hybridrl.planner.memory.model_part import CHECKPOINT_BYTES, ModelPart, gene
 from hybridrl.planner.step.call_recorder import record_calls
 from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
 from hybridrl.system.cluster_spec import ClusterSpec
+from hybridrl.system.device_traits import is_compile_worthwhile
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.trainers.role_spec import RoleSpec
 
@@ -101,14 +103,18 @@ class JobRoles:
         parallel, is_cuda = place.parallel, self.cluster.is_cuda
         if parallel.tp > 1 and parallel.pp * parallel.ring * parallel.ulysses == 1:
             # Of the states between layers each rank keeps those of its own tokens.
-            kept = shape.training.per_layer - (1 - 1 / parallel.tp) * shape.hidden * shape.item
-            shape = replace(shape, training=replace(shape.training, per_layer=max(0.0, kept)))
+            states = (1 - 1 / parallel.tp) * shape.hidden * shape.item
+            shape = replace(
+                shape,
+                training=shape.training.without(states),
+                compiled=shape.compiled.without(states),
+            )
         optimizer = parse_role_model(self.config, role).optimizer_of(actor.optimizer)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
         offload = actor.offload_parameters and is_cuda
         shards = parallel.shards or len(place.devices) // (parallel.tp * parallel.pp)
-        return ModelPart(
+        part = ModelPart(
             shape,
             layers=sum(base + (chunk < more) for chunk in chunks),
             ends=(stage == 0, stage == parallel.pp - 1),
@@ -122,6 +128,9 @@ class JobRoles:
             summed=DTYPES.get(parallel.gradients, DTYPES["float32"]).itemsize,
             by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
         )
+        # On CPUs vLLM, which generates there, switches the compiler off.
+        wanted = actor.compile if is_compile_worthwhile(self.cluster.kind) else "false"
+        return replace(part, compiled=wanted == "true" or (wanted == "auto" and not part.is_small))
 
     def trains(self, role: str) -> bool:
         return role != GENERATOR_ROLE and bool(self.roles[role].trains)
@@ -215,6 +224,8 @@ def load_model_shape(
     """Load the shape of one of `tp` ranks' part of the model in a folder, as a job computes with
     it; cached."""
     lora, checkpointing = config.actor.lora, config.actor.gradient_checkpointing
+    if checkpointing == "auto":  # to begin with
+        checkpointing = NO_CHECKPOINTING
     adapters = repr(lora) if trains and lora.rank else ""
     of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters)
     key = (*of_any, checkpointing) if trains else of_any  # who only scores keeps nothing

@@ -72,11 +72,16 @@ FLASH_WIDTHS = range(8, 257, 8)
 """Of heads, with which torch's flash attention of samples of any length runs."""
 
 
+def has_varlen_attention(kind: str) -> bool:
+    """Return whether torch has variable-length attention in half precision for such a device."""
+    return kind != "cpu"
+
+
 def fits_flash(query: torch.Tensor) -> bool:
     """Return whether their device has variable-length flash attention that takes queries like
     these, `[tokens, heads, width]`."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
-    return query.device.type != "cpu" and is_half and query.shape[-1] in FLASH_WIDTHS
+    return has_varlen_attention(query.device.type) and is_half and query.shape[-1] in FLASH_WIDTHS
 
 
 def read_compute_capability(device: torch.device) -> int:

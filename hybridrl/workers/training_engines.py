@@ -131,7 +131,7 @@ def _build_engine(
         still = replace(config.parallel, gradients="full", weights="full")
         config = replace(config, parallel=still)
     mesh = ParallelMesh(cut, device, config.parallel.shards, config.parallel.gradients)
-    check_parallel_equivalence(model, source.path, mesh, config, trains=trains)
+    check_parallel_equivalence(model, source.path, mesh, config, source.dtype, trains=trains)
     scoring = None
     if (plan := source.precision) is not None:
         if plan.dtype != source.dtype:  # what model.dtype=auto comes to is known only now

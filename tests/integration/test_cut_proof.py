@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hybridrl.config.schema import ActorConfig, ParallelConfig
 from hybridrl.engine import parallel_trial as cut_proof
+from hybridrl.engine import sharded_model
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models.packed_attention import PACKED_ATTENTION
@@ -36,9 +37,10 @@ WRONG = [
     ("reduce_from_region", False),
     ("copy_to_region", True),
     ("nan", True),
+    ("in bfloat16", True),
 ]
-"""Sums over ranks that are forgotten, in the forward or in the backward pass, or give no number;
-whether the model learns."""
+"""Sums over ranks that are forgotten, in the forward or in the backward pass, or only in bfloat16,
+or give no number; whether the model learns."""
 
 
 def made(family, settings, scalar=False):
@@ -52,8 +54,11 @@ def made(family, settings, scalar=False):
 
 def program(rank):
     found = {}
+    # As on a GPU: there is another kernel for bfloat16, and the job's layers are compiled.
+    cut_proof.has_varlen_attention = lambda kind: True
+    sharded_model.compile_layers = compiles_nothing
     for cut, (ranks, parallel) in CUTS.items():
-        config = ActorConfig(parallel=ParallelConfig(**parallel))
+        config = ActorConfig(parallel=ParallelConfig(**parallel), compile="true")
         mesh = ParallelMesh(build_training_mesh(ranks, config.parallel, 1), CPU)
         if rank not in mesh.mesh.grid:
             continue
@@ -62,7 +67,9 @@ def program(rank):
         for name, model in models.items():
             cut_proof._proven.clear()
             try:
-                cut_proof.check_parallel_equivalence(model, name, mesh, config, trains=True)
+                cut_proof.check_parallel_equivalence(
+                    model, name, mesh, config, "bfloat16", trains=True
+                )
                 found[cut, name] = "the same" if cut_proof._proven else "not tried"
             except ConfigError as error:
                 found[cut, name] = str(error)
@@ -74,14 +81,28 @@ def program(rank):
     return found
 
 
+def compiles_nothing(model, wanted, *_):
+    assert wanted == "false", "it would take longer than the trial"
+    return False
+
+
 def broken(mesh, config, forgotten, trains):
     cut_proof._proven.clear()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
         if forgotten == "nan":
             patch.setattr(tensor, "reduce_from_region", lambda x, *_: x * float("nan"))
+        elif forgotten == "in bfloat16":
+            reduce = tensor.reduce_from_region
+
+            def only_half(x, *arguments):
+                return x if x.dtype is torch.bfloat16 else reduce(x, *arguments)
+
+            patch.setattr(tensor, "reduce_from_region", only_half)
         else:
             patch.setattr(tensor, forgotten, lambda x, *_: x)
-        cut_proof.check_parallel_equivalence(made("qwen2", {}), "mine", mesh, config, trains=trains)
+        cut_proof.check_parallel_equivalence(
+            made("qwen2", {}), "mine", mesh, config, "bfloat16", trains=trains
+        )
     return str(caught.value)
 
 

@@ -9,35 +9,40 @@ from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig
 from hybridrl.models import activation_checkpointing as checkpointing
 from hybridrl.models.packed_models import CausalPolicy, PackedSamples
 
+ATTENTION = checkpointing.KEPT_OPERATIONS["block"]
+PRODUCTS = set(checkpointing.KEPT_OPERATIONS["selective"]) - set(ATTENTION)
+
 
 class Counted(TorchDispatchMode):
-    """Matrix products, attention and everything."""
+    """Matrix products, attentions and everything."""
 
     def __init__(self):
         super().__init__()
-        self.products, self.all = 0, 0
+        self.products, self.attentions, self.all = 0, 0, 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.products += checkpointing._is_expensive(operation)
+        self.products += operation.name() in PRODUCTS
+        self.attentions += operation.name() in ATTENTION
         self.all += 1
         return operation(*args, **(kwargs or {}))
 
 
 def operations(kept):
-    """Of a backward: matrix products and attentions, and all."""
+    """Of a backward: matrix products, attentions, and all."""
     model = make_model()
     checkpointing.set_activation_checkpointing(model, kept)
     policy = CausalPolicy(model).train()
     states = policy.hidden(PackedSamples.of(make_batch(), CPU))
     with Counted() as counted:
         states.sum().backward()
-    return counted.products, counted.all
+    return counted.products, counted.attentions, counted.all
 
 
-def test_selective_repeats_what_is_cheap_and_full_repeats_all():
-    none, selective, full, offload = (operations(kept) for kept in CHECKPOINTING_MODES)
-    assert none[0] == selective[0] < full[0] == offload[0]
-    assert none[1] < selective[1] < full[1]
+def test_what_is_not_kept_is_computed_again():
+    none, selective, block, full, offload = (operations(kept) for kept in CHECKPOINTING_MODES)
+    assert none[0] == selective[0] < block[0] == full[0] == offload[0]
+    assert none[1] == selective[1] == block[1] == 0 < full[1] == offload[1]
+    assert none[2] < selective[2] < block[2] < full[2]
 
 
 def test_offload_puts_the_inputs_of_layers_elsewhere(monkeypatch):

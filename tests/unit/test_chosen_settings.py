@@ -55,6 +55,7 @@ def test_micro_batches_have_room() -> None:
     cluster = parse_cluster("8xA100-40GB")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]
     settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2"]
+    settings += ["actor.gradient_checkpointing=none"]
     with materialize_named_models(load_config(settings), None) as config:
         found = choose_automatic_settings(config, cluster)
         ((name, tokens),) = found
@@ -100,7 +101,7 @@ def test_a_micro_batch_takes_the_longest_sample() -> None:
 
 
 def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(["reward.processes=null"])
+    config = load_config(["reward.processes=null", "actor.gradient_checkpointing=none"])
     for cores, processes in ((2, 1), (64, 7), (2048, 16)):
         monkeypatch.setattr(chosen_settings, "count_usable_cores", lambda cores=cores: cores)
         assert choose_automatic_settings(config, parse_cluster("8xH100")) == [
@@ -109,4 +110,29 @@ def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_set_stays() -> None:
-    assert choose_automatic_settings(load_config([]), parse_cluster("8xH100")) == []
+    config = load_config(["actor.gradient_checkpointing=none"])
+    assert choose_automatic_settings(config, parse_cluster("8xH100")) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens", "more", "kept"),
+    [
+        ("64xH100", 4096, [], "none"),
+        ("8xH100", 16384, [], "block"),
+        ("8xH100", 16384, ["actor.parallel.ring=2"], "full"),
+        ("8xH100", 65536, [], "full"),
+    ],
+)
+def test_layers_keep_what_there_is_memory_for(devices, tokens, more, kept) -> None:
+    cluster = parse_cluster(devices)
+    settings = ["model.path=llama-7b", f"actor.tokens_per_microbatch={tokens}", *more]
+    settings += ["rollout.max_tokens=1024", "reward.processes=4"]
+    with materialize_named_models(load_config(settings), None) as config:
+        (found,) = choose_automatic_settings(config, cluster)
+        assert found == ("actor.gradient_checkpointing", kept)
+        quicker = chosen_settings.KEPT[: chosen_settings.KEPT.index(kept)]
+        for mode in quicker[1:] if more else quicker:
+            plan = build_job_plan(apply_changes(config, [(found[0], mode)]), cluster)
+            assert plan.filled(plan.fullest) > 0.9
+        plan = build_job_plan(apply_changes(config, [found]), cluster)
+        assert kept == "full" or plan.filled(plan.fullest) <= 0.9

@@ -16,13 +16,17 @@ from engine_cases import (
     update,
 )
 from torch._dynamo.exc import TorchDynamoException
-from transformers import AttentionInterface
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoConfig
 
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
 from hybridrl.engine import compiled_layers
 from hybridrl.engine.compiled_layers import compile_layers
+from hybridrl.models.language_model import build_language_model
+from hybridrl.models.model_shape import compute_model_shape
 from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
-from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples
 from hybridrl.parallel import fsdp
 
 
@@ -86,3 +90,77 @@ def test_a_process_without_the_compiler_says_so(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "hybridrl"):
         compile_layers(policy, "true", CPU)
     assert "actor.compile=true" in caplog.text and "switched torch's compiler off" in caplog.text
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts matrix products and attentions."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.products += operation.name() in ("aten::mm", "aten::addmm")
+        forward = "scaled_dot_product" in operation.name() and "backward" not in operation.name()
+        self.attentions += forward
+        return operation(*args, **(kwargs or {}))
+
+
+def measured(kept, layers):
+    """Bytes of a token that compiled layers keep; products and attentions of their backward."""
+    torch._dynamo.reset()
+    config = AutoConfig.for_model(**SHAPE, num_hidden_layers=layers)
+    model = build_language_model(config, attn_implementation=PACKED_ATTENTION)
+    policy = CausalPolicy(model).train()
+    assert compile_layers(policy, "true", CPU, kept)
+    samples, saved = PackedSamples.of(make_batch(), CPU), {}
+    own = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = 0 if storage.data_ptr() in own else storage.nbytes()
+        return tensor
+
+    policy.hidden(samples).sum().backward()  # which compiles
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        states = policy.hidden(samples)
+    with CountedOperations() as backward:
+        states.sum().backward()
+    size = sum(saved.values()) / samples.input_ids.numel()
+    return size, backward.products, backward.attentions
+
+
+SHAPE = {
+    "model_type": "qwen2",
+    "vocab_size": 23,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def divided(monkeypatch):
+    """Layers are divided into forward and backward as for a device, and not compiled further."""
+    monkeypatch.setattr(compiled_layers, "_BACKEND", "aot_eager_decomp_partition")
+    plain = partial(torch.compile, backend=compiled_layers._BACKEND)
+    monkeypatch.setattr(torch, "compile", plain)
+
+
+def test_compiled_layers_keep_what_checkpointing_says(divided):
+    (none, *once), (selective, *same), (block, *more) = (
+        measured(kept, 1) for kept in ("none", "selective", "block")
+    )
+    assert block < selective < none
+    assert same == once == [2 * 7, 0], "of each product, one for its input and one for its weight"
+    assert more == [2 * 7 + 3, 0], "those of the attention's result, and both before the last"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kept", ["none", "selective", "block"])
+def test_the_plan_knows_what_compiled_layers_keep(divided, kept):
+    one, two = (measured(kept, layers)[0] for layers in (1, 2))
+    config = AutoConfig.for_model(**SHAPE, num_hidden_layers=4)
+    planned = compute_model_shape(config, "float32", checkpointing=kept).compiled.per_layer
+    assert planned == pytest.approx(two - one, rel=0.1)

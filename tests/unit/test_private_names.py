@@ -42,6 +42,8 @@ KNOWN = {
     "_schema": ("rollout/loader_probe.py",),
     "_dynamo": ("rollout/vllm_startup.py",),
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
+    "torch._dynamo.backends.registry": ("engine/compiled_layers.py",),
+    "torch._functorch": ("engine/compiled_layers.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
         *("models/flash_attention.py", "models/stored_tensors.py", "models/token_bytes.py"),

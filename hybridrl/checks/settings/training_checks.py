@@ -53,7 +53,7 @@ def _check_moments(config: Config) -> None:
 
 def _check_weights(config: Config) -> None:
     actor = config.actor
-    for name, cut in _list_parallel_settings(config).items():
+    for name, cut in list_parallel_settings(config).items():
         setting = f"{name}.parallel.weights"
         if cut.weights == "full":
             continue
@@ -70,7 +70,7 @@ def _check_weights(config: Config) -> None:
 
 
 def _check_chunks(config: Config) -> None:
-    for name, cut in _list_parallel_settings(config).items():
+    for name, cut in list_parallel_settings(config).items():
         if cut.chunks > 1 and cut.pp == 1:
             raise ConfigError(
                 f"{name}.parallel.chunks={cut.chunks}: these are stages of a pipeline, and "
@@ -104,21 +104,21 @@ def find_ineffective_encodings(
     return found
 
 
-def _list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
+def list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
     """Return the parallel settings by the group that sets them: `actor`, `models.<role>`."""
     cuts = {f"models.{role}": parse_role_model(config, role).parallel for role in config.models}
     return {"actor": config.actor.parallel} | {name: cut for name, cut in cuts.items() if cut}
 
 
 def _check_ring(config: Config) -> None:
-    """Refuse selective checkpointing with ring attention: gradients were wrong, probably because
+    """Refuse checkpointing by operation with ring attention: gradients were wrong, probably because
     ring attention changes in place what is kept."""
-    if config.actor.gradient_checkpointing != "selective":
+    if (kept := config.actor.gradient_checkpointing) not in ("selective", "block"):
         return
-    for name, cut in _list_parallel_settings(config).items():
+    for name, cut in list_parallel_settings(config).items():
         if cut.ring > 1:
             raise ConfigError(
-                f"actor.gradient_checkpointing=selective does not go with {name}.parallel.ring="
+                f"actor.gradient_checkpointing={kept} does not go with {name}.parallel.ring="
                 f"{cut.ring}. Set actor.gradient_checkpointing=full, or cut samples with "
                 f"{name}.parallel.ulysses."
             )

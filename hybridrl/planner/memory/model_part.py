@@ -53,6 +53,7 @@ class ModelPart:
         moment: Bytes of an element of an optimizer's moment.
         summed: Bytes of an element of a gradient while it is summed over ranks.
         by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
+        compiled: Its layers are compiled (`ActorConfig.compile`).
     """
 
     shape: ModelShape
@@ -67,6 +68,7 @@ class ModelPart:
     moment: int = FLOAT32_BYTES
     summed: int = FLOAT32_BYTES
     by_difference: bool = False
+    compiled: bool = False
 
     @property
     def around(self) -> ParameterCounts:
@@ -142,8 +144,9 @@ class ModelPart:
         shape, item = self.shape, self.shape.item
         trained = self.parameters.trained
         shard = 0 if self.offload_parameters else FLOAT32_BYTES * trained / self.shards
-        kept = self.micro_batches_held * batch.tokens * shape.training.per_layer * self.layers
-        backward = batch.tokens * shape.training.fixed
+        token = shape.compiled if self.compiled else shape.training
+        kept = self.micro_batches_held * batch.tokens * token.per_layer * self.layers
+        backward = batch.tokens * token.fixed
         head = item * shape.head.trained if self.ends[1] else 0
         several = batch.count > 1
         before: float

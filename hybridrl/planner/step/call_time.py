@@ -44,6 +44,10 @@ RUNNING_SAMPLES_FACTOR = 2 * math.log(2)
 they finish one after the other: it drops those that are when they are half of all."""
 _ADAM_MEMORY_PASSES = 10
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
+_REPEATED_SHARES = {"block": 0.65, "full": 1.0, "offload": 1.0}
+"""Of a forward's matrix products, those that the backward repeats with a value of
+`actor.gradient_checkpointing`: with `block` all that come before a layer's last product, and no
+attention (counted in compiled layers of Qwen3's shape)."""
 _LOGIT_MEMORY_PASSES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
 SMALL_OP_COUNTS = {
@@ -121,9 +125,10 @@ class CallTimeEstimator:
 
     def _train(self, call: PlannedCall, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
-        again = self.planner.config.actor.gradient_checkpointing in ("full", "offload")
+        again = _REPEATED_SHARES.get(self.planner.config.actor.gradient_checkpointing, 0.0)
         compute = self._layers(part, batch.count, batch.total, True)
-        compute += self._layers(part, batch.count, batch.total, False) if again else 0.0
+        repeated = self._layers(part, batch.count, batch.total, False, attends=again == 1.0)
+        compute += again * repeated
         compute += self._head(part, batch.total, 8, _LOGIT_MEMORY_PASSES)
         gathers = batch.count * (1 if part.is_small else 2)
         reduces = 1 if part.is_small else batch.count
@@ -139,7 +144,7 @@ class CallTimeEstimator:
         actor, is_cuda = self.planner.config.actor, self.planner.cluster.is_cuda
         if is_cuda and actor.offload_optimizer and not actor.offload_parameters:
             step += 2 * 2 * part.moment * part.parameters.trained / part.shards / _HOST_LINK_RATE
-        backward = compute * (1 / 2 if again else 2 / 3) / batch.count
+        backward = compute * 2 / (3 + again) / batch.count
         codec, link = self._sum(call.role, part, backward)
         coding, summing = reduces * codec, reduces * (link + self._between_copies(call.role, part))
         compute += copies + coding
@@ -172,11 +177,13 @@ class CallTimeEstimator:
         moved = 2 * (1 - 1 / copies) * part.summed * sum(units) / part.shards
         return moved / ring.rate + 2 * len(units) * ring.delay
 
-    def _layers(self, part: ModelPart, count: int, tokens: float, trains: bool) -> float:
-        """Return the seconds of all layers over all micro-batches: matrix products and
-        attention."""
+    def _layers(
+        self, part: ModelPart, count: int, tokens: float, trains: bool, attends: bool = True
+    ) -> float:
+        """Return the seconds of all layers over all micro-batches: matrix products and, if it
+        `attends`, attention."""
         rates, shape = self.rates, part.shape
-        length = self.planner.sizes.sample_tokens
+        length = self.planner.sizes.sample_tokens if attends else 0.0
         if rates.costs is not None:
             work = _layer(TRAIN if trains else FORWARD, shape, tokens / count, length)
             return part.layers * count * rates.costs.seconds(work)

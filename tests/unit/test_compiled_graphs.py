@@ -1,0 +1,80 @@
+"""Layers of a kind share their compiled graphs, however many there are."""
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from engine_cases import CPU
+from test_admission import FAMILIES
+from tiers import few_of
+from torch._dynamo.utils import counters
+from transformers import AttentionInterface, AutoConfig
+
+from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
+from hybridrl.engine.compiled_layers import compile_layers
+from hybridrl.models.activation_checkpointing import set_activation_checkpointing
+from hybridrl.models.expert_routing import ExpertRouters
+from hybridrl.models.language_model import build_language_model
+from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
+from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.shrunk_config import shrink_config
+
+LENGTHS = [(20, 33), (17, 40, 9)]
+"""Tokens of the samples of two micro-batches."""
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch):
+    """Layers are traced, and not given to the C++ compiler, which would take minutes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    yield
+    torch._dynamo.reset()
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def batch_of(lengths, routing, replays):
+    ids = [torch.arange(length) % 100 for length in lengths]
+    columns = {"prompt_ids": [i[:3] for i in ids], "response_ids": [i[3:] for i in ids]}
+    if replays:
+        chosen = routing.layers * routing.chosen
+        columns[ROUTED_EXPERTS] = [
+            torch.zeros((len(i) - 1) * chosen, dtype=torch.uint8) for i in ids
+        ]
+    return Batch.from_columns(columns)
+
+
+def graphs_of(family, layers, kept, replays):
+    """Graphs that are compiled to score and to learn from two micro-batches, twice."""
+    rows, settings = FAMILIES[family]
+    config = shrink_config(AutoConfig.for_model(family, **settings), layers=layers)
+    torch._dynamo.reset()
+    counters.clear()
+    model = build_language_model(config, attn_implementation=PACKED_ATTENTION)
+    model.config.use_cache = False
+    set_activation_checkpointing(model, kept)
+    routing = ExpertRouters.of(model)
+    policy = CausalPolicy(model, rows)
+    compile_layers(policy, "true", CPU)
+    for lengths in 2 * LENGTHS:
+        samples = PackedSamples.of(batch_of(lengths, routing, replays and routing), CPU, rows)
+        with torch.no_grad():
+            policy.eval()(samples)
+        if routing:
+            routing.count(CPU)
+            routing.keep_balance(torch.rand(routing.layers, routing.experts))
+        policy.train()(samples)["log_probs"].sum().backward()
+        if routing:
+            routing.counted()
+            routing.keep_balance(None)
+    return counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("kept", ["none", "full"])
+@pytest.mark.parametrize("family", few_of(FAMILIES, ["qwen3_moe"]))
+def test_graphs_do_not_grow_with_layers(caplog, family, kept, replays):
+    with caplog.at_level(logging.WARNING):
+        few, more = (graphs_of(family, layers, kept, replays) for layers in (2, 4))
+    assert 0 < few == more
+    assert "recompile_limit" not in caplog.text
