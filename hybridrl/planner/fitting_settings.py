@@ -5,6 +5,7 @@ does not fit. Each is planned before it is proposed."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ HALVINGS = 2
 """Of `actor.tokens_per_microbatch`, that a search for a placement looks at."""
 KEEPS = ("none", "selective")
 """Values of `actor.gradient_checkpointing` with which activations are kept."""
-_MEMORY_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+UNPLANNED_MEMORY_SHARE = 0.5
+"""`rollout.memory_share` of a job that cannot be planned."""
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
 
@@ -45,7 +47,8 @@ def choose_automatic_settings(
     *,
     is_elsewhere: bool = False,
 ) -> list[Setting]:
-    """Choose `actor.tokens_per_microbatch` and `reward.processes` where they are null.
+    """Choose `actor.tokens_per_microbatch`, `rollout.memory_share` and `reward.processes` where
+    they are null.
 
     Micro-batches get the most tokens with which the job has room, of powers of two; a search for a
     placement begins with the most of all, and lowers it where that lacks memory.
@@ -62,8 +65,37 @@ def choose_automatic_settings(
         # The cores that each device has beside the one that its own program takes.
         cores = count_usable_cores() // cluster.devices_per_node
         found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
-    if config.actor.tokens_per_microbatch is not None:
-        return found
+    if config.actor.tokens_per_microbatch is None:
+        found += _choose_tokens(config, cluster, lengths, roles, found)
+    return found + _choose_memory_share(config, cluster, lengths, roles, found)
+
+
+def _choose_memory_share(
+    config: Config,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None,
+    roles: Mapping[str, RoleSpec] | None,
+    chosen: list[Setting],
+) -> list[Setting]:
+    """Choose vLLM's share of GPUs, unless none is large enough: then what would help is looked for
+    with the share left open. A search for a placement chooses it itself."""
+    is_open = config.rollout.memory_share is None and config.placement.strategy != "auto"
+    if not (is_open and cluster.is_cuda and config.rollout.engine == "vllm"):
+        return []
+    share: float | None = UNPLANNED_MEMORY_SHARE
+    with suppress(ConfigError):  # told when the job is placed
+        plan = _planned(config, cluster, lengths, roles, chosen)
+        share = None if plan.lacking else plan.memory_share
+    return [] if share is None else [("rollout.memory_share", share)]
+
+
+def _choose_tokens(
+    config: Config,
+    cluster: ClusterSpec,
+    lengths: SampleLengths | None,
+    roles: Mapping[str, RoleSpec] | None,
+    chosen: list[Setting],
+) -> list[Setting]:
     data, rollout = config.data, config.rollout
     allowed = data.max_prompt_tokens + max(rollout.max_tokens, data.max_response_tokens or 0)
     longest = 2 * (allowed if lengths is None else lengths.prompt + lengths.longest)  # of a pair
@@ -71,10 +103,10 @@ def choose_automatic_settings(
     while tokens < longest:
         tokens *= 2
     if config.placement.strategy == "auto":
-        return [*found, (TOKENS, tokens)]
+        return [(TOKENS, tokens)]
     for less in _halved(tokens, longest):
         try:
-            settings = [*found, (TOKENS, tokens)]
+            settings = [*chosen, (TOKENS, tokens)]
             if _planned(config, cluster, lengths, roles, settings).fits(FILLED):
                 break
         except NotPlannedError:  # so few tokens are safest
@@ -82,7 +114,7 @@ def choose_automatic_settings(
         except ConfigError:  # told when the job is placed
             break
         tokens = less
-    return [*found, (TOKENS, tokens)]
+    return [(TOKENS, tokens)]
 
 
 def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting, ...]]:
@@ -121,13 +153,13 @@ def find_fitting_settings(plan: JobPlan) -> list[list[Setting]]:
     """Find every single setting with which the job fits, cheapest first; if there is none, a
     shortest combination that fits."""
     alone: dict[str, list[Setting]] = {}
-    for cure in _candidates(plan):
+    for cure in list_candidates(plan):
         if cure[0] not in alone and _fits(plan, [cure]):
             alone[cure[0]] = [cure]
     if alone:
         return list(alone.values())
     together, before = list[Setting](), plan
-    for cure in _candidates(plan):
+    for cure in list_candidates(plan):
         trial = [c for c in together if c[0] != cure[0]] + [cure]
         after = _replanned(plan, trial)
         if after is None or _badness(after) >= _badness(before):
@@ -169,7 +201,7 @@ def check_plan_fits(plan: JobPlan, tolerance: float = 1.0) -> None:
     raise ConfigError(f"{what}. It would fit with {'; or with '.join(found)}.")
 
 
-def _candidates(plan: JobPlan) -> Iterator[Setting]:
+def list_candidates(plan: JobPlan) -> Iterator[Setting]:
     """Yield candidate settings, from those that cost nothing to those that cost most time."""
     config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
@@ -178,12 +210,11 @@ def _candidates(plan: JobPlan) -> Iterator[Setting]:
     if rollout.engine != "vllm":
         for divisor in (2, 4, 8, 16):
             yield "rollout.max_sequences", max(1, rollout.max_sequences // divisor)
-    elif is_cuda:
-        for share in _MEMORY_SHARES:
-            yield "rollout.memory_share", share
-    else:
+    elif not is_cuda:
         for divisor in (2, 4, 8):
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
+    elif rollout.memory_share is not None:
+        yield "rollout.memory_share", None
     if actor.gradient_checkpointing in KEEPS:
         yield "actor.gradient_checkpointing", True
     if rollout.engine == "vllm":
@@ -247,6 +278,8 @@ def format_settings(settings: Iterable[Setting]) -> list[str]:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -134,11 +134,16 @@ def start_vllm(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, 
         torch.set_num_threads(threads)
 
 
+_CACHE_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp8": "fp8"}
+"""What vLLM calls the values of `rollout.kv_cache`."""
+
+
 def _by_device(config: RolloutConfig, device: torch.device, sleeps: bool) -> dict[str, Any]:
     """Return the options that differ between GPUs and CPUs."""
     if device.type != "cpu":
         return {
             "gpu_memory_utilization": config.memory_share,
+            "kv_cache_dtype": _CACHE_DTYPES[config.kv_cache],
             "enforce_eager": not config.cuda_graphs,
             "enable_sleep_mode": sleeps,
             "enable_prefix_caching": True,

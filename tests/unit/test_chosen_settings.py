@@ -54,7 +54,7 @@ def test_steps_are_saved_by_what_the_last_one_cost(monkeypatch: pytest.MonkeyPat
 def test_micro_batches_have_room() -> None:
     cluster = parse_cluster("8xA100-40GB")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]
-    settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2"]
+    settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2", "rollout.memory_share=0.5"]
     with materialize_named_models(load_config(settings), None) as config:
         found = choose_automatic_settings(config, cluster)
         ((name, tokens),) = found
@@ -76,7 +76,7 @@ def test_a_micro_batch_takes_the_longest_sample() -> None:
 
 
 def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(["reward.processes=null"])
+    config = load_config(["reward.processes=null", "rollout.memory_share=0.5"])
     for cores, processes in ((2, 1), (64, 7), (2048, 16)):
         monkeypatch.setattr(chosen_settings, "count_usable_cores", lambda cores=cores: cores)
         assert choose_automatic_settings(config, parse_cluster("8xH100")) == [
@@ -85,4 +85,5 @@ def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_set_stays() -> None:
-    assert choose_automatic_settings(load_config([]), parse_cluster("8xH100")) == []
+    config = load_config(["rollout.memory_share=0.5"])
+    assert choose_automatic_settings(config, parse_cluster("8xH100")) == []

@@ -11,6 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridrl.models.activation_checkpointing import (
+    FULL_CHECKPOINTING,
+    NO_CHECKPOINTING,
+    OFFLOAD_CHECKPOINTING,
+)
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
 from hybridrl.parallel.compressed_collectives import DIFFERENCE_CODEC
 from hybridrl.planner.step.step_calls import MicroBatchPlan, StepSizes
@@ -18,6 +23,7 @@ from hybridrl.system.device_traits import (
     SMALL_MODEL_BYTES,
     has_mm_out_dtype,
     logits_per_chunk,
+    round_pinned_bytes,
 )
 
 FLOAT32_BYTES = 4
@@ -26,6 +32,9 @@ CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 """Bytes of a trained parameter and its two moments in a checkpoint."""
 _SCORING_LOGIT_CHUNKS, _TRAINING_LOGIT_CHUNKS = 2, 3
 """Chunks of float32 logits that live at once in `token_log_probs`, forward and backward."""
+_COMPILED_SHARE = 0.64
+"""Of what layers keep of their forward, what compiled ones keep; seen on an H100. If they are to
+recompute it, both keep the same: their input."""
 _SAMPLING_LOGIT_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
@@ -50,6 +59,8 @@ class ModelPart:
         offload_parameters, offload_optimizer: See `ActorConfig`.
         moment: Bytes of an element of an optimizer's moment.
         by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
+        compiled: Its layers are compiled (`ActorConfig.compile`).
+        checkpointing: See `ActorConfig.gradient_checkpointing`.
     """
 
     shape: ModelShape
@@ -63,6 +74,8 @@ class ModelPart:
     offload_optimizer: bool
     moment: int = FLOAT32_BYTES
     by_difference: bool = False
+    compiled: bool = False
+    checkpointing: str = NO_CHECKPOINTING
 
     @property
     def around(self) -> ParameterCounts:
@@ -99,6 +112,11 @@ class ModelPart:
         """Return whether the part is gathered whole, with its gradients summed once per update."""
         return self.parameters.all * FLOAT32_BYTES < SMALL_MODEL_BYTES
 
+    @property
+    def recomputes(self) -> bool:
+        """Return whether a backward runs the forward of each layer once more."""
+        return self.checkpointing in (FULL_CHECKPOINTING, OFFLOAD_CHECKPOINTING)
+
     def resident(self) -> MemoryParts:
         """Return the bytes that stay on the device between calls."""
         # The copy of what others hold, in the precision of computation.
@@ -111,6 +129,35 @@ class ModelPart:
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
+
+    @property
+    def host_bytes_gathered(self) -> float:
+        """Return the bytes of shards that come from the host each time that all are gathered."""
+        return FLOAT32_BYTES * self.parameters.all / self.shards if self.offload_parameters else 0.0
+
+    def hosted(self, between_calls: bool) -> MemoryParts:
+        """Return the bytes that stay in the memory of the host.
+
+        Args:
+            between_calls: As `actor.offload_between_calls`.
+        """
+        trained = self.parameters.trained / max(1, self.parameters.all) if self.trains else 0.0
+        shards, found = self._pinned(FLOAT32_BYTES), MemoryParts()
+        if self.offload_parameters:  # an optimizer that steps there does not pin its moments
+            elements = trained * self.parameters.all / self.shards
+            found = {"gradients": shards * trained, "optimizer": 2 * FLOAT32_BYTES * elements}
+        elif self.offload_optimizer or between_calls:
+            found = {"optimizer": 2 * self._pinned(self.moment) * trained}
+        if self.offload_parameters or between_calls:
+            found["parameters"] = shards
+        return found
+
+    def _pinned(self, item: int) -> float:
+        """Return the bytes of pinned memory for the shards of all parameters, with so many for an
+        element; each tensor is rounded up."""
+        ends = [self.around.all] if self.shape.tied else [self.shape.embedding.all, self.head.all]
+        sizes = [*self.shape.tensor_sizes * self.layers, *ends]
+        return sum(round_pinned_bytes(item * size / self.shards) for size in sizes)
 
     def gathers(self, times: int, updates: bool) -> float:
         """Return the bytes that a rank receives when it gathers all parameters `times` times.
@@ -140,6 +187,8 @@ class ModelPart:
         trained = self.parameters.trained
         shard = 0 if self.offload_parameters else FLOAT32_BYTES * trained / self.shards
         kept = self.micro_batches_held * batch.tokens * shape.training.per_layer * self.layers
+        if self.compiled and self.checkpointing == NO_CHECKPOINTING:
+            kept *= _COMPILED_SHARE
         backward = batch.tokens * shape.training.fixed
         head = item * shape.head.trained if self.ends[1] else 0
         several = batch.count > 1
@@ -240,9 +289,14 @@ def generation_copy_bytes(shape: ModelShape, quantization: str = "none") -> floa
     return rest + layers * (1 + FLOAT32_BYTES / shape.hidden)
 
 
-def kv_cache_bytes(shape: ModelShape, tokens: float) -> float:
-    """Return the bytes of the keys and values of this many tokens on one device."""
-    return tokens * shape.layers * shape.key_value * shape.item
+def kv_cache_bytes(shape: ModelShape, tokens: float, kv_cache: str = "auto") -> float:
+    """Return the bytes of the keys and values of this many tokens on one device.
+
+    Args:
+        kv_cache: As `rollout.kv_cache`.
+    """
+    item = {"fp8": 1, "bf16": 2}.get(kv_cache, shape.item)
+    return float(tokens * shape.layers * shape.key_value * item)
 
 
 def estimate_transformers_generation(shape: ModelShape, sizes: StepSizes, rows: int) -> MemoryParts:
