@@ -122,7 +122,8 @@ def start_vllm(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, 
             # Those that vLLM calls processed are wrong for tokens that were guessed.
             logprobs_mode="raw_logprobs" if guesses else "processed_logprobs",
             disable_log_stats=not guesses,
-            **{"async_scheduling": False}
+            # On where vLLM can: a token is then under way while the last one is read.
+            **{"async_scheduling": False if setup.changes_in_flight else None}
             | _by_device(config, device, setup.sleeps)
             | options
             | further,
