@@ -120,7 +120,8 @@ def build_job_plan(
         role: planner.shape(role, whole=True) for role in placement.roles if planner.has_model(role)
     }
     memory = estimate_device_memory(planner)
-    if planner.sleeps and planner.generators and planner.memory_share is None:
+    has_share = bool(planner.sleeps and planner.generators)
+    if has_share and planner.memory_share is None:
         planner.memory_share = choose_memory_share(planner, memory)
         memory = estimate_device_memory(planner)
     syncing = [call.role for call in planner.calls if call.phase == "sync"]
@@ -137,7 +138,7 @@ def build_job_plan(
         memory=memory,
         lacking=find_generator_shortage(planner),
         sync_bytes=max((planner.sync_bytes(role) for role in syncing), default=0.0),
-        memory_share=planner.memory_share if planner.sleeps and planner.generators else None,
+        memory_share=planner.memory_share if has_share else None,
         host=estimate_host_memory(planner),
         nodes_of_a_copy=planner.nodes_of_a_copy,
         times=None if rates is None else estimate_step_time(planner, rates),

@@ -126,7 +126,7 @@ def sample_twice(rank, folder, is_ahead):
         check(config)
         config.scheduler_config.async_scheduling = is_ahead
 
-    CpuPlatform.check_and_update_config = switched
+    CpuPlatform.check_and_update_config = staticmethod(switched)
     job, tokenizer = f"hybridrl-{os.getpid()}-1", build_character_tokenizer()
     engine = VLLMEngine(
         EngineSetup(
@@ -177,7 +177,9 @@ def started_with(rank, folder):
     from hybridrl.rollout.vllm_startup import start_vllm
     from hybridrl.system.shared_memory import remove_shared_memory
 
-    make_tiny_model(folder, build_character_tokenizer(), seed=0, hidden_size=64, layers=1, heads=2)
+    make_tiny_model(
+        folder, build_character_tokenizer(), seed=0, hidden_size=64, layers=1, heads=2, context=96
+    )
     found, job = [], f"hybridrl-{os.getpid()}-1"
     for changes, cache in ((False, "auto"), (True, "fp8")):
         setup = EngineSetup(

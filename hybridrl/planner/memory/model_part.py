@@ -155,7 +155,8 @@ class ModelPart:
     def _pinned(self, item: int) -> float:
         """Return the bytes of pinned memory for the shards of all parameters, with so many for an
         element; each tensor is rounded up."""
-        ends = [self.around.all] if self.shape.tied else [self.shape.embedding.all, self.head.all]
+        first = self.shape.embedding.all if self.ends[0] else 0
+        ends = [self.around.all] if self.shape.tied else [first, self.head.all]
         sizes = [*self.shape.tensor_sizes * self.layers, *ends]
         return sum(round_pinned_bytes(item * size / self.shards) for size in sizes)
 

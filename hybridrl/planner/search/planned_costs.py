@@ -210,8 +210,10 @@ class PlannedSearchCosts:
             alone = base.of_role(role, RolePlace(tuple(devices), cut.parallel), config)
             clock = CallTimeEstimator(alone, rates)
             known = [0.0 if c.phase == "generate" else clock.seconds(c) for c in alone.calls]
-            is_open = alone.sleeps and alone.generators and alone.memory_share is None
-            for share in reversed(MEMORY_SHARES) if is_open else [alone.memory_share]:
+            shares: Sequence[float | None] = [alone.memory_share]
+            if alone.sleeps and alone.generators and alone.memory_share is None:
+                shares = MEMORY_SHARES[::-1]
+            for share in shares:
                 alone.memory_share = share
                 if find_generator_shortage(alone):
                     continue

@@ -156,9 +156,8 @@ class CallTimeEstimator:
         step = _ADAM_MEMORY_PASSES * FLOAT32_BYTES * elements / rates.memory
         if rates.costs is not None and elements:
             step = rates.costs.seconds(OperatorWork(OPTIMIZER, elements))
-        if (
-            part.checkpointing == OFFLOAD_CHECKPOINTING and self.planner.cluster.is_cuda
-        ):  # on the same stream
+        if part.checkpointing == OFFLOAD_CHECKPOINTING and self.planner.cluster.is_cuda:
+            # To the host and back, by the stream that computes.
             states = batch.total * part.shape.hidden * part.shape.item * part.layers
             compute += 2 * states / rates.host_link
         if part.offload_parameters:
@@ -324,18 +323,17 @@ class CallTimeEstimator:
         head += 8 * FLOAT32_BYTES * running * shape.vocabulary / rates.memory
         copy = generation_copy_bytes(shape, rollout.quantization) / rates.memory
         products = max(copy, operations * running / rates.forward)
-        layers = shape.layers * rates.forward_overhead
+        # On GPUs a graph launches all kernels of a step, or the counts have their launches.
+        layers = 0.0 if planner.cluster.is_cuda else shape.layers * rates.forward_overhead
         if rates.costs is not None:
             work = _layer(DECODE, shape, running, length)
             products, layers, kv = shape.layers * rates.costs.seconds(work), 0.0, 0.0
         if rollout.engine == "vllm":
-            if planner.cluster.is_cuda:  # where kernels are launched by one graph, or one by one
-                launches = 0.0 if rollout.cuda_graphs else self.counts["vllm layer"]
-                layers = launches * shape.layers * rates.small_op
             small = self.counts["vllm step"] + self.counts["vllm sample"] * running
+            if planner.cluster.is_cuda and not rollout.cuda_graphs:
+                small += self.counts["vllm layer"] * shape.layers
             prompts = rows / max(1, rollout.samples_per_prompt)
         else:  # its cache grows by copying
-            layers = 0.0 if planner.cluster.is_cuda else layers
             small = self.counts["transformers step"] + running
             small += self.counts["transformers layer"] * shape.layers
             kv *= 3
@@ -347,8 +345,10 @@ class CallTimeEstimator:
             states = 2 * shape.layers * running * shape.hidden * shape.item
             step += self._tensor_sum(states, tp, 2 * shape.layers)
         # vLLM prepares a step while the device is at the one before, where it may.
-        hides = rollout.engine == "vllm" and planner.cluster.is_cuda
-        hides = hides and not planner.config.placement.in_flight
+        ahead = rollout.engine_options.get(
+            "async_scheduling", not planner.config.placement.in_flight
+        )
+        hides = ahead and rollout.engine == "vllm" and planner.cluster.is_cuda
         step = max(step, small) if hides else step + small
         prefill = operations * (prompts * sizes.prompt_tokens + again) / rates.forward
         if rates.costs is not None:
