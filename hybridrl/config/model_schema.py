@@ -285,8 +285,13 @@ class RolloutConfig:
     """Samples generated at a time on one replica."""
     kv_cache_gib: Annotated[PositiveFloat, _WITH_VLLM, ON_CPUS] = 0.25
     """KV cache per device (CPUs)."""
-    memory_share: Annotated[ProperFraction, _WITH_VLLM, ON_GPUS] = 0.5
-    """Share of a GPU's memory for the engine: its weights and KV cache."""
+    memory_share: Annotated[ProperFraction | None, _WITH_VLLM, ON_GPUS] = None
+    """Share of a GPU's memory for the engine: its weights and KV cache; null: by the plan, all that
+    other roles leave free while samples are generated, but for 5%."""
+    kv_cache: Annotated[str, OneOf("auto", "bf16", "fp8"), _WITH_VLLM, ON_GPUS] = "auto"
+    """Precision of the KV cache (GPUs only): `auto`, that of `model.dtype`, or of the model's
+    folder where it says so; `bf16`; or `fp8`, in half the memory, so that more samples run at once.
+    They are then samples of a policy of fewer bits, as with `quantization`."""
     quantization: Annotated[str, OneOf("none", "int8", "fp8"), _WITH_VLLM] = "none"
     """In how many bits linear layers compute while samples are drawn, and those of evaluations:
     those of `model.dtype`, or 8: `int8` (CPUs, GPUs before Blackwell) or `fp8` (GPUs since Ada).
@@ -304,7 +309,7 @@ class RolloutConfig:
     Rounding alone would choose others now and then. A byte for each of them and each token."""
     engine_options: Annotated[dict[str, Any], _WITH_VLLM] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,
-    `kv_cache_dtype`, `async_scheduling` or `speculative_config`."""
+    `async_scheduling` or `speculative_config`."""
     adapters: Annotated[str, OneOf("merged", "separate"), WITH_LORA] = "merged"
     """How the adapters of `actor.lora` get to vLLM: `merged` into the weights, which all travel; or
     `separate`, so that they alone travel, and vLLM computes with both: less time for each sync and

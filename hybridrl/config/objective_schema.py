@@ -55,8 +55,8 @@ _WITH_JUDGE = AppliesIf(".path")
 MASKED = AppliesIf("algorithm.correction=mask")
 _WITH_CORRECTION = AppliesIf(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
-    *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.plan"),
-    "models.actor.precision",
+    *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.kv_cache=fp8"),
+    *("rollout.plan", "models.actor.precision"),
 )
 _WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_KL = AppliesIf("algorithm.kl_coefficient")
@@ -247,7 +247,8 @@ class AlgorithmConfig:
     correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_LOSS] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
     `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
-    `rollout.quantization`, or a `rollout.plan` of fewer bits, else `none`."""
+    `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer bits, else
+    `none`."""
     correction_level: Annotated[str, OneOf("token", "sequence"), BY_LOSS, _WITH_CORRECTION] = (
         "token"
     )

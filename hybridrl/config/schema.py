@@ -235,9 +235,9 @@ class GuardConfig:
     """So many such updates in a row, or rewinds to one checkpoint, end the job."""
     most_mismatch: PositiveFloat | None = None
     """The job ends if the generator is further from the trainer in its first step (`mismatch/k3`);
-    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`, a `rollout.plan` of
-    fewer bits or `models.actor.precision`, and no limit where `rollout.weight_sync` brings weights
-    roughly."""
+    null: 1e-4 in float32, 0.05 in bfloat16, 0.1 with `rollout.quantization`,
+    `rollout.kv_cache=fp8`, a `rollout.plan` of fewer bits or `models.actor.precision`, and no limit
+    where `rollout.weight_sync` brings weights roughly."""
 
     tripwires: Annotated[NonNegativeInt | None, AppliesIf("guard.tripwires", "reward.check")] = None
     """Watch for a reward that rises while measures that are not rewarded fall (evaluations,

@@ -91,7 +91,7 @@ class ModelShape:
         layer, embedding, head, norm: Parameters of one layer, and of what is around the layers;
             `head` is that of the output, whether it is the embedding's own tensor or not.
         tied: Whether output and input embedding are one.
-        tensors: Number of parameters of a layer.
+        tensor_sizes: Elements of each parameter tensor of a layer.
         active_of_layer: Parameters of one layer that a token is multiplied with: of experts, as
             many as it goes to.
         item: Bytes of an element in computation.
@@ -109,12 +109,17 @@ class ModelShape:
     head: ParameterCounts
     norm: ParameterCounts
     tied: bool
-    tensors: int
+    tensor_sizes: tuple[int, ...]
     active_of_layer: int
     item: int
     training: TokenBytes
     scoring: TokenBytes
     compiled: TokenBytes
+
+    @property
+    def tensors(self) -> int:
+        """Return the number of parameter tensors of a layer."""
+        return len(self.tensor_sizes)
 
     @property
     def parameters(self) -> ParameterCounts:
@@ -228,7 +233,7 @@ def _count(
         head=_counts([head]),
         norm=_counts(model.parameters()) - layer.times(number) - known,
         tied=tied,
-        tensors=sum(len(list(one.parameters())) for one in layers) // number,
+        tensor_sizes=tuple(p.numel() for p in layers[-1].parameters()),
         active_of_layer=layer.all - round(_idle(model) / number),
         item=item,
         training=training.times(share),

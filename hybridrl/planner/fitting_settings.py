@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ HALVINGS = 2
 layers are to keep less of their forward."""
 KEPT = CHECKPOINTING_MODES[:-1]
 """Values of `actor.gradient_checkpointing` that the planner chooses from, the quickest first."""
-_MEMORY_SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+UNPLANNED_MEMORY_SHARE = 0.5
+"""`rollout.memory_share` of a job that cannot be planned."""
 LARGEST_TP = 8
 """Beyond a node's links tensor parallelism is slower than anything else here."""
 
@@ -54,8 +56,8 @@ def choose_automatic_settings(
     *,
     is_elsewhere: bool = False,
 ) -> list[Setting]:
-    """Choose `actor.tokens_per_microbatch`, `actor.parallel.shards` and `reward.processes` where
-    they are null, and `actor.gradient_checkpointing` where it is `auto`.
+    """Choose `actor.tokens_per_microbatch`, `actor.parallel.shards`, `rollout.memory_share` and
+    `reward.processes` where they are null, and `actor.gradient_checkpointing` where it is `auto`.
 
     Args:
         config: With folders for models.
@@ -69,7 +71,8 @@ def choose_automatic_settings(
         # The cores that each device has beside the one that its own program takes.
         cores = count_usable_cores() // cluster.devices_per_node
         found.append(("reward.processes", min(max(1, cores - 1), MOST_PROCESSES)))
-    for choose in (_choose_activations, _choose_shards):  # each sees what those before it chose
+    # Each sees what those before it chose; vLLM's share is what all others leave.
+    for choose in (_choose_activations, _choose_shards, _choose_memory_share):
         found += choose(job, found)
     return found
 
@@ -99,6 +102,17 @@ class _OpenJob:
         placement = resolve_placement(config, self.cluster, self.roles)
         return build_job_plan(config, self.cluster, placement, self.lengths, rates, self.roles)
 
+    def has_room(self, plan: JobPlan) -> bool:
+        """Return whether no phase of the job fills more than `FILLED` of a device. Those do in
+        which vLLM has its share, if that is open and so takes what is left."""
+        is_open = self.config.rollout.memory_share is None
+        return plan.fits() and all(
+            phase.bytes <= FILLED * self.cluster.memory_of(device.devices[0])
+            for device in plan.memory
+            for phase in device.phases
+            if not (is_open and "vllm" in phase.parts)
+        )
+
 
 def _choose_activations(job: _OpenJob, chosen: list[Setting]) -> list[Setting]:
     """Choose that layers keep as much of their forward, and micro-batches have as many tokens, of
@@ -115,7 +129,7 @@ def _choose_activations(job: _OpenJob, chosen: list[Setting]) -> list[Setting]:
     for mode in modes:
         for size in sizes if mode is modes[-1] else sizes[: HALVINGS + 1]:
             try:
-                fits = job.plan([*chosen, *size, *mode]).fits(FILLED)
+                fits = job.has_room(job.plan([*chosen, *size, *mode]))
             except NotPlannedError:
                 continue
             except ConfigError:  # told when the job is placed
@@ -169,7 +183,21 @@ def _choose_shards(job: _OpenJob, chosen: list[Setting]) -> list[Setting]:
     except (ConfigError, NotPlannedError):  # told when the job is placed
         return []
     quicker = copied.times and apart.times and copied.times.step < apart.times.step
-    return [setting] if quicker and copied.fits(FILLED) else []
+    return [setting] if quicker and job.has_room(copied) else []
+
+
+def _choose_memory_share(job: _OpenJob, chosen: list[Setting]) -> list[Setting]:
+    """Choose vLLM's share of GPUs, unless none is large enough: then what would help is looked for
+    with the share left open."""
+    rollout = job.config.rollout
+    is_open = rollout.memory_share is None and not job.is_searched
+    if not (is_open and job.cluster.is_cuda and rollout.engine == "vllm"):
+        return []
+    share: float | None = UNPLANNED_MEMORY_SHARE
+    with suppress(ConfigError):  # told when the job is placed
+        plan = job.plan(chosen)
+        share = None if plan.lacking else plan.memory_share
+    return [] if share is None else [("rollout.memory_share", share)]
 
 
 def search_variants(config: Config, cluster: ClusterSpec) -> list[tuple[Setting, ...]]:
@@ -208,13 +236,13 @@ def find_fitting_settings(plan: JobPlan) -> list[list[Setting]]:
     """Find every single setting with which the job fits, cheapest first; if there is none, a
     shortest combination that fits."""
     alone: dict[str, list[Setting]] = {}
-    for cure in _candidates(plan):
+    for cure in list_candidates(plan):
         if cure[0] not in alone and _fits(plan, [cure]):
             alone[cure[0]] = [cure]
     if alone:
         return list(alone.values())
     together, before = list[Setting](), plan
-    for cure in _candidates(plan):
+    for cure in list_candidates(plan):
         trial = [c for c in together if c[0] != cure[0]] + [cure]
         after = _replanned(plan, trial)
         if after is None or _badness(after) >= _badness(before):
@@ -256,7 +284,7 @@ def check_plan_fits(plan: JobPlan, tolerance: float = 1.0) -> None:
     raise ConfigError(f"{what}. It would fit with {'; or with '.join(found)}.")
 
 
-def _candidates(plan: JobPlan) -> Iterator[Setting]:
+def list_candidates(plan: JobPlan) -> Iterator[Setting]:
     """Yield candidate settings, from those that cost nothing to those that cost most time."""
     config, is_cuda = plan.config, plan.cluster.is_cuda
     actor, rollout = config.actor, config.rollout
@@ -265,12 +293,11 @@ def _candidates(plan: JobPlan) -> Iterator[Setting]:
     if rollout.engine != "vllm":
         for divisor in (2, 4, 8, 16):
             yield "rollout.max_sequences", max(1, rollout.max_sequences // divisor)
-    elif is_cuda:
-        for share in _MEMORY_SHARES:
-            yield "rollout.memory_share", share
-    else:
+    elif not is_cuda:
         for divisor in (2, 4, 8):
             yield "rollout.kv_cache_gib", rollout.kv_cache_gib / divisor
+    elif rollout.memory_share is not None:
+        yield "rollout.memory_share", None
     for kept in _kept_choices(config):
         yield CHECKPOINTING, kept
     if rollout.engine == "vllm":
@@ -319,6 +346,8 @@ def format_settings(settings: Iterable[Setting]) -> list[str]:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "null"
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

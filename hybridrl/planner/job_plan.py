@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,9 +15,12 @@ from hybridrl.planner.job_roles import JobRoles
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.device_memory import (
     MemoryEstimate,
+    choose_memory_share,
     estimate_device_memory,
+    estimate_host_memory,
     find_generator_shortage,
 )
+from hybridrl.planner.memory.model_part import MemoryParts
 from hybridrl.planner.step.step_calls import (
     MicroBatchPlan,
     SampleLengths,
@@ -46,7 +48,10 @@ class JobPlan:
         memory: Of the devices, those alike together.
         lacking: What cannot work whatever else is moved, as a sentence; empty if all can.
         sync_bytes: That a device receives at a weight sync, at most.
-        host_bytes: That checkpoints take of a node's memory, at most, while training goes on.
+        memory_share: `rollout.memory_share`, or what was chosen in its place; None where vLLM has
+            no share of a GPU.
+        host: Bytes that roles keep in the memory of a node, by what they are for, where they are
+            most.
         nodes_of_a_copy: On how many nodes a checkpoint is in memory.
         times: Of a step, where rates are known.
     """
@@ -63,9 +68,15 @@ class JobPlan:
     memory: Sequence[MemoryEstimate]
     lacking: str
     sync_bytes: float
-    host_bytes: float
+    memory_share: float | None
+    host: MemoryParts
     nodes_of_a_copy: int
     times: TimeEstimate | None
+
+    @property
+    def host_bytes(self) -> float:
+        """Return the bytes that roles keep in the memory of a node, beside that of processes."""
+        return sum(self.host.values())
 
     @property
     def fullest(self) -> MemoryEstimate:
@@ -108,6 +119,11 @@ def build_job_plan(
     wholes = {
         role: planner.shape(role, whole=True) for role in placement.roles if planner.has_model(role)
     }
+    memory = estimate_device_memory(planner)
+    has_share = bool(planner.sleeps and planner.generators)
+    if has_share and planner.memory_share is None:
+        planner.memory_share = choose_memory_share(planner, memory)
+        memory = estimate_device_memory(planner)
     syncing = [call.role for call in planner.calls if call.phase == "sync"]
     return JobPlan(
         config=config,
@@ -119,23 +135,14 @@ def build_job_plan(
         batches=planner.batches,
         parameters={role: shape.parameters.all for role, shape in wholes.items()},
         active={role: shape.active for role, shape in wholes.items()},
-        memory=estimate_device_memory(planner),
+        memory=memory,
         lacking=find_generator_shortage(planner),
         sync_bytes=max((planner.sync_bytes(role) for role in syncing), default=0.0),
-        host_bytes=_host_bytes(planner),
+        memory_share=planner.memory_share if has_share else None,
+        host=estimate_host_memory(planner),
         nodes_of_a_copy=planner.nodes_of_a_copy,
         times=None if rates is None else estimate_step_time(planner, rates),
     )
-
-
-def _host_bytes(planner: JobRoles) -> float:
-    """Return the checkpoint memory of the node that has most."""
-    taken: defaultdict[str, float] = defaultdict(float)
-    for role, place in planner.placement.roles.items():
-        for device in place.devices:
-            node = planner.cluster.devices[device].node
-            taken[node] += planner.checkpoint_bytes(role)
-    return max(taken.values(), default=0.0)
 
 
 def job_plan_to_json(plan: JobPlan, settings: Sequence[tuple[str, Any]] = ()) -> str:
@@ -171,6 +178,7 @@ def job_plan_to_json(plan: JobPlan, settings: Sequence[tuple[str, Any]] = ()) ->
         ],
         "sync_bytes": plan.sync_bytes,
         "host_bytes": plan.host_bytes,
+        "host": plan.host,
         "fits": plan.fits(),
         "notice": plan.notice,
     }

@@ -19,6 +19,7 @@ from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.disaggregated_actor import choose_weight_transport
+from hybridrl.planner.machine.device_catalog import GIB
 from hybridrl.planner.memory.model_part import CHECKPOINT_BYTES, ModelPart, generation_copy_bytes
 from hybridrl.planner.step.call_recorder import record_calls
 from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
@@ -26,6 +27,10 @@ from hybridrl.system.cluster_spec import ClusterSpec
 from hybridrl.system.device_traits import is_compile_worthwhile
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.trainers.role_spec import RoleSpec
+
+VLLM_BYTES = 2.5 * GIB
+"""What vLLM takes of its share on a GPU beside weights and cache: activations, captured graphs,
+workspaces."""
 
 
 class JobRoles:
@@ -37,6 +42,7 @@ class JobRoles:
         notice: A sentence if the calls had to be guessed; else empty.
         generators: The roles that generate.
         sleeps: Whether these give their memory back while others work.
+        memory_share: `rollout.memory_share`; None while it is not chosen.
         stages: `(role)`: the pipeline stage of each of its devices, in rank order.
         part: `(role, stage)`: the part of its model that one device of a pipeline stage holds.
     """
@@ -54,6 +60,7 @@ class JobRoles:
         self.calls, self.notice = record_calls(config, sizes, placement, roles)
         self.generators = {call.role for call in self.calls if call.phase == "generate"}
         self.sleeps = cluster.is_cuda and config.rollout.engine == "vllm"
+        self.memory_share = config.rollout.memory_share
         self._begin()
 
     def _begin(self) -> None:
@@ -75,7 +82,7 @@ class JobRoles:
         alone = copy(self)
         alone.config, alone.placement = config, Placement(self.placement.strategy, {role: place})
         alone.calls = [call for call in self.calls if call.role == role]
-        alone.generators = self.generators & {role}
+        alone.generators, alone.memory_share = self.generators & {role}, config.rollout.memory_share
         alone._begin()
         return alone
 
@@ -127,6 +134,7 @@ class JobRoles:
             moment=DTYPES[optimizer.moments].itemsize,
             summed=DTYPES.get(parallel.gradients, DTYPES["float32"]).itemsize,
             by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
+            checkpointing=actor.gradient_checkpointing,
         )
         # On CPUs vLLM, which generates there, switches the compiler off.
         wanted = actor.compile if is_compile_worthwhile(self.cluster.kind) else "false"
@@ -158,6 +166,18 @@ class JobRoles:
             scalar=role != GENERATOR_ROLE and bool(self.roles[role].scalar),
             trains=self.trains(role),
         )
+
+    def cache_bytes(self, role: str, memory: float) -> float:
+        """Return the bytes of vLLM's KV cache on a device.
+
+        Args:
+            memory: Bytes that the device has.
+        """
+        rollout = self.config.rollout
+        if not self.sleeps:
+            return rollout.kv_cache_gib * GIB
+        weights = generation_copy_bytes(self.generation_shape(role), rollout.quantization)
+        return max(0.0, (self.memory_share or 0.0) * memory - weights - VLLM_BYTES)
 
     def checkpoint_bytes(self, role: str) -> float:
         """Return the host memory that a device's share of a role's checkpoints takes during

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich.table import Table
 
@@ -67,8 +67,8 @@ def _parameters(plan: JobPlan, role: str) -> str:
 def build_memory_table(plan: JobPlan) -> Table:
     """Build the table of the memory of each phase, in GiB, on each group of equal devices, against
     its capacity."""
-    phases = [phase for device in plan.memory for phase in device.phases]
-    names = list(dict.fromkeys(name for phase in phases for name in phase.parts))
+    phases = [phase.parts for device in plan.memory for phase in device.phases]
+    names = list(dict.fromkeys(name for parts in (*phases, plan.host) for name in parts))
     table = _table(
         f"memory of a device in GiB, of {_memories(plan)}",
         ["devices", "while"],
@@ -80,15 +80,20 @@ def build_memory_table(plan: JobPlan) -> Table:
             table.add_row(
                 format_ranges(device.devices) if number == 0 else "",
                 f"{phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}",
-                *(
-                    format_gib(size) if (size := phase.parts.get(name, 0)) else "."
-                    for name in names
-                ),
+                *_cells(phase.parts, names),
                 format_gib(phase.bytes),
                 f"{share:.0%}",
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
             )
+    if plan.host:
+        cells = _cells(plan.host, names)
+        table.add_row("a node", "its own memory", *cells, format_gib(plan.host_bytes), "")
     return table
+
+
+def _cells(parts: Mapping[str, float], names: Iterable[str]) -> list[str]:
+    """Format the sizes of parts in GiB, in the order of these names."""
+    return [format_gib(size) if (size := parts.get(name, 0)) else "." for name in names]
 
 
 def _memories(plan: JobPlan) -> str:
@@ -159,18 +164,20 @@ def format_start_summary(plan: JobPlan) -> list[str]:
         f"device, while {phase.role} {PHASE_VERBS.get(phase.phase, phase.phase)}"
     )
     if plan.host_bytes:
-        size = format_gib(plan.host_bytes)
-        lines.append(f"checkpoints up to {size} GiB of a node's memory{_kept(plan)}")
+        size, parts = format_gib(plan.host_bytes), ", ".join(plan.host)
+        lines.append(f"host memory up to {size} GiB of a node, for {parts}{_kept(plan)}")
     return lines
 
 
 def _kept(plan: JobPlan) -> str:
     """Format on how many nodes a checkpoint is in memory."""
+    if "checkpoint" not in plan.host:
+        return ""
     if not (nodes := plan.nodes_of_a_copy):
         return ""
     if nodes == 1:
         return "; there is 1 node, and when it is lost the files are read"
-    return f"; each is on {nodes} nodes, of which {nodes - 1} may be lost"
+    return f"; each checkpoint is on {nodes} nodes, of which {nodes - 1} may be lost"
 
 
 def format_cut(plan: JobPlan, role: str) -> str:

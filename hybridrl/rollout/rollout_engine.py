@@ -205,6 +205,7 @@ class EngineSetup:
         adapters: It is given adapters of this kind alone, and keeps them beside its weights; None:
             all weights.
         stop_texts: Any request may bring texts that end it, not only `rollout.stop`.
+        changes_in_flight: New weights come between two tokens, so that none may be under way then.
     """
 
     path: str
@@ -219,6 +220,7 @@ class EngineSetup:
     sleeps: bool = False
     adapters: LoraAdapterConfig | None = None
     stop_texts: bool = False
+    changes_in_flight: bool = False
 
 
 class RolloutEngine(RequestQueue):

@@ -28,6 +28,7 @@ OPTIONS_WITH_SETTINGS = {
     "tensor_parallel_size": "rollout.parallel.tp",
     "gpu_memory_utilization": "rollout.memory_share",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "kv_cache_dtype": "rollout.kv_cache",
     "enforce_eager": "rollout.cuda_graphs",
     "quantization": "rollout.quantization",
 }

@@ -129,7 +129,8 @@ def start_vllm(setup: EngineSetup, config: RolloutConfig, further: Mapping[str, 
             # Those that vLLM calls processed are wrong for tokens that were guessed.
             logprobs_mode="raw_logprobs" if guesses else "processed_logprobs",
             disable_log_stats=not guesses,
-            **{"async_scheduling": False}
+            # On where vLLM can: a token is then under way while the last one is read.
+            **{"async_scheduling": False if setup.changes_in_flight else None}
             | _by_device(config, device, setup.sleeps)
             | options
             | further,
@@ -173,11 +174,16 @@ def _restore_compile_threads() -> None:
     config.compile_threads = int(_COMPILE_THREADS or count_usable_cores())
 
 
+_CACHE_DTYPES = {"auto": "auto", "bf16": "bfloat16", "fp8": "fp8"}
+"""What vLLM calls the values of `rollout.kv_cache`."""
+
+
 def _by_device(config: RolloutConfig, device: torch.device, sleeps: bool) -> dict[str, Any]:
     """Return the options that differ between GPUs and CPUs."""
     if device.type != "cpu":
         return {
             "gpu_memory_utilization": config.memory_share,
+            "kv_cache_dtype": _CACHE_DTYPES[config.kv_cache],
             "enforce_eager": not config.cuda_graphs,
             "enable_sleep_mode": sleeps,
             "enable_prefix_caching": True,

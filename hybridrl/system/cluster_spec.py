@@ -50,6 +50,7 @@ class DeviceSpec:
         few_rows: Operations per second in float32 products of few rows, as in generation; 0 where
             nobody knows.
         date: When they were measured, seconds since the epoch; 0 where nobody knows.
+        host_link: Bytes per second between it and its host's memory, in one direction.
     """
 
     memory: float
@@ -59,6 +60,7 @@ class DeviceSpec:
     measured: bool = False
     few_rows: float = 0.0
     date: float = 0.0
+    host_link: float = 20e9
 
 
 @dataclass(frozen=True)

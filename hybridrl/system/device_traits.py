@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import importlib.util
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -186,6 +187,12 @@ def allocate_host_memory(size: int, device: torch.device) -> torch.Tensor:
     """Allocate `size` bytes of host memory, pinned for accelerators so that copies to it do not
     block."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=device.type != "cpu")
+
+
+def round_pinned_bytes(size: float) -> float:
+    """Return the bytes that torch's allocator of pinned memory takes for a tensor of this size: the
+    next power of two."""
+    return 2.0 ** math.ceil(math.log2(size)) if size else 0.0
 
 
 def is_compile_worthwhile(kind: str) -> bool:

@@ -43,6 +43,8 @@ def find_low_bit_setting(config: Config) -> str:
     rollout = config.rollout
     if rollout.quantization != "none":
         return f"rollout.quantization={rollout.quantization}"
+    if rollout.kv_cache == "fp8":
+        return "rollout.kv_cache=fp8"
     if rollout.plan is not None and load_generation_plan(rollout.plan).is_rounded:
         return f"rollout.plan={rollout.plan}"
     plan = find_precision_setting(config, ACTOR_ROLE)

@@ -87,7 +87,7 @@ class GeneratorWorker(ModelWorker):
         self._generator = build_rollout_engine(
             source,
             rollout,
-            setup_of(source, self._device, seed, job),
+            setup_of(source, self._device, seed, job, changes_in_flight=in_flight),
             environment=environment,
             context=context,
             peers=self._peers,

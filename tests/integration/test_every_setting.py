@@ -249,6 +249,7 @@ PLANNED: dict[str, tuple] = {
     "actor.parallel.weights": ("int4_difference",),
     "rollout.parallel.tp": (2,),
     "rollout.memory_share": (0.2,),
+    "rollout.kv_cache": ("fp8",),
     "rollout.cuda_graphs": (False,),
     "rollout.quantization": ("fp8",),
     "rollout.max_sequences": (4,),

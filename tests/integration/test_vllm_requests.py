@@ -86,3 +86,112 @@ def make_requests(rank, tmp_path):
     finally:
         engine.close()
         remove_shared_memory(job)
+
+
+@pytest.mark.vllm
+def test_a_token_under_way_changes_no_sample(tmp_path):
+    """With asynchronous scheduling vLLM plans a step while the one before runs. It has none on
+    CPUs, so that its switch and the streams of a GPU are put in their places here."""
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
+    from hybridrl.models.model_loading import make_tiny_model
+
+    folder = tmp_path / "model"
+    make_tiny_model(
+        folder, build_character_tokenizer(), seed=3, hidden_size=64, layers=2, heads=2, context=96
+    )
+    (waits,) = run_ranks(sample_twice, tmp_path, 1, folder, False)
+    (ahead,) = run_ranks(sample_twice, tmp_path, 1, folder, True)
+    assert (waits["queue"], ahead["queue"]) == (1, 2)
+    assert waits["samples"] == ahead["samples"]
+
+
+def sample_twice(rank, folder, is_ahead):
+    """Ten samples, two of them dropped while they run, with more than may run at a time; and then
+    ten more, while a step for the first ones is still in the queue."""
+    from unittest.mock import MagicMock
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    from hybridrl.config.schema import RolloutConfig
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
+    from hybridrl.rollout.rollout_engine import Request, SamplingSettings
+    from hybridrl.rollout.vllm_engine import VLLMEngine
+    from hybridrl.system.shared_memory import remove_shared_memory
+
+    check = CpuPlatform.check_and_update_config
+    for name in ("Event", "Stream", "stream", "current_stream"):
+        setattr(torch.cuda, name, MagicMock())
+
+    def switched(config):
+        check(config)
+        config.scheduler_config.async_scheduling = is_ahead
+
+    CpuPlatform.check_and_update_config = staticmethod(switched)
+    job, tokenizer = f"hybridrl-{os.getpid()}-1", build_character_tokenizer()
+    engine = VLLMEngine(
+        EngineSetup(
+            *(str(folder), str(folder), "float32"),
+            context_length=96,
+            eos_token_ids=[tokenizer.eos_token_id],
+            device=torch.device("cpu"),
+            job=job,
+        ),
+        RolloutConfig(kv_cache_gib=0.05, max_sequences=4),
+    )
+    try:
+        found = {}
+        for first in (0, 10):
+            for key in range(first, first + 10, 2):
+                prompt = tokenizer(f"{key}*3=")["input_ids"]
+                engine.start(Request(key, prompt, SamplingSettings(8 + key), key, samples=2))
+            for polls in range(200):
+                found |= {one.key: (one.token_ids, one.log_probs) for one in engine.poll()}
+                if polls == 3:
+                    engine.abort([first, first + 1])
+                if len(found) == 8 * (first // 10 + 1):
+                    break
+        queue = engine._llm.llm_engine.engine_core.engine_core.batch_queue_size
+        return {"samples": found, "queue": queue}
+    finally:
+        engine.close()
+        remove_shared_memory(job)
+
+
+@pytest.mark.vllm
+def test_what_a_gpu_s_engine_is_started_with(tmp_path):
+    (found,) = run_ranks(started_with, tmp_path, 1, tmp_path / "model")
+    ahead, in_flight = found
+    assert ahead["async_scheduling"] is None  # vLLM's own choice, which is to schedule ahead
+    assert in_flight["async_scheduling"] is False
+    assert [one["kv_cache_dtype"] for one in found] == ["auto", "fp8"]
+    assert [one["gpu_memory_utilization"] for one in found] == [0.85, 0.85]
+
+
+def started_with(rank, folder):
+    """The options that vLLM is given, by whether weights change in flight."""
+    from unittest.mock import patch
+
+    from hybridrl.config.schema import RolloutConfig
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
+    from hybridrl.models.model_loading import make_tiny_model
+    from hybridrl.rollout.vllm_startup import start_vllm
+    from hybridrl.system.shared_memory import remove_shared_memory
+
+    make_tiny_model(
+        folder, build_character_tokenizer(), seed=0, hidden_size=64, layers=1, heads=2, context=96
+    )
+    found, job = [], f"hybridrl-{os.getpid()}-1"
+    for changes, cache in ((False, "auto"), (True, "fp8")):
+        setup = EngineSetup(
+            *(str(folder), str(folder), "bfloat16"),
+            eos_token_ids=[0],
+            device=torch.device("cuda"),
+            job=job,
+            changes_in_flight=changes,
+        )
+        config = RolloutConfig(memory_share=0.85, kv_cache=cache)
+        with patch("hybridrl.rollout.vllm_startup.LLM") as llm:
+            start_vllm(setup, config, {})
+        found.append(llm.call_args.kwargs)
+    remove_shared_memory(job)
+    return found

@@ -54,7 +54,7 @@ def test_steps_are_saved_by_what_the_last_one_cost(monkeypatch: pytest.MonkeyPat
 def test_micro_batches_have_room() -> None:
     cluster = parse_cluster("8xA100-40GB")
     settings = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]
-    settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2"]
+    settings += ["rollout.max_tokens=1024", "actor.parallel.tp=2", "rollout.memory_share=0.5"]
     settings += ["actor.gradient_checkpointing=none"]
     with materialize_named_models(load_config(settings), None) as config:
         found = choose_automatic_settings(config, cluster)
@@ -101,7 +101,8 @@ def test_a_micro_batch_takes_the_longest_sample() -> None:
 
 
 def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(["reward.processes=null", "actor.gradient_checkpointing=none"])
+    set_ = ["rollout.memory_share=0.5", "actor.gradient_checkpointing=none"]
+    config = load_config(["reward.processes=null", *set_])
     for cores, processes in ((2, 1), (64, 7), (2048, 16)):
         monkeypatch.setattr(chosen_settings, "count_usable_cores", lambda cores=cores: cores)
         assert choose_automatic_settings(config, parse_cluster("8xH100")) == [
@@ -110,7 +111,7 @@ def test_processes_are_the_cores_that_devices_leave(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_set_stays() -> None:
-    config = load_config(["actor.gradient_checkpointing=none"])
+    config = load_config(["actor.gradient_checkpointing=none", "rollout.memory_share=0.5"])
     assert choose_automatic_settings(config, parse_cluster("8xH100")) == []
 
 
@@ -126,7 +127,7 @@ def test_what_is_set_stays() -> None:
 def test_layers_keep_what_there_is_memory_for(devices, tokens, more, kept) -> None:
     cluster = parse_cluster(devices)
     settings = ["model.path=llama-7b", f"actor.tokens_per_microbatch={tokens}", *more]
-    settings += ["rollout.max_tokens=1024", "reward.processes=4"]
+    settings += ["rollout.max_tokens=1024", "reward.processes=4", "rollout.memory_share=0.5"]
     with materialize_named_models(load_config(settings), None) as config:
         (found,) = choose_automatic_settings(config, cluster)
         assert found == ("actor.gradient_checkpointing", kept)
@@ -136,3 +137,18 @@ def test_layers_keep_what_there_is_memory_for(devices, tokens, more, kept) -> No
             assert plan.filled(plan.fullest) > 0.9
         plan = build_job_plan(apply_changes(config, [found]), cluster)
         assert kept == "full" or plan.filled(plan.fullest) <= 0.9
+
+
+def test_an_open_share_of_vllm_takes_what_training_leaves() -> None:
+    cluster = parse_cluster("8xH100")
+    base = ["model.path=llama-7b", "actor.tokens_per_microbatch=null", "reward.processes=4"]
+    base += ["rollout.max_tokens=1024"]
+    found = []
+    for share in ("0.3", "null"):  # with the first nothing is fuller than training
+        with materialize_named_models(
+            load_config([*base, f"rollout.memory_share={share}"]), None
+        ) as config:
+            found.append(dict(choose_automatic_settings(config, cluster)))
+    small, filled = found
+    assert filled.pop("rollout.memory_share") > 0.3
+    assert filled == small

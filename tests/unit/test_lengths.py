@@ -51,9 +51,8 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 def decoding(engine, rows, at_once, response, longest):
     rollout = SimpleNamespace(engine=engine)
     sizes = SimpleNamespace(response_tokens=response, longest_response=longest)
-    planner = SimpleNamespace(
-        sizes=sizes, config=SimpleNamespace(rollout=rollout), cluster=SimpleNamespace(devices=[])
-    )
+    cluster = SimpleNamespace(devices=[], kind="cpu")
+    planner = SimpleNamespace(sizes=sizes, config=SimpleNamespace(rollout=rollout), cluster=cluster)
     return CallTimeEstimator(planner, None)._decoding(rows, at_once)
 
 

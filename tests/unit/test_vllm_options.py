@@ -24,7 +24,7 @@ def test_every_name_here_is_one_of_the_installed_engine():
 
 
 def test_what_is_left_to_the_user_passes():
-    options = {"max_num_batched_tokens": 4096, "kv_cache_dtype": "fp8", "async_scheduling": True}
+    options = {"max_num_batched_tokens": 4096, "block_size": 32, "async_scheduling": True}
     check_engine_options(options, temperature=0.7)
     check_engine_options(GUESSES, temperature=1.0)
     check_engine_options({"hf_token": SecretStr("hunter2")}, temperature=1.0)
@@ -36,6 +36,7 @@ def test_what_is_left_to_the_user_passes():
     [
         ({"dtype": "half"}, "engine_options.dtype: set model.dtype instead"),
         ({"quantization": "fp8"}, "engine_options.quantization: set rollout.quantization instead"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: set rollout.kv_cache instead"),
         ({"logprobs_mode": "raw_logits"}, "logprobs_mode: cannot be set"),
         ({"max_num_batchd_tokens": 1}, "no such option. Did you mean `max_num_batched_tokens`"),
         (GUESSES, "speculative_config with rollout.temperature=0.7: .* Set rollout.temperature=1"),
@@ -66,7 +67,7 @@ def test_an_option_of_another_type_is_refused(option, value, words):
 
 def test_numbers_may_be_whole_and_other_types_are_vllm_s_affair():
     check_engine_options({"cpu_offload_gb": 0, "max_num_batched_tokens": None}, 1.0)
-    check_engine_options({"kv_cache_dtype": "fp8", "compilation_config": {"level": 3}}, 1.0)
+    check_engine_options({"block_size": 32, "compilation_config": {"level": 3}}, 1.0)
 
 
 def test_classes_of_today_are_known_to_the_installed_engine():

@@ -221,6 +221,11 @@ def _check_quantization(config: Config, kind: str, model: Model | None, who: str
     """Refuse a generator precision that devices or layers do not support; vLLM checks GPU
     kernels."""
     quantization, dtype = config.rollout.quantization, config.model.dtype
+    if kind == "cpu" and config.rollout.kv_cache != "auto":
+        raise ConfigError(
+            f"rollout.kv_cache={config.rollout.kv_cache}: the job's devices are CPUs, whose cache "
+            "is in model.dtype. Set rollout.kv_cache=auto."
+        )
     if quantization == "none":
         return
     setting = f"rollout.quantization={quantization}"

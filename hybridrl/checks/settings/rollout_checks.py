@@ -55,6 +55,11 @@ def _check_engine(config: Config) -> None:
             f"rollout.quantization={rollout.quantization} needs rollout=vllm, whose kernels "
             "multiply in 8 bits. Set rollout.quantization=none."
         )
+    if rollout.engine != "vllm" and rollout.kv_cache != "auto":
+        raise ConfigError(
+            f"rollout.kv_cache={rollout.kv_cache} needs rollout=vllm; the cache of "
+            f"rollout={rollout.engine} is in model.dtype. Set rollout.kv_cache=auto."
+        )
 
 
 def _check_pipeline_plan(config: Config) -> None:

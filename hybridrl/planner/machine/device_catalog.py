@@ -30,7 +30,12 @@ _INTRA_NODE_LATENCY, _NETWORK_LATENCY = 5e-6, 20e-6
 
 
 def _maker(
-    memory: float, flops: tuple[float, float, float], bandwidth: float, link: float, network: float
+    memory: float,
+    flops: tuple[float, float, float],
+    bandwidth: float,
+    link: float,
+    network: float,
+    host_link: float = 20,
 ) -> tuple[DeviceSpec, NodeSpec]:
     """Build the specification of a device, and of the host that it is usually in, from its maker's
     figures.
@@ -41,9 +46,11 @@ def _maker(
         bandwidth: Of its memory, 10^12 bytes per second.
         link: To the other devices of its node, 10^9 bytes per second in one direction.
         network: Its share of the node's network, 10^9 bytes per second.
+        host_link: To the memory of its host, 10^9 bytes per second in one direction: by PCIe 4, or
+            by PCIe 5 as copies of 7 GiB were seen to go on an H100.
     """
     rates = dict(zip(("float32", "bfloat16", "int8"), (f * 1e12 for f in flops), strict=True))
-    model = DeviceSpec(memory * GIB, rates, bandwidth * 1e12)
+    model = DeviceSpec(memory * GIB, rates, bandwidth * 1e12, host_link=host_link * 1e9)
     return model, NodeSpec(
         LinkSpec(link * 1e9, _INTRA_NODE_LATENCY), LinkSpec(network * 1e9, _NETWORK_LATENCY)
     )
@@ -52,9 +59,9 @@ def _maker(
 ACCELERATORS = {
     "A100-40GB": _maker(39.4, (19.5, 312, 624), 1.56, 300, 25),
     "A100-80GB": _maker(79.2, (19.5, 312, 624), 2.04, 300, 25),
-    "H100": _maker(79.1, (67, 989, 1979), 3.35, 450, 50),
-    "H200": _maker(139.8, (67, 989, 1979), 4.8, 450, 50),
-    "B200": _maker(178.3, (75, 2250, 4500), 8.0, 900, 50),
+    "H100": _maker(79.1, (67, 989, 1979), 3.35, 450, 50, 45),
+    "H200": _maker(139.8, (67, 989, 1979), 4.8, 450, 50, 45),
+    "B200": _maker(178.3, (75, 2250, 4500), 8.0, 900, 50, 45),
     "L40S": _maker(44.4, (91.6, 362, 733), 0.864, 32, 12.5),
     "L4": _maker(22.0, (30.3, 121, 242), 0.3, 32, 12.5),
     "RTX4090": _maker(23.5, (82.6, 165, 660), 1.008, 32, 12.5),

@@ -14,8 +14,9 @@ from hybridrl.system.formatting import format_seconds
 _COMPUTE_SHARE, _BANDWIDTH_SHARE, _LINK_SHARE = 0.45, 0.7, 0.7
 """Of what the makers promise, the shares that training reaches in matrix products, and memory and
 links in streaming; for machines that cannot be probed."""
-_LAUNCH_SMALL_OPS = 15
-"""A layer's kernels are launched in so many small operations; a backward takes twice as many."""
+_LAUNCH_SMALL_OPS = {"cpu": 15, "cuda": 200}
+"""A layer's kernels are launched in so many small operations; a backward takes twice as many. On
+GPUs as seen on an H100, in micro-batches of 4,096 and of 16,384 tokens."""
 _LOWER_IS_FASTER = (
     "forward_overhead",
     "training_overhead",
@@ -42,6 +43,7 @@ class DeviceRates:
         source: Where this is from.
         hop, network_hop: Seconds from one rank of a collective to the next, in its node or in
             another; 0 where `link` has them in it.
+        host_link: Bytes from or to the memory of the host.
         costs: What pieces of work were measured to take, where they were; goes before the rates.
     """
 
@@ -57,6 +59,7 @@ class DeviceRates:
     source: str
     hop: float = 0.0
     network_hop: float = 0.0
+    host_link: float = 20e9
     costs: CostPredictor | None = None
 
     @classmethod
@@ -85,7 +88,7 @@ class DeviceRates:
                         f"{precision}, only of {', '.join(model.flops)}. Add it to the cluster's "
                         "file, or choose another model.dtype."
                     )
-                made[key] = _known(model, key[1], precision, costs)
+                made[key] = _known(model, key[1], device.kind, precision, costs)
             found.append(made[key])
         return found
 
@@ -106,7 +109,7 @@ class DeviceRates:
 
 
 def _known(
-    model: DeviceSpec, host: NodeSpec, precision: str, costs: CostPredictor | None
+    model: DeviceSpec, host: NodeSpec, kind: str, precision: str, costs: CostPredictor | None
 ) -> DeviceRates:
     compute, bandwidth, wire, said = _COMPUTE_SHARE, _BANDWIDTH_SHARE, _LINK_SHARE, "known rates"
     if model.measured:
@@ -116,8 +119,8 @@ def _known(
     return DeviceRates(
         forward=compute * model.flops[precision],
         training=compute * model.flops[precision],
-        forward_overhead=_LAUNCH_SMALL_OPS * model.small_op,
-        training_overhead=3 * _LAUNCH_SMALL_OPS * model.small_op,
+        forward_overhead=_LAUNCH_SMALL_OPS[kind] * model.small_op,
+        training_overhead=3 * _LAUNCH_SMALL_OPS[kind] * model.small_op,
         memory=bandwidth * model.bandwidth,
         link=wire * host.inside.bandwidth,
         network=wire * host.network.bandwidth,
@@ -127,5 +130,6 @@ def _known(
         f"{wire:.0%} of links{f', and {costs.source}' if costs else ''}",
         hop=host.inside.latency,
         network_hop=host.network.latency,
+        host_link=model.host_link,
         costs=costs,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridrl.models.activation_checkpointing import OFFLOAD_CHECKPOINTING
 from hybridrl.placement import GENERATOR_ROLE
-from hybridrl.planner.job_roles import JobRoles, load_model_shape
+from hybridrl.planner.job_roles import VLLM_BYTES, JobRoles, load_model_shape
 from hybridrl.planner.machine.device_catalog import GIB
 from hybridrl.planner.memory.model_part import (
     MemoryParts,
@@ -15,7 +16,7 @@ from hybridrl.planner.memory.model_part import (
     generation_copy_bytes,
     kv_cache_bytes,
 )
-from hybridrl.system.device_traits import default_bucket_bytes
+from hybridrl.system.device_traits import default_bucket_bytes, round_pinned_bytes
 from hybridrl.system.formatting import format_bytes
 from hybridrl.trainers.role_spec import SCORING_WORKERS
 
@@ -24,8 +25,12 @@ _PROCESS_BYTES = {"cpu": 0.5 * GIB, "cuda": 1.5 * GIB}
 keep, on GPUs the context, the kernels and the buffers of NCCL."""
 _VLLM_IMPORT_BYTES = {"cpu": 0.35 * GIB, "cuda": 0.0}
 """What importing vLLM adds."""
-_VLLM_RESERVED_BYTES = GIB
-"""What vLLM takes of its share on a GPU beside weights and cache: activations, captured graphs."""
+FREE_SHARE = 0.05
+"""Of a device's memory, what a plan that may choose leaves free."""
+MEMORY_SHARES = tuple(percent / 100 for percent in range(90, 5, -5))
+"""Values of `rollout.memory_share` to choose from."""
+_ENGINE_PARTS = ("generation copy", "kv_cache", "vllm")
+"""Names of the parts that make up vLLM's share."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +91,10 @@ def find_generator_shortage(planner: JobRoles) -> str:
     if not planner.generators or not planner.sleeps:
         return ""
     shapes = [planner.generation_shape(role) for role in planner.generators]
-    share, tokens = planner.config.rollout.memory_share, planner.sizes.sample_tokens
-    least = _VLLM_RESERVED_BYTES + max(
-        generation_copy_bytes(shape, planner.config.rollout.quantization)
-        + kv_cache_bytes(shape, tokens)
+    share, rollout = planner.memory_share or 0.0, planner.config.rollout
+    least = VLLM_BYTES + max(
+        generation_copy_bytes(shape, rollout.quantization)
+        + kv_cache_bytes(shape, planner.sizes.sample_tokens, rollout.kv_cache)
         for shape in shapes
     )
     places = [planner.placement.roles[role].devices for role in planner.generators]
@@ -97,9 +102,56 @@ def find_generator_shortage(planner: JobRoles) -> str:
     if room >= least:
         return ""
     return (
-        f"rollout.memory_share={share} of a device is {format_bytes(room)}, but the generator's "
+        f"rollout.memory_share={share:g} of a device is {format_bytes(room)}, but the generator's "
         f"weights with the cache of one sample take {format_bytes(least)}"
     )
+
+
+def choose_memory_share(planner: JobRoles, memory: Sequence[MemoryEstimate]) -> float:
+    """Return the largest `rollout.memory_share` that leaves room for all that is on a device while
+    vLLM starts, and while it generates; the smallest there is if none does.
+
+    Args:
+        memory: With any share.
+    """
+    taken = max(
+        sum(size for name, size in phase.parts.items() if name not in _ENGINE_PARTS)
+        / planner.cluster.memory_of(device.devices[0])
+        for device in memory
+        for phase in device.phases
+        if "vllm" in phase.parts
+    )
+    fitting = (share for share in MEMORY_SHARES if share + taken <= 1 - FREE_SHARE)
+    return next(fitting, MEMORY_SHARES[-1])
+
+
+def estimate_host_memory(planner: JobRoles) -> MemoryParts:
+    """Estimate what roles keep in the memory of the node that has most of it, beside the memory of
+    its processes: what is offloaded, in pinned memory, and copies of weights and checkpoints."""
+    taken: defaultdict[str, list[MemoryParts]] = defaultdict(list)
+    for role, place in planner.placement.roles.items():
+        of_stage = [_hosted(planner, role, stage) for stage in range(place.parallel.pp)]
+        for device, stage in zip(place.devices, planner.stages(role), strict=True):
+            taken[planner.cluster.devices[device].node].append(of_stage[stage])
+    nodes = map(_sum, taken.values())
+    return max(nodes, key=lambda parts: sum(parts.values()), default={})
+
+
+def _hosted(planner: JobRoles, role: str, stage: int) -> MemoryParts:
+    """Return what a role keeps in host memory for one device of a pipeline stage."""
+    is_cuda, actor = planner.cluster.is_cuda, planner.config.actor
+    found = {"weight record": planner.record_bytes(role)}
+    found["checkpoint"] = planner.checkpoint_bytes(role)
+    if is_cuda:  # that which is written is one pinned tensor
+        copy = found["checkpoint"] / (1 + 2 * planner.nodes_of_a_copy)
+        found["checkpoint"] += round_pinned_bytes(copy) - copy
+    if is_cuda and role != GENERATOR_ROLE and planner.has_model(role):
+        part, batch = planner.part(role, stage), planner.batches.get((role, "train"))
+        found |= part.hosted(actor.offload_between_calls)
+        if part.checkpointing == OFFLOAD_CHECKPOINTING and batch is not None:
+            states = round_pinned_bytes(batch.tokens * part.shape.hidden * part.shape.item)
+            found["activations"] = states * part.layers * part.micro_batches_held
+    return {name: size for name, size in found.items() if size}
 
 
 @dataclass(frozen=True)
@@ -213,8 +265,8 @@ def _generating(planner: JobRoles, role: str, phase: str, memory: float) -> Memo
     if planner.sleeps:
         found["generation copy"] = generation_copy_bytes(shape, rollout.quantization)
         if phase == "generate":
-            room = rollout.memory_share * memory - found["generation copy"]
-            found["kv_cache"] = max(0.0, room)
+            found["kv_cache"] = planner.cache_bytes(role, memory)
+            found["vllm"] = VLLM_BYTES
     elif rollout.engine != "vllm" and phase == "generate":
         replicas = len(planner.placement.roles[role].devices) // planner.rollout_tp(role)
         rows = min(-(-planner.sizes.samples // replicas), rollout.max_sequences)

@@ -11,6 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybridrl.models.activation_checkpointing import (
+    BLOCK_CHECKPOINTING,
+    FULL_CHECKPOINTING,
+    NO_CHECKPOINTING,
+    OFFLOAD_CHECKPOINTING,
+)
 from hybridrl.models.log_probs import vocabulary_block_size
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
 from hybridrl.parallel.compressed_collectives import DIFFERENCE_CODEC
@@ -19,6 +25,7 @@ from hybridrl.system.device_traits import (
     SMALL_MODEL_BYTES,
     has_mm_out_dtype,
     logits_per_chunk,
+    round_pinned_bytes,
 )
 
 FLOAT32_BYTES = 4
@@ -28,6 +35,10 @@ CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
 _LOGIT_CHUNKS = 2
 """Chunks of float32 logits that live at once in `token_log_probs`, forward or backward; with its
 Triton kernels one and a half at most."""
+_REPEATED_SHARES = {BLOCK_CHECKPOINTING: 0.65, FULL_CHECKPOINTING: 1.0, OFFLOAD_CHECKPOINTING: 1.0}
+"""Of a forward's matrix products, those that the backward repeats with a value of
+`actor.gradient_checkpointing`: with `block` all that come before a layer's last product, and no
+attention (counted in compiled layers of Qwen3's shape)."""
 _SAMPLING_LOGIT_COPIES = 4
 """Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
@@ -54,6 +65,7 @@ class ModelPart:
         summed: Bytes of an element of a gradient while it is summed over ranks.
         by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
         compiled: Its layers are compiled (`ActorConfig.compile`).
+        checkpointing: See `ActorConfig.gradient_checkpointing`.
     """
 
     shape: ModelShape
@@ -69,6 +81,7 @@ class ModelPart:
     summed: int = FLOAT32_BYTES
     by_difference: bool = False
     compiled: bool = False
+    checkpointing: str = NO_CHECKPOINTING
 
     @property
     def around(self) -> ParameterCounts:
@@ -105,17 +118,59 @@ class ModelPart:
         """Return whether the part is gathered whole, with its gradients summed once per update."""
         return self.parameters.all * FLOAT32_BYTES < SMALL_MODEL_BYTES
 
+    @property
+    def repeated(self) -> float:
+        """Return the share of a forward's matrix products that its backward repeats; from 1 on,
+        attention is repeated, too."""
+        return _REPEATED_SHARES.get(self.checkpointing, 0.0)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of an element of a parameter in a shard."""
+        return FLOAT32_BYTES if self.trains else self.shape.item
+
     def resident(self) -> MemoryParts:
         """Return the bytes that stay on the device between calls."""
         # The copy of what others hold, in the precision of computation.
         kept = self.shape.item * self.parameters.all if self.by_difference else 0
         if self.offload_parameters:
             return {"gathered": kept} if kept else {}
-        held = FLOAT32_BYTES if self.trains else self.shape.item
-        shards: MemoryParts = {"parameters": held * self.parameters.all / self.shards + kept}
+        held = self.parameter_bytes * self.parameters.all / self.shards
+        shards: MemoryParts = {"parameters": held + kept}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
+
+    @property
+    def host_bytes_gathered(self) -> float:
+        """Return the bytes of shards that come from the host each time that all are gathered."""
+        held = self.parameter_bytes * self.parameters.all / self.shards
+        return held if self.offload_parameters else 0.0
+
+    def hosted(self, between_calls: bool) -> MemoryParts:
+        """Return the bytes that stay in the memory of the host.
+
+        Args:
+            between_calls: As `actor.offload_between_calls`.
+        """
+        trained = self.parameters.trained / max(1, self.parameters.all) if self.trains else 0.0
+        shards, found = self._pinned(self.parameter_bytes), MemoryParts()
+        if self.offload_parameters:  # an optimizer that steps there does not pin its moments
+            elements = trained * self.parameters.all / self.shards
+            found = {"gradients": shards * trained, "optimizer": 2 * FLOAT32_BYTES * elements}
+        elif self.offload_optimizer or between_calls:
+            found = {"optimizer": 2 * self._pinned(self.moment) * trained}
+        if self.offload_parameters or between_calls:
+            found["parameters"] = shards
+        return found
+
+    def _pinned(self, item: int) -> float:
+        """Return the bytes of pinned memory for the shards of all parameters, with so many for an
+        element; each tensor is rounded up."""
+        first = self.shape.embedding.all if self.ends[0] else 0
+        ends = [self.around.all] if self.shape.tied else [first, self.head.all]
+        sizes = [*self.shape.tensor_sizes * self.layers, *ends]
+        return sum(round_pinned_bytes(item * size / self.shards) for size in sizes)
 
     def gathers(self, times: int, updates: bool) -> float:
         """Return the bytes that a rank receives when it gathers all parameters `times` times.
@@ -255,9 +310,14 @@ def generation_copy_bytes(shape: ModelShape, quantization: str = "none") -> floa
     return rest + layers * (1 + FLOAT32_BYTES / shape.hidden)
 
 
-def kv_cache_bytes(shape: ModelShape, tokens: float) -> float:
-    """Return the bytes of the keys and values of this many tokens on one device."""
-    return tokens * shape.layers * shape.key_value * shape.item
+def kv_cache_bytes(shape: ModelShape, tokens: float, kv_cache: str = "auto") -> float:
+    """Return the bytes of the keys and values of this many tokens on one device.
+
+    Args:
+        kv_cache: As `rollout.kv_cache`.
+    """
+    item = {"fp8": 1, "bf16": 2}.get(kv_cache, shape.item)
+    return float(tokens * shape.layers * shape.key_value * item)
 
 
 def estimate_transformers_generation(shape: ModelShape, sizes: StepSizes, rows: int) -> MemoryParts:

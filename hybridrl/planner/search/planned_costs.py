@@ -23,6 +23,8 @@ from hybridrl.planner.fitting_settings import search_variants
 from hybridrl.planner.job_roles import JobRoles, read_model_config
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.device_memory import (
+    FREE_SHARE,
+    MEMORY_SHARES,
     RoleMemory,
     estimate_process_bytes,
     estimate_role_memory,
@@ -46,10 +48,12 @@ class ModelCut(NamedTuple):
 
     Attributes:
         rollout_tp: While it generates where it trains; 0: it does not.
+        memory_share: As `rollout.memory_share`, while it generates.
     """
 
     parallel: ParallelConfig
     rollout_tp: int = 0
+    memory_share: float | None = None
 
 
 class PlannedSearchCosts:
@@ -116,9 +120,9 @@ class PlannedSearchCosts:
         return self.cluster.is_cuda and self._configs[variant].actor.offload_between_calls
 
     def capacities(self, devices: range) -> Mapping[str, float]:
-        """Return the bytes of these devices, by device model."""
-        models = self.cluster.models
-        return {self._model(d): models[self._model(d)].memory for d in devices}
+        """Return the bytes of these devices that may be filled, by device model."""
+        models, filled = self.cluster.models, 1 - FREE_SHARE
+        return {self._model(d): filled * models[self._model(d)].memory for d in devices}
 
     def options(
         self, variant: SettingChanges, shape: PlacementShape, role: str, devices: range
@@ -197,19 +201,28 @@ class PlannedSearchCosts:
         shape = PlacementShape(((role, GENERATOR_ROLE) if apart else (role,),))
         base = self._planner(shape)
         rates = DeviceRates.of_slowest(self.rates[device] for device in devices)
-        found = []
+        found: list[CutOption] = []
         for cut in self._cuts(role, apart, [run[-1] for run in self._alike(devices)]):
             config = self._configs[variant]
             if cut.rollout_tp and cut.rollout_tp != config.rollout.parallel.tp:
                 parallel = replace(config.rollout.parallel, tp=cut.rollout_tp)
                 config = replace(config, rollout=replace(config.rollout, parallel=parallel))
             alone = base.of_role(role, RolePlace(tuple(devices), cut.parallel), config)
-            if find_generator_shortage(alone):
-                continue
             clock = CallTimeEstimator(alone, rates)
-            seconds = tuple(clock.seconds(call) for call in alone.calls)
-            taken = {model: self._taken(alone, role, model) for model in self.capacities(devices)}
-            found.append(CutOption(cut, seconds, taken))
+            known = [0.0 if c.phase == "generate" else clock.seconds(c) for c in alone.calls]
+            shares: Sequence[float | None] = [alone.memory_share]
+            if alone.sleeps and alone.generators and alone.memory_share is None:
+                shares = MEMORY_SHARES[::-1]
+            for share in shares:
+                alone.memory_share = share
+                if find_generator_shortage(alone):
+                    continue
+                calls = zip(alone.calls, known, strict=True)
+                seconds = tuple(of_any or clock.seconds(call) for call, of_any in calls)
+                if found and found[-1].cut[:2] == cut[:2] and found[-1].seconds == seconds:
+                    break  # all run at once, so that more memory is of no use
+                taken = {name: self._taken(alone, role, name) for name in self.capacities(devices)}
+                found.append(CutOption(cut._replace(memory_share=share), seconds, taken))
         return found
 
     def _taken(self, alone: JobRoles, role: str, model: str) -> RoleBytes:

@@ -13,6 +13,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
 from hybridrl.planner.job_plan import JobPlan, build_job_plan
 from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.memory.device_memory import FREE_SHARE
 from hybridrl.planner.search.placement_search import search_placements
 from hybridrl.planner.search.planned_costs import PlannedSearchCosts
 from hybridrl.planner.search.search_terms import (
@@ -127,7 +128,9 @@ def propose_placements(
         except ConfigError as error:
             refused.append(str(error))
             return False
-        if not fullest.fits():
+        if plan.memory_share is not None and config_.rollout.memory_share is None:
+            settings = (*settings, ("rollout.memory_share", plan.memory_share))
+        if not fullest.fits(1 - FREE_SHARE):
             filled = fullest.filled(fullest.fullest)
             refused.append(f"{found.shape}: device memory is filled to {filled:.0%}")
             return False

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.models.activation_checkpointing import OFFLOAD_CHECKPOINTING
 from hybridrl.models.model_shape import ModelShape
 from hybridrl.parallel.reduction_choice import ReductionChoice
+from hybridrl.placement import GENERATOR_ROLE
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.memory.model_part import (
     FLOAT32_BYTES,
@@ -37,20 +39,22 @@ from hybridrl.planner.step.step_calls import PlannedCall
 if TYPE_CHECKING:
     from hybridrl.planner.job_roles import JobRoles
 
-_HOST_LINK_RATE = 20e9
-"""Bytes per second between an accelerator and its host, of what is offloaded."""
+_HOST_MEMORY_RATE = 60e9
+"""Bytes per second that the cores of an accelerator's share of its host read and write; seen with
+16 cores beside an H100, which step AdamW for 600 million parameters in 0.4 s."""
+_SUM_MEMORY_PASSES = 3
+"""Times that adding a gradient to another one in the host's memory reads or writes an element."""
+_COMPILED_LAUNCHES = 0.375
+"""Of the time in which the kernels of a layer are launched, what is left of it when torch has
+compiled the layer; seen on an H100."""
 RUNNING_SAMPLES_FACTOR = 2 * math.log(2)
 """How many times as many samples as are not finished `rollout=transformers` has under way, where
 they finish one after the other: it drops those that are when they are half of all."""
 _ADAM_MEMORY_PASSES = 10
 """Times that AdamW and the gradients' norm and scaling read or write an element."""
-_REPEATED_SHARES = {"block": 0.65, "full": 1.0, "offload": 1.0}
-"""Of a forward's matrix products, those that the backward repeats with a value of
-`actor.gradient_checkpointing`: with `block` all that come before a layer's last product, and no
-attention (counted in compiled layers of Qwen3's shape)."""
 _LOGIT_MEMORY_PASSES = 24
 """Times that an update reads or writes a logit; scoring does half as often."""
-SMALL_OP_COUNTS = {
+_CPU_COUNTS: Mapping[str, float] = {
     "call": 700,
     "sample": 7,
     "tensor": 7,
@@ -60,10 +64,20 @@ SMALL_OP_COUNTS = {
     "transformers step": 40,
     "transformers layer": 260,
 }
+_GPU_COUNTS = {
+    **_CPU_COUNTS,
+    "synced tensor": 6,
+    "vllm step": 100,
+    "vllm sample": 1.5,
+    "vllm layer": 15,
+    "transformers layer": 80,
+}
+SMALL_OP_COUNTS = {"cpu": _CPU_COUNTS, "cuda": _GPU_COUNTS}
 """What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
-that the optimizer steps, or a sync brings to the generator; a token-step of a generator, and a
-sample or a layer in it. Counted once, from the default job and one more; the probe says what a
-small operation takes."""
+that the optimizer steps, or that a sync brings to the generator from one of the ranks that have
+parts of it; a token-step of a generator, and a sample or a layer in it. Counted once, on CPUs from
+the default job and one more, on an H100 from a sync and from `rollout=transformers`; vLLM's on GPUs
+are estimates. The probe says what a small operation takes."""
 
 
 class RingCost(NamedTuple):
@@ -89,12 +103,13 @@ class CallTimeEstimator:
         self.sums: dict[str, ReductionChoice] = {}
         self.planner, self.rates = planner, rates
         self.devices = planner.cluster.devices
+        self.counts = SMALL_OP_COUNTS[planner.cluster.kind]
 
     def seconds(self, call: PlannedCall) -> float:
         """Estimate the seconds of one call on its devices."""
         place = self.planner.placement.roles[call.role]
         rows = call.samples / len(place.devices)
-        fixed = SMALL_OP_COUNTS["call"] * call.updates + SMALL_OP_COUNTS["sample"] * rows
+        fixed = self.counts["call"] * call.updates + self.counts["sample"] * rows
         driver = fixed * self.rates.small_op
         if call.phase == "sync":
             return self._sync(call.role)
@@ -110,7 +125,7 @@ class CallTimeEstimator:
         bubble = (batch.count + len(stages) - 1) / batch.count
         moves = 0.0
         if self.planner.cluster.is_cuda and self.planner.config.actor.offload_between_calls:
-            moves = 2 * max(sum(part.resident().values()) for part in parts) / _HOST_LINK_RATE
+            moves = 2 * max(sum(part.resident().values()) for part in parts) / self.rates.host_link
         return driver + moves + slowest * bubble
 
     def _score(self, call: PlannedCall, part: ModelPart) -> float:
@@ -125,11 +140,13 @@ class CallTimeEstimator:
 
     def _train(self, call: PlannedCall, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
-        again = _REPEATED_SHARES.get(self.planner.config.actor.gradient_checkpointing, 0.0)
+        again = part.repeated
         compute = self._layers(part, batch.count, batch.total, True)
         repeated = self._layers(part, batch.count, batch.total, False, attends=again == 1.0)
         compute += again * repeated
-        compute += self._head(part, batch.total, 8, _LOGIT_MEMORY_PASSES)
+        # Logits are made twice; gradients of states always, those of a frozen head are not.
+        operations = 6 + 2 * part.shape.head.trained / part.shape.head.all
+        compute += self._head(part, batch.total, operations, _LOGIT_MEMORY_PASSES)
         gathers = batch.count * (1 if part.is_small else 2)
         reduces = 1 if part.is_small else batch.count
         gathered = gathers * part.shape.item * part.parameters.all
@@ -140,10 +157,18 @@ class CallTimeEstimator:
         step = _ADAM_MEMORY_PASSES * FLOAT32_BYTES * elements / rates.memory
         if rates.costs is not None and elements:
             step = rates.costs.seconds(OperatorWork(OPTIMIZER, elements))
-        step += SMALL_OP_COUNTS["tensor"] * part.shape.tensors * part.layers * rates.small_op
-        actor, is_cuda = self.planner.config.actor, self.planner.cluster.is_cuda
-        if is_cuda and actor.offload_optimizer and not actor.offload_parameters:
-            step += 2 * 2 * part.moment * part.parameters.trained / part.shards / _HOST_LINK_RATE
+        if part.checkpointing == OFFLOAD_CHECKPOINTING and self.planner.cluster.is_cuda:
+            # To the host and back, by the stream that computes.
+            states = batch.total * part.shape.hidden * part.shape.item * part.layers
+            compute += 2 * states / rates.host_link
+        if part.offload_parameters:
+            # Gradients go to the host while nothing else runs, and are added and stepped there.
+            step = _ADAM_MEMORY_PASSES * FLOAT32_BYTES * elements / _HOST_MEMORY_RATE
+            added = (reduces - 1) * _SUM_MEMORY_PASSES / _HOST_MEMORY_RATE
+            step += FLOAT32_BYTES * elements * (reduces / rates.host_link + added)
+        if part.offload_optimizer:
+            step += 2 * 2 * part.moment * elements / rates.host_link
+        step += self.counts["tensor"] * part.shape.tensors * part.layers * rates.small_op
         backward = compute * 2 / (3 + again) / batch.count
         codec, link = self._sum(call.role, part, backward)
         coding, summing = reduces * codec, reduces * (link + self._between_copies(call.role, part))
@@ -184,18 +209,22 @@ class CallTimeEstimator:
         `attends`, attention."""
         rates, shape = self.rates, part.shape
         length = self.planner.sizes.sample_tokens if attends else 0.0
+        # Two operations for each parameter, and causal attention over half of the sample.
+        products, attention = 2 * shape.active_of_layer, 2 * length * shape.query
+        operations = float(products + attention)
+        overhead, rate = rates.forward_overhead, rates.forward
+        if trains:  # parameters that are frozen have no gradients
+            frozen = 1 - shape.layer.trained / max(1, shape.layer.all)
+            operations = 3 * operations - frozen * products
+            overhead, rate = rates.training_overhead, rates.training
         if rates.costs is not None:
             work = _layer(TRAIN if trains else FORWARD, shape, tokens / count, length)
-            return part.layers * count * rates.costs.seconds(work)
-        passes = 3 if trains else 1
-        # Two operations for each parameter, and causal attention over half of the sample.
-        operations = 2 * shape.active_of_layer + 2 * length * shape.query
-        overhead, rate = rates.forward_overhead, rates.forward
-        if trains:
-            overhead, rate = rates.training_overhead, rates.training
-        return part.layers * (count * overhead + tokens * passes * operations / rate)
+            share = operations / (3 if trains else 1) / (products + attention)
+            return part.layers * count * share * rates.costs.seconds(work)
+        overhead *= _COMPILED_LAUNCHES if part.compiled else 1.0
+        return part.layers * (count * overhead + tokens * operations / rate)
 
-    def _head(self, part: ModelPart, tokens: float, operations: int, touches: float) -> float:
+    def _head(self, part: ModelPart, tokens: float, operations: float, touches: float) -> float:
         """Return the seconds of the output embedding, with `operations` for each of its parameters
         and response tokens."""
         if not part.ends[1] or part.shape.vocabulary == 1:
@@ -232,12 +261,15 @@ class CallTimeEstimator:
         ring, units = self._ring(call.role, part.shards), 1 if part.is_small else part.layers + 1
         moved = size * (1 - 1 / part.shards) / ring.rate + rounds * units * ring.delay + summing
         tp = self.planner.placement.roles[call.role].parallel.tp
-        if tp > 1:  # two sums of the states in a layer's forward, two in its backward
+        if tp > 1:  # two sums of the states in each forward of a layer, two in its backward
             batch = self.planner.batches[call.role, call.phase]
             states = batch.total * part.shape.hidden * part.shape.item * part.layers
-            sums = 4 if call.phase == "train" else 2
+            sums = 2 if call.phase == "score" else 4 + 2 * part.repeated
             compute += sums * self._tensor_sum(states, tp, batch.count * part.layers)
-        return max(compute, moved + coding) if self.planner.cluster.is_cuda else compute + moved
+        if not self.planner.cluster.is_cuda:
+            return compute + moved
+        brought = rounds * part.host_bytes_gathered / self.rates.host_link
+        return max(compute, moved + coding, brought)
 
     def _tensor_sum(self, size: float, tp: int, times: float) -> float:
         """Return the seconds of `times` sums over a tensor-parallel group, of `size` bytes in all;
@@ -274,9 +306,9 @@ class CallTimeEstimator:
         shape = self.planner.generation_shape(role)
         place = self.planner.placement.roles[role]
         copies = 4 * generation_copy_bytes(shape) / self.rates.memory
-        small = (
-            SMALL_OP_COUNTS["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
-        )
+        small = self.counts["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
+        if self.planner.cluster.is_cuda and role != GENERATOR_ROLE:
+            small *= self.planner.part(role, 0).shards
         return copies + small + self.planner.sync_bytes(role) / self._wire(place.devices)
 
     def _generate(self, call: PlannedCall) -> float:
@@ -285,39 +317,65 @@ class CallTimeEstimator:
         shape = planner.generation_shape(call.role)
         replicas = len(planner.placement.roles[call.role].devices) / planner.rollout_tp(call.role)
         rows = max(1.0, call.samples / replicas)
-        at_once = min(rows, rollout.max_sequences)
+        at_once, again = self._samples_at_once(call.role, shape, rows)
         steps, running = self._decoding(rows, at_once)
         length = sizes.prompt_tokens + sizes.longest_response / 2
-        kv = kv_cache_bytes(shape, running * length)
+        kv = kv_cache_bytes(shape, running * length, rollout.kv_cache)
         operations = 2 * shape.active_of_layer * shape.layers
         head = 2 * running * shape.head.all / rates.forward
         head += 8 * FLOAT32_BYTES * running * shape.vocabulary / rates.memory
         copy = generation_copy_bytes(shape, rollout.quantization) / rates.memory
         products = max(copy, operations * running / rates.forward)
-        layers = shape.layers * rates.forward_overhead
+        # On GPUs a graph launches all kernels of a step, or the counts have their launches.
+        layers = 0.0 if planner.cluster.is_cuda else shape.layers * rates.forward_overhead
         if rates.costs is not None:
             work = _layer(DECODE, shape, running, length)
             products, layers, kv = shape.layers * rates.costs.seconds(work), 0.0, 0.0
         if rollout.engine == "vllm":
-            layers = 0.0 if planner.cluster.is_cuda and rollout.cuda_graphs else layers
-            small = SMALL_OP_COUNTS["vllm step"] + SMALL_OP_COUNTS["vllm sample"] * running
+            small = self.counts["vllm step"] + self.counts["vllm sample"] * running
+            if planner.cluster.is_cuda and not rollout.cuda_graphs:
+                small += self.counts["vllm layer"] * shape.layers
             prompts = rows / max(1, rollout.samples_per_prompt)
         else:  # its cache grows by copying
-            small = SMALL_OP_COUNTS["transformers step"] + running
-            small += SMALL_OP_COUNTS["transformers layer"] * shape.layers
+            small = self.counts["transformers step"] + running
+            small += self.counts["transformers layer"] * shape.layers
             kv *= 3
             prompts = rows
-        step = layers + products + head + kv / rates.memory + small * rates.small_op
+        step = layers + products + head + kv / rates.memory
+        small *= rates.small_op
         tp = planner.rollout_tp(call.role)
         if tp > 1:  # a layer sums twice
             states = 2 * shape.layers * running * shape.hidden * shape.item
             step += self._tensor_sum(states, tp, 2 * shape.layers)
-        prefill = operations * prompts * sizes.prompt_tokens / rates.forward
+        # vLLM prepares a step while the device is at the one before, where it may.
+        ahead = rollout.engine_options.get(
+            "async_scheduling", not planner.config.placement.in_flight
+        )
+        hides = ahead and rollout.engine == "vllm" and planner.cluster.is_cuda
+        step = max(step, small) if hides else step + small
+        prefill = operations * (prompts * sizes.prompt_tokens + again) / rates.forward
         if rates.costs is not None:
             tokens = at_once * sizes.prompt_tokens
             first = rates.costs.seconds(_layer(FORWARD, shape, tokens, sizes.prompt_tokens))
-            prefill = shape.layers * first * prompts / at_once
+            prefill = shape.layers * first * (prompts + again / sizes.prompt_tokens) / at_once
         return steps * step + prefill
+
+    def _samples_at_once(self, role: str, shape: ModelShape, rows: float) -> tuple[float, float]:
+        """Return the samples of a replica that run at a time, and the tokens that are read again.
+
+        vLLM begins as many as it may, and they grow together: those that its cache cannot hold to
+        their end are preempted, half grown in the mean, and begin again with what they have.
+        """
+        planner, sizes, rollout = self.planner, self.planner.sizes, self.planner.config.rollout
+        begun = min(rows, rollout.max_sequences)
+        sample = kv_cache_bytes(shape, sizes.sample_tokens, rollout.kv_cache)
+        if rollout.engine != "vllm" or not sample:
+            return begun, 0.0
+        devices = planner.placement.roles[role].devices
+        memory = min(map(planner.cluster.memory_of, devices)) if planner.sleeps else 0.0
+        at_once = min(begun, max(1.0, planner.cache_bytes(role, memory) / sample))
+        grown = sizes.prompt_tokens + sizes.response_tokens / 2
+        return at_once, (begun - at_once) * grown
 
     def _decoding(self, rows: float, at_once: float) -> tuple[float, float]:
         """Return the decode steps of a replica, and the mean number of samples that run in them;
