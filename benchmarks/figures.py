@@ -49,6 +49,7 @@ TAKES = {
     "slow_device": "half an hour",
     "slow_link": "20 minutes",
     "timeline": "5 minutes",
+    "unwaited_generation": "half an hour",
     "versus_trl": "an hour",
     "weight_sync": "half an hour",
     "what_if": "half an hour",

@@ -47,7 +47,7 @@ LIBRARY_COLUMNS = frozenset(
         *(TEACHER_IDS, TEACHER_LOG_PROBS, "turn"),
         # of samples
         *("group_id", "policy_version", "scores", "shaped_scores", "costs", "greedy_scores"),
-        *("response", "episode", "branch", "branches"),
+        *("response", "episode", "branch", "branches", "carried"),
         *("branch_prompt_ids", "branch_prompt_lengths", "branch_response_lengths"),
         *("branch_response_ids", "branch_response_mask", "branch_rollout_log_probs"),
         *("branch_turn", "branch_token_versions"),

@@ -153,8 +153,12 @@ class BatchRef:
             replace(self, node=self.node.with_part(whole, bit), only=bit) for bit in whole.bits()
         ]
 
-    def take(self, rows: Sequence[int] | Rows) -> BatchRef:
+    def take(self, rows: Sequence[int] | Rows, copies: int = 1) -> BatchRef:
         """Return the rows with these indices, in this order; or, for booleans, those that are true.
+
+        Args:
+            copies: So many neighbouring rows of the result are samples of one prompt, as `repeat`
+                makes them.
 
         Raises:
             DataError: if these are no row numbers, or no such rows are there.
@@ -162,7 +166,7 @@ class BatchRef:
         known = self.node.known_rows
         numbers = resolve_row_numbers(rows, known)
         is_mask = known is None and len(rows) > 0 and np.asarray(rows).dtype == np.bool_
-        return self._choose(IndexSelection(numbers, len(rows) if is_mask else None))
+        return self._choose(IndexSelection(numbers, len(rows) if is_mask else None, copies))
 
     def repeat(self, times: int) -> BatchRef:
         """Repeat every row `times` times, copies next to each other: n samples of each prompt."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -55,7 +55,10 @@ class Executor(ABC):
         takes_calls: False after a worker has failed or died, and after `close`.
         failure: The first line of the error that ended the job.
         notify: Told, in a sentence, what the user should know while calls run.
+        has_lanes: Whether roles that `Worker.runs_beside` others do so.
     """
+
+    has_lanes: ClassVar[bool] = False
 
     cluster: ClusterSpec
     run_directory: Path | None

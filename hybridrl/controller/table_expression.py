@@ -303,9 +303,12 @@ class SelectedTable(TableExpression):
 
     @property
     def copies(self) -> int:
-        return (
-            self.choice.times * self.table.copies if isinstance(self.choice, RepeatSelection) else 1
-        )
+        match self.choice:
+            case RepeatSelection(times):
+                return times * self.table.copies
+            case IndexSelection(copies=copies):
+                return copies
+        return 1
 
     @cached_property
     def _rows(self) -> Rows:
@@ -374,8 +377,9 @@ def choose(
         return SelectedTable(table, choice)
     pieces, rows = found
     rows = rows[choice.numbers]
+    copies = choice.copies
     if len(pieces) == 1:
-        return SelectedTable(pieces[0], IndexSelection(rows))
+        return SelectedTable(pieces[0], IndexSelection(rows, copies=copies))
     starts = np.cumsum([0, *(piece.known_rows for piece in pieces)])
     owner = np.searchsorted(starts, rows, side="right") - 1
     used = np.unique(owner) if len(rows) else np.array([0])
@@ -383,7 +387,7 @@ def choose(
     shift = np.zeros(len(pieces), np.int64)
     shift[used] = starts[used] - np.cumsum([0, *(piece.known_rows for piece in kept[:-1])])
     joined = kept[0] if len(kept) == 1 else ConcatenatedTable(tuple(kept))
-    return SelectedTable(joined, IndexSelection(rows - shift[owner]))
+    return SelectedTable(joined, IndexSelection(rows - shift[owner], copies=copies))
 
 
 def concatenate_tables(tables: Sequence[TableExpression]) -> TableExpression:

@@ -37,10 +37,12 @@ class IndexSelection:
 
     Attributes:
         of: How many rows the table must have; None: as many as the numbers need.
+        copies: So many neighbouring rows are copies of one; see `TableExpression.copies`.
     """
 
     numbers: Rows
     of: int | None = None
+    copies: int = 1
 
     def known_rows(self, table: TableExpression) -> int | None:
         return len(self.numbers)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +33,16 @@ class PeakMemory:
 
     Args:
         device_kind: `cpu` or `cuda`.
+        resets: Set the mark back, which another thread may be measuring by.
     """
 
-    def __init__(self, device_kind: str) -> None:
+    def __init__(self, device_kind: str, resets: bool = True) -> None:
         self._is_cpu = device_kind == "cpu"
         self._begin = 0
         self._has_mark = False
-        if self._is_cpu:
+        if not resets:
+            self._has_mark = STATUS.is_file()
+        elif self._is_cpu:
             self._has_mark = _set_mark_back()
             self._begin = 0 if self._has_mark else psutil.Process().memory_info().rss
         else:
@@ -112,11 +116,15 @@ class Worker:
         record: What this rank does in the current call.
         rows: Numbers of the rows that the current call was given, in the driver's table; None if it
             was given none.
+        table_rows: The number of all rows of that table.
+        is_beside: Whether its calls run on the host's second thread; see `runs_beside`.
     """
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
         self.rows: npt.NDArray[np.int64] | None = None
+        self.table_rows = 0
+        self.is_beside = False
         self.record = CallRecord(context.role, context.rank, "__init__")
 
     def coordinates(self) -> Mapping[str, MeshCoordinate]:
@@ -136,6 +144,12 @@ class Worker:
     def leave(self) -> None:
         """Finish a call. Called after each call, and after the worker is built."""
 
+    @classmethod
+    def runs_beside(cls, keywords: Mapping[str, Any]) -> bool:
+        """Return whether workers built with these keywords need neither a device nor process
+        groups. Their calls then run on a second thread of the host, beside those of other roles."""
+        return False
+
     @property
     def takes_memory(self) -> bool:
         """True if the worker's calls use device memory, so that other roles must offload first."""
@@ -147,7 +161,7 @@ class Worker:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a part of the current call, and record its peak memory."""
-        memory = PeakMemory(self.context.device_kind)
+        memory = PeakMemory(self.context.device_kind, resets=not self.is_beside)
         begin, start, waited = time.perf_counter(), time.time(), read_wait_seconds()
         before, self.record.phase = self.record.phase, name
         try:

@@ -7,6 +7,7 @@ a call that needed the failed result passes it on unchanged.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import socket
@@ -75,6 +76,13 @@ class WorkerHost:
         self._waiting = False
         self._thread: int | None = None
 
+    def make_lane(self) -> WorkerHost:
+        """Return a host of the same workers that runs calls on another thread (see
+        `Worker.runs_beside`). What is printed there goes where this host's output goes."""
+        lane = copy.copy(self)
+        lane._output = {}
+        return lane
+
     def listen(self, role: str, address: str) -> Rendezvous:
         """Open the socket at which the ranks of a role will meet, bound to `address` only."""
         self._listeners[role] = listener = socket.create_server((address, 0))
@@ -114,6 +122,7 @@ class WorkerHost:
             context = replace(context, rendezvous=rendezvous)
         self._make_room(None)
         worker = build.worker_class(context, **build.keywords)
+        worker.is_beside = build.worker_class.runs_beside(build.keywords)
         self._workers[context.role] = worker
         self._keywords[context.role], self._transfers[context.role] = build.keywords, {}
         worker.leave()
@@ -160,6 +169,7 @@ class WorkerHost:
         record.tokens = sum(count_tokens(each) for each in given if isinstance(each, Batch))
         record.stage = self._stages[request.role]
         worker.record, worker.rows = record, rows
+        worker.table_rows = 0 if first is None else first.node.num_rows()
         if worker.takes_memory:
             self._make_room(worker)
         worker.enter()

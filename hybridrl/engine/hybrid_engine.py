@@ -18,7 +18,12 @@ from hybridrl.batch.batch import Batch
 from hybridrl.engine.train_engine import LossFunction, TrainEngine
 from hybridrl.errors import RolloutError
 from hybridrl.rollout.rollout_engine import SamplingSettings
-from hybridrl.rollout.sample_generator import SampleGenerator
+from hybridrl.rollout.sample_generator import (
+    GenerationTask,
+    NumberedSamples,
+    SampleGenerator,
+    SampleStream,
+)
 from hybridrl.system.device_traits import free_cached_memory, synchronize_device
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.weights.encoded_reshard import SyncCost
@@ -63,26 +68,51 @@ class HybridEngine:
         self._phase = phase
         self._dtype = DTYPES[dtype]
         self._verify = verify
+        self._stream: SampleStream
         self._sync: WeightSync | None = None
         self._is_planned = False
 
     def generate(self, batch: Batch, sampling: SamplingSettings, seeds: Sequence[int]) -> Batch:
-        """Generate one response per prompt from the newest weights, each with its seed. The
-        trainer's own weights give way to the KV cache, if they may."""
+        """Generate one response per prompt from the newest weights, each with its seed."""
+        self._make_ready()
+        with self._phase("generate"):
+            samples = self.rollout.generate(batch, sampling, seeds)
+        self._rest()
+        versions = torch.full((len(batch),), self.policy_version)
+        return add_response_mask(samples).with_columns({"policy_version": versions})
+
+    def begin(self, batch: Batch, sampling: SamplingSettings, seeds: Sequence[int]) -> None:
+        """Begin to generate as `generate` does; `take` returns the samples."""
+        self._make_ready()
+        task = GenerationTask(batch, sampling, seeds, self.policy_version)
+        self._stream = self.rollout.begin(task)
+
+    def take(self, least: int, last: bool) -> NumberedSamples:
+        """Return at least this many of the samples that were begun, or all that are left, with
+        their `token_versions`; end the generation if they are the last."""
+        with self._phase("generate"):
+            samples, rows = self._stream.next_samples(least)
+        if last:
+            self._stream.close()
+            self._rest()
+        return add_response_mask(samples), rows
+
+    def _make_ready(self) -> None:
+        """Bring the generation weights up to date. The trainer's own give way to the KV cache, if
+        they may."""
         self.cost = None
         if self._loaded_version != self.policy_version:
             with self._phase("sync"):
                 self._synchronise()
         self.train.offload()
-        with self._phase("generate"):
-            samples = self.rollout.generate(batch, sampling, seeds)
+
+    def _rest(self) -> None:
+        """Give the memory of a generation back."""
         engine = self.rollout.engine
         engine.sleep()
         if not engine.keeps_weights:
             self._loaded_version = _NOT_LOADED
         free_cached_memory(self.train.device)
-        versions = torch.full((len(batch),), self.policy_version)
-        return add_response_mask(samples).with_columns({"policy_version": versions})
 
     def update(self, batch: Batch, loss: LossFunction, **options: Any) -> dict[str, float]:
         """Run one optimizer step; see `TrainEngine.update`."""

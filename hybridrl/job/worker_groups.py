@@ -30,7 +30,11 @@ from hybridrl.data.mixture import find_source_rewards, list_source_names
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.placement import GENERATOR_ROLE, Placement
-from hybridrl.placement.disaggregated_actor import DisaggregatedActor, choose_weight_transport
+from hybridrl.placement.disaggregated_actor import (
+    DisaggregatedActor,
+    StreamingActor,
+    choose_weight_transport,
+)
 from hybridrl.system.cluster_spec import DeviceSlot
 from hybridrl.systems.low_bits.precision_plan import load_precision_plan
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec, find_playing_role
@@ -73,9 +77,23 @@ def build_worker_groups(job: PreparedJob, executor: Executor) -> dict[str, Any]:
         groups["actor"] = _joined_actor(
             groups["actor"], groups["generator"], job.config, executor.cluster.devices
         )
+    elif _scores_beside(groups, executor, job.config):
+        groups["actor"] = StreamingActor(groups["actor"])
     for role in job.roles:
         groups[role] = groups[find_playing_role(job.roles, role, job.config)]
     return groups
+
+
+def _scores_beside(groups: Mapping[str, Any], executor: Executor, config: Config) -> bool:
+    """Return whether rewards can be computed while the actor generates: on other threads, of
+    samples that an engine ends one by one."""
+    actor, reward = groups.get(ACTOR_ROLE), groups.get("reward")
+    if actor is None or reward is None or config.rollout.engine != "vllm":
+        return False
+    generate = getattr(actor.worker_class, "generate_sequences", None)
+    is_ours = generate is ActorWorker.generate_sequences
+    beside = reward.worker_class.runs_beside(reward.keywords)
+    return bool(executor.has_lanes and is_ours and beside)
 
 
 def check_injected_faults(job: PreparedJob) -> None:

@@ -35,6 +35,33 @@ def choose_weight_transport(config: Config, devices: Iterable[DeviceSlot]) -> tu
     return store, method
 
 
+class StreamingActor:
+    """An actor whose samples leave it in parts, so that roles on the same devices that need no
+    accelerator score some while others are still generated.
+
+    Args:
+        actor: The group.
+    """
+
+    def __init__(self, actor: WorkerGroup) -> None:
+        self._actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of an object that is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self._actor, name)
+
+    def generate_sequences(self, batch: BatchRef, sampling: Any) -> BatchRef:
+        """Generate as `ActorWorker.generate_sequences` does. Whoever keeps unfinished samples waits
+        for the last part anyway, and gets one."""
+        if sampling.partial is not None:
+            return self._actor.generate_sequences(batch, sampling)
+        parts = [self._actor.generate_sequences(batch, sampling, STREAM_PARTS)]
+        further = range(1, STREAM_PARTS)
+        parts += [self._actor.take_sequences(part, STREAM_PARTS) for part in further]
+        return BatchRef.of_stream(parts)
+
+
 class DisaggregatedActor:
     """An actor with the interface of a worker group. `generate_sequences` runs on the generator,
     all else on the trainer.

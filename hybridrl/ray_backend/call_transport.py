@@ -15,7 +15,8 @@ from hybridrl.ray_backend.remote_result import ResultRefs
 
 
 class CallEnvelope(NamedTuple):
-    """The envelope of a call: what its delivery needs; see `GroupCall`."""
+    """The envelope of a call: what its delivery needs; see `GroupCall` and
+    `Worker.runs_beside`."""
 
     number: int
     role: str
@@ -23,6 +24,7 @@ class CallEnvelope(NamedTuple):
     hosts: Sequence[int]
     parts: Sequence[Any]
     returns_batch: bool
+    beside: bool = False
 
 
 class LostReply(NamedTuple):
@@ -94,9 +96,12 @@ class DirectTransport(CallTransport):
         replies: list[Any] = []
         shards: list[Any] = []
         for host, part in zip(order.hosts, order.parts, strict=True):
-            head = (part, order.role, order.method, order.returns_batch)
+            head = (part, order.role, order.method, order.returns_batch, order.beside)
             run = self._actors[host].run
-            if order.returns_batch:
+            returns = 2 if order.returns_batch else 1
+            if order.beside:
+                run = run.options(num_returns=returns, concurrency_group="beside")
+            elif order.returns_batch:
                 run = run.options(num_returns=2)
             made = run.remote(join_header(head, body), **options)
             shard, reply = made if order.returns_batch else (None, made)

@@ -23,9 +23,11 @@ from hybridrl.controller.failures import (
     format_out_of_memory,
 )
 from hybridrl.controller.group_call import (
+    BuildRequest,
     CallRequest,
     CallResult,
     GroupCall,
+    InvokeRequest,
     RankReply,
     ShardInfo,
     WorkerFailure,
@@ -104,6 +106,8 @@ class RayExecutor(Executor):
         nodes: Where each host lives, by Ray's name for it.
     """
 
+    has_lanes = True
+
     def __init__(
         self,
         devices: str = "auto",
@@ -127,6 +131,7 @@ class RayExecutor(Executor):
         self._shares_connection = connection is not None
         self._connection = connection or ClusterConnection(None)
         self._bundles = None
+        self._beside: set[str] = set()  # roles whose calls run beside others
         try:
             self._nodes = {node.id: node for node in ray_cluster.list_nodes()}
             kind, number = self._choose(devices, num_devices, cpus_per_host or 1.0)
@@ -238,8 +243,11 @@ class RayExecutor(Executor):
                 f"The call {call.name} cannot be sent: {type(error).__name__}: {error}. What a "
                 "method is called with, and functions given to `apply`, must be picklable."
             ) from error
+        if isinstance(request, BuildRequest) and request.worker_class.runs_beside(request.keywords):
+            self._beside.add(request.role)
+        beside = isinstance(request, InvokeRequest) and request.role in self._beside
         order = CallEnvelope(
-            call.number, call.role, call.method, call.hosts, call.parts, returns_batch
+            call.number, call.role, call.method, call.hosts, call.parts, returns_batch, beside
         )
         with interrupts_deferred():  # else some ranks get it and wait in it for the others
             return self._transport.send(order, body, results)

@@ -42,7 +42,9 @@ PRELOAD_METHOD = "preload"
 
 
 @ray.remote(
-    concurrency_groups={"work": 1, "health": 3, "data": 4}, max_restarts=0, max_task_retries=0
+    concurrency_groups={"work": 1, "beside": 1, "health": 3, "data": 4},
+    max_restarts=0,
+    max_task_retries=0,
 )
 class RayHost:
     """A `WorkerHost` in a process of its own.
@@ -63,6 +65,7 @@ class RayHost:
             os.chdir(folder)
         self._gpu = next(map(str, ray.get_gpu_ids()), "")
         self._host = WorkerHost()
+        self._lane = self._host.make_lane()
         self._around = HostLocality()
 
     @actor_method(concurrency_group="health")
@@ -109,11 +112,12 @@ class RayHost:
         rendezvous: Rendezvous | None = None,
     ) -> Any:
         """Run this rank's part of a group call, and return the reply, after the batch if the call
-        returns one."""
-        (part, role, method, returns_batch), body = split_header(message)
+        returns one. Calls that run beside others come in the group `beside`."""
+        (part, role, method, returns_batch, beside), body = split_header(message)
+        host = self._lane if beside else self._host
         rank = getattr(part, "rank", part[0] if isinstance(part, tuple) else 0)
         try:
-            with self._host.receiving(CallRecord(role, rank, method)):
+            with host.receiving(CallRecord(role, rank, method)):
                 request = deserialize_request(
                     body,
                     lambda n, columns, rows: RemoteResult(
@@ -125,7 +129,7 @@ class RayHost:
         else:
             if rendezvous is not None:
                 part = replace(part, rendezvous=rendezvous)
-            batch, reply = self._host.run(request, part)
+            batch, reply = host.run(request, part)
         sealed = serialize_reply(reply, [reply.value])
         return (batch, sealed) if returns_batch else sealed
 
@@ -157,7 +161,7 @@ class RayHost:
 
     @actor_method(concurrency_group="health")
     def status(self) -> HostStatus:
-        return self._host.status()
+        return self._busiest().status()
 
     @actor_method(concurrency_group="health")
     def clock(self) -> float:
@@ -165,7 +169,12 @@ class RayHost:
 
     @actor_method(concurrency_group="health")
     def snapshot(self) -> HostSnapshot:
-        return self._host.snapshot()
+        return self._busiest().snapshot()
+
+    def _busiest(self) -> WorkerHost:
+        """Return the thread that works, and of both the one that has worked for longer."""
+        statuses = [(host.status(), host) for host in (self._host, self._lane)]
+        return max(statuses, key=lambda one: (one[0].is_working, one[0].seconds))[1]
 
 
 def _build_unreadable_reply(role: str, part: Any, method: str, error: Exception) -> RankReply:

@@ -19,6 +19,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.rollout.episode_batch import EMPTY_EPISODE, build_episode_batch
 from hybridrl.rollout.rollout_engine import (
     EngineOutput,
+    Enough,
     Request,
     RequestQueue,
     RolloutEngine,
@@ -69,7 +70,7 @@ class LockstepRequests(RequestQueue):
         started = [request for request in self._next.started if request.key not in keys]
         self._next = LockstepPoll([*self._next.dropped, *sorted(keys)], started)
 
-    def poll(self) -> list[EngineOutput]:
+    def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
         todo, self._next = self._next, LockstepPoll([], [])
         _broadcast_object(todo, self._peers)
         return todo.run(self._engine)

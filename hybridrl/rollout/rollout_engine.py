@@ -21,6 +21,23 @@ from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, RaggedColumn
 from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter
 
+UNFINISHED = "unfinished"
+"""The finish reason of a sample that goes on in a later generation."""
+Enough = Callable[[int], bool]
+"""Told the key of each sample that is complete; returns whether generation may stop."""
+
+
+class PartialRollout(NamedTuple):
+    """When a generation stops before all samples are complete.
+
+    Attributes:
+        share: Of the prompts: so many have all their samples.
+        steps: Samples that were kept this often are complete, too.
+    """
+
+    share: float
+    steps: int
+
 
 @dataclass(frozen=True)
 class SamplingSettings:
@@ -35,6 +52,8 @@ class SamplingSettings:
         stop_token_ids: Tokens that end a response besides the model's own; they stay in it, too.
         series: Names what is drawn, such as an evaluation: its noise then depends on the name, and
             that of what is drawn without one on how often that was.
+        partial: Samples may stay unfinished, and rows continue the tokens that they bring; None:
+            neither.
     """
 
     max_tokens: int
@@ -45,6 +64,7 @@ class SamplingSettings:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     series: str | None = None
+    partial: PartialRollout | None = None
 
     def greedy(self) -> SamplingSettings:
         """Return the same limits with the likeliest token at each place."""
@@ -96,8 +116,13 @@ class RequestQueue(ABC):
         """Take a request; `poll` will give the outcome of each of its samples."""
 
     @abstractmethod
-    def poll(self) -> list[EngineOutput]:
-        """Work for a while on the requests under way, and return those that it finished."""
+    def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
+        """Work for a while on the requests under way, and return those that it finished.
+
+        Args:
+            enough: An engine that generates whole batches stops when it says so, and also returns
+                what the other samples have so far, as `UNFINISHED`.
+        """
 
     @abstractmethod
     def abort(self, keys: Iterable[int]) -> None:
@@ -106,6 +131,11 @@ class RequestQueue(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """Drop all requests under way."""
+
+    def interrupt(self) -> list[EngineOutput]:
+        """Drop all requests under way, each of one sample, and return what they have so far, as
+        `UNFINISHED`."""
+        raise NotImplementedError(f"{type(self).__name__} keeps nothing of unfinished samples.")
 
     @abstractmethod
     def progress(self) -> dict[int, int]:
@@ -334,12 +364,16 @@ class BatchedEngine(RolloutEngine):
             key, seed = request.key + number, request.seed + number
             self._waiting.append(request._replace(key=key, seed=seed, samples=1))
 
-    def poll(self) -> list[EngineOutput]:
+    def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
         waiting, self._waiting = sorted(self._waiting, key=lambda request: request.key), []
         batches: dict[SamplingSettings, list[Request]] = {}
         for request in waiting:
             batches.setdefault(replace(request.sampling, max_tokens=0), []).append(request)
-        return [finished for batch in batches.values() for finished in self._finish(batch)]
+        return [finished for batch in batches.values() for finished in self._finish(batch, enough)]
+
+    def interrupt(self) -> list[EngineOutput]:
+        waiting, self._waiting = self._waiting, []
+        return [EngineOutput(one.key, one.prompt_ids, [], [], UNFINISHED) for one in waiting]
 
     def progress(self) -> dict[int, int]:
         return {request.key: 0 for request in self._waiting}
@@ -351,7 +385,9 @@ class BatchedEngine(RolloutEngine):
     def cancel(self) -> None:
         self._waiting = []
 
-    def _finish(self, requests: list[Request]) -> Iterator[EngineOutput]:
+    def _finish(
+        self, requests: list[Request], enough: Enough | None = None
+    ) -> Iterable[EngineOutput]:
         """Generate requests that differ in `max_tokens` only as one batch: what was sampled beyond
         a request's own limit is cut off, which leaves the distribution of the rest as it was."""
         longest = max(request.sampling.max_tokens for request in requests)

@@ -6,7 +6,7 @@ The noise of a sample depends on the sample's own seed, not on the samples besid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,11 +24,14 @@ from hybridrl.layout.boxes import Piece, full_box
 from hybridrl.models.language_model import read_language_model
 from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import (
+    UNFINISHED,
     BatchedEngine,
+    EngineOutput,
     EngineSetup,
+    Enough,
+    Request,
+    RolloutEngine,
     SamplingSettings,
-    build_response_batch,
-    row_seeds,
 )
 from hybridrl.rollout.weight_writer import (
     EngineTensor,
@@ -176,26 +179,24 @@ class TransformersEngine(BatchedEngine):
             )
         self._model.to(setup.device).eval().requires_grad_(False)
 
-    @torch.inference_mode()
     def generate(
         self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
     ) -> Batch:
-        prompts = batch["prompt_ids"].rows()
-        seeds = row_seeds(seed, len(prompts))
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-        done: dict[int, _Sample] = {}
+        return RolloutEngine.generate(self, batch, sampling, seed)
+
+    def _finish(
+        self, requests: list[Request], enough: Enough | None = None
+    ) -> Iterable[EngineOutput]:
+        # Those that were begun first: a later batch may stop early.
+        order = sorted(requests, key=lambda one: len(one.prompt_ids), reverse=enough is not None)
+        samples = [_Sample(request) for request in order]
         for start in range(0, len(order), self.max_sequences):
-            rows = order[start : start + self.max_sequences]
-            samples = self._generate(
-                [prompts[row] for row in rows], [seeds[row] for row in rows], sampling
-            )
-            done.update(zip(rows, samples, strict=True))
-        found = [done[row] for row in range(len(prompts))]
-        return build_response_batch(
-            [sample.token_ids for sample in found],
-            [sample.log_probs for sample in found],
-            [sample.finish_reason for sample in found],
-        )
+            if self._generate(samples[start : start + self.max_sequences], enough):
+                break
+        return [
+            EngineOutput(*sample.request[:2], sample.token_ids, sample.log_probs, sample.reason)
+            for sample in samples
+        ]
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -225,10 +226,12 @@ class TransformersEngine(BatchedEngine):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(p.shape) for name, p in self._model.named_parameters()}
 
-    def _generate(
-        self, prompts: list[Tensor], seeds: list[int], sampling: SamplingSettings
-    ) -> list[_Sample]:
+    @torch.inference_mode()
+    def _generate(self, samples: list[_Sample], enough: Enough | None) -> bool:
+        """Generate samples of one distribution together, and return whether they were enough."""
+        sampling = samples[0].request.sampling
         chooser = TokenSampler(sampling, self._eos, self._tokenizer)
+        prompts = [torch.tensor(sample.request.prompt_ids) for sample in samples]
         longest = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
@@ -237,11 +240,10 @@ class TransformersEngine(BatchedEngine):
             mask[row, longest - len(prompt) :] = 1
         ids, mask = ids.to(self._device), mask.to(self._device)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        seeds_left = torch.tensor(seeds, device=self._device)
-        samples = [_Sample() for _ in prompts]
+        seeds_left = torch.tensor([s.request.seed for s in samples], device=self._device)
         running = samples  # one for each row of the batch in the cache
-        cache = None
-        for position in range(sampling.max_tokens):
+        cache, position, are_enough = None, 0, False
+        while True:
             output = self._model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -259,14 +261,20 @@ class TransformersEngine(BatchedEngine):
                 chooser.ends(tokens),
                 strict=True,
             ):
-                if sample.finish_reason == "length":  # that is, not stopped yet
-                    sample.token_ids.append(token)
-                    sample.log_probs.append(log_prob)
-                    if end or chooser.stops(sample.token_ids):
-                        sample.finish_reason = "stop"
-            alive = [row for row, s in enumerate(running) if s.finish_reason == "length"]
-            if not alive:
-                break
+                if sample.reason != UNFINISHED:
+                    continue
+                sample.token_ids.append(token)
+                sample.log_probs.append(log_prob)
+                if end or chooser.stops(sample.token_ids):
+                    sample.reason = "stop"
+                elif len(sample.token_ids) >= sample.request.sampling.max_tokens:
+                    sample.reason = "length"
+                if sample.reason != UNFINISHED and enough is not None:
+                    are_enough = enough(sample.request.key)
+            alive = [row for row, s in enumerate(running) if s.reason == UNFINISHED]
+            if not alive or are_enough:
+                return are_enough
+            position += 1
             ids = tokens[:, None]
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             positions = positions[:, -1:] + 1
@@ -276,13 +284,13 @@ class TransformersEngine(BatchedEngine):
                 mask, ids, positions = mask[keep], ids[keep], positions[keep]
                 seeds_left = seeds_left[keep]
                 running = [running[row] for row in alive]
-        return samples
 
 
 class _Sample:
     """A response under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
-        self.finish_reason = "length"
+        self.reason = UNFINISHED

@@ -28,8 +28,10 @@ from hybridrl.rollout import vllm_expert_routes as vllm_routes
 from hybridrl.rollout import vllm_weights
 from hybridrl.rollout.loader_probe import LoaderProbeError
 from hybridrl.rollout.rollout_engine import (
+    UNFINISHED,
     EngineOutput,
     EngineSetup,
+    Enough,
     Request,
     RolloutEngine,
     SamplingSettings,
@@ -95,7 +97,7 @@ class VLLMEngine(RolloutEngine):
         self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
         self._running[key] = request.samples
 
-    def poll(self) -> list[EngineOutput]:
+    def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
         """Run one step of the engine: one more token for each running sample."""
         self._groups.enter()
         found = []
@@ -129,13 +131,24 @@ class VLLMEngine(RolloutEngine):
         return found
 
     def progress(self) -> dict[int, int]:
-        return {key: request.num_output_tokens for key, request in self._under_way()}
+        return {key: request.num_output_tokens for key, request, _ in self._under_way()}
 
     def partial(self) -> dict[int, list[int]]:
-        return {key: list(request.output_token_ids) for key, request in self._under_way()}
+        return {key: list(request.output_token_ids) for key, request, _ in self._under_way()}
 
-    def _under_way(self) -> Iterator[tuple[int, Any]]:
-        """Yield the requests in vLLM's scheduler by the key of their sample."""
+    def interrupt(self) -> list[EngineOutput]:
+        found = []
+        for key, request, state in self._under_way():
+            # The output processor has the tokens that have log-probabilities.
+            tokens = list(state.detokenizer.output_token_ids)
+            log_probs = list(state.logprobs_processor.logprobs.logprobs)
+            prompt = list(request.prompt_token_ids)
+            found.append(EngineOutput(key, prompt, tokens, log_probs, UNFINISHED))
+        self.cancel()
+        return found
+
+    def _under_way(self) -> Iterator[tuple[int, Any, Any]]:
+        """Yield vLLM's scheduler requests and output states, by the key of their sample."""
         engine = self._llm.llm_engine
         states = engine.output_processor.request_states
         for name, request in engine.engine_core.engine_core.scheduler.requests.items():
@@ -143,7 +156,7 @@ class VLLMEngine(RolloutEngine):
             key = states[name].external_req_id
             if parent is not None:  # the engine's own name of a sample begins with its number
                 key, number = parent.external_req_id, int(name.split("_", 1)[0])
-            yield int(key) + number, request
+            yield int(key) + number, request, states[name]
 
     def abort(self, keys: Iterable[int]) -> None:
         keys = set(keys)

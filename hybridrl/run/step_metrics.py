@@ -211,6 +211,9 @@ def _response_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "response/truncated": total["truncated"] / samples,
         "response/tokens": total["response_tokens"],
     }
+    if total.get("begun"):  # partial rollouts
+        figures["partial/carried"] = total["unfinished"] / total["begun"]
+        figures["partial/token_age"] = total["token_ages"] / max(1.0, total["response_tokens"])
     if "observed_tokens" in total:  # tools or environments speak, too
         figures["response/observed_tokens"] = total["observed_tokens"]
     if "drafted_tokens" in total:

@@ -133,6 +133,7 @@ class DataFeed:
             maxlen=_REMEMBERED_BATCHES
         )  # groups, and their rows
         self._left_out: set[int] = set()
+        self._held: set[int] = set()
 
     def next_batch(self) -> BatchRef:
         """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
@@ -182,6 +183,7 @@ class DataFeed:
             _, firsts = np.unique(known["episode"].numpy(), return_index=True)
             known = known.take(np.sort(firsts))
         groups, scores = known["group_id"].numpy(), known["scores"].numpy()
+        self._held.difference_update(groups.tolist())
         mine = np.asarray([group in self._row_of for group in groups.tolist()], bool)
         outcomes = outcomes_of(known).numpy()[mine]
         groups, scores = groups[mine], scores[mine]
@@ -196,7 +198,16 @@ class DataFeed:
 
     def forget_groups(self, before: int) -> None:
         """Forget the rows of groups before this number, for which no more scores will come."""
-        self._row_of = {group: row for group, row in self._row_of.items() if group >= before}
+        self._row_of = {
+            group: row
+            for group, row in self._row_of.items()
+            if group >= before or group in self._held
+        }
+
+    def hold(self, groups: set[int]) -> None:
+        """Remember the rows of these groups until their scores come, in a later step than that of
+        their batch."""
+        self._held |= groups.intersection(self._row_of)
 
     def leave_out(self, groups: Sequence[int]) -> int:
         """Exclude the prompts (examples, pairs) of these groups from all later batches, and return
@@ -216,6 +227,8 @@ class DataFeed:
         found: dict[str, Any] = {**self.deck.state(), "numbered": self._numbered}
         if self._examples is not None:
             found["examples"] = self._examples.state()
+        if self._held:
+            found["held"] = {str(group): self._row_of[group] for group in sorted(self._held)}
         if self._left_out:
             found["left_out"] = sorted(self._left_out)
         return found
@@ -231,6 +244,8 @@ class DataFeed:
         self._numbered = int(state["numbered"])
         if self._examples is not None and "examples" in state:
             self._examples.restore(state["examples"])
+        self._row_of = {int(group): row for group, row in state.get("held", {}).items()}
+        self._held = set(self._row_of)
         self._left_out |= set(state.get("left_out", ()))  # also what was found since
 
     def _next_rows(self) -> Rows:

@@ -80,9 +80,10 @@ def _uses_importance_weights(program: Any, config: Config) -> bool:
 
 def is_off_policy(config: Config) -> bool:
     """Return whether samples may come from another policy than the one that is updated: an older
-    one (also by replay), or one whose weights reached the generator with losses."""
-    flow, replays = config.placement, config.algorithm.replay_share > 0
-    return flow.staleness > 0 or flow.in_flight or replays or has_lossy_weight_sync(config)
+    one (also by replay or partial rollouts), or one whose weights reached it with losses."""
+    flow = config.placement
+    kept = config.algorithm.replay_share > 0 or config.rollout.partial is not None
+    return flow.staleness > 0 or flow.in_flight or kept or has_lossy_weight_sync(config)
 
 
 def has_lossy_weight_sync(config: Config) -> bool:

@@ -12,6 +12,7 @@ from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.episode_branches import unfold_episodes
+from hybridrl.trainers.partial_rollouts import PartialRollouts
 from hybridrl.trainers.reward_shaper import RewardShaper, shapes
 from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.trainer import ROLLOUT_COLUMNS, SAMPLE_COLUMNS, UPDATE_COLUMNS
@@ -26,10 +27,11 @@ class PolicyTrainer(base.Trainer):
         CRITICS: Roles that learn values, and the columns that they learn from.
         kl: The weight of the KL from step to step.
         shaping: What becomes of scores before they are learned from.
+        partial: The samples that go on from step to step; None without `rollout.partial`.
         credited: The columns that giving credit needs besides scores.
     """
 
-    USES = base.Trainer.USES | base.SHAPING
+    USES = base.Trainer.USES | base.SHAPING | {"rollout.partial"}
     ROLES: ClassVar[Sequence[str]] = ("actor", "reward")
     CRITICS: ClassVar[Mapping[str, Sequence[str]]] = {}
 
@@ -43,6 +45,9 @@ class PolicyTrainer(base.Trainer):
         self.kl = KLCoefficient(self.config)
         self.shaping = RewardShaper(self.config)
         self.credited = list_credit_columns(self.config)
+        self.partial = None
+        if self.config.rollout.partial is not None:
+            self.partial = PartialRollouts(self.config, self.groups["actor"], self.feed)
         self.steps = 0
         self.episodes = 0
 
@@ -50,6 +55,8 @@ class PolicyTrainer(base.Trainer):
         """Generate the samples of this step: its prompts with responses, one row per sample or
         episode."""
         prompts = self.next_batch().repeat(self.config.rollout.samples_per_prompt)
+        if self.partial is not None:
+            return self.partial.draw(prompts, self.sampling)
         drawn: BatchRef = self.groups["actor"].generate_sequences(prompts, self.sampling)
         return prompts | drawn
 
@@ -119,12 +126,15 @@ class PolicyTrainer(base.Trainer):
 
     def state(self) -> dict[str, Any]:
         found = {"steps": self.steps, "episodes": self.episodes, "kl": self.kl.state()}
+        found |= {"partial": self.partial.state()} if self.partial is not None else {}
         return found | ({"shaping": self.shaping.state()} if self.shaping.changes else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.steps, self.episodes = state["steps"], state.get("episodes", 0)
         self.kl.load_state(state["kl"])
         self.shaping.load_state(state.get("shaping", {}))
+        if self.partial is not None:
+            self.partial.load_state(state.get("partial"))
 
 
 def join_columns(batch: BatchRef, others: Iterable[BatchRef]) -> BatchRef:

@@ -31,7 +31,7 @@ ROLLOUT_COLUMNS = ("rollout_log_probs", "policy_version")
 
 SHAPING = frozenset({"reward.shorter", "reward.normalise_by"})
 """Settings of what is done to scores before they are learned from."""
-_OWN_WAYS = {"algorithm.dynamic_sampling", "algorithm.replay_share", *SHAPING}
+_OWN_WAYS = {"algorithm.dynamic_sampling", "algorithm.replay_share", "rollout.partial", *SHAPING}
 _USUAL = frozenset(
     name
     for name in trainer_settings("grpo", "ppo", "remax", "safe_rlhf", "sft", "dpo")

@@ -55,8 +55,10 @@ from hybridrl.workers.generation import (
     SAMPLE_COLUMNS,
     UPDATE_COLUMNS,
     SampleSeeds,
-    has_branches,
+    add_policy_version,
     is_generation_input,
+    keeps_prompts_whole,
+    list_begun_columns,
     list_optional_columns,
     report_engine_counts,
     report_samples,
@@ -147,19 +149,48 @@ class ActorWorker(TrainedModelWorker):
         may_read=is_generation_input,
         makes=GENERATED_COLUMNS,
         may_make=list_optional_columns,
-        copies_together=has_branches,
+        copies_together=keeps_prompts_whole,
+        follows=list_begun_columns,
     )
-    def generate_sequences(self, batch: Batch, sampling: SamplingSettings) -> Batch:
+    def generate_sequences(self, batch: Batch, sampling: SamplingSettings, parts: int = 1) -> Batch:
         """Generate one response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
-        `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`."""
+        `finish_reason`, `policy_version`; of episodes also the columns of `episode_batch`.
+
+        Args:
+            parts: Return those that have finished first, about one of so many parts;
+                `take_sequences` returns the others.
+        """
         assert self.rows is not None and self._engine.rollout is not None
         seeds = self._seeds.next(self.rows, sampling.series)
+        if parts > 1 or sampling.partial is not None:
+            self._engine.begin(batch, sampling, seeds)
+            report_weights_received(self, self._engine.cost)
+            self._given, self._rows, self._total = batch, self.rows, self.table_rows
+            self._is_partial = sampling.partial is not None
+            return self._take(0, parts)
         samples = self._engine.generate(batch, sampling, seeds)
         report_weights_received(self, self._engine.cost)
         if self.coordinates()["rollout_tp"].index == 0:
             report_samples(self, samples)
             report_engine_counts(self, self._engine.rollout)
         return samples
+
+    @transfer(THREE_D_ALL_MICRO_DP, makes=GENERATED_COLUMNS, may_make=list_optional_columns)
+    def take_sequences(self, part: int, parts: int) -> Batch:
+        """Return the samples that have finished since the last call, about one of `parts` of those
+        that `generate_sequences` has begun; the last part has all that are left."""
+        return self._take(part, parts)
+
+    def _take(self, part: int, parts: int) -> Batch:
+        is_last, count = part == parts - 1, len(self._rows)
+        samples, rows = self._engine.take(count if is_last else -(-count // parts), is_last)
+        version = self._engine.policy_version
+        samples = add_policy_version(samples, version, keeps_tokens=self._is_partial)
+        if self.coordinates()["rollout_tp"].index == 0:
+            begun = self._given.take(rows) if self._is_partial else None
+            report_samples(self, samples, begun, version)
+            report_engine_counts(self, self._engine.rollout)
+        return PartialTable(samples, self._rows[rows], self._total)  # type: ignore[return-value]
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, follows=_routes, makes=("log_probs", "entropy"))
     def compute_log_prob(self, batch: Batch) -> Batch:

@@ -16,6 +16,9 @@ from hybridrl.checkpoint.engine_state.training_state import read_state_numbers
 from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
+from hybridrl.rollout.partial_stream import BEGUN_COLUMNS
+from hybridrl.rollout.rollout_engine import UNFINISHED
+from hybridrl.rollout.sample_generator import drop_token_versions
 from hybridrl.system.locations import Location
 from hybridrl.weights.encoded_reshard import SyncCost
 from hybridrl.weights.weight_message import SYNC_METHODS
@@ -54,7 +57,7 @@ def list_optional_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
         found += ["turn", "turns", "turn_rewards", "episode_rewards"]
     if rollout.routing_replay:
         found.append(ROUTED_EXPERTS)
-    if not keywords.get("in_flight"):
+    if not keywords.get("in_flight") and rollout.partial is None:
         return found
     return [
         *found,
@@ -63,9 +66,20 @@ def list_optional_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
     ]
 
 
+def list_begun_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
+    """Return the columns of a response that a generation continues in workers built with these
+    keywords."""
+    return () if keywords["rollout"].partial is None else BEGUN_COLUMNS
+
+
+def keeps_prompts_whole(keywords: Mapping[str, Any]) -> bool:
+    """Return whether the samples of a prompt are made on one replica in workers built with these
+    keywords: several branches may be scored together, and partial rollouts count prompts."""
+    return keywords["rollout"].partial is not None or has_branches(keywords)
+
+
 def has_branches(keywords: Mapping[str, Any]) -> bool:
-    """Return whether a sample of workers built with these keywords may have several branches. The
-    samples of a prompt are then made on one replica, because they may be scored together."""
+    """Return whether a sample of workers built with these keywords may have several branches."""
     environment = keywords.get("environment")
     return environment is not None and is_served(keywords["rollout"], environment)
 
@@ -96,10 +110,39 @@ def find_oldest_versions(samples: Batch, version: int) -> list[int]:
     return found
 
 
-def report_samples(worker: Worker, samples: Batch) -> None:
+def add_policy_version(samples: Batch, version: int, *, keeps_tokens: bool) -> Batch:
+    """Add `policy_version`, the oldest version that sampled a token of each row, from
+    `token_versions`, which are dropped unless `keeps_tokens`.
+
+    Args:
+        version: Of rows without any such token.
+    """
+    oldest = torch.tensor(find_oldest_versions(samples, version), dtype=torch.int64)
+    samples = samples.with_columns({"policy_version": oldest})
+    return samples if keeps_tokens else drop_token_versions(samples)
+
+
+def report_samples(
+    worker: Worker, samples: Batch, begun: Batch | None = None, version: int = 0
+) -> None:
     """Number, length and ends of the samples, in tokens that were sampled; of episodes also their
     turns and the tokens of what they were told, and of those that an environment played, branches,
-    failures and the environment's own numbers."""
+    failures and the environment's own numbers.
+
+    Args:
+        begun: Of partial rollouts, the same rows before this generation. Each sample then counts
+            once, when it ends; and the rows that have not ended, and the ages of tokens, in
+            updates of the policy, are reported as well.
+        version: Of the policy.
+    """
+    if begun is not None:
+        pairs = list(zip(begun["finish_reason"], samples["finish_reason"], strict=True))
+        unfinished = sum(now == UNFINISHED for _, now in pairs)
+        samples = samples.take(
+            [n for n, (was, now) in enumerate(pairs) if was == UNFINISHED != now]
+        )
+        ages = version - samples.ragged("token_versions").values
+        worker.report(begun=len(begun), unfinished=unfinished, token_ages=float(ages.sum()))
     reasons = samples["finish_reason"]
     served = "branches" in samples
     tokens = sampled_tokens(samples)

@@ -28,7 +28,6 @@ from hybridrl.rollout.sample_generator import (
     GenerationTask,
     ReplicaShare,
     SampleStream,
-    drop_token_versions,
 )
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import parse_location
@@ -36,8 +35,9 @@ from hybridrl.weights.weight_channel import WeightChannel
 from hybridrl.workers.generation import (
     GENERATED_COLUMNS,
     SampleSeeds,
-    find_oldest_versions,
+    add_policy_version,
     is_generation_input,
+    list_begun_columns,
     list_optional_columns,
     report_engine_counts,
     report_samples,
@@ -78,6 +78,7 @@ class GeneratorWorker(ModelWorker):
         self._started = 0
         self._version = 0
         self._samples: SampleStream
+        self._begun: Batch | None = None
         share = rollout.parallel.ranks
         mesh = RankMesh({"rollout_dp": context.world_size // share, "rollout_tp": share})
         self._place = mesh.coordinates(context.rank)
@@ -158,12 +159,18 @@ class GeneratorWorker(ModelWorker):
                 self._channel.complete(parcels)
             report_weights_received(self, self._channel.cost)
 
-    @transfer(ONE_TO_ALL, reads=("prompt_ids",), may_read=is_generation_input)
+    @transfer(
+        ONE_TO_ALL,
+        reads=("prompt_ids",),
+        may_read=is_generation_input,
+        follows=list_begun_columns,
+    )
     def start_sequences(self, batch: Batch, sampling: SamplingSettings) -> None:
         """Start generating a response for each row; `take_sequences` returns them."""
         place = self.coordinates()["rollout_dp"]
         seeds = self._seeds.next(range(len(batch)), sampling.series)
         self._total = len(batch)
+        self._begun = None if sampling.partial is None else batch
         self._started += 1
         share = ReplicaShare(place.index, place.size, partial(self._claim, self._started))
         task = GenerationTask(batch, sampling, seeds, self._version, share)
@@ -179,7 +186,8 @@ class GeneratorWorker(ModelWorker):
             self._samples.close()
         samples = add_response_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
-            report_samples(self, samples)
+            begun = None if self._begun is None else self._begun.take(rows)
+            report_samples(self, samples, begun, self._version)
             report_engine_counts(self, self._generator)
         return PartialTable(samples, rows, self._total)  # type: ignore[return-value]
 
@@ -204,9 +212,8 @@ class GeneratorWorker(ModelWorker):
         least = share if part < parts - 1 else self._total
         refresh = self._refresh if self._in_flight else None
         samples, rows = self._samples.next_samples(least, refresh)
-        oldest = find_oldest_versions(samples, self._version)
-        samples = samples.with_columns({"policy_version": torch.tensor(oldest, dtype=torch.int64)})
-        return samples if self._in_flight else drop_token_versions(samples), rows
+        keeps_tokens = self._in_flight or self._begun is not None
+        return add_policy_version(samples, self._version, keeps_tokens=keeps_tokens), rows
 
     def _refresh(self) -> int:
         """Receive new weights if there are any, and return the version that generates now."""

@@ -145,6 +145,10 @@ class RewardWorker(ModelWorker):
     def model_engine(self) -> TrainEngine | None:
         return self._engine
 
+    @classmethod
+    def runs_beside(cls, keywords: Mapping[str, Any]) -> bool:
+        return keywords.get("model") is None and keywords.get("judge") is None
+
     @property
     def takes_memory(self) -> bool:
         return self._engine is not None or self._judge is not None

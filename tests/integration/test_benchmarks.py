@@ -59,6 +59,7 @@ SMALLEST = {
     ),
     "slow_link": (["--rounds", "1", "--steps", "4"], HOSTS),
     "timeline": (["--steps", "5"],),
+    "unwaited_generation": ([],),
     "versus_trl": (
         [],
         pytest.mark.skipif(

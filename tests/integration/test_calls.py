@@ -86,6 +86,14 @@ class Scorer(Worker):
         raise Unspeakable
 
 
+class Beside(Scorer):
+    """Needs no device."""
+
+    @classmethod
+    def runs_beside(cls, keywords):
+        return True
+
+
 def _until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
@@ -118,6 +126,28 @@ def group(executor, role="scorer", devices=TWO):
 
 def numbers(count):
     return Batch.from_columns({"x": torch.arange(count)})
+
+
+@pytest.mark.parametrize("way", ["direct", "relayed"])
+def test_a_role_that_runs_beside_others_does_not_wait_for_them(start, tmp_path, monkeypatch, way):
+    if way == "relayed":
+        monkeypatch.setattr("hybridrl.ray_backend.ray_executor.MAX_DIRECT_HOSTS", 0)
+    executor = start()
+    scorer, beside = group(executor), WorkerGroup(executor, "beside", Beside, TWO).ready()
+    held = scorer.wait_for_file(executor.put(numbers(4)), str(tmp_path / "file"))
+    doubled = beside.double(executor.put(numbers(4)))
+    assert doubled.collect()["y"].tolist() == [0, 2, 4, 6]
+    later = beside.double(held.apply(lambda batch: Batch.from_columns({"x": batch["z"]}), ["z"]))
+    (tmp_path / "file").touch()
+    assert later.collect()["y"].tolist() == [0, 6, 12, 18]
+
+
+@pytest.mark.more
+def test_a_call_that_hangs_beside_others_is_named(start):
+    executor = start(timeout_s=3.0)
+    beside = WorkerGroup(executor, "beside", Beside, TWO).ready()
+    with pytest.raises(CallTimeoutError, match=r"beside\.sleep on rank 1 did not finish"):
+        beside.sleep(60.0, 1).get()
 
 
 @pytest.mark.parametrize("way", ["direct", "relayed"])

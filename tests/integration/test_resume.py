@@ -78,6 +78,7 @@ PROGRAMS = {
     "reward_model": ["algorithm=reward_model", "warmup.steps=0"],
     "dapo": ["algorithm=dapo", "algorithm.max_refills=2"],
     "a sampler": ["data.sampler={file}:Hardest"],
+    "partial rollouts": ["rollout.partial=0.5", "rollout.max_tokens=12"],
     "adapters": [*KL, "actor.lora={rank: 2, alpha: 4}", "model.path={model}", "warmup.steps=0"],
 }
 AS_OTHERS = ("sft, saved while nothing goes on", "reward_model", "dapo")

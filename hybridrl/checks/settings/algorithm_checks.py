@@ -331,6 +331,7 @@ def _check_on_policy_sampling(config: Config) -> None:
             "placement.staleness": flow.staleness,
             "placement.in_flight": flow.in_flight,
             "algorithm.replay_share": algorithm.replay_share,
+            "rollout.partial": rollout.partial,
             "rollout.weight_sync": rollout.weight_sync,
         }
         name = next(name for name, value in found.items() if value)

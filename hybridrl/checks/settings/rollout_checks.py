@@ -118,10 +118,39 @@ def _check_routing_replay(config: Config) -> None:
         )
 
 
+def _check_partial(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.partial is None:
+        return
+    unsupported = {
+        "rollout.episode": (rollout.episode, "tools cannot be stopped between two turns"),
+        "rollout.serve": (rollout.serve, "programs cannot be stopped between two turns"),
+        "environment.name": (config.environment.name, "environments cannot be stopped"),
+        "rollout.stop": (rollout.stop, "a text may begin in one step and end in the next"),
+        "rollout.routing_replay": (rollout.routing_replay, "experts of begun samples are not kept"),
+        "guard.on_nan": (
+            config.guard.on_nan == "rewind" and "rewind",
+            "a step also learns from prompts of earlier steps, which would not be left out",
+        ),
+    }
+    for name, (value, why) in unsupported.items():
+        if value:
+            raise ConfigError(
+                f"rollout.partial={rollout.partial} with {name}={value}: {why}. Leave one of the "
+                "two out."
+            )
+    if rollout.engine == "pipeline":
+        raise ConfigError(
+            f"rollout.partial={rollout.partial} with rollout=pipeline: it generates a batch to its "
+            "end. Set rollout=vllm or rollout=transformers, or leave rollout.partial out."
+        )
+
+
 ROLLOUT_CHECKS = (
     _check_sampling,
     _check_engine,
     _check_pipeline_plan,
     _check_episode,
     _check_routing_replay,
+    _check_partial,
 )

@@ -1,0 +1,167 @@
+"""PartialStream: responses of which some stay unfinished, and some were begun in earlier steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybridrl.batch.batch import Batch
+from hybridrl.rollout.rollout_engine import (
+    UNFINISHED,
+    EngineOutput,
+    PartialRollout,
+    Request,
+    RolloutEngine,
+    build_response_batch,
+    ragged,
+)
+from hybridrl.rollout.sample_generator import (
+    GenerationTask,
+    NumberedSamples,
+    Refresh,
+    SampleStream,
+    SingleTurnGenerator,
+)
+
+BEGUN_COLUMNS = (
+    *("response_ids", "rollout_log_probs", "token_versions", "finish_reason", "carried"),
+)
+"""The columns of a row that a generation continues: what there is of its response, and how often it
+was kept."""
+
+
+def begin_rows(count: int) -> Batch:
+    """Return the `BEGUN_COLUMNS` of rows whose response has not begun."""
+    return Batch.from_columns(
+        {
+            "response_ids": ragged([[]] * count, torch.int64),
+            "rollout_log_probs": ragged([[]] * count, torch.float32),
+            "token_versions": ragged([[]] * count, torch.int64),
+            "finish_reason": [UNFINISHED] * count,
+            "carried": torch.zeros(count, dtype=torch.int64),
+        }
+    )
+
+
+def find_complete_groups(
+    groups: Sequence[Hashable], finish_reasons: Sequence[str]
+) -> npt.NDArray[np.bool_]:
+    """Return for each row whether all rows of its group are finished."""
+    pairs = zip(groups, finish_reasons, strict=True)
+    lacking = {group for group, reason in pairs if reason == UNFINISHED}
+    return np.array([group not in lacking for group in groups], dtype=np.bool_)
+
+
+class PromptQuota:
+    """Counts prompts that lack samples, until few enough are left.
+
+    Args:
+        groups: The prompt of each row.
+        unfinished: Rows that have no complete sample yet.
+        carried: How often each row was kept.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[int],
+        unfinished: Collection[int],
+        carried: Sequence[int],
+        limits: PartialRollout,
+    ) -> None:
+        self._groups = groups
+        self._lacking: dict[int, set[int]] = {}
+        for row in unfinished:
+            self._lacking.setdefault(groups[row], set()).add(row)
+        self._due = {groups[row] for row in unfinished if carried[row] >= limits.steps}
+        prompts = len(set(groups))
+        self._may_lack = prompts - math.ceil(limits.share * prompts - 1e-9)
+
+    def is_met_with(self, row: int) -> bool:
+        """Note that the sample of a row is complete, and return whether enough prompts are."""
+        group = self._groups[row]
+        if (rows := self._lacking.get(group)) is not None:
+            rows.discard(row)
+            if not rows:
+                del self._lacking[group]
+        return self.is_met
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the generation may stop."""
+        return len(self._lacking) <= self._may_lack and self._due.isdisjoint(self._lacking)
+
+
+class PartialStream(SampleStream):
+    """The responses to a replica's own block of rows. They end when enough prompts have all their
+    samples; the last samples that it gives include the unfinished ones, as they are. Which these
+    are depends on no other replica, so a run that resumes keeps the same."""
+
+    def __init__(self, engine: RolloutEngine, task: GenerationTask) -> None:
+        super().__init__(engine, task.version)
+        assert task.sampling.partial is not None
+        self._engine = engine
+        task, self._first_row = task.block()
+        batch = task.batch
+        names = ("response_ids", "rollout_log_probs", "token_versions")
+        begun = [[row.tolist() for row in batch.ragged(name).rows()] for name in names]
+        self._begun = list(zip(*begun, strict=True))
+        self._reasons = list(batch["finish_reason"])
+        carried = batch["carried"].tolist()
+        left = [row for row, reason in enumerate(self._reasons) if reason == UNFINISHED]
+        limits = task.sampling.partial
+        self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, limits)
+        self._ended = sorted(set(range(len(batch))).difference(left))  # since the last call
+        prompts = batch.ragged("prompt_ids").rows()
+        for row in sorted(left, key=lambda row: -carried[row]):  # the oldest first
+            tokens, sampling = self._begun[row][0], task.sampling
+            sampling = replace(
+                sampling,
+                max_tokens=sampling.max_tokens - len(tokens),
+                min_tokens=max(0, sampling.min_tokens - len(tokens)),
+            )
+            ids = prompts[row].tolist() + tokens
+            self._requests.start(Request(row, ids, sampling, task.seeds[row]))
+            self._versions.begin([row])
+
+    def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
+        while len(self._ended) < least and not self._quota.is_met:
+            self._refresh(refresh)
+            for output in self._requests.poll(self._quota.is_met_with):
+                self._continue(output)
+                if output.finish_reason != UNFINISHED:
+                    self._quota.is_met_with(output.key)
+        if self._quota.is_met:
+            for output in self._requests.interrupt():
+                self._continue(output)
+        rows, self._ended = self._ended, []
+        found = [self._begun[row] for row in rows]
+        samples = build_response_batch(
+            [tokens for tokens, _, _ in found],
+            [log_probs for _, log_probs, _ in found],
+            [self._reasons[row] for row in rows],
+        ).with_columns({"token_versions": ragged([v for _, _, v in found], torch.int64)})
+        return samples, np.array(rows, dtype=np.int64) + self._first_row
+
+    def _continue(self, output: EngineOutput) -> None:
+        """Append to a row's response what was generated for it now."""
+        tokens, log_probs, versions = self._begun[output.key]
+        now = self._versions.end(output.key, len(output.token_ids))
+        self._begun[output.key] = (
+            *(tokens + output.token_ids, log_probs + output.log_probs, versions + now),
+        )
+        self._reasons[output.key] = output.finish_reason
+        self._ended.append(output.key)
+
+
+class PartialGenerator(SingleTurnGenerator):
+    """Makes responses, one turn each, which stay unfinished where the sampling settings say so."""
+
+    def begin(self, task: GenerationTask) -> SampleStream:
+        if task.sampling.partial is None:
+            return super().begin(task)
+        return PartialStream(self.engine, task)
