@@ -65,6 +65,12 @@ def parse_role_model(config: Config, role: str) -> RoleModelConfig:
     )
 
 
+def list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
+    """Return the parallel settings by the group that sets them: `actor`, `models.<role>`."""
+    cuts = {f"models.{role}": parse_role_model(config, role).parallel for role in config.models}
+    return {"actor": config.actor.parallel} | {name: cut for name, cut in cuts.items() if cut}
+
+
 def list_model_paths(config: Config) -> dict[str, str | None]:
     """Return the paths of all models that the settings may name, by setting."""
     paths = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}

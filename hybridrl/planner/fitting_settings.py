@@ -12,8 +12,8 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
-from hybridrl.checks.settings.training_checks import list_parallel_settings
 from hybridrl.config.changed import Setting, apply_changes
+from hybridrl.config.role_models import list_parallel_settings
 from hybridrl.config.schema import CHECKPOINTING_MODES, Config
 from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.models.activation_checkpointing import KEPT_OPERATIONS

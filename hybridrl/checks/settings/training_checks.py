@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridrl.config.role_models import parse_role_model
-from hybridrl.config.schema import Config, ParallelConfig
+from hybridrl.config.role_models import list_parallel_settings, parse_role_model
+from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
@@ -102,12 +102,6 @@ def find_ineffective_encodings(
                     "are to share."
                 )
     return found
-
-
-def list_parallel_settings(config: Config) -> dict[str, ParallelConfig]:
-    """Return the parallel settings by the group that sets them: `actor`, `models.<role>`."""
-    cuts = {f"models.{role}": parse_role_model(config, role).parallel for role in config.models}
-    return {"actor": config.actor.parallel} | {name: cut for name, cut in cuts.items() if cut}
 
 
 def _check_ring(config: Config) -> None:
