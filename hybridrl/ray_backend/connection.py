@@ -96,7 +96,7 @@ class ClusterConnection:
         """Call `release`, which asks the cluster to end something, and wait for some seconds. A
         cluster that ends meanwhile does not answer any more: Ray would try to reach it for 15 s and
         then end this process."""
-        if self.is_whole:
+        if not (self.fault() or self.stopped()):
             asking = threading.Thread(target=release, daemon=True)
             asking.start()
             asking.join(CLUSTER_CLOSE_SECONDS)
