@@ -114,12 +114,18 @@ class ClusterConnection:
                 self.node.kill()
             stop_local_cluster(self.node)
         elif self.is_own:
-            ray.shutdown()
+            _shut_down_ray()
+
+
+def _shut_down_ray() -> None:
+    with _preserve_sigterm_handler():
+        ray.shutdown()
 
 
 @contextlib.contextmanager
 def _preserve_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces when it starts."""
+    """Restore the SIGTERM handler, which Ray replaces when it starts and, unseen by Python, removes
+    when it ends."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -182,7 +188,7 @@ def start_local_cluster(cpus: int) -> LocalRayNode:
             return node
         except BaseException as error:
             with node.ending(CLUSTER_CLOSE_SECONDS):
-                ray.shutdown()
+                _shut_down_ray()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             cure = cure_of(error, folder)
@@ -208,7 +214,7 @@ def _temporary_folder() -> str:
 def stop_local_cluster(node: LocalRayNode) -> None:
     """End a cluster that was started by `start_local_cluster`."""
     with node.ending(CLUSTER_CLOSE_SECONDS):
-        ray.shutdown()
+        _shut_down_ray()
 
 
 def _set_auth_token() -> None:
