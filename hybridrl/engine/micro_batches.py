@@ -167,7 +167,7 @@ class UpdateMetrics:
         self._add("rows", rows.sum())
         for name, values in metrics.items():
             if name.endswith("_max"):
-                lowest = values.new_tensor(-math.inf)
+                lowest = values.new_full((), -math.inf)
                 top = values.masked_fill(~mask, -math.inf).max() if len(values) else lowest
                 self._tops[name] = torch.maximum(self._tops.get(name, top), top)
             else:

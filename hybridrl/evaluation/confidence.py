@@ -95,7 +95,8 @@ def compare_paired(now: FloatArray, then: FloatArray) -> MetricDifference:
         ((drawn <= 0).sum() + 1) / (_BOOTSTRAP_DRAWS + 1),
         ((drawn >= 0).sum() + 1) / (_BOOTSTRAP_DRAWS + 1),
     )
-    # Draws of a few prompts that all changed the same way never show the other: a fair coin does.
+    # If all of a few prompts changed the same way, so do all draws, and p would be too small. It is
+    # at least that of a fair coin that falls the same way as often as there are changes.
     changed = int(np.count_nonzero(differences))
     p = min(1.0, max(2 * float(min(below, above)), 2.0 ** (1 - changed)))
     return MetricDifference(mean, low, high, p, "paired bootstrap")

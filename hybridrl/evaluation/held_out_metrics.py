@@ -28,7 +28,7 @@ def evaluate_responses(
     NaN if none of them could be scored; else one that could not is wrong. With `eval.samples` = k
     above 1 also `eval/mean@k` and `eval/pass@k`, of k samples drawn as in training: the share that
     is right, and the share of prompts with a right one. With `eval.by_column` the same figures for
-    each value of that column, as `accuracy/<value>`.
+    each value of that column, as `accuracy/<value>`, which is NaN if none of its rows was scored.
 
     Args:
         drawn: Gets the samples.

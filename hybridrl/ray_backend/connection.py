@@ -97,7 +97,7 @@ class ClusterConnection:
         """Call `release`, which asks the cluster to end something, and wait for some seconds. A
         cluster that ends meanwhile does not answer any more: Ray would try to reach it for 15 s and
         then end this process."""
-        if self.is_whole:
+        if not (self.fault() or self.stopped()):
             asking = threading.Thread(target=release, daemon=True)
             asking.start()
             asking.join(CLUSTER_CLOSE_SECONDS)
@@ -115,12 +115,18 @@ class ClusterConnection:
                 self.node.kill()
             stop_local_cluster(self.node)
         elif self.is_own:
-            ray.shutdown()
+            _shut_down_ray()
+
+
+def _shut_down_ray() -> None:
+    with _preserve_sigterm_handler():
+        ray.shutdown()
 
 
 @contextlib.contextmanager
 def _preserve_sigterm_handler() -> Iterator[None]:
-    """Restore the SIGTERM handler, which Ray replaces when it starts."""
+    """Restore the SIGTERM handler, which Ray replaces when it starts and, unseen by Python, removes
+    when it ends."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -183,7 +189,7 @@ def start_local_cluster(cpus: int) -> LocalRayNode:
             return node
         except BaseException as error:
             with node.ending(CLUSTER_CLOSE_SECONDS):
-                ray.shutdown()
+                _shut_down_ray()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             cure = cure_of(error, folder)
@@ -209,7 +215,7 @@ def _temporary_folder() -> str:
 def stop_local_cluster(node: LocalRayNode) -> None:
     """End a cluster that was started by `start_local_cluster`."""
     with node.ending(CLUSTER_CLOSE_SECONDS):
-        ray.shutdown()
+        _shut_down_ray()
 
 
 def _set_auth_token() -> None:

@@ -43,6 +43,7 @@ class SignalHandler:
         self._code = 0
         self._is_closing = False
         self._timers: list[threading.Timer] = []
+        self._second_signal: threading.Timer | None = None
         self._before: dict[int, Any] = {}
         self._terminal = [output for output in (1, 2) if os.isatty(output)]
         self.on_terminate: Callable[[str], None] = lambda name: self._raise()
@@ -72,6 +73,8 @@ class SignalHandler:
         """
         self._is_closing = True
         self._code = self._code or code
+        if self._second_signal is not None:
+            self._second_signal.cancel()
         self._end_within(MAX_CLOSING_SECONDS)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -89,9 +92,9 @@ class SignalHandler:
         is_interrupt = number == signal.SIGINT
         self._code = EXIT_INTERRUPTED if is_interrupt else self._terminated
         self._end_within(self._recover.grace_s)
-        main = threading.main_thread().ident
-        again = (main, signal.Signals(number))
-        self._start(threading.Timer(self._recover.save_s, signal.pthread_kill, again))
+        again = (threading.main_thread().ident, signal.Signals(number))
+        self._second_signal = threading.Timer(self._recover.save_s, signal.pthread_kill, again)
+        self._start(self._second_signal)
         end = self.on_interrupt if is_interrupt else partial(self.on_terminate, name)
         raise_between_sections(end)
 

@@ -1,7 +1,7 @@
 """Sections of the main thread in which a signal ends the run only afterwards.
 
-A call that some ranks get and others do not is one that the first ones wait in for ever: whoever
-interrupts the program there could no longer save a model.
+If an interrupt came while a call is sent to the ranks, those that have it would wait for the others
+forever, and the model could no longer be saved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _deferred: list[Callable[[], None]] = []
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """A section that `raise_between_sections` does not interrupt in the main thread."""
+    """Defer what a signal raises in the main thread (`raise_between_sections`) to the end of the
+    block."""
     global _depth
     if threading.current_thread() is not threading.main_thread():
         yield

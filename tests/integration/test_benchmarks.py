@@ -11,8 +11,16 @@ from pages import ROOT
 
 pytestmark = pytest.mark.timeout(1200)
 SECONDS = {
-    *("codecs", "dispatch", "distillation", "loading", "output_head", "overhead", "packing"),
-    *("paper_placements", "plan", "plan_at_size", "reshard", "sandbox", "timeline", "weight_sync"),
+    *(
+        "codecs",
+        "dispatch",
+        "distillation",
+        "loading",
+        "output_head",
+        "packing",
+        "paper_placements",
+    ),
+    *("plan_at_size", "reshard", "sandbox", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(

@@ -110,6 +110,21 @@ stop_local_cluster(node)
 """
 
 
+HANDLING = """
+import os, signal, sys
+from hybridrl.ray_backend.connection import ClusterConnection
+signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+ClusterConnection(sys.argv[1]).close()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("address", ["joined", "local"])
+def test_sigterm_is_still_handled_when_ray_has_ended(nodes, address):
+    code, output = run(HANDLING, nodes[0].cluster if address == "joined" else address)
+    assert code == 0 and "handled" in output, output
+
+
 @pytest.mark.more
 def test_a_ray_of_somebody_else_is_left_alone(nodes):
     """Ray itself joins what the last `ray start` wrote to this file, whether that lives or not."""

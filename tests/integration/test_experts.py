@@ -176,7 +176,7 @@ def test_a_job_scores_its_samples_by_the_experts_that_generated_them(run, tmp_pa
 def test_a_job_learns_and_its_generator_agrees(run, replay):
     """Trained cut in two, generated whole on each of two devices."""
     folder = run(
-        *(*SHORT, *LEARNS, "trainer.steps=7", "model.tiny.experts=8", "actor.parallel.tp=2"),
+        *(*SHORT, *LEARNS, "trainer.steps=8", "model.tiny.experts=8", "actor.parallel.tp=2"),
         *("rollout.verify_weights=true", f"rollout.routing_replay={replay}"),
         "actor.router_loss_weight=0.01",
     )

@@ -30,6 +30,7 @@ def endless(scores, groups):
 """
 
 
+@pytest.mark.long
 def test_a_job_goes_on_after_a_rank_froze(command, run, tmp_path):
     frozen = command(*JOB)
     frozen.wait_for("step 3: checkpoint saved")

@@ -59,6 +59,7 @@ def assert_went_on(victim, undisturbed, from_memory):
     assert all(mine[name].equal(tensor) for name, tensor in other.items())
 
 
+@pytest.mark.long
 def test_a_killed_worker_is_replaced_from_memory(start, undisturbed):
     victim = start(COPIES)
     assert "there is 1 node" in victim.output

@@ -41,7 +41,7 @@ def test_a_fault_that_no_call_would_meet_is_refused(refusal, monkeypatch):
     ("fault", "said", "settings"),
     [
         long("actor.update_actor@1:2:kill", died("actor.update_actor"), []),
-        ("actor.update_actor@1:2:stop", MISSING.format("actor", 1), []),
+        long("actor.update_actor@1:2:stop", MISSING.format("actor", 1), []),
         long(
             "reward.compute_reward@0:2:raise",
             r"reward\.compute_reward failed on rank 0: Runtime",
@@ -95,6 +95,7 @@ def test_a_fault_is_named_and_leaves_nothing(tmp_path, fault, said, settings):
     assert not job.left_after(30)
 
 
+@pytest.mark.long
 def test_a_slow_reward_is_not_a_hang(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import time\n\ndef slow(prompt, response):\n    time.sleep(0.6)\n    return 0.0\n"

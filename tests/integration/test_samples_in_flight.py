@@ -32,7 +32,7 @@ def long(*case, name):
         long(["placement=flattening"], "driver", name="flattening"),
         long(["placement=interleaving"], "driver", name="interleaving"),
         long(["placement=separation"], "driver", name="apart"),
-        pytest.param([*APART, "placement.staleness=1"], "driver", id="one step ahead"),
+        long([*APART, "placement.staleness=1"], "driver", name="one step ahead"),
         long([*APART, "placement.staleness=2"], "driver", name="two steps ahead"),
         long([*APART, "placement.staleness=2"], "host", name="two steps ahead, a host"),
         long(

@@ -108,6 +108,7 @@ def test_a_lost_node_is_named(tmp_path, how):
     assert "num_devices=1" in line and "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_node_with_another_version_is_named(hosts, tmp_path):
     other = tmp_path / "other"
     (other / "hybridrl").mkdir(parents=True)
@@ -135,6 +136,7 @@ def test_a_node_that_does_not_see_the_run_is_named(hosts, tmp_path):
     assert "file system" in output and "Traceback" not in output
 
 
+@pytest.mark.long
 def test_a_clock_that_is_ahead_is_found(hosts, tmp_path):
     """Python on the second host lives half a second in the future; a replay of the run's steps does
     not."""

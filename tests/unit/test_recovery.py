@@ -127,6 +127,25 @@ def test_the_second_signal_waits_for_nothing():
     assert said == "asked\nraised PreemptionInterrupt SIGTERM\n" and found == 75
 
 
+CLOSING = """
+import os, signal, time
+from hybridrl.config.schema import RecoveryConfig
+from hybridrl.run.signals import SignalHandler
+with SignalHandler(RecoveryConfig(grace_s=2.0), 75) as interrupts:
+    interrupts.on_terminate = lambda name: None
+    os.kill(os.getpid(), signal.SIGTERM)
+    interrupts.closing(0)
+    signal.signal(signal.SIGTERM, lambda *_: print("again"))
+    time.sleep(1.5)
+"""
+
+
+def test_who_is_closing_gets_no_second_signal():
+    """It ends a program in which Ray, as it ends, removes the handler."""
+    run = subprocess.run([sys.executable, "-c", CLOSING], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+
+
 def test_what_is_ignored_from_the_start_stays_so():
     script = "import signal; from hybridrl.run.signals import SignalHandler\n"
     script += "from hybridrl.config.schema import RecoveryConfig\n"
