@@ -9,11 +9,11 @@ are made, how many rows and which columns they will have.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, reduce
+from functools import reduce
 from glob import escape
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,21 @@ from hybridrl.controller.transfer_protocol import (
     RepeatSelection,
 )
 from hybridrl.errors import DataError
+
+_Value = TypeVar("_Value")
+
+
+class _AwaitedProperty(Generic[_Value]):
+    """A cached property whose value may have to be waited for. The lock that `cached_property` has
+    before Python 3.12 is one for all tables: a thread that waits with it would stop the thread of
+    the same host that has to return what is waited for."""
+
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self._compute = compute
+
+    def __get__(self, table: TableExpression, kind: type[TableExpression]) -> _Value:
+        value = vars(table)[self._compute.__name__] = self._compute(table)
+        return value
 
 
 class TableExpression(ABC):
@@ -102,7 +117,7 @@ class ResultTable(TableExpression):
     def known_rows(self) -> int | None:
         return self.results[0].rows
 
-    @cached_property
+    @_AwaitedProperty
     def _infos(self) -> list[tuple[ShardedResult, int, ShardInfo]]:
         return [
             (result, index, info)
@@ -310,7 +325,7 @@ class SelectedTable(TableExpression):
                 return copies
         return 1
 
-    @cached_property
+    @_AwaitedProperty
     def _rows(self) -> Rows:
         return self.choice.rows(self.table)
 
