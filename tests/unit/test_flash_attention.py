@@ -205,7 +205,7 @@ def test_the_best_kernel_that_is_right_runs(monkeypatch, capability, right, chos
 
 
 def test_what_came_before_is_compared_with_the_next_kernel_too(monkeypatch):
-    right = {"FA4": without_windows, "FA3": lambda left: left >= 0}
+    right = {"FA4": without_windows, "FA3": lambda left: True if left >= 0 else None}
     registry = Registry(monkeypatch, 9, right)
     attend(None)
     attend(4)
