@@ -9,11 +9,11 @@ are made, how many rows and which columns they will have.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, reduce
+from functools import reduce
 from glob import escape
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +33,21 @@ from hybridrl.controller.transfer_protocol import (
     RepeatSelection,
 )
 from hybridrl.errors import DataError
+
+_T = TypeVar("_T")
+
+
+def _cached(function: Callable[[Any], _T]) -> _T:
+    """Compute a property once. Unlike `functools.cached_property`, which has a lock for all tables
+    in Python 3.11, this lets threads wait for several tables, of which one may need another."""
+
+    def read(self: Any) -> _T:
+        if function.__name__ not in self.__dict__:
+            self.__dict__[function.__name__] = function(self)
+        found: _T = self.__dict__[function.__name__]
+        return found
+
+    return property(read)  # type: ignore[return-value]
 
 
 class TableExpression(ABC):
@@ -102,7 +117,7 @@ class ResultTable(TableExpression):
     def known_rows(self) -> int | None:
         return self.results[0].rows
 
-    @cached_property
+    @_cached
     def _infos(self) -> list[tuple[ShardedResult, int, ShardInfo]]:
         return [
             (result, index, info)
@@ -310,7 +325,7 @@ class SelectedTable(TableExpression):
                 return copies
         return 1
 
-    @cached_property
+    @_cached
     def _rows(self) -> Rows:
         return self.choice.rows(self.table)
 
