@@ -36,7 +36,7 @@ def long(*case, name):
         long([*APART, "placement.staleness=1"], "driver", name="one step ahead"),
         long([*KEPT, "placement=flattening"], "driver", name="samples go on"),
         long([*KEPT, *APART, "placement.staleness=1"], "host", name="ahead, samples go on"),
-        long([*KEPT, "rollout=vllm"], "driver", name="vllm, samples go on"),
+        long([*KEPT, "rollout.engine=vllm"], "driver", name="vllm, samples go on"),
         long([*APART, "placement.staleness=2"], "driver", name="two steps ahead"),
         long([*APART, "placement.staleness=2"], "host", name="two steps ahead, a host"),
         long(
