@@ -26,15 +26,17 @@ from typing import Any
 import numpy as np
 from figures import SMOKE, report
 
+from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks import arithmetic
 from hybridrl.job import worker_groups
 from hybridrl.job.config_resolution import load_config
 from hybridrl.main import run
+from hybridrl.models.model_loading import make_tiny_model
 
 SHARE = 0.8
 LONG_SHARE, SHORT_TAIL, LONG_TAIL = 0.03, 3, 90
 """Of the answers so many go on for longer; tokens that follow an answer, on average."""
-SHAPE = "model.tiny={hidden_size: 64, layers: 2, heads: 2, context: 512}"
+SHAPE = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 512}
 QUIET = ("observe.samples_every=0", "observe.show_every=0", "eval.every=0")
 BATCH_SECONDS, ROWS = 2.0, 64
 REWARD = f"""
@@ -72,14 +74,16 @@ def measure_partial(folder: Path, seeds: Sequence[int], steps: int) -> None:
     found: dict[str, list[tuple[float, float]]] = {"partial": [], "whole": []}
     for seed in seeds:
         make_data(folder, seed)
+        tokenizer = build_character_tokenizer(arithmetic.CHARACTERS)
+        blank = make_tiny_model(folder / f"blank-{seed}", tokenizer, seed=seed, **SHAPE)
         begin = folder / f"begin-{seed}"
         train(
-            *(begin, f"run.seed={seed}", SHAPE, "algorithm=sft", "data=jsonl"),
+            *(begin, f"run.seed={seed}", f"model.path={blank}", "algorithm=sft", "data=jsonl"),
             *(f"data.path={folder}/sft.jsonl", "data.response_column=response"),
-            *("data.max_response_tokens=400", f"trainer.steps={4 if SMOKE else 300}"),
+            *("data.max_response_tokens=400", f"trainer.steps={40 if SMOKE else 300}"),
             *("data.prompts_per_step=128", "actor.optimizer.learning_rate=2e-3"),
         )
-        for arm in found:
+        for arm in (list(found), list(reversed(found)))[seed % 2]:
             extra = [f"rollout.partial={SHARE}"] if arm == "partial" else []
             rows = train(
                 *(folder / f"{arm}-{seed}", f"run.seed={seed}", f"model.path={begin}/model"),
@@ -102,7 +106,7 @@ def measure_partial(folder: Path, seeds: Sequence[int], steps: int) -> None:
                 flush=True,
             )
             found[arm].append((speed, accuracy[-1]))
-    ours, whole = (np.mean(found[arm], axis=0).tolist() for arm in ("partial", "whole"))
+    ours, whole = (np.median(found[arm], axis=0).tolist() for arm in found)
     report("partial_rollouts_tokens", ours[0], whole[0], ">= 1.3", "tokens/s")
     report("partial_rollouts_accuracy", ours[1], whole[1], ">= 0.97", "accuracy")
 
@@ -128,7 +132,8 @@ def measure_rewards(folder: Path, steps: int) -> None:
         for arm, times in seconds.items():
             worker_groups._scores_beside = streams if arm == "beside" else lambda *_: False
             rows = train(
-                *(folder / f"rewards-{arm}-{number}", "num_devices=2", "warmup.steps=0", SHAPE),
+                *(folder / f"rewards-{arm}-{number}", "num_devices=2", "warmup.steps=0"),
+                *(f"model.tiny.{name}={value}" for name, value in SHAPE.items()),
                 *("data.prompts_per_step=16", "rollout.samples_per_prompt=4", "eval.prompts=8"),
                 f"reward.function={folder}/own.py:{'quick' if arm == 'quick' else 'slow'}",
                 *("rollout.max_tokens=400", f"trainer.steps={steps}", "reward.processes=1"),

@@ -25,7 +25,6 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleStream,
-    SingleTurnGenerator,
 )
 
 BEGUN_COLUMNS = (
@@ -103,29 +102,24 @@ class PartialStream(SampleStream):
 
     def __init__(self, engine: RolloutEngine, task: GenerationTask) -> None:
         super().__init__(engine, task.version)
-        assert task.sampling.partial is not None
-        self._engine = engine
         task, self._first_row = task.block()
-        batch = task.batch
+        batch, sampling = task.batch, task.sampling
+        assert sampling.partial is not None
         names = ("response_ids", "rollout_log_probs", "token_versions")
         begun = [[row.tolist() for row in batch.ragged(name).rows()] for name in names]
         self._begun = list(zip(*begun, strict=True))
         self._reasons = list(batch["finish_reason"])
         carried = batch["carried"].tolist()
         left = [row for row, reason in enumerate(self._reasons) if reason == UNFINISHED]
-        limits = task.sampling.partial
-        self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, limits)
+        self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, sampling.partial)
         self._ended = sorted(set(range(len(batch))).difference(left))  # since the last call
         prompts = batch.ragged("prompt_ids").rows()
         for row in sorted(left, key=lambda row: -carried[row]):  # the oldest first
-            tokens, sampling = self._begun[row][0], task.sampling
-            sampling = replace(
-                sampling,
-                max_tokens=sampling.max_tokens - len(tokens),
-                min_tokens=max(0, sampling.min_tokens - len(tokens)),
-            )
+            tokens = self._begun[row][0]
+            most, least = sampling.max_tokens - len(tokens), sampling.min_tokens - len(tokens)
+            limits = replace(sampling, max_tokens=most, min_tokens=max(0, least))
             ids = prompts[row].tolist() + tokens
-            self._requests.start(Request(row, ids, sampling, task.seeds[row]))
+            self._requests.start(Request(row, ids, limits, task.seeds[row]))
             self._versions.begin([row])
 
     def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
@@ -150,18 +144,8 @@ class PartialStream(SampleStream):
     def _continue(self, output: EngineOutput) -> None:
         """Append to a row's response what was generated for it now."""
         tokens, log_probs, versions = self._begun[output.key]
-        now = self._versions.end(output.key, len(output.token_ids))
-        self._begun[output.key] = (
-            *(tokens + output.token_ids, log_probs + output.log_probs, versions + now),
-        )
+        versions = versions + self._versions.end(output.key, len(output.token_ids))
+        added = tokens + output.token_ids, log_probs + output.log_probs
+        self._begun[output.key] = *added, versions
         self._reasons[output.key] = output.finish_reason
         self._ended.append(output.key)
-
-
-class PartialGenerator(SingleTurnGenerator):
-    """Makes responses, one turn each, which stay unfinished where the sampling settings say so."""
-
-    def begin(self, task: GenerationTask) -> SampleStream:
-        if task.sampling.partial is None:
-            return super().begin(task)
-        return PartialStream(self.engine, task)

@@ -195,10 +195,14 @@ def drop_token_versions(samples: Batch) -> Batch:
 
 
 class SingleTurnGenerator(SampleGenerator):
-    """Makes responses, one turn each."""
+    """Makes responses, one turn each, which stay unfinished where the sampling settings say so."""
 
     def begin(self, task: GenerationTask) -> SampleStream:
-        return SingleTurnStream(self.engine, task)
+        if task.sampling.partial is None:
+            return SingleTurnStream(self.engine, task)
+        from hybridrl.rollout.partial_stream import PartialStream
+
+        return PartialStream(self.engine, task)
 
     def generate(
         self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
