@@ -204,23 +204,23 @@ def _count(
             set_activation_checkpointing(
                 few, FULL_CHECKPOINTING if checkpointing == OFFLOAD_CHECKPOINTING else checkpointing
             )
-    share = item / DTYPES[dtype].itemsize
+    size = DTYPES[dtype].itemsize
+    share = item / size
     training = measure_token_bytes(shallow, deep, depths, trains=True)
     if checkpointing == OFFLOAD_CHECKPOINTING:  # the states between layers are on the host
-        states = text.hidden_size * DTYPES[dtype].itemsize
-        training = training.without(states)
+        training = training.without(size * text.hidden_size)
     types = getattr(text, "layer_types", None) or ()
     attends = 1 - sum(kind in WITHOUT_CACHE for kind in types) / number
     query = attends * _query_width(text) * _heads(text)
     keys = attends * _query_width(text) * _key_value_heads(text)
-    size = DTYPES[dtype].itemsize
-    # What compiled layers keep: attention its queries, keys, values and results; the parts before
-    # and after it their inputs, what products write, or what they read and write. Products write
-    # values, and queries and keys only before these are rotated.
+    # What compiled layers keep: attention its queries, keys, values and results, and the parts
+    # around it what products read and write (attention's among it), what they write, or their own
+    # inputs. Products write queries and keys only before these are rotated. Parts are a norm, the
+    # products of its result, that of attention's results, and what follows.
     compiled = {
-        NO_CHECKPOINTING: min(touched + size * (query + keys), training.per_layer),
+        NO_CHECKPOINTING: min(touched, training.per_layer),
         SELECTIVE_CHECKPOINTING: written + size * (2 * query + keys),
-        BLOCK_CHECKPOINTING: size * (2 * query + 2 * keys + text.hidden_size),
+        BLOCK_CHECKPOINTING: size * (2 * query + 2 * keys + 3 * text.hidden_size),
     }.get(checkpointing, training.per_layer)
     return ModelShape(
         layers=number,
