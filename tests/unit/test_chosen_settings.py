@@ -122,7 +122,7 @@ def test_what_is_set_stays() -> None:
     [
         ("64xH100", 4096, [], "none"),
         ("8xH100", 16384, [], "selective"),
-        ("8xH100", 32768, [], "block"),
+        ("8xH100", 24576, [], "block"),
         ("8xH100", 16384, ["actor.parallel.ring=2"], "full"),
         ("8xH100", 65536, [], "full"),
     ],
