@@ -49,7 +49,7 @@ class PartialRollouts:
             order = self._spread(len(self._kept), len(begun))
             begun = BatchRef.concat([self._kept, begun]).take(order, copies=self._per_prompt)
         sampling = replace(sampling, partial=self._limits)
-        samples = begun | self._actor.generate_sequences(begun, sampling)
+        samples: BatchRef = begun | self._actor.generate_sequences(begun, sampling)
         known = samples.collect(["group_id", "finish_reason"])
         groups = known["group_id"].tolist()
         complete = find_complete_groups(groups, known["finish_reason"])
