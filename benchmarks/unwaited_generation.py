@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from figures import SMOKE, report
 
-from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
 from hybridrl.data.tasks import arithmetic
 from hybridrl.job import worker_groups
 from hybridrl.job.config_resolution import load_config
@@ -128,14 +128,19 @@ def make_data(folder: Path, seed: int) -> None:
 
 
 def measure_rewards(folder: Path, steps: int) -> None:
+    # With a hundred characters an answer ends seldom, so that lengths are spread up to the limit.
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
+    model = make_tiny_model(folder / "random", tokenizer, seed=0, **SHAPE)
+    prompts = [json.dumps({"prompt": f"Tell me of {number}"}) for number in range(400)]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts))
     streams = worker_groups._scores_beside
     seconds: dict[str, list[float]] = {"beside": [], "after": [], "quick": []}
     for number in range(1 if SMOKE else 2):
         for arm, times in seconds.items():
             worker_groups._scores_beside = streams if arm == "beside" else lambda *_: False
             rows = train(
-                *(folder / f"rewards-{arm}-{number}", "num_devices=2", "warmup.steps=0"),
-                *(f"model.tiny.{name}={value}" for name, value in SHAPE.items()),
+                *(folder / f"rewards-{arm}-{number}", "num_devices=2", f"model.path={model}"),
+                *("data=jsonl", f"data.path={folder}/prompts.jsonl", "data.answer_column=null"),
                 *("data.prompts_per_step=16", "rollout.samples_per_prompt=4", "eval.prompts=8"),
                 f"reward.function={folder}/own.py:{'quick' if arm == 'quick' else 'slow'}",
                 *("rollout.max_tokens=400", f"trainer.steps={steps}", "reward.processes=1"),
