@@ -1,7 +1,7 @@
-"""An agent that knows nothing of HybridRL, trained as it is.
+r"""An agent that knows nothing of HybridRL, trained as it is.
 
-    python -m hybridrl.main data=jsonl data.path=questions.jsonl environment.name=command \\
-        "environment.options.command=[python, examples/agent_program.py]" \\
+    python -m hybridrl.main data=jsonl data.path=questions.jsonl environment.name=command \
+        "environment.options.command=[python, examples/agent_program.py]" \
         environment.hidden_columns=[]
 
 Any program that talks to OpenAI's API will do. It is started for each episode, with the row of the

@@ -1,8 +1,8 @@
-"""A tool server of the Model Context Protocol, and a reward for what comes of its use: the model
+r"""A tool server of the Model Context Protocol, and a reward for what comes of its use: the model
 answers products, and may ask `multiply`.
 
-    python -m hybridrl.main data=jsonl data.path=products.jsonl environment.name=mcp \\
-        "environment.options.servers={calculator: {command: [python, examples/mcp_tool.py]}}" \\
+    python -m hybridrl.main data=jsonl data.path=products.jsonl environment.name=mcp \
+        "environment.options.servers={calculator: {command: [python, examples/mcp_tool.py]}}" \
         environment.options.column=tools reward.function=examples/mcp_tool.py:right
 
 A row is `{"prompt": "12*34=", "answer": "408", "tools": ["calculator"]}`. A server that is started

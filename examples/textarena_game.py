@@ -1,8 +1,8 @@
-"""A game of TextArena for one player, played by the taskset that comes with verifiers, which itself
-lists only four that need a dictionary.
+r"""A game of TextArena for one player, played by the taskset that comes with verifiers, which
+itself lists only four that need a dictionary.
 
-    python -m hybridrl.main data=environment environment.name=verifiers \\
-        environment.options.id=examples/textarena_game.py environment.python=path/to/venv \\
+    python -m hybridrl.main data=environment environment.name=verifiers \
+        environment.options.id=examples/textarena_game.py environment.python=path/to/venv \
         environment.options.taskset.game=Secretary-v0
 """
 

@@ -1,8 +1,8 @@
-"""A taskset of verifiers 0.4, as people write them: HybridRL is not mentioned, and not needed.
+r"""A taskset of verifiers 0.4, as people write them: HybridRL is not mentioned, and not needed.
 
 The model guesses a secret digit and is told `higher` or `lower`; it has three guesses.
 
-    python -m hybridrl.main data=environment environment.name=verifiers \\
+    python -m hybridrl.main data=environment environment.name=verifiers \
         environment.options.id=examples/verifiers_environment.py environment.python=path/to/venv
 """
 

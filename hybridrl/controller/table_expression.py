@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from glob import escape
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -34,20 +34,20 @@ from hybridrl.controller.transfer_protocol import (
 )
 from hybridrl.errors import DataError
 
-_T = TypeVar("_T")
+_Value = TypeVar("_Value")
 
 
-def _cached(function: Callable[[Any], _T]) -> _T:
-    """Compute a property once. Unlike `functools.cached_property`, which has a lock for all tables
-    in Python 3.11, this lets threads wait for several tables, of which one may need another."""
+class _AwaitedProperty(Generic[_Value]):
+    """A cached property whose value may have to be waited for. The lock that `cached_property` has
+    before Python 3.12 is one for all tables: a thread that waits with it would stop the thread of
+    the same host that has to return what is waited for."""
 
-    def read(self: Any) -> _T:
-        if function.__name__ not in self.__dict__:
-            self.__dict__[function.__name__] = function(self)
-        found: _T = self.__dict__[function.__name__]
-        return found
+    def __init__(self, compute: Callable[[Any], _Value]) -> None:
+        self._compute = compute
 
-    return property(read)  # type: ignore[return-value]
+    def __get__(self, table: TableExpression, kind: type[TableExpression]) -> _Value:
+        value = vars(table)[self._compute.__name__] = self._compute(table)
+        return value
 
 
 class TableExpression(ABC):
@@ -117,7 +117,7 @@ class ResultTable(TableExpression):
     def known_rows(self) -> int | None:
         return self.results[0].rows
 
-    @_cached
+    @_AwaitedProperty
     def _infos(self) -> list[tuple[ShardedResult, int, ShardInfo]]:
         return [
             (result, index, info)
@@ -325,7 +325,7 @@ class SelectedTable(TableExpression):
                 return copies
         return 1
 
-    @_cached
+    @_AwaitedProperty
     def _rows(self) -> Rows:
         return self.choice.rows(self.table)
 

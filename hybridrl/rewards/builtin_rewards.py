@@ -59,7 +59,7 @@ def numeric(prompt: str, response: str, answer: str, **row: Any) -> float:
 
 
 def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
-    """The last `\\boxed{...}` of the response holds the answer: the same text, spaces aside, or
+    r"""The last `\boxed{...}` of the response holds the answer: the same text, spaces aside, or
     the same number.
 
     The answer may be boxed as well, at the end of a whole solution. For answers that may be
@@ -75,7 +75,7 @@ def boxed(prompt: str, response: str, answer: str, **row: Any) -> float:
 
 
 def find_boxed_text(text: str) -> str | None:
-    """Return the text in the last `\\boxed{...}`; None if there is none or it is not closed."""
+    r"""Return the text in the last `\boxed{...}`; None if there is none or it is not closed."""
     start = text.rfind("\\boxed{")
     depth = 0
     for brace in _BRACE.finditer(text, start) if start >= 0 else ():

@@ -12,11 +12,11 @@ from hybridrl.errors import ConfigError
 
 
 def format(prompt: str, response: str, *, pattern: str, **row: Any) -> float:
-    """The whole response, spaces around it aside, matches a regular expression.
+    r"""The whole response, spaces around it aside, matches a regular expression.
 
     Args:
         pattern: For `re.fullmatch`; a dot also matches a line break. For instance
-            `<think>.*</think>\\s*<answer>.*</answer>`.
+            `<think>.*</think>\s*<answer>.*</answer>`.
     """
     return float(re.fullmatch(pattern, response.strip(), re.DOTALL) is not None)
 

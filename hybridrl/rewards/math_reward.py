@@ -15,10 +15,10 @@ _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 
 
 def math(prompt: str, response: str, answer: str, *, timeout_s: int = 5, **row: Any) -> float:
-    """The last expression of the response equals the answer: `\\frac{1}{2}` and `0.5`, `x+1` and
+    r"""The last expression of the response equals the answer: `\frac{1}{2}` and `0.5`, `x+1` and
     `1+x`, sets in any order.
 
-    Judged by the package math-verify, which looks into the last `\\boxed{...}` first, then for
+    Judged by the package math-verify, which looks into the last `\boxed{...}` first, then for
     LaTeX between delimiters, then for plain numbers and expressions.
 
     Args:

@@ -142,5 +142,5 @@ def redact_output() -> None:
 
 
 def escape_unencodable(text: str, encoding: str) -> str:
-    """`text` with what `encoding` cannot say written as \\uXXXX, so that printing cannot fail."""
+    r"""`text` with what `encoding` cannot say written as \uXXXX, so that printing cannot fail."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
