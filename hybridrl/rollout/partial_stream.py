@@ -25,6 +25,7 @@ from hybridrl.rollout.sample_generator import (
     NumberedSamples,
     Refresh,
     SampleStream,
+    SingleTurnGenerator,
 )
 
 BEGUN_COLUMNS = (
@@ -149,3 +150,12 @@ class PartialStream(SampleStream):
         self._begun[output.key] = *added, versions
         self._reasons[output.key] = output.finish_reason
         self._ended.append(output.key)
+
+
+class PartialGenerator(SingleTurnGenerator):
+    """Makes responses, one turn each, which stay unfinished where the sampling settings say so."""
+
+    def begin(self, task: GenerationTask) -> SampleStream:
+        if task.sampling.partial is None:
+            return super().begin(task)
+        return PartialStream(self.engine, task)

@@ -195,14 +195,10 @@ def drop_token_versions(samples: Batch) -> Batch:
 
 
 class SingleTurnGenerator(SampleGenerator):
-    """Makes responses, one turn each, which stay unfinished where the sampling settings say so."""
+    """Makes responses, one turn each."""
 
     def begin(self, task: GenerationTask) -> SampleStream:
-        if task.sampling.partial is None:
-            return SingleTurnStream(self.engine, task)
-        from hybridrl.rollout.partial_stream import PartialStream
-
-        return PartialStream(self.engine, task)
+        return SingleTurnStream(self.engine, task)
 
     def generate(
         self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]

@@ -49,19 +49,19 @@ class PartialRollouts:
             order = self._spread(len(self._kept), len(begun))
             begun = BatchRef.concat([self._kept, begun]).take(order, copies=self._per_prompt)
         sampling = replace(sampling, partial=self._limits)
-        samples = begun | self._actor.generate_sequences(begun, sampling)
+        samples: BatchRef = begun | self._actor.generate_sequences(begun, sampling)
         known = samples.collect(["group_id", "finish_reason"])
         groups = known["group_id"].tolist()
         complete = find_complete_groups(groups, known["finish_reason"])
         self._kept = None
         if not complete.all():
             # Tables of their own, so that nothing else of the step stays in memory.
-            rest, of = samples.take(~complete), sorted(prompts.columns.certain)
+            rest, of = samples.take(np.flatnonzero(~complete)), sorted(prompts.columns.certain)
             copy = partial(rest.apply, on=self._actor, together=self._per_prompt)
             self._kept = copy(_same, of, makes=of)
             self._kept |= copy(_carry, BEGUN_COLUMNS, makes=BEGUN_COLUMNS)
         self._feed.hold({g for g, done in zip(groups, complete, strict=True) if not done})
-        return samples.take(complete)
+        return samples.take(np.flatnonzero(complete))
 
     def _spread(self, kept: int, new: int) -> np.ndarray:
         """Return the order of rows in which kept prompts are spread evenly among new ones, so that

@@ -188,6 +188,7 @@ class ActorWorker(TrainedModelWorker):
         return self._take(part, parts)
 
     def _take(self, part: int, parts: int) -> Batch:
+        assert self._engine.rollout is not None
         is_last, count = part == parts - 1, len(self._rows)
         samples, rows = self._engine.take(count if is_last else -(-count // parts), is_last)
         version, begun = self._engine.policy_version, self._begun

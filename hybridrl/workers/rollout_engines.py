@@ -15,6 +15,7 @@ from hybridrl.config.schema import EnvironmentConfig, RolloutConfig, is_served
 from hybridrl.controller import WorkerContext
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models.model_loading import load_model_config, load_tokenizer
+from hybridrl.rollout.partial_stream import PartialGenerator
 from hybridrl.rollout.rollout_engine import EngineSetup, RolloutEngine
 from hybridrl.rollout.sample_generator import SampleGenerator, SingleTurnGenerator
 from hybridrl.workers.training_engines import ModelSource
@@ -58,7 +59,8 @@ def build_rollout_engine(
     """
     served = environment if environment and is_served(config, environment) else None
     if config.episode is None and served is None:
-        return SingleTurnGenerator(build_inference_engine(setup, config))
+        turns = SingleTurnGenerator if config.partial is None else PartialGenerator
+        return turns(build_inference_engine(setup, config))
     from hybridrl.rollout.episode_class import load_episode_class
     from hybridrl.rollout.episode_generator import EpisodeGenerator
     from hybridrl.rollout.lockstep import LockstepFollower, LockstepRequests

@@ -15,12 +15,13 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.errors import ConfigError
 from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.rollout.partial_stream import (
+    PartialGenerator,
     PromptQuota,
     begin_rows,
     find_complete_groups,
 )
 from hybridrl.rollout.rollout_engine import EngineSetup, PartialRollout, SamplingSettings
-from hybridrl.rollout.sample_generator import GenerationTask, SingleTurnGenerator
+from hybridrl.rollout.sample_generator import GenerationTask
 from hybridrl.rollout.transformers_engine import TransformersEngine
 
 PROMPTS, SAMPLES, LONGEST = 6, 3, 40
@@ -56,7 +57,7 @@ def continued(policies, share, steps=4):
     """Generate until all prompts are complete, with other weights each time, for those that are not
     yet; yields all rows after each generation."""
     models, engine = policies
-    generator, rows, whole = SingleTurnGenerator(engine), begun_rows(), []
+    generator, rows, whole = PartialGenerator(engine), begun_rows(), []
     sampling = SamplingSettings(LONGEST, partial=PartialRollout(share, steps))
     for version in range(50):
         engine.load(iter(models[version % 2].named_parameters()))
