@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -95,6 +96,8 @@ class ModelShape:
         tensor_sizes: Elements of each parameter tensor of a layer.
         active_of_layer: Parameters of one layer that a token is multiplied with: of experts, as
             many as it goes to.
+        crosswise: Parameters of one layer that a tensor-parallel cut divides along another dim than
+            the first, along which shards are cut.
         item: Bytes of an element in computation.
         training, scoring: Memory of a token in forward and backward, and in a forward alone.
         compiled: As `training`, of layers that are compiled.
@@ -112,6 +115,7 @@ class ModelShape:
     tied: bool
     tensor_sizes: tuple[int, ...]
     active_of_layer: int
+    crosswise: int
     item: int
     training: TokenBytes
     scoring: TokenBytes
@@ -245,6 +249,7 @@ def _count(
         tied=tied,
         tensor_sizes=tuple(p.numel() for p in layers[-1].parameters()),
         active_of_layer=layer.all - round(_idle(model) / number),
+        crosswise=round(_count_crosswise(model) / number),
         item=item,
         training=training.times(share),
         compiled=replace(training, per_layer=compiled).times(share),
@@ -299,6 +304,19 @@ def _idle(model: nn.Module) -> float:
     here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return here * (
         1 - _first(model.config, _ACTIVE_EXPERT_FIELDS) / _first(model.config, _EXPERT_COUNT_FIELDS)
+    )
+
+
+def _count_crosswise(model: PreTrainedModel) -> int:
+    """Count the parameters of matrices whose columns tensor-parallel ranks share, and of experts,
+    which are cut one by one."""
+    base, plan = decoder_of(model), model.config.get_text_config().base_model_tp_plan or {}
+    patterns = [f"{path}*" for path, style in plan.items() if style == "rowwise"]
+    return sum(
+        parameter.numel()
+        for name, parameter in base.named_parameters()
+        if parameter.ndim == 3
+        or (parameter.ndim == 2 and any(fnmatch(name, pattern) for pattern in patterns))
     )
 
 

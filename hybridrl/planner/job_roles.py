@@ -203,12 +203,17 @@ class JobRoles:
             return 0.0
         cut = place.parallel.tp * place.parallel.pp
         parts = cut * (place.parallel.shards or len(place.devices) // cut)
-        whole = self.shape(role, whole=True).parameters.all
+        model = self.shape(role, whole=True)
+        whole = model.parameters.all
         if self.config.actor.lora.rank:  # whole tensors: adapters, or weights with them inside
-            counts = self.shape(role, whole=True).parameters
             separate = self.config.rollout.adapters == "separate"
-            return (counts.trained if separate else whole) * 4.0 * (1 - 1 / parts)
-        return max(0.0, generation_copy_bytes(shape) - shape.item * whole / parts)
+            return (model.parameters.trained if separate else whole) * 4.0 * (1 - 1 / parts)
+        # Of its own shards it uses all where generation cuts as training does. Where that cuts
+        # finer, it uses rows only if as many ranks share them, and of other matrices its columns.
+        finer = max(1, self.rollout_tp(role) // place.parallel.tp)
+        crosswise = model.crosswise * model.layers
+        used = crosswise / finer + (whole - crosswise if finer in (1, parts // cut) else 0)
+        return max(0.0, generation_copy_bytes(shape) - shape.item * used / parts)
 
     def record_bytes(self, role: str) -> float:
         """Return the host memory of a device's record of the generator's weights, for senders and

@@ -13,6 +13,9 @@ from hybridrl.planner.machine.device_catalog import GIB, parse_cluster
 from hybridrl.planner.machine.device_rates import DeviceRates
 from hybridrl.planner.step.step_calls import SampleLengths
 
+OLD_HEAD = 4 * 160 * 2**20 + (4 - 2) * 1024 * 151936 - 4 * 1024 * 12953
+"""Bytes that the output head took more when that H100 was used: a third chunk of float32 logits,
+and the embedding's gradient in float32 instead of in bfloat16 and of a block of rows in float32."""
 PAGE = (Path(__file__).parents[2] / "docs" / "performance.md").read_text()
 
 
@@ -39,14 +42,15 @@ def folder(tmp_path_factory):
 
 
 def planned(path, devices, prompt, response, *overrides):
-    """The seconds of an update, and the GiB that torch gives out for it."""
+    """The seconds of an update, the GiB that torch gives out for it, and whether it is fullest at
+    the output head."""
     cluster = parse_cluster(f"{devices}xH100")
     config = configured(["model.dtype=bfloat16", f"model.path={path}", *overrides])
     rates, lengths = DeviceRates.known(cluster, "bfloat16"), SampleLengths.alike(prompt, response)
     plan = build_job_plan(config, cluster, lengths=lengths, rates=rates)
     parts = next(p.parts for p in plan.memory[0].phases if p.phase == "train")
     taken = sum(size for name, size in parts.items() if name != "process")
-    return plan.times.phases["actor", "train"], taken / GIB
+    return plan.times.phases["actor", "train"], taken / GIB, "logits" in parts
 
 
 def test_the_tables_are_whole():
@@ -63,25 +67,20 @@ def test_an_update_on_one_gpu(folder, row):
     one = ["rollout=transformers", "data.prompts_per_step=1", "rollout.samples_per_prompt=8"]
     tokens = 4096 if "four micro-batches" in named else 16384
     actor = [f"actor.{setting}" for setting in settings]
-    found = planned(
+    step, taken, is_at_head = planned(
         *(folder("0.6B"), 1, 512, 1536, *one, f"actor.tokens_per_microbatch={tokens}", *actor)
     )
-    assert (f"{found[0]:.2f}", f"{found[1]:.1f}") == (plan_s, plan_gib)
-    if "selective" not in named:  # which is not planned as a compiled layer keeps it
-        assert found[0] == pytest.approx(float(seconds), rel=0.25)
-        assert found[1] == pytest.approx(float(gib), rel=0.15)
+    assert (f"{step:.2f}", f"{taken:.1f}") == (plan_s, plan_gib)
+    if "selective" not in named:  # which kept something else then
+        assert step == pytest.approx(float(seconds), rel=0.25)
+        then = taken + is_at_head * OLD_HEAD / GIB
+        assert then == pytest.approx(float(gib), rel=0.15)
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: " ".join(row[:4]))
 def test_published_updates(folder, row):
     size, trained, devices, tokens, _, seconds, plan_s, gib, plan_gib, off = row
     devices, tokens = int(devices), int(tokens.replace(",", ""))
-    settings = [
-        "algorithm=sft",
-        "data=jsonl",
-        "data.path=rows.jsonl",
-        "data.max_prompt_tokens=1024",
-    ]
     settings = ["algorithm=sft", "data=jsonl", "data.path=rows.jsonl"]
     settings += ["data.max_prompt_tokens=1024", f"data.max_response_tokens={tokens - 1024}"]
     settings += ["actor.lora.rank=16"] if trained == "LoRA" else []
@@ -92,10 +91,13 @@ def test_published_updates(folder, row):
     else:
         settings += [f"data.prompts_per_step={2 * devices}", "actor.gradient_checkpointing=full"]
         settings += [f"actor.tokens_per_microbatch={tokens}"]
-    step, taken = planned(folder(size), devices, 1024, tokens - 1024, *settings)
+    step, taken, _ = planned(folder(size), devices, 1024, tokens - 1024, *settings)
     step /= batches
     assert (f"{step:.3g}", f"{taken:.1f}") == (plan_s, plan_gib)
-    if "s" not in off.split():  # see the page
-        assert step == pytest.approx(float(seconds), rel=0.25)
-    if "GiB" not in off.split():
-        assert taken == pytest.approx(float(gib), rel=0.15)
+    outside = {
+        "s": step != pytest.approx(float(seconds), rel=0.25),
+        "GiB": taken != pytest.approx(float(gib), rel=0.15),
+    }
+    # Each row that is outside says so, and the page says why, under the same name.
+    assert off.split() == [name for name, is_outside in outside.items() if is_outside]
+    assert all(f"\n* *{name}*: " in PAGE for name in off.split())
