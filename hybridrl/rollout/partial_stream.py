@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.rollout.rollout_engine import (
-    UNFINISHED,
     EngineOutput,
     PartialRollout,
     Request,
@@ -27,34 +25,6 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
     SingleTurnGenerator,
 )
-
-BEGUN_COLUMNS = (
-    *("response_ids", "rollout_log_probs", "token_versions", "finish_reason", "carried"),
-)
-"""The columns of a row that a generation continues: what there is of its response, and how often it
-was kept."""
-
-
-def begin_rows(count: int) -> Batch:
-    """Return the `BEGUN_COLUMNS` of rows whose response has not begun."""
-    return Batch.from_columns(
-        {
-            "response_ids": ragged([[]] * count, torch.int64),
-            "rollout_log_probs": ragged([[]] * count, torch.float32),
-            "token_versions": ragged([[]] * count, torch.int64),
-            "finish_reason": [UNFINISHED] * count,
-            "carried": torch.zeros(count, dtype=torch.int64),
-        }
-    )
-
-
-def find_complete_groups(
-    groups: Sequence[Hashable], finish_reasons: Sequence[str]
-) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all rows of its group are finished."""
-    pairs = zip(groups, finish_reasons, strict=True)
-    lacking = {group for group, reason in pairs if reason == UNFINISHED}
-    return np.array([group not in lacking for group in groups], dtype=np.bool_)
 
 
 class PromptQuota:

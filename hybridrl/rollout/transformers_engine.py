@@ -18,12 +18,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece, full_box
 from hybridrl.models.language_model import read_language_model
 from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import (
-    UNFINISHED,
     BatchedEngine,
     EngineOutput,
     EngineSetup,

@@ -11,11 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
+from hybridrl.batch.begun_responses import BEGUN_COLUMNS, begin_rows, find_complete_groups
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.rollout import SamplingSettings
-from hybridrl.rollout.partial_stream import BEGUN_COLUMNS, begin_rows, find_complete_groups
-from hybridrl.rollout.rollout_engine import PartialRollout
+from hybridrl.rollout import PartialRollout, SamplingSettings
 from hybridrl.trainers.data_feed import DataFeed
 
 

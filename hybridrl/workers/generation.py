@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, is_user_column, sampled_tokens
+from hybridrl.batch.begun_responses import BEGUN_COLUMNS, UNFINISHED
 from hybridrl.batch.turn import EPISODE_FAILURES
 from hybridrl.checkpoint.engine_state.training_state import read_state_numbers
 from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
-from hybridrl.rollout.partial_stream import BEGUN_COLUMNS
-from hybridrl.rollout.rollout_engine import UNFINISHED
 from hybridrl.rollout.sample_generator import drop_token_versions
 from hybridrl.system.locations import Location
 from hybridrl.weights.encoded_reshard import SyncCost
