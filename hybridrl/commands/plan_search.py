@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -66,7 +67,10 @@ def run(chosen: argparse.Namespace, overrides: Sequence[str]) -> None:
     objective = _resolve_objective(chosen, cluster)
     offer_costs()
     with materialize_named_models(config, resolve_tiny_model(config)) as described:
-        left = choose_automatic_settings(described, cluster, lengths, is_elsewhere=is_elsewhere)
+        # As with placement=auto: what is open is compared by the search, not chosen before it for
+        # the placement that the job has now.
+        auto = replace(described, placement=replace(described.placement, strategy="auto"))
+        left = choose_automatic_settings(auto, cluster, lengths, is_elsewhere=is_elsewhere)
         described = apply_changes(described, left)
         rates = resolve_rates(described, cluster, lengths)
         found = propose_placements(

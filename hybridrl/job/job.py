@@ -203,6 +203,7 @@ class Job:
         loading.result()
         asked = self.config
         self.config, self.settings_notices = resolve_settings(asked, self._known())
+        self._chosen = asked, self.config, len(self.executor.cluster.devices)
         if asked != self.config:
             self._keep_settings()
         self._place(progress)
@@ -284,10 +285,20 @@ class Job:
             self._devices.wait_after_loss(progress)
             progress("starting other processes")
             self.executor = self._make_executor()
+            self._choose_again()
             self._place(progress)
             self._build(progress)
         except ConfigError as error:
             raise WorkerError(f"The workers could not be started again: {error}") from error
+
+    def _choose_again(self) -> None:
+        """Choose the settings that are left open for the devices that there are now. Those chosen
+        for more devices may not fit on fewer, or not divide them."""
+        asked, first, devices = self._chosen
+        if len(self.executor.cluster.devices) == devices:
+            self.config = first
+        else:
+            self.config, self.settings_notices = resolve_settings(asked, self._known())
 
     def may_grow(self) -> bool:
         """Return whether a restart would bring devices back after the job continued with fewer."""

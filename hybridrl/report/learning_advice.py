@@ -159,7 +159,9 @@ def find_generator_mismatch(seen: RunEvidence) -> Iterator[RunAdvice]:
     action = "Make both compute alike (model.dtype, rollout.quantization)"
     if stale:
         title += f", at a staleness of up to {stale:.0f}"
-        action = "Let samples be less old (placement.staleness), or lower the rate"
+        carries = any(seen.values("partial/carried"))
+        older = "rollout.partial, rollout.partial_steps" if carries else "placement.staleness"
+        action = f"Let samples be less old ({older}), or lower the rate"
     elif rising:
         action = "See whether it gets the weights that are trained (rollout.verify_weights=true)"
         action += "; make both compute alike (model.dtype, rollout.quantization)"

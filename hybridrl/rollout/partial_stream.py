@@ -49,7 +49,8 @@ class PromptQuota:
             self._lacking.setdefault(groups[row], set()).add(row)
         self._due = {groups[row] for row in unfinished if carried[row] >= limits.steps}
         prompts = len(set(groups))
-        self._may_lack = prompts - math.ceil(limits.share * prompts - 1e-9)
+        # A relative tolerance: of a tiny share there is still one prompt.
+        self._may_lack = prompts - math.ceil(limits.share * prompts * (1 - 1e-9))
 
     def is_met_with(self, row: int) -> bool:
         """Note that the sample of a row is complete, and return whether enough prompts are."""
@@ -79,7 +80,11 @@ class PartialStream(SampleStream):
         names = ("response_ids", "rollout_log_probs", "token_versions")
         begun = [[row.tolist() for row in batch.ragged(name).rows()] for name in names]
         self._begun = list(zip(*begun, strict=True))
-        self._reasons = list(batch["finish_reason"])
+        # A run that is resumed with other settings may have a lower limit than they began with.
+        self._reasons = [
+            "length" if reason == UNFINISHED and len(tokens) >= sampling.max_tokens else reason
+            for reason, (tokens, _, _) in zip(batch["finish_reason"], self._begun, strict=True)
+        ]
         carried = batch["carried"].tolist()
         left = [row for row, reason in enumerate(self._reasons) if reason == UNFINISHED]
         self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, sampling.partial)

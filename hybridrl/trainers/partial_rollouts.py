@@ -14,6 +14,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.batch.begun_responses import BEGUN_COLUMNS, begin_rows, find_complete_groups
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
+from hybridrl.errors import ConfigError
 from hybridrl.rollout import PartialRollout, SamplingSettings
 from hybridrl.trainers.data_feed import DataFeed
 
@@ -81,9 +82,21 @@ class PartialRollouts:
         return {"kept": base64.b64encode(sink.getvalue()).decode()}
 
     def load_state(self, state: dict[str, Any] | None) -> None:
-        """Continue with the samples that `state` returned."""
+        """Continue with the samples that `state` returned.
+
+        Raises:
+            ConfigError: if a prompt had another number of them.
+        """
         if kept := (state or {}).get("kept"):
             rows = Batch(pa.ipc.open_stream(base64.b64decode(kept)).read_all())
+            prompts = len(set(rows["group_id"].tolist()))
+            if len(rows) != prompts * self._per_prompt:
+                raise ConfigError(
+                    f"rollout.samples_per_prompt={self._per_prompt}: the checkpoint has samples "
+                    f"that are not finished (rollout.partial), {len(rows) // prompts} of each of "
+                    f"{prompts} prompts. Resume or fork with rollout.samples_per_prompt="
+                    f"{len(rows) // prompts}."
+                )
             of = [name for name in rows.columns if name not in BEGUN_COLUMNS]
             self._kept = self._feed.put(rows.select(of)) | self._feed.put(
                 rows.select(BEGUN_COLUMNS)

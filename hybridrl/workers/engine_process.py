@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -109,10 +111,21 @@ def _serve(connection: Connection) -> None:
                 join_group_world(context)
                 engine = build_inference_engine(setup, config)
         except Exception as error:
-            answer = error
+            traceback.print_exc()  # to the log of the rank; it does not travel
+            answer = make_picklable(error)
         connection.send(answer)
     if engine is not None:
         engine.close()
+
+
+def make_picklable(error: Exception) -> Exception:
+    """Return the error; one that cannot be pickled and unpickled as a `HybridRLError` with its
+    words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return HybridRLError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _receive(connection: Connection, requests: SimpleQueue[Any]) -> None:

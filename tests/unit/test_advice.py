@@ -154,6 +154,16 @@ FAULTS = {
         "nats a token, at a staleness of up to 1",
         "staleness",
     ),
+    "samples carried for long": (
+        {
+            "metrics": {
+                **{"mismatch/k3": (1e-4, 1e-1), "staleness/max": (4.0, 4.0)},
+                "partial/carried": (0.5, 0.5),
+            }
+        },
+        "nats a token, at a staleness of up to 4",
+        "staleness",
+    ),
     "idle pool": (
         {"overrides": ["placement=separation"], **APART},
         "most of all waiting for actor.update",
@@ -189,6 +199,12 @@ def test_a_fault_is_named_first(run_of, fault):
     assert named[0].kind == WARNING and number in named[0].numbers
     assert named[0].action.endswith(".")
     assert [a.weight for a in found] == sorted((a.weight for a in found), reverse=True)
+
+
+def test_samples_that_partial_rollouts_carried_are_not_blamed_on_the_placement(run_of):
+    changes, said, _ = FAULTS["samples carried for long"]
+    (advice,) = (advice for advice in advise(run_of(**changes)) if said in advice.title)
+    assert "rollout.partial_steps" in advice.action and "placement" not in advice.action
 
 
 @pytest.mark.parametrize(

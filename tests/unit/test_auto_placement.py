@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
 from hybridrl.cli import main
+from hybridrl.commands import plan_search
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.placement import Placement
@@ -149,6 +150,22 @@ def test_the_command(model, capsys, tmp_path):
     written = json.loads((tmp_path / "mine.json").read_text())
     resolve_placement(recipe, parse_cluster(f"{recipe.num_devices or 2}xH100"))
     assert written["roles"]["actor"]["devices"]
+
+
+def test_the_command_leaves_to_the_search_what_is_open(model, monkeypatch):
+    found = []
+
+    def propose(config, *_, **__):
+        found.append(config)
+        raise ConfigError("That is enough.")
+
+    monkeypatch.setattr(plan_search, "propose_placements", propose)
+    asked = ["plan", "--search", f"model.path={model}", "--devices", "2xH100"]
+    with pytest.raises(SystemExit):
+        main([*asked, "rollout.memory_share=null", "actor.gradient_checkpointing=auto"])
+    (config,) = found
+    assert config.rollout.memory_share is None, "not what flattening has room for"
+    assert config.actor.gradient_checkpointing == "none", "from which a search begins"
 
 
 @pytest.mark.more

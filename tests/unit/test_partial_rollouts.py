@@ -22,6 +22,7 @@ from hybridrl.rollout.partial_stream import (
 from hybridrl.rollout.rollout_engine import EngineSetup, PartialRollout, SamplingSettings
 from hybridrl.rollout.sample_generator import GenerationTask
 from hybridrl.rollout.transformers_engine import TransformersEngine
+from hybridrl.trainers.partial_rollouts import PartialRollouts
 
 PROMPTS, SAMPLES, LONGEST = 6, 3, 40
 
@@ -143,6 +144,46 @@ def test_a_quota_is_met_when_enough_prompts_are_whole_and_none_is_overdue(rows, 
         quota.is_met_with(row)
         quota.is_met_with(row)  # told twice, it counts once
     assert quota.is_met
+
+
+def test_of_the_smallest_share_a_step_still_has_a_prompt():
+    assert not PromptQuota([0], [0], [0], PartialRollout(1e-9, 4)).is_met
+    assert PromptQuota([], [], [], PartialRollout(1e-9, 4)).is_met, "a replica without prompts"
+
+
+def test_what_is_as_long_as_a_lower_limit_is_complete(policies):
+    rows = begun_rows().take(range(2 * SAMPLES))
+    length = [8, 5, 1, 0, 2, 4]
+    rows = rows.with_columns(
+        {
+            "response_ids": [torch.full((n,), 40) for n in length],
+            "rollout_log_probs": [torch.zeros(n) for n in length],
+            "token_versions": [torch.zeros(n, dtype=torch.int64) for n in length],
+        }
+    )
+    sampling = SamplingSettings(5, partial=PartialRollout(0.99, 4))
+    stream = PartialGenerator(policies[1]).begin(GenerationTask(rows, sampling, range(6), 1))
+    found, numbers = stream.next_samples(len(rows))
+    found = found.take(np.argsort(numbers))
+    assert found["finish_reason"][:2] == ["length", "length"]
+    assert [len(row) for row in found.ragged("response_ids").rows()[:2]] == [8, 5]
+    assert max(len(row) for row in found.ragged("response_ids").rows()[2:]) <= 5
+
+
+class Kept:
+    """In place of a `BatchRef`."""
+
+    def __init__(self, rows):
+        self.collect = lambda: rows
+
+
+def test_kept_samples_of_another_number_a_prompt_are_refused():
+    before = PartialRollouts(configured([*HERE, "rollout.samples_per_prompt=3"]), None, None)
+    before._kept = Kept(begun_rows())
+    after = PartialRollouts(configured([*HERE, "rollout.samples_per_prompt=2"]), None, None)
+    words = r"samples_per_prompt=2: .* 3 of each of 6 prompts\. .*samples_per_prompt=3"
+    with pytest.raises(ConfigError, match=words):
+        after.load_state(before.state())
 
 
 HERE = ["executor=inline", "rollout=transformers", "rollout.partial=0.7"]

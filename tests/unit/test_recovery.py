@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from settings import configured
 
+from hybridrl.config.changed import apply_changes
 from hybridrl.errors import LostError
+from hybridrl.job import job as job_module
 from hybridrl.run.recovery import RunRecovery
 
 AT_STEP = {"steps": 7, "seconds_train": 70.0}
@@ -153,3 +156,21 @@ def test_what_is_ignored_from_the_start_stays_so():
     script += f"with SignalHandler(RecoveryConfig()): print({ignored})"
     run = ["nohup", sys.executable, "-c", script]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "True\n"
+
+
+def test_open_settings_are_chosen_again_for_fewer_devices_and_as_before_for_as_many(monkeypatch):
+    """Else a job with `recover.min_devices` ends, where its new devices are no multiple of the
+    shards that were chosen for the others, or have less room."""
+
+    def resolve(config, known):
+        return apply_changes(config, [("actor.parallel.shards", known)]), ["chosen"]
+
+    monkeypatch.setattr(job_module, "resolve_settings", resolve)
+    asked = configured(["recover.min_devices=2", "checkpoint.every=1"])
+    first = apply_changes(asked, [("actor.parallel.shards", 8)])
+    job = SimpleNamespace(_chosen=(asked, first, 16), config=first)
+    for devices, shards in ((12, 12), (3, 3), (16, 8)):
+        job.executor = SimpleNamespace(cluster=SimpleNamespace(devices=range(devices)))
+        job._known = lambda devices=devices: devices
+        job_module.Job._choose_again(job)
+        assert job.config.actor.parallel.shards == shards
