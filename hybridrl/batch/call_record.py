@@ -67,6 +67,7 @@ class CallRecord:
         choices: What it decided by measuring, for people.
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
+        beside: Whether it ran on its host's second thread, beside the calls of other roles.
         call, host, reads: The number of the call, in the order in which the driver made them, the
             number of the device that it ran on, and the calls whose results it was given; the
             driver adds them.
@@ -85,6 +86,7 @@ class CallRecord:
     waited: float | None = None
     tokens: int = 0
     stage: int = 0
+    beside: bool = False
     faults: list[NonFiniteValue] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)

@@ -17,6 +17,7 @@ from hybridrl.config.setting_types import find_invalid_values
 from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.planner.step.graph_replay import ReplayResult
 from hybridrl.planner.what_if.graph_changes import OWN
+from hybridrl.planner.what_if.recorded_graph import BESIDE
 from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.system.cluster_spec import MAX_DEVICES
 
@@ -237,5 +238,10 @@ def _build_path_table(found: WhatIfPrediction, devices: int | None) -> Table:
 
 def _idle(replayed: ReplayResult, devices: int | None) -> float:
     """Return the mean idle share of the first devices: those that were taken away are not idle."""
-    shares = [s for place, s in replayed.idle_shares.items() if devices is None or place < devices]
+    names = replayed.graph.places
+    shares = [
+        share
+        for place, share in replayed.idle_shares.items()
+        if (devices is None or place < devices) and not names[place].endswith(BESIDE)
+    ]
     return sum(shares) / max(1, len(shares))

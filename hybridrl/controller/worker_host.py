@@ -71,6 +71,7 @@ class WorkerHost:
         self._in_memory: Worker | None = None
         self._output: dict[str, int] = {}
         self._output_of = ""
+        self._is_lane = False
         self._listeners: dict[str, socket.socket] = {}
         self._current: tuple[CallRecord, float] | None = None
         self._waiting = False
@@ -80,7 +81,7 @@ class WorkerHost:
         """Return a host of the same workers that runs calls on another thread (see
         `Worker.runs_beside`). What is printed there goes where this host's output goes."""
         lane = copy.copy(self)
-        lane._output = {}
+        lane._output, lane._is_lane = {}, True
         return lane
 
     def listen(self, role: str, address: str) -> Rendezvous:
@@ -167,7 +168,7 @@ class WorkerHost:
             keywords = {name: read(argument) for name, argument in request.keywords.items()}
         given = (*arguments, *keywords.values())
         record.tokens = sum(count_tokens(each) for each in given if isinstance(each, Batch))
-        record.stage = self._stages[request.role]
+        record.stage, record.beside = self._stages[request.role], self._is_lane
         worker.record, worker.rows = record, rows
         worker.table_rows = 0 if first is None else first.node.num_rows()
         if worker.takes_memory:

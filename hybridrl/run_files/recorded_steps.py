@@ -191,6 +191,7 @@ def _encode_call(one: CallRecord, since: Callable[[float], float]) -> dict[str, 
         "end": since(one.end),
         "waited": None if one.waited is None else round(one.waited, _TIME_DIGITS),
         "tokens": one.tokens,
+        **({"beside": True} if one.beside else {}),
         "spans": [
             [s.phase, since(s.start), since(s.end), round(s.waited, _TIME_DIGITS)]
             for s in one.spans
@@ -222,6 +223,7 @@ def _decode_call(one: Mapping[str, Any], begin: float) -> CallRecord:
     record.start, record.end = begin + one["start"], begin + one["end"]
     record.call, record.host, record.reads = one["call"], one["device"], tuple(one["reads"])
     record.waited, record.tokens, record.spans = one["waited"], one["tokens"], spans
+    record.beside = bool(one.get("beside"))
     for span in spans:
         record.phases[span.phase] += span.end - span.start
     return record

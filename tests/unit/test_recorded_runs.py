@@ -111,6 +111,7 @@ def asked(folder, **options):
 
 def test_steps_are_read_as_they_were_written(tmp_path):
     written = [step(1, 0.0), step(2, 4.5)._replace(ahead={1: 0.25})]
+    written[0].records[1].beside = True
     for one in written:
         StepRecordWriter(tmp_path).write(one)
     for one, read in zip(written, read_recorded_steps(tmp_path), strict=True):
@@ -120,6 +121,7 @@ def test_steps_are_read_as_they_were_written(tmp_path):
             assert (after.role, after.rank, after.call, after.host, after.reads) == (
                 *(before.role, before.rank, before.call, before.host, before.reads),
             )
+            assert after.beside == before.beside
             assert after.end == pytest.approx(before.end, abs=1e-5)
             assert after.phases == pytest.approx(before.phases, abs=1e-5)
             assert after.spans[0].waited == before.spans[0].waited
@@ -357,6 +359,24 @@ def test_whoever_receives_weights_waits_for_whoever_sends_them():
     longer = scale_speed(graph, NodeFilter("generator", "generate"), 0.5)
     assert replay_graph(longer).makespan == pytest.approx(5.0)
     assert replay_graph(scale_links(graph, 2.0)).makespan == pytest.approx(5.0)
+
+
+def test_rewards_beside_generation_take_no_time_of_the_device():
+    scored = [record(3, "reward", 0, 0, [("score", 5.0, 9.0, 0.0)], [1])]
+    scored += [record(4, "reward", 0, 0, [("score", 10.0, 11.0, 0.0)], [2])]
+    records = [
+        record(1, "actor", 0, 0, [("generate", 0.0, 5.0, 0.0)]),
+        record(2, "actor", 0, 0, [("generate", 5.0, 10.0, 0.0)]),
+        *scored,
+        record(5, "actor", 0, 0, [("train", 11.0, 13.0, 0.0)], [1, 2, 3, 4]),
+    ]
+    for one in scored:
+        one.beside = True
+    graph = build_recorded_graph(records, BEGIN, BEGIN + 13.0)
+    assert replay_graph(graph).makespan == pytest.approx(13.0), "as long as it took"
+    slower = scale_speed(graph, NodeFilter("reward", "score"), 0.25)
+    assert replay_graph(slower).makespan == pytest.approx(5 + 16 + 4 + 2)
+    assert [node.place for node in graph.nodes if node.role == "reward"] == [1, 1]
 
 
 @pytest.mark.parametrize("ahead", [0.0, 7.5])

@@ -11,6 +11,8 @@ from hybridrl.planner.step.graph_replay import NO_PLACE, WorkGraph, WorkNode
 OTHER_PHASE = "other"
 """What a call does outside of its phases."""
 DRIVER_ROLE = "driver"
+BESIDE = ", beside"
+"""The end of the name of a place that is a device's second thread."""
 _MIN_SEGMENT_SECONDS = 1e-4
 """Less between two phases is not worth a node."""
 _MIN_WAIT_SECONDS = 1e-3
@@ -44,7 +46,8 @@ def build_recorded_graph(
 ) -> WorkGraph:
     """Build the graph of the calls of one step or of several.
 
-    A call comes after those whose results it was given, and after what ran on its devices before.
+    A call comes after those whose results it was given, and after what ran on its devices before;
+    what ran beside other calls has places of its own, behind those of the devices.
     What passed besides until it began is its lag: replayed as it is, the graph takes as long as it
     took.
 
@@ -61,15 +64,19 @@ def build_recorded_graph(
     origin = min([*starts, *([] if begin is None else [begin])], default=0.0)
     places = max((record.host for record in done), default=-1) + 1
     first = min(starts, default=origin) - origin
+    names = [f"device {place}" for place in range(places)]
+    lanes = {host: places + n for n, host in enumerate(sorted({r.host for r in done if r.beside}))}
+    names += [f"device {host}{BESIDE}" for host in lanes]
     nodes = [WorkNode(DRIVER_ROLE, "begin", 0, 0, max(0.0, first))]
     ends = [nodes[0].seconds]
     pieces = [split_call(record, shift[record.host] + origin) for record in done]
     together, own, wire = match_collectives(done, pieces)
     last_of_call: dict[int, list[int]] = {}
-    last_of_host: dict[int, int] = {}
+    last_of_place: dict[int, int] = {}
     for number, record in enumerate(done):
         after = [node for call in record.reads for node in last_of_call.get(call, ())] or [0]
-        before = last_of_host.get(record.host, 0)
+        place = lanes[record.host] if record.beside else record.host
+        before = last_of_place.get(place, 0)
         ready = max(ends[node] for node in (*after, before))
         begins = record.start - shift[record.host] - origin
         lag = max(0.0, begins - ready)
@@ -81,7 +88,7 @@ def build_recorded_graph(
                     segment,
                     record.rank,
                     own[number][segment],
-                    record.host,
+                    place,
                     tuple(after),
                     lag,
                     together[number][segment],
@@ -91,7 +98,7 @@ def build_recorded_graph(
             )
             ends.append(piece.end)
             after, lag = [len(nodes) - 1], 0.0
-        last_of_host[record.host] = len(nodes) - 1
+        last_of_place[place] = len(nodes) - 1
         last_of_call.setdefault(record.call, []).append(len(nodes) - 1)
     if end is not None:
         finish = max(ends)
@@ -105,7 +112,7 @@ def build_recorded_graph(
                 after=tuple(node for some in last_of_call.values() for node in some) or (0,),
             )
         )
-    return WorkGraph(nodes, [f"device {place}" for place in range(places)])
+    return WorkGraph(nodes, names)
 
 
 def split_call(record: CallRecord, zero: float = 0.0) -> list[CallSegment]:
