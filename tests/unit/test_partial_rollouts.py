@@ -196,6 +196,7 @@ HERE = ["executor=inline", "rollout=transformers", "rollout.partial=0.7"]
         ("guard.on_nan=rewind", r"rollout\.partial=0\.7 with guard\.on_nan=rewind"),
         ("rollout.engine=pipeline", "it generates a batch to its end"),
         ("rollout.partial=1.5", r"rollout\.partial=1\.5: must be"),
+        ("actor.updates_per_step=1000", r"1000 is more than the \d+ samples .*rollout\.partial x"),
         ("algorithm=remax", r"rollout\.partial"),
         ("algorithm.policy_loss=reinforce", r"takes them for the policy's own"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from hybridrl.config.role_models import list_parallel_settings, parse_role_model
@@ -21,11 +22,15 @@ _ENCODING_PURPOSES = (
 
 
 def _check_updates(config: Config) -> None:
-    samples = config.data.prompts_per_step * config.rollout.samples_per_prompt
+    prompts, share = config.data.prompts_per_step, config.rollout.partial
+    counted = "data.prompts_per_step x rollout.samples_per_prompt"
+    if share is not None:  # the first step has no more, and none may have an update of nothing
+        prompts, counted = math.ceil(share * prompts * (1 - 1e-9)), f"rollout.partial x {counted}"
+    samples = prompts * config.rollout.samples_per_prompt
     if config.actor.updates_per_step > samples:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
-            "samples of a step (data.prompts_per_step x rollout.samples_per_prompt)."
+            f"samples of a step ({counted})."
         )
 
 
