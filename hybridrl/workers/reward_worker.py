@@ -147,6 +147,9 @@ class RewardWorker(ModelWorker):
 
     @classmethod
     def runs_beside(cls, keywords: Mapping[str, Any]) -> bool:
+        # A class of the user's may use a device, and says so itself if it does not.
+        if cls is not RewardWorker:
+            return super().runs_beside(keywords)
         return keywords.get("model") is None and keywords.get("judge") is None
 
     @property

@@ -239,3 +239,12 @@ def test_samples_count_as_the_steps_where_its_rows_are_of_no_call():
     )  # what is learned from came from the driver
     assert found["reward/mean"] == 2.0 and found["response/length_mean"] == 3.0
     assert compute_step_metrics(DRAWN, [], 3.0)["response/length_mean"] == 5.0
+
+
+def test_only_rewards_that_are_known_to_need_no_device_run_beside_others():
+    class WithOwnModel(RewardWorker):
+        """Loads a model of its own in `compute_reward`."""
+
+    assert RewardWorker.runs_beside({"model": None, "judge": None})
+    assert not RewardWorker.runs_beside({"model": "folder", "judge": None})
+    assert not WithOwnModel.runs_beside({"model": None, "judge": None})
