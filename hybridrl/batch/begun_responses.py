@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hybridrl.batch.batch import Batch, RaggedColumn
+from hybridrl.batch.arrow_columns import RaggedColumn
+from hybridrl.batch.batch import Batch
 
 UNFINISHED = "unfinished"
 """The finish reason of a sample that goes on in a later generation."""

@@ -66,9 +66,9 @@ def _parameters(plan: JobPlan, role: str) -> str:
 
 def build_memory_table(plan: JobPlan) -> Table:
     """Build the table of the memory of each phase, in GiB, on each group of equal devices, against
-    its capacity."""
+    its capacity; and a line on the memory of nodes."""
     phases = [phase.parts for device in plan.memory for phase in device.phases]
-    names = list(dict.fromkeys(name for parts in (*phases, plan.host) for name in parts))
+    names = list(dict.fromkeys(name for parts in phases for name in parts))
     table = _table(
         f"memory of a device in GiB, of {_memories(plan)}",
         ["devices", "while"],
@@ -86,8 +86,9 @@ def build_memory_table(plan: JobPlan) -> Table:
                 style="bold red" if share > 1 else "bold" if phase is device.fullest else "",
             )
     if plan.host:
-        cells = _cells(plan.host, names)
-        table.add_row("a node", "its own memory", *cells, format_gib(plan.host_bytes), "")
+        parts = ", ".join(f"{format_gib(size)} for {name}" for name, size in plan.host.items())
+        table.caption = f"memory of a node in GiB: {parts}"
+        table.caption_justify, table.caption_style = "left", ""
     return table
 
 

@@ -173,7 +173,7 @@ def test_weights_too_large_for_a_few_devices_are_cut_over_more():
         materialize_named_models(configured([*PAPER, *overrides])) as config,
         pytest.raises(ConfigError, match=r"It would fit with .*rollout\.parallel\.tp=16"),
     ):
-        check_plan_fits(build_job_plan(config, parse_cluster("16xH100")))
+        check_plan_fits(build_job_plan(config, parse_cluster("1x16xH100")))
 
 
 @pytest.mark.parametrize("text", ["8", "8xT1000", "x8xH100", "0xH100", "H100"])
