@@ -31,6 +31,9 @@ _WITH_REASONING_GYM = AppliesIf("data.task=reasoning_gym")
 
 @dataclass
 class DataConfig:
+    """What is learned from: a built-in task or files, the columns of their rows, what becomes of
+    rows that are too long or cannot be read, and how many a step takes; see docs/data.md."""
+
     task: NameOrPath | None = None
     """A built-in task, or null to read `path`."""
     tasks: Annotated[list[str], _WITH_REASONING_GYM] = field(default_factory=list)

@@ -64,6 +64,8 @@ class TinyModelConfig:
 
 @dataclass
 class ModelConfig:
+    """The model that all begins with, or the shape of a tiny one, and its precision."""
+
     path: NameOrPath | None = None
     """Folder or hub name; null makes a tiny model and a character tokenizer."""
     tokenizer: NameOrPath | None = None
