@@ -14,6 +14,8 @@ _MAX_VALUES = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
     "sliding_window": SHRUNK_WINDOW,
     "mamba_chunk_size": SHRUNK_WINDOW,
     "chunk_size": SHRUNK_WINDOW,
