@@ -314,8 +314,7 @@ def _parse_model_step(path: str) -> int | None:
 def _how_drawn(sampling: SamplingSettings, samples: int) -> dict[str, Any]:
     """Return how a set is sampled, for evaluations.json."""
     found = asdict(sampling) | {"samples": samples}
-    del found["series"]
-    return found
+    return {name: value for name, value in found.items() if name not in ("series", "partial")}
 
 
 def _series(name: str, step: int) -> str:
