@@ -129,6 +129,7 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.planner.fitting_settings import (
         check_plan_fits,
         choose_automatic_settings,
+        format_core_notice,
         format_settings,
     )
     from hybridrl.planner.job_plan import build_job_plan, job_plan_to_json
@@ -152,7 +153,8 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
         else:
             said = f"Chosen: {', '.join(format_settings(left))}." if left else ""
             searched = _AUTO_PLACEMENT_NOTICE if config.placement.strategy == "auto" else ""
-            notices = filter(None, (unnamed, said, searched, plan.notice, *unseen))
+            cores = format_core_notice(config, machines)
+            notices = filter(None, (unnamed, said, cores, searched, plan.notice, *unseen))
             print_for_people(*table.format_step_sizes(plan), *notices)
             for shown in table.build_plan_tables(plan):
                 print_for_people("", shown)
