@@ -1,4 +1,4 @@
-"""Cores of their own for stages that work beside each other (`resources=auto`), and waiting for data.
+"""Cores of their own for stages that work beside each other, and waiting for data.
 
     python benchmarks/core_isolation.py [--rounds 3] [--steps 20] [--burn 0.02]
 

@@ -20,6 +20,10 @@ from hybridrl.errors import ConfigError
 GENERATION_PLAN, PRECISION_PLAN = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
 
+_AUTO_RESOURCES_NOTICE = (
+    "resources=auto: cores are chosen by measuring steps. The run tells what it chose, what it "
+    "expects of that and what came of it."
+)
 _AUTO_PLACEMENT_NOTICE = (
     "With placement=auto a start searches for a placement; this is the plan of flattening. Add "
     "--search for what it would find."
@@ -129,7 +133,6 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
     from hybridrl.planner.fitting_settings import (
         check_plan_fits,
         choose_automatic_settings,
-        format_core_notice,
         format_settings,
     )
     from hybridrl.planner.job_plan import build_job_plan, job_plan_to_json
@@ -153,7 +156,7 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
         else:
             said = f"Chosen: {', '.join(format_settings(left))}." if left else ""
             searched = _AUTO_PLACEMENT_NOTICE if config.placement.strategy == "auto" else ""
-            cores = format_core_notice(config, machines)
+            cores = _AUTO_RESOURCES_NOTICE if config.resources == "auto" else ""
             notices = filter(None, (unnamed, said, cores, searched, plan.notice, *unseen))
             print_for_people(*table.format_step_sizes(plan), *notices)
             for shown in table.build_plan_tables(plan):

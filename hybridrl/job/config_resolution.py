@@ -154,14 +154,7 @@ def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, s
     return apply_changes(config, chosen or ()), said
 
 
-def describe_cores(config: Config, job: KnownJob) -> tuple[Config, str]:
-    """Tell how cores are shared, which is chosen while the job runs."""
-    from hybridrl.planner.fitting_settings import format_core_notice
-
-    return config, format_core_notice(config, job.cluster)
-
-
-RESOLUTIONS = (resolve_dtype, resolve_automatic_settings, describe_cores)
+RESOLUTIONS = (resolve_dtype, resolve_automatic_settings)
 
 
 def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:

@@ -77,18 +77,6 @@ def choose_automatic_settings(
     return found
 
 
-def format_core_notice(config: Config, cluster: ClusterSpec) -> str:
-    """Return what `resources=auto` will do, since it chooses by measuring steps; else empty."""
-    if config.resources != "auto":
-        return ""
-    count = cluster.devices_per_node
-    return (
-        "resources=auto: the first steps are measured; then the workers of a node's "
-        f"{count} device{'s' if count > 1 else ''}, and the processes of rewards and environments "
-        "beside them, get cores of their own where that makes steps quicker."
-    )
-
-
 @dataclass(frozen=True)
 class _OpenJob:
     """A job with settings that are left to the planner; attributes as in

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import psutil
-import torch
 
 WORKERS, WALL, QUEUED = "workers", "wall", "queued"
 """In the load of a phase: the CPU seconds of this process, the seconds of the phase, and those of
@@ -51,6 +50,8 @@ class CorePins:
 
     def assign(self, of_phases: Mapping[str, StageCores] | None) -> HostCores:
         """Keep later phases to these cores, and measure all phases; None: do neither."""
+        import torch  # which takes a second, and pools are used without it
+
         if self._of_phases is None:
             self._usable = os.sched_getaffinity(0)
         self._of_phases = of_phases
