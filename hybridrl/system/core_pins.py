@@ -65,9 +65,9 @@ class CorePins:
             return
         before, begin = self._read(), time.perf_counter()
         self._now = self._of_phases.get(name, {})
-        for stage, cores in self._now.items():
-            self._pin(self._pids(stage), cores)
         try:
+            for stage, cores in self._now.items():
+                self._pin(self._pids(stage), cores)
             yield
         finally:
             load[WALL] = load.get(WALL, 0.0) + time.perf_counter() - begin
@@ -91,8 +91,9 @@ class CorePins:
                 os.sched_setaffinity(thread, cores)
 
     def _pids(self, stage: str) -> list[int]:
-        if stage == WORKERS:
-            return [os.getpid()]
+        if stage == WORKERS:  # with what it has started beside the pools
+            pooled = {pid for pool in list(self.pools) for pid in self._pids(pool.name)}
+            return [pid for pid in _family(os.getpid()) if pid not in pooled]
         roots = [pid for pool in list(self.pools) if pool.name == stage for pid in pool.pids]
         return [pid for root in roots for pid in _family(root)]
 

@@ -62,7 +62,7 @@ class Executor:
 
     def __init__(self, hosts=1, cores=8, threads=1, nodes=1):
         addresses = [str(host * nodes // hosts) for host in range(hosts)]
-        self.cluster = SimpleNamespace(devices=[SimpleNamespace(address=a) for a in addresses])
+        self.cluster = SimpleNamespace(devices=[SimpleNamespace(node=a) for a in addresses])
         self.told = []
         self._cores = HostCores(frozenset(range(cores)), threads)
 
@@ -221,6 +221,7 @@ def test_processes_come_and_go_in_a_phase(pool):
     pins.assign({"generate": {pool.name: [core]}})
     first = pool.pids[0]
     with subprocess.Popen(["sleep", "60"]) as late:
+        assert late.pid in pins._pids("workers") and first not in pins._pids("workers")
         with pins.phase("generate", {}):
             pins.pin_child(pool.name, late.pid)
             assert os.sched_getaffinity(late.pid) == {core}
@@ -228,6 +229,17 @@ def test_processes_come_and_go_in_a_phase(pool):
         assert os.sched_getaffinity(late.pid) == USABLE
         type(pool).pids = [first]
         late.kill()
+
+
+def test_what_a_worker_starts_in_a_phase_is_free_after_it():
+    pins = CorePins()
+    pins.assign({"generate": {"workers": [min(USABLE)]}})
+    with pins.phase("generate", {}):
+        own = subprocess.Popen(["sleep", "60"])
+        assert os.sched_getaffinity(own.pid) == {min(USABLE)}
+    assert os.sched_getaffinity(own.pid) == USABLE
+    own.kill()
+    own.wait()
 
 
 def test_nothing_is_measured_nor_pinned_without_being_asked_for():

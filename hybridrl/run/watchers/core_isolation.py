@@ -100,7 +100,7 @@ class CoreIsolation(Watcher):
         nodes: dict[tuple[str, frozenset[int]], dict[int, Load]] = defaultdict(dict)
         for host, (usable, _) in enumerate(self._hosts):
             if phase in load.get(host, {}):
-                nodes[self._devices[host].address, usable][host] = load[host][phase]
+                nodes[self._devices[host].node, usable][host] = load[host][phase]
         pins: Pins = {}
         told = (-1.0, "no step was measured")
         for (_, usable), of in nodes.items():
