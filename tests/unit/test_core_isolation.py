@@ -133,9 +133,9 @@ def test_another_mix_is_solved_anew():
         (1, 1, CROWDED, "too few"),
         (4, 4, CROWDED, "too few"),  # a core for each thread leaves none
         (2, 1, {**CROWDED, "workers": 2.0, "reward_processes": 6.0}, "slowest would take 6.00 s"),
-        (8, 1, {"wall": 4.0, "queued": 0.1, "workers": 4.0}, "no processes"),
-        (8, 1, {**CROWDED, "reward_processes": 0.1}, "no processes"),
-        (8, 1, {}, "no processes"),
+        (8, 1, {"wall": 4.0, "queued": 0.1, "workers": 4.0}, "take 0.00 core-seconds"),
+        (8, 1, {**CROWDED, "reward_processes": 0.1}, "take 0.10 core-seconds"),
+        (8, 1, {}, "no step was measured"),
     ],
 )
 def test_where_nothing_can_be_won_it_says_why(cores, threads, load, why):
@@ -158,7 +158,10 @@ def test_hosts_of_a_node_share_its_cores_and_nodes_do_not():
     pins = [one["generate"] for one in executor.told[-1]]
     assert pins[:2] == pins[2:]
     of_node = [core for one in pins[:2] for part in one.values() for core in part]
-    assert sorted(of_node) == list(range(8))
+    assert set(of_node) == set(range(8))
+    assert pins[0]["workers"] == pins[1]["workers"]  # one core is enough for both
+    first, second = (set(one["reward processes"]) for one in pins[:2])
+    assert not first & second and not (first | second) & set(pins[0]["workers"])
 
 
 BURNS = "import time\nprint(flush=True)\nwhile True: pass"

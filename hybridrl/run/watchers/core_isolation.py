@@ -99,7 +99,7 @@ class CoreIsolation(Watcher):
         phase = max(phases, key=beside.__getitem__, default="")
         nodes: dict[tuple[str, frozenset[int]], dict[int, Load]] = defaultdict(dict)
         for host, (usable, _) in enumerate(self._hosts):
-            if phase in load.get(host, {}):
+            if load.get(host, {}).get(phase):
                 nodes[self._devices[host].node, usable][host] = load[host][phase]
         pins: Pins = {}
         told = (-1.0, "no step was measured")
