@@ -81,7 +81,7 @@ def report(name: str, ours: float, baseline: float, goal: str, unit: str) -> Non
     """Prints a figure as one JSON line; the ratio is ours / baseline."""
     figure = {
         "name": name,
-        "ratio": round(ours / baseline, 4),
+        "ratio": round(ours / baseline, 4) if baseline else None,
         "goal": goal,
         "ours": ours,
         "baseline": baseline,

@@ -1,7 +1,7 @@
 """Large jobs, rehearsed: what one rank of many allocates, sends and waits for.
 
     python tests/at_size.py --write         # all of JOBS, and into docs/sizing.md
-    python tests/at_size.py llama3-70b-1024 # one of them
+    python tests/at_size.py llama3-70b-1024 # one of them, also with --write
     python tests/at_size.py --json
     python tests/at_size.py qwen3-8b-8 --held train   # what lives at the fullest moment
 
@@ -117,7 +117,8 @@ SETTINGS = (
     "algorithm=grpo",
     "devices=cuda",
     "model.dtype=bfloat16",
-    "actor.gradient_checkpointing=true",
+    "actor.gradient_checkpointing=block",
+    "rollout.partial=0.5",
     "actor.compile=false",  # what is not there cannot be compiled for
     f"actor.tokens_per_microbatch={TOKENS}",
     "rollout.samples_per_prompt=2",
@@ -215,6 +216,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
                 _Rollout(copy),
             )
             seconds["sync"] = time.perf_counter() - began
+            lacking = _lacking(engine.layout(), target, 2 * share)
             cost = sync.run()
             del copy, sync
         with device.phase("save"):
@@ -227,7 +229,12 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
         "devices": job.devices,
         "parameters": sum(p.numel() for p in engine.model.parameters()),
         "bytes_read": files.bytes_read,
-        "synced": {"received": cost.received, "sent": cost.sent, "planned": synced},
+        "synced": {
+            "received": cost.received,
+            "sent": cost.sent,
+            "most": 2 * lacking,
+            "planned": synced,
+        },
         "bytes_written": sum(part.size for part in parts),
         "phases": {
             phase: {
@@ -270,6 +277,15 @@ def _planned(config, devices):
         "save": sum(there.values()),
     }
     return found, planner.sync_bytes("actor"), train.total / planner.sizes.sample_tokens
+
+
+def _lacking(source, target, ranks):
+    """Elements that the busiest of so many ranks has to receive."""
+    from hybridrl.layout.tensor_layout import TensorLayout, compute_peak_elements
+
+    few = [TensorLayout(x.shapes, {n: x.pieces[n] for n in range(ranks)}) for x in (source, target)]
+    both, held = compute_peak_elements(*few), compute_peak_elements(few[0])
+    return max(both[rank] - held[rank] for rank in range(ranks))
 
 
 def _batch(rows: float, prompt: int, response: int):
@@ -405,11 +421,19 @@ def tables(found: dict) -> dict[str, str]:
 
 
 def written(page: str, found: dict) -> str:
-    """The page with the tables as they are now, each between its marks."""
+    """The page with the tables as they are now, each between its marks. Rows of jobs that were not
+    rehearsed this time stay."""
+    numbers = {f"| {name} ": number for number, name in enumerate(JOBS)}
+    others = tuple(start for start in numbers if start.strip("| ") not in found)
     for name, lines in tables(found).items():
         begin, end = f"<!-- {name}: written by tests/at_size.py -->", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
-        page = f"{before}{begin}\n\n{lines}\n\n{end}{rest.partition(end)[2]}"
+        old, _, after = rest.partition(end)
+        first, second, *rows = lines.splitlines()
+        rows += [row for row in old.splitlines() if row.startswith(others)]
+        rows.sort(key=lambda row: next(n for start, n in numbers.items() if row.startswith(start)))
+        lines = "\n".join([first, second, *rows])
+        page = f"{before}{begin}\n\n{lines}\n\n{end}{after}"
     return page
 
 

@@ -32,6 +32,7 @@ _WITH_PIPELINE_ENGINE = AppliesIf("rollout.engine=pipeline")
 SERVED = AppliesIf("rollout.serve", "environment.name")
 _WITH_EPISODE = AppliesIf("rollout.episode")
 _WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
+_WITH_PARTIAL = AppliesIf("rollout.partial")
 _BY_REWARDS = AppliesIf(*(f"trainer.name={name}" for name in ("grpo", "ppo", "safe_rlhf")))
 _WITH_DECAYING_SCHEDULE = AppliesIf(
     "actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine"
@@ -308,12 +309,12 @@ class RolloutConfig:
     """Of a mixture of experts: the trainer lets each token be taken by the experts that took it in
     generation (Ma et al. 2025, arXiv:2510.11370), with the weights that its own router gives them.
     Rounding alone would choose others now and then. A byte for each of them and each token."""
-    partial: Annotated[ProperFraction | None, _BY_REWARDS] = None
+    partial: Annotated[ProperFraction | None, _WITH_PARTIAL, _BY_REWARDS] = None
     """Share of the prompts being answered whose samples must all be complete before a step goes
     on; the other prompts are kept, and their samples continue in the next step with its weights.
     Their tokens then come from several policies, which `algorithm.correction` and the clipped ratio
     correct for. null: a step waits for all samples. See docs/placement.md."""
-    partial_steps: Annotated[PositiveInt, AppliesIf("rollout.partial")] = 4
+    partial_steps: Annotated[PositiveInt, _WITH_PARTIAL] = 4
     """Most generations after its first over which a sample may extend; the last waits for it."""
     engine_options: Annotated[dict[str, Any], _WITH_VLLM] = field(default_factory=dict)
     """Further options of vLLM's engine by vLLM's names, such as `max_num_batched_tokens`,

@@ -68,7 +68,7 @@ class HybridEngine:
         self._phase = phase
         self._dtype = DTYPES[dtype]
         self._verify = verify
-        self._stream: SampleStream
+        self._stream: SampleStream | None = None
         self._sync: WeightSync | None = None
         self._is_planned = False
 
@@ -87,13 +87,20 @@ class HybridEngine:
         task = GenerationTask(batch, sampling, seeds, self.policy_version)
         self._stream = self.rollout.begin(task)
 
+    @property
+    def is_generating(self) -> bool:
+        """Whether samples are under way, to whose KV cache the trainer's weights have given way."""
+        return self._stream is not None
+
     def take(self, least: int, last: bool) -> NumberedSamples:
         """Return at least this many of the samples that were begun, or all that are left, with
         their `token_versions`; end the generation if they are the last."""
+        assert self._stream is not None
         with self._phase("generate"):
             samples, rows = self._stream.next_samples(least)
         if last:
             self._stream.close()
+            self._stream = None
             self._rest()
         return add_response_mask(samples), rows
 

@@ -7,8 +7,8 @@ with what is not cut. Log-probabilities and the norm of the gradient tell whethe
 missing or counted twice, for a class of models that nobody has tried, or a version of a library.
 
 The trial is in float32. Where a device has other attention kernels for bfloat16, and the job
-computes in it, a second one is in bfloat16: it cannot tell rounding from small mistakes, but goes
-the way that the job will go.
+computes in it, a second one is in bfloat16: it cannot tell rounding from the smallest mistakes, but
+goes the way that the job will go.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ _SAMPLE_LENGTHS = (SHRUNK_WINDOW, 5, SHRUNK_WINDOW - 1)
 """Of the samples: a ring takes none that are longer than a window."""
 _MODEL_AXES = ("tp", "pp", "ulysses", "ring")
 """Axes over which a model's arithmetic is divided."""
-_TOLERANCES = {"float32": TOLERANCE, "bfloat16": 0.5}
-"""Of a log-probability, and of the norm of the gradient relative to it, by precision."""
+_ROUNDING = 4 * torch.finfo(torch.bfloat16).eps
+"""What each layer may add in bfloat16 to the error of outputs, and of the gradient's norm relative
+to it: a few roundings, by half of eps each, that do not cancel. Whole copies of 12 architectures,
+of 2 to 8 layers and four seeds, were off by a third of it at most; with a sum over ranks forgotten,
+two layers were off by 1 in outputs, or by 0.09 in the norm."""
 
 _proven: set[str] = set()
 
@@ -60,7 +63,7 @@ def check_parallel_equivalence(
     """
     sizes = {axis: mesh.size(axis) for axis in _MODEL_AXES if mesh.size(axis) > 1}
     has_kernel = has_varlen_attention(mesh.device.type)
-    precisions = [p for p in _TOLERANCES if p == "float32" or (p == dtype and has_kernel)]
+    precisions = ["float32", *(["bfloat16"] if has_kernel and dtype == "bfloat16" else [])]
     key = trial_key(model.inner.config, type(model), sizes, config.parallel, trains, precisions)
     if not sizes or key in _proven:
         return
@@ -70,7 +73,7 @@ def check_parallel_equivalence(
     for precision in precisions:
         with trial_seed():
             try:
-                off, norm_off = _differences(model, mesh, config, precision, trains)
+                off, norm_off, tolerance = _differences(model, mesh, config, precision, trains)
             except HybridRLError:
                 raise
             except Exception as error:  # of whatever kind: nobody knows what models will come
@@ -78,10 +81,10 @@ def check_parallel_equivalence(
                     f"{who}: a small copy of it does not run so in {precision} "
                     f"({type(error).__name__}: {error}). {cure}"
                 ) from error
-        if max(off, norm_off) > _TOLERANCES[precision]:
+        if max(off, norm_off) > tolerance:
             raise ConfigError(
                 f"{who}: of a small copy of it that is cut so, in {precision}, {model.OUTPUTS[0]} "
-                f"are off by up to {off:.2g}, and the norm of the gradient by {norm_off:.2g} of "
+                f"are off by {off:.2g}, and the norm of the gradient by {norm_off:.2g} of "
                 f"it. {cure}"
             )
     _proven.add(key)
@@ -89,9 +92,12 @@ def check_parallel_equivalence(
 
 def _differences(
     model: PackedModel, mesh: ParallelMesh, config: ActorConfig, dtype: str, trains: bool
-) -> tuple[float, float]:
-    """Return the largest error of the outputs, and of the gradient norm relative to it, over all
-    ranks."""
+) -> tuple[float, float, float]:
+    """Return the error of the outputs, and of the gradient norm relative to it, on the rank where
+    they are largest, and how large they may be. Of outputs the largest error counts; in bfloat16
+    the median, because rounding alone lets a router send a token to another expert where two are
+    almost equal.
+    """
     is_scalar, layers = isinstance(model, ScalarModel), mesh.size("pp") * config.parallel.chunks
     cuts = mesh.size("tp") * mesh.size("ulysses")
     trial = ModelTrial(
@@ -111,12 +117,13 @@ def _differences(
         ),  # what they lose is no cut's fault
     )
     engine = TrainEngine(copy.requires_grad_(trains), mesh, mesh.device, dtype, settings)
-    batch, name = trial.batch(), model.OUTPUTS[0]
+    batch, name, is_exact = trial.batch(), model.OUTPUTS[0], dtype == "float32"
     found = engine.forward(batch)[name].values
     expected = trial.reference_outputs()
     off = norm_off = 0.0
     if mesh.index("pp") == mesh.size("pp") - 1:  # the last stage of a pipeline has them
-        off = float((found - expected.detach()).abs().max())
+        errors = (found - expected.detach()).abs()
+        off = float(errors.max() if is_exact else errors.median())
     if trains:
         engine.start_optimizer(OptimizerConfig(), updates=1)
         norm = engine.update(batch, lambda outputs, *_: TokenLoss(outputs[name], {}))["grad_norm"]
@@ -127,4 +134,7 @@ def _differences(
     worst = torch.tensor([off, norm_off]).nan_to_num(torch.inf)  # or no comparison would see it
     if (group := mesh.group()) is not None:
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
-    return worst[0].item(), worst[1].item()
+    tolerance = (
+        TOLERANCE if is_exact else _ROUNDING * ours.config.get_text_config().num_hidden_layers
+    )
+    return worst[0].item(), worst[1].item(), tolerance

@@ -93,9 +93,11 @@ class ShardedModel:
         if not (compiled and kept in MEMORY_BUDGETS):
             set_activation_checkpointing(model.inner, kept)
         # Gathering gradients once per update, not per micro-batch, needs them whole in memory.
-        # They are added up in the precision in which they travel.
+        # They are added up in the precision in which they travel; a unit sums those of one only,
+        # and of two chunks the one that ran last has its own still in that of computation.
         reduce_dtype = DTYPES.get(config.parallel.gradients, torch.float32)
-        self._reduce_once = is_small_model(model) and reduce_dtype is torch.float32
+        is_float32 = reduce_dtype is torch.float32
+        self._reduce_once = is_small_model(model) and is_float32 and config.parallel.chunks == 1
         # FSDP moves to the device what it shards, a module at a time: never the whole model.
         compressed = mesh.reduce_scatter if config.parallel.gradients != "full" else None
         self._measured = compressed if isinstance(compressed, MeasuredReduceScatter) else None

@@ -15,16 +15,19 @@ from hybridrl.system.device_traits import has_pinned_memory
 
 NO_CHECKPOINTING, SELECTIVE_CHECKPOINTING, BLOCK_CHECKPOINTING = CHECKPOINTING_MODES[:3]
 FULL_CHECKPOINTING, OFFLOAD_CHECKPOINTING = CHECKPOINTING_MODES[3:]
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm")
+PRODUCT_OPERATIONS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm")
+COUNTED_ATTENTION = "hybridrl::counted_attention"
+"""Stands for attention where only memory is counted."""
 _ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_flash_attention_forward",
+    COUNTED_ATTENTION,
 )
 KEPT_OPERATIONS = {
-    SELECTIVE_CHECKPOINTING: (*_PRODUCTS, *_ATTENTION),
+    SELECTIVE_CHECKPOINTING: (*PRODUCT_OPERATIONS, *_ATTENTION),
     BLOCK_CHECKPOINTING: _ATTENTION,
 }
 """The operations whose results are kept by `actor.gradient_checkpointing`, where it is by operation

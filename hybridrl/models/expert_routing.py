@@ -22,11 +22,13 @@ from hybridrl.models.packed_models import PackingMetadata
 
 @dataclass(frozen=True)
 class _LayerRouting:
-    """What the router of a layer reads while the layer runs. All of it is tensors, so that a graph
-    that is compiled for one layer serves all of them.
+    """What the router of a layer reads while the layer runs. All of it is tensors that begin where
+    their memory does, so that a graph that is compiled for one layer serves all of them: those that
+    are parts of others have guards on where they begin.
 
     Attributes:
-        routes: `[tokens, chosen]`: the experts that are to take each token; see `PackingMetadata`.
+        routes: int64 `[tokens, chosen]`: the experts that are to take each token; see
+            `PackingMetadata`.
         counted: `[2, experts]`: where choices and probabilities are added; None: not counted.
         penalties: `[experts]`: see `compute_router_penalties`; None: no balancing loss.
         real: See `PackingMetadata`.
@@ -63,8 +65,8 @@ class ExpertRouters:
         self.experts = int(config.num_experts)
         self.chosen = int(config.num_experts_per_tok)
         self._normalises = detect_normalized_weights(next(iter(routers.values())), config)
-        self._counted: Tensor | None = None
-        self._penalties: Tensor | None = None
+        self._counted: list[Tensor] | None = None
+        self._penalties: list[Tensor] | None = None
         self._layer: _LayerRouting | None = None
         kinds = set(model._no_split_modules or ())
         for number, (name, router) in enumerate(routers.items()):
@@ -83,20 +85,19 @@ class ExpertRouters:
 
     def count(self, device: torch.device) -> None:
         """Start to count from zero."""
-        self._counted = torch.zeros(
-            self.layers, 2, self.experts, dtype=torch.float64, device=device
-        )
+        of_layer = partial(torch.zeros, 2, self.experts, dtype=torch.float64, device=device)
+        self._counted = [of_layer() for _ in range(self.layers)]
 
     def counted(self) -> Tensor:
         """Return how often each expert was chosen since `count`, and the sum of its
         probabilities, over this rank's tokens and in its layers, `[2, layers, experts]`."""
         assert self._counted is not None
         found, self._counted = self._counted, None
-        return found.transpose(0, 1).contiguous()
+        return torch.stack(found, 1)
 
     def keep_balance(self, penalties: Tensor | None) -> None:
         """Add the balancing loss in every forward from now on; None stops it."""
-        self._penalties = penalties
+        self._penalties = None if penalties is None else [one.clone() for one in penalties]
 
     def _begin_layer(
         self, number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]
@@ -105,8 +106,9 @@ class ExpertRouters:
         # when the last forward may have been one of other samples.
         packing: PackingMetadata = kwargs["packing"]
         first = number * self.chosen
+        routes = packing.routes
         self._layer = _LayerRouting(
-            None if packing.routes is None else packing.routes[:, first : first + self.chosen],
+            None if routes is None else routes[:, first : first + self.chosen].long(),
             None if self._counted is None or _is_backward() else self._counted[number],
             None if self._penalties is None else self._penalties[number],
             packing.real,
@@ -120,8 +122,7 @@ class ExpertRouters:
         layer = self._layer
         assert layer is not None
         if layer.routes is not None:
-            recorded = layer.routes.to(chosen.dtype)
-            chosen = torch.where(recorded < 0, chosen, recorded)
+            chosen = torch.where(layer.routes < 0, chosen, layer.routes)
             scores = _scores(logits, chosen, bool(self._normalises)).to(scores.dtype)
         if layer.counted is not None:
             _add_counts(layer.counted, logits, chosen, layer.real)

@@ -143,6 +143,7 @@ def _choose_kernel(
                 why = f"{type(error).__name__}: {error}".partition("\n")[0]
             _log.info("attention of %d heads of %d dims: not %s (%s)", heads, width, name, why)
             del _CAPABILITIES[name]
+            _choose_kernel.cache_clear()  # the next one has to be right for what came before, too
         _activate(None)
 
 

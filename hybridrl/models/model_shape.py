@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from hybridrl.models.token_bytes import (
     TokenBytes,
     measure_product_bytes,
     measure_token_bytes,
+    split_tokens_between,
 )
 from hybridrl.system.dtypes import DTYPES
 
@@ -94,6 +96,8 @@ class ModelShape:
         tensor_sizes: Elements of each parameter tensor of a layer.
         active_of_layer: Parameters of one layer that a token is multiplied with: of experts, as
             many as it goes to.
+        crosswise: Parameters of one layer that a tensor-parallel cut divides along another dim than
+            the first, along which shards are cut.
         item: Bytes of an element in computation.
         training, scoring: Memory of a token in forward and backward, and in a forward alone.
         compiled: As `training`, of layers that are compiled.
@@ -111,6 +115,7 @@ class ModelShape:
     tied: bool
     tensor_sizes: tuple[int, ...]
     active_of_layer: int
+    crosswise: int
     item: int
     training: TokenBytes
     scoring: TokenBytes
@@ -147,6 +152,7 @@ def compute_model_shape(
     scalar: bool = False,
     checkpointing: str = NO_CHECKPOINTING,
     lora: LoraAdapterConfig | None = None,
+    splits_tokens: bool = False,
 ) -> ModelShape:
     """Compute the shape of the part that one of `tp` ranks holds; cached by configuration.
 
@@ -156,13 +162,16 @@ def compute_model_shape(
         scalar: With a scalar head instead of logits.
         checkpointing: As `actor.gradient_checkpointing`.
         lora: Adapters; None trains all.
+        splits_tokens: Between attention and MLPs each of the ranks has its own tokens.
     """
     lora = lora if lora and lora.rank else None
     known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    key = repr((sorted(known.items()), dtype, tp, scalar, checkpointing, lora))
+    key = repr((sorted(known.items()), dtype, tp, scalar, checkpointing, lora, splits_tokens))
     if key not in _counted:
         try:
-            _counted[key] = _count(config, dtype, tp, scalar, checkpointing, lora)
+            _counted[key] = _count(
+                *(config, dtype, tp, scalar, checkpointing, lora), tp if splits_tokens else 1
+            )
         except HybridRLError:
             raise
         except Exception as error:  # of whatever kind: nobody knows what models will come
@@ -180,6 +189,7 @@ def _count(
     scalar: bool,
     checkpointing: str,
     lora: LoraAdapterConfig | None,
+    token_parts: int,
 ) -> ModelShape:
     number = config.get_text_config().num_hidden_layers
     whole = narrow_config(config, tp, number)
@@ -191,7 +201,11 @@ def _count(
     kinds = [_kind_of(layer, n, whole) for n, layer in enumerate(layers)]
     depths = _depths(kinds)
     shallow, deep = (_build(narrow_config(whole, 1, n), dtype, scalar, lora) for n in depths)
+    if token_parts > 1:
+        for few, depth in zip((shallow, deep), depths, strict=True):
+            split_tokens_between(few, _layers(few, depth), token_parts)
     text = whole.get_text_config()
+    states = text.hidden_size * DTYPES[dtype].itemsize / token_parts  # between layers
     layer = _counts(p for one in layers for p in one.parameters()).times(1 / number)
     embedding = model.get_input_embeddings().weight
     output = model.score if scalar else model.get_output_embeddings()
@@ -204,23 +218,23 @@ def _count(
             set_activation_checkpointing(
                 few, FULL_CHECKPOINTING if checkpointing == OFFLOAD_CHECKPOINTING else checkpointing
             )
-    share = item / DTYPES[dtype].itemsize
+    size = DTYPES[dtype].itemsize
+    share = item / size
     training = measure_token_bytes(shallow, deep, depths, trains=True)
-    if checkpointing == OFFLOAD_CHECKPOINTING:  # the states between layers are on the host
-        states = text.hidden_size * DTYPES[dtype].itemsize
+    if checkpointing == OFFLOAD_CHECKPOINTING:  # which are on the host
         training = training.without(states)
     types = getattr(text, "layer_types", None) or ()
     attends = 1 - sum(kind in WITHOUT_CACHE for kind in types) / number
     query = attends * _query_width(text) * _heads(text)
     keys = attends * _query_width(text) * _key_value_heads(text)
-    size = DTYPES[dtype].itemsize
-    # What compiled layers keep: attention its queries, keys, values and results; the parts before
-    # and after it their inputs, what products write, or what they read and write. Products write
-    # values, and queries and keys only before these are rotated.
+    # What compiled layers keep: attention its queries, keys, values and results, and the parts
+    # around it what products read and write (attention's among it), what they write, or their own
+    # inputs. Products write queries and keys only before these are rotated. Parts are a norm, the
+    # products of its result, that of attention's results, and what follows.
     compiled = {
-        NO_CHECKPOINTING: min(touched + size * (query + keys), training.per_layer),
+        NO_CHECKPOINTING: min(touched, training.per_layer),
         SELECTIVE_CHECKPOINTING: written + size * (2 * query + keys),
-        BLOCK_CHECKPOINTING: size * (2 * query + 2 * keys + text.hidden_size),
+        BLOCK_CHECKPOINTING: size * (2 * query + 2 * keys) + 3 * states,
     }.get(checkpointing, training.per_layer)
     return ModelShape(
         layers=number,
@@ -235,6 +249,7 @@ def _count(
         tied=tied,
         tensor_sizes=tuple(p.numel() for p in layers[-1].parameters()),
         active_of_layer=layer.all - round(_idle(model) / number),
+        crosswise=round(_count_crosswise(model) / number),
         item=item,
         training=training.times(share),
         compiled=replace(training, per_layer=compiled).times(share),
@@ -289,6 +304,19 @@ def _idle(model: nn.Module) -> float:
     here = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     return here * (
         1 - _first(model.config, _ACTIVE_EXPERT_FIELDS) / _first(model.config, _EXPERT_COUNT_FIELDS)
+    )
+
+
+def _count_crosswise(model: PreTrainedModel) -> int:
+    """Count the parameters of matrices whose columns tensor-parallel ranks share, and of experts,
+    which are cut one by one."""
+    base, plan = decoder_of(model), model.config.get_text_config().base_model_tp_plan or {}
+    patterns = [f"{path}*" for path, style in plan.items() if style == "rowwise"]
+    return sum(
+        parameter.numel()
+        for name, parameter in base.named_parameters()
+        if parameter.ndim == 3
+        or (parameter.ndim == 2 and any(fnmatch(name, pattern) for pattern in patterns))
     )
 
 

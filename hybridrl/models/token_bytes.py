@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from hybridrl.models.activation_checkpointing import (
-    KEPT_OPERATIONS,
-    SELECTIVE_CHECKPOINTING,
+    COUNTED_ATTENTION,
+    PRODUCT_OPERATIONS,
     is_among,
 )
 from hybridrl.models.language_model import decoder_of
@@ -123,8 +124,46 @@ def _forward(model: PreTrainedModel, tokens: int) -> Tensor:
     mask = torch.empty(1, 1, 1, 1, device="meta")
     ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     return decoder_of(model)(
-        input_ids=ids, attention_mask=mask, use_cache=False
+        input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False
     ).last_hidden_state.squeeze(0)
+
+
+def split_tokens_between(model: PreTrainedModel, layers: Sequence[nn.Module], parts: int) -> None:
+    """Have attention and MLPs see all tokens, and what is between them one of `parts`, as on a
+    rank of `parallel.tensor_parallel`.
+
+    Args:
+        layers: The model's, on the meta device.
+    """
+
+    def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_Resized.apply(args[0], parts), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _Resized.apply(kwargs["hidden_states"], parts)}
+
+    def split(_: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return _Resized.apply(output[0], 1 / parts), *output[1:]
+        return _Resized.apply(output, 1 / parts)
+
+    model.get_input_embeddings().register_forward_hook(split)
+    for region in (child for layer in layers for child in layer.children()):
+        if any(True for _ in region.children()):  # no norm
+            region.register_forward_pre_hook(gather, with_kwargs=True)
+            region.register_forward_hook(split)
+
+
+class _Resized(torch.autograd.Function):
+    """A stand-in for a collective: states of `factor` times as many tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, factor: float) -> Tensor:
+        ctx.shape = states.shape
+        return states.new_empty(len(states), round(states.shape[1] * factor), states.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.new_empty(ctx.shape), None
 
 
 class _Live(TorchDispatchMode):
@@ -171,7 +210,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if is_among(func, KEPT_OPERATIONS[SELECTIVE_CHECKPOINTING]):
+        if is_among(func, PRODUCT_OPERATIONS):
             for into, tensors in ((self.read, args), (self.written, [made])):
                 storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
                 into |= {s._cdata: s for s in storages if s._cdata not in self._model}
@@ -184,14 +223,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows, heads, tokens, _ = q.shape
-        out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        out, denominators = torch.ops.hybridrl.counted_attention(q, v)
+        ctx.save_for_backward(q, k, v, out, denominators)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])  # type: ignore
+
+
+def _compute_attention(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    rows, heads, tokens, _ = q.shape
+    out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _attention(
@@ -200,5 +244,8 @@ def _attention(
     return _Attention.apply(query, key, value).transpose(1, 2), None
 
 
+# An operation, so that activation checkpointing can keep its results.
+torch.library.define(COUNTED_ATTENTION, "(Tensor q, Tensor v) -> (Tensor, Tensor)")
+torch.library.impl(COUNTED_ATTENTION, "Meta", _compute_attention)
 AttentionInterface.register(META_ATTENTION, _attention)
 AttentionMaskInterface.register(META_ATTENTION, lambda *_, **__: None)

@@ -5,78 +5,75 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+_Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
+class _Differentiable(torch.autograd.Function):
+    """An autograd function of one tensor whose backward is another function, of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def forward(ctx: Any, x: torch.Tensor, change: _Change, of_gradient: _Change) -> torch.Tensor:
+        ctx.of_gradient = of_gradient
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.of_gradient(grad), None, None
+
+
+@torch.compiler.disable
+def _apply(x: torch.Tensor, change: _Change, of_gradient: _Change) -> torch.Tensor:
+    return _Differentiable.apply(x, change, of_gradient)
 
 
 def copy_to_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return `x`, which is equal on every rank and used differently by each; its gradients are
     summed in the backward."""
-    return _Copy.apply(x, group)
+    return _apply(x, _same, partial(_sum, group=group))
 
 
 def reduce_from_region(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the sum of every rank's `x`, which all ranks use alike; the gradient passes through
     unchanged."""
-    return _Sum.apply(x, group)
+    return _apply(x, partial(_sum, group=group), _same)
 
 
-def reduce_scatter_tensor(
-    out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
-) -> None:
-    """Call torch's own reduce-scatter under the name that it has in this version."""
-    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    named(out, values, op=op, group=group)
+def gather_tokens(x: torch.Tensor, group: dist.ProcessGroup, *, summed: bool) -> torch.Tensor:
+    """Return the states of all tokens, `[1, tokens, width]`, of which every rank has equally many.
+
+    Args:
+        summed: Each rank uses them differently, so their gradients are summed in the backward; else
+            all use them alike.
+    """
+    gather, take = partial(_gather_rows, group=group), partial(_take_rows, group=group)
+    return _apply(x, gather, partial(take, summed=summed))
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
-        ctx.group, ctx.summed = group, summed
-        return _gather_rows(x, group)
+def split_tokens(x: torch.Tensor, group: dist.ProcessGroup, *, summed: bool) -> torch.Tensor:
+    """Return the states of this rank's tokens, of `[1, tokens, width]`.
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _take_rows(grad, ctx.group, ctx.summed), None, None
+    Args:
+        summed: Of the sum of every rank's `x`; else `x` is equal on all ranks.
+    """
+    gather, take = partial(_gather_rows, group=group), partial(_take_rows, group=group)
+    return _apply(x, partial(take, summed=summed), gather)
 
 
-class _SplitTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch.Tensor:
-        ctx.group = group
-        return _take_rows(x, group, summed)
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gather_rows(grad, ctx.group), None, None
+
+def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
 
 
 def _gather_rows(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -95,25 +92,12 @@ def _take_rows(x: torch.Tensor, group: dist.ProcessGroup, summed: bool) -> torch
     return mine[None]
 
 
-@torch.compiler.disable
-def gather_tokens(x: torch.Tensor, group: dist.ProcessGroup, *, summed: bool) -> torch.Tensor:
-    """Return the states of all tokens, `[1, tokens, width]`, of which every rank has equally many.
-
-    Args:
-        summed: Each rank uses them differently, so their gradients are summed in the backward; else
-            all use them alike.
-    """
-    return _GatherTokens.apply(x, group, summed)
-
-
-@torch.compiler.disable
-def split_tokens(x: torch.Tensor, group: dist.ProcessGroup, *, summed: bool) -> torch.Tensor:
-    """Return the states of this rank's tokens, of `[1, tokens, width]`.
-
-    Args:
-        summed: Of the sum of every rank's `x`; else `x` is equal on all ranks.
-    """
-    return _SplitTokens.apply(x, group, summed)
+def reduce_scatter_tensor(
+    out: torch.Tensor, values: torch.Tensor, op: Any, group: dist.ProcessGroup
+) -> None:
+    """Call torch's own reduce-scatter under the name that it has in this version."""
+    named = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    named(out, values, op=op, group=group)
 
 
 def make_own_group(groups: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:

@@ -54,11 +54,9 @@ class StreamingActor:
     def generate_sequences(self, batch: BatchRef, sampling: Any) -> BatchRef:
         """Generate as `ActorWorker.generate_sequences` does. Whoever keeps unfinished samples waits
         for the last part anyway, and gets one."""
-        if sampling.partial is not None:
-            return self._actor.generate_sequences(batch, sampling)
-        parts = [self._actor.generate_sequences(batch, sampling, STREAM_PARTS)]
-        further = range(1, STREAM_PARTS)
-        parts += [self._actor.take_sequences(part, STREAM_PARTS) for part in further]
+        number = STREAM_PARTS if sampling.partial is None else 1
+        parts = [self._actor.generate_sequences(batch, sampling, number)]
+        parts += [self._actor.take_sequences(part, number) for part in range(1, number)]
         return BatchRef.of_stream(parts)
 
 

@@ -108,14 +108,6 @@ class JobRoles:
     def _part_of(self, role: str, stage: int) -> ModelPart:
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
         parallel, is_cuda = place.parallel, self.cluster.is_cuda
-        if parallel.tp > 1 and parallel.pp * parallel.ring * parallel.ulysses == 1:
-            # Of the states between layers each rank keeps those of its own tokens.
-            states = (1 - 1 / parallel.tp) * shape.hidden * shape.item
-            shape = replace(
-                shape,
-                training=shape.training.without(states),
-                compiled=shape.compiled.without(states),
-            )
         optimizer = parse_role_model(self.config, role).optimizer_of(actor.optimizer)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
@@ -159,12 +151,14 @@ class JobRoles:
 
     def shape(self, role: str, whole: bool = False) -> ModelShape:
         """Return the shape of one rank's part of a role's model, or of the whole model."""
+        cut = self.placement.roles[role].parallel
         return load_model_shape(
             self.path(role),
             self.config,
-            tp=1 if whole else self.placement.roles[role].parallel.tp,
+            tp=1 if whole else cut.tp,
             scalar=role != GENERATOR_ROLE and bool(self.roles[role].scalar),
             trains=self.trains(role),
+            splits_tokens=not whole and cut.tp > 1 and cut.pp * cut.ring * cut.ulysses == 1,
         )
 
     def cache_bytes(self, role: str, memory: float) -> float:
@@ -209,12 +203,17 @@ class JobRoles:
             return 0.0
         cut = place.parallel.tp * place.parallel.pp
         parts = cut * (place.parallel.shards or len(place.devices) // cut)
-        whole = self.shape(role, whole=True).parameters.all
+        model = self.shape(role, whole=True)
+        whole = model.parameters.all
         if self.config.actor.lora.rank:  # whole tensors: adapters, or weights with them inside
-            counts = self.shape(role, whole=True).parameters
             separate = self.config.rollout.adapters == "separate"
-            return (counts.trained if separate else whole) * 4.0 * (1 - 1 / parts)
-        return max(0.0, generation_copy_bytes(shape) - shape.item * whole / parts)
+            return (model.parameters.trained if separate else whole) * 4.0 * (1 - 1 / parts)
+        # Of its own shards it uses all where generation cuts as training does. Where that cuts
+        # finer, it uses rows only if as many ranks share them, and of other matrices its columns.
+        finer = max(1, self.rollout_tp(role) // place.parallel.tp)
+        crosswise = model.crosswise * model.layers
+        used = crosswise / finer + (whole - crosswise if finer in (1, parts // cut) else 0)
+        return max(0.0, generation_copy_bytes(shape) - shape.item * used / parts)
 
     def record_bytes(self, role: str) -> float:
         """Return the host memory of a device's record of the generator's weights, for senders and
@@ -239,7 +238,13 @@ _SHAPES: dict[tuple[object, ...], ModelShape] = {}
 
 
 def load_model_shape(
-    path: str, config: Config, *, tp: int = 1, scalar: bool = False, trains: bool = False
+    path: str,
+    config: Config,
+    *,
+    tp: int = 1,
+    scalar: bool = False,
+    trains: bool = False,
+    splits_tokens: bool = False,
 ) -> ModelShape:
     """Load the shape of one of `tp` ranks' part of the model in a folder, as a job computes with
     it; cached."""
@@ -247,7 +252,7 @@ def load_model_shape(
     if checkpointing == "auto":  # to begin with
         checkpointing = NO_CHECKPOINTING
     adapters = repr(lora) if trains and lora.rank else ""
-    of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters)
+    of_any: tuple[object, ...] = (path, config.model.dtype, tp, scalar, adapters, splits_tokens)
     key = (*of_any, checkpointing) if trains else of_any  # who only scores keeps nothing
     if key not in _SHAPES:
         found = compute_model_shape(
@@ -257,6 +262,7 @@ def load_model_shape(
             scalar=scalar,
             checkpointing=checkpointing,
             lora=lora if trains else None,
+            splits_tokens=splits_tokens,
         )
         _SHAPES[key] = found
         _SHAPES.setdefault(of_any, found)

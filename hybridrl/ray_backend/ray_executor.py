@@ -244,8 +244,9 @@ class RayExecutor(Executor):
                 f"The call {call.name} cannot be sent: {type(error).__name__}: {error}. What a "
                 "method is called with, and functions given to `apply`, must be picklable."
             ) from error
-        if isinstance(request, BuildRequest) and request.worker_class.runs_beside(request.keywords):
-            self._beside.add(request.role)
+        if isinstance(request, BuildRequest):
+            runs_beside = request.worker_class.runs_beside(request.keywords)
+            (self._beside.add if runs_beside else self._beside.discard)(request.role)
         beside = isinstance(request, InvokeRequest) and request.role in self._beside
         order = CallEnvelope(
             call.number, call.role, call.method, call.hosts, call.parts, returns_batch, beside

@@ -1,5 +1,5 @@
 """Generation of samples: one protocol for single turns, episodes and agents, over any engine."""
 
-from hybridrl.rollout.rollout_engine import RolloutEngine, SamplingSettings
+from hybridrl.rollout.rollout_engine import PartialRollout, RolloutEngine, SamplingSettings
 
-__all__ = ["RolloutEngine", "SamplingSettings"]
+__all__ = ["PartialRollout", "RolloutEngine", "SamplingSettings"]

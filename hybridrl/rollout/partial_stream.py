@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.rollout.rollout_engine import (
-    UNFINISHED,
     EngineOutput,
     PartialRollout,
     Request,
@@ -27,34 +25,6 @@ from hybridrl.rollout.sample_generator import (
     SampleStream,
     SingleTurnGenerator,
 )
-
-BEGUN_COLUMNS = (
-    *("response_ids", "rollout_log_probs", "token_versions", "finish_reason", "carried"),
-)
-"""The columns of a row that a generation continues: what there is of its response, and how often it
-was kept."""
-
-
-def begin_rows(count: int) -> Batch:
-    """Return the `BEGUN_COLUMNS` of rows whose response has not begun."""
-    return Batch.from_columns(
-        {
-            "response_ids": ragged([[]] * count, torch.int64),
-            "rollout_log_probs": ragged([[]] * count, torch.float32),
-            "token_versions": ragged([[]] * count, torch.int64),
-            "finish_reason": [UNFINISHED] * count,
-            "carried": torch.zeros(count, dtype=torch.int64),
-        }
-    )
-
-
-def find_complete_groups(
-    groups: Sequence[Hashable], finish_reasons: Sequence[str]
-) -> npt.NDArray[np.bool_]:
-    """Return for each row whether all rows of its group are finished."""
-    pairs = zip(groups, finish_reasons, strict=True)
-    lacking = {group for group, reason in pairs if reason == UNFINISHED}
-    return np.array([group not in lacking for group in groups], dtype=np.bool_)
 
 
 class PromptQuota:
@@ -103,29 +73,24 @@ class PartialStream(SampleStream):
 
     def __init__(self, engine: RolloutEngine, task: GenerationTask) -> None:
         super().__init__(engine, task.version)
-        assert task.sampling.partial is not None
-        self._engine = engine
         task, self._first_row = task.block()
-        batch = task.batch
+        batch, sampling = task.batch, task.sampling
+        assert sampling.partial is not None
         names = ("response_ids", "rollout_log_probs", "token_versions")
         begun = [[row.tolist() for row in batch.ragged(name).rows()] for name in names]
         self._begun = list(zip(*begun, strict=True))
         self._reasons = list(batch["finish_reason"])
         carried = batch["carried"].tolist()
         left = [row for row, reason in enumerate(self._reasons) if reason == UNFINISHED]
-        limits = task.sampling.partial
-        self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, limits)
+        self._quota = PromptQuota(batch["group_id"].tolist(), left, carried, sampling.partial)
         self._ended = sorted(set(range(len(batch))).difference(left))  # since the last call
         prompts = batch.ragged("prompt_ids").rows()
         for row in sorted(left, key=lambda row: -carried[row]):  # the oldest first
-            tokens, sampling = self._begun[row][0], task.sampling
-            sampling = replace(
-                sampling,
-                max_tokens=sampling.max_tokens - len(tokens),
-                min_tokens=max(0, sampling.min_tokens - len(tokens)),
-            )
+            tokens = self._begun[row][0]
+            most, least = sampling.max_tokens - len(tokens), sampling.min_tokens - len(tokens)
+            limits = replace(sampling, max_tokens=most, min_tokens=max(0, least))
             ids = prompts[row].tolist() + tokens
-            self._requests.start(Request(row, ids, sampling, task.seeds[row]))
+            self._requests.start(Request(row, ids, limits, task.seeds[row]))
             self._versions.begin([row])
 
     def _collect(self, least: int, refresh: Refresh | None) -> NumberedSamples:
@@ -150,10 +115,9 @@ class PartialStream(SampleStream):
     def _continue(self, output: EngineOutput) -> None:
         """Append to a row's response what was generated for it now."""
         tokens, log_probs, versions = self._begun[output.key]
-        now = self._versions.end(output.key, len(output.token_ids))
-        self._begun[output.key] = (
-            *(tokens + output.token_ids, log_probs + output.log_probs, versions + now),
-        )
+        versions = versions + self._versions.end(output.key, len(output.token_ids))
+        added = tokens + output.token_ids, log_probs + output.log_probs
+        self._begun[output.key] = *added, versions
         self._reasons[output.key] = output.finish_reason
         self._ended.append(output.key)
 

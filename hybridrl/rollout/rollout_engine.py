@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, RaggedColumn
+from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter
 
-UNFINISHED = "unfinished"
-"""The finish reason of a sample that goes on in a later generation."""
 Enough = Callable[[int], bool]
 """Told the key of each sample that is complete; returns whether generation may stop."""
 

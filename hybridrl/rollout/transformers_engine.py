@@ -18,13 +18,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece, full_box
 from hybridrl.models.language_model import read_language_model
 from hybridrl.models.model_loading import load_model_config, load_tokenizer
 from hybridrl.rollout.rollout_engine import (
-    UNFINISHED,
     BatchedEngine,
     EngineOutput,
     EngineSetup,
@@ -179,10 +178,7 @@ class TransformersEngine(BatchedEngine):
             )
         self._model.to(setup.device).eval().requires_grad_(False)
 
-    def generate(
-        self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
-    ) -> Batch:
-        return RolloutEngine.generate(self, batch, sampling, seed)
+    generate = RolloutEngine.generate
 
     def _finish(
         self, requests: list[Request], enough: Enough | None = None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.batch.begun_responses import UNFINISHED
 from hybridrl.rollout.vllm_startup import VLLMProcessGroups, start_vllm
 
 # isort: split
@@ -28,7 +29,6 @@ from hybridrl.rollout import vllm_expert_routes as vllm_routes
 from hybridrl.rollout import vllm_weights
 from hybridrl.rollout.loader_probe import LoaderProbeError
 from hybridrl.rollout.rollout_engine import (
-    UNFINISHED,
     EngineOutput,
     EngineSetup,
     Enough,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
+from hybridrl.batch.begun_responses import BEGUN_COLUMNS, begin_rows, find_complete_groups
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.rollout import SamplingSettings
-from hybridrl.rollout.partial_stream import BEGUN_COLUMNS, begin_rows, find_complete_groups
-from hybridrl.rollout.rollout_engine import PartialRollout
+from hybridrl.rollout import PartialRollout, SamplingSettings
 from hybridrl.trainers.data_feed import DataFeed
 
 
@@ -49,24 +48,19 @@ class PartialRollouts:
             order = self._spread(len(self._kept), len(begun))
             begun = BatchRef.concat([self._kept, begun]).take(order, copies=self._per_prompt)
         sampling = replace(sampling, partial=self._limits)
-        samples = begun | self._actor.generate_sequences(begun, sampling)
+        samples: BatchRef = begun | self._actor.generate_sequences(begun, sampling)
         known = samples.collect(["group_id", "finish_reason"])
         groups = known["group_id"].tolist()
         complete = find_complete_groups(groups, known["finish_reason"])
         self._kept = None
         if not complete.all():
-            rest, of = samples.take(~complete), sorted(prompts.columns.certain)
-            self._kept = self._copy(rest, _same, of) | self._copy(rest, _carry, BEGUN_COLUMNS)
+            # Tables of their own, so that nothing else of the step stays in memory.
+            rest, of = samples.take(np.flatnonzero(~complete)), sorted(prompts.columns.certain)
+            copy = partial(rest.apply, on=self._actor, together=self._per_prompt)
+            self._kept = copy(_same, of, makes=of)
+            self._kept |= copy(_carry, BEGUN_COLUMNS, makes=BEGUN_COLUMNS)
         self._feed.hold({g for g, done in zip(groups, complete, strict=True) if not done})
-        return samples.take(complete)
-
-    def _copy(
-        self, rows: BatchRef, function: Callable[[Batch], Batch], columns: Sequence[str]
-    ) -> BatchRef:
-        """Return a function of these columns as a table of its own, so that nothing else of the
-        step stays in memory."""
-        on, together = self._actor, self._per_prompt
-        return rows.apply(function, columns, makes=columns, on=on, together=together)
+        return samples.take(np.flatnonzero(complete))
 
     def _spread(self, kept: int, new: int) -> np.ndarray:
         """Return the order of rows in which kept prompts are spread evenly among new ones, so that
@@ -91,8 +85,9 @@ class PartialRollouts:
         if kept := (state or {}).get("kept"):
             rows = Batch(pa.ipc.open_stream(base64.b64decode(kept)).read_all())
             of = [name for name in rows.columns if name not in BEGUN_COLUMNS]
-            put = self._feed.put
-            self._kept = put(rows.select(of)) | put(rows.select(BEGUN_COLUMNS))
+            self._kept = self._feed.put(rows.select(of)) | self._feed.put(
+                rows.select(BEGUN_COLUMNS)
+            )
 
 
 def _same(rows: Batch) -> Batch:

@@ -143,6 +143,12 @@ class ActorWorker(TrainedModelWorker):
     def model_engine(self) -> TrainEngine:
         return self._engine.train
 
+    def enter(self) -> None:
+        if self._engine.is_generating:
+            process_group.enter_world(self.context.role)
+        else:
+            super().enter()
+
     @transfer(
         THREE_D_ALL_MICRO_DP,
         reads=("prompt_ids",),
@@ -165,8 +171,8 @@ class ActorWorker(TrainedModelWorker):
         if parts > 1 or sampling.partial is not None:
             self._engine.begin(batch, sampling, seeds)
             report_weights_received(self, self._engine.cost)
-            self._given, self._rows, self._total = batch, self.rows, self.table_rows
-            self._is_partial = sampling.partial is not None
+            self._rows, self._total = self.rows, self.table_rows
+            self._begun = None if sampling.partial is None else batch
             return self._take(0, parts)
         samples = self._engine.generate(batch, sampling, seeds)
         report_weights_received(self, self._engine.cost)
@@ -182,13 +188,13 @@ class ActorWorker(TrainedModelWorker):
         return self._take(part, parts)
 
     def _take(self, part: int, parts: int) -> Batch:
+        assert self._engine.rollout is not None
         is_last, count = part == parts - 1, len(self._rows)
         samples, rows = self._engine.take(count if is_last else -(-count // parts), is_last)
-        version = self._engine.policy_version
-        samples = add_policy_version(samples, version, keeps_tokens=self._is_partial)
+        version, begun = self._engine.policy_version, self._begun
+        samples = add_policy_version(samples, version, keeps_tokens=begun is not None)
         if self.coordinates()["rollout_tp"].index == 0:
-            begun = self._given.take(rows) if self._is_partial else None
-            report_samples(self, samples, begun, version)
+            report_samples(self, samples, begun and begun.take(rows), version)
             report_engine_counts(self, self._engine.rollout)
         return PartialTable(samples, self._rows[rows], self._total)  # type: ignore[return-value]
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, is_user_column, sampled_tokens
+from hybridrl.batch.begun_responses import BEGUN_COLUMNS, UNFINISHED
 from hybridrl.batch.turn import EPISODE_FAILURES
 from hybridrl.checkpoint.engine_state.training_state import read_state_numbers
 from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.schema import is_served
 from hybridrl.controller import Worker
-from hybridrl.rollout.partial_stream import BEGUN_COLUMNS
-from hybridrl.rollout.rollout_engine import UNFINISHED
 from hybridrl.rollout.sample_generator import drop_token_versions
 from hybridrl.system.locations import Location
 from hybridrl.weights.encoded_reshard import SyncCost
@@ -90,8 +89,9 @@ def is_generation_input(column: str) -> bool:
     return column == "group_id" or is_user_column(column)
 
 
-def find_oldest_versions(samples: Batch, version: int) -> list[int]:
-    """Return the oldest policy version that sampled a token of each row, from `token_versions`.
+def add_policy_version(samples: Batch, version: int, *, keeps_tokens: bool) -> Batch:
+    """Add `policy_version`, the oldest version that sampled a token of each row, from
+    `token_versions`, which are dropped unless `keeps_tokens`.
 
     Args:
         version: Of rows without any such token.
@@ -107,18 +107,7 @@ def find_oldest_versions(samples: Batch, version: int) -> list[int]:
         for row, (versions, mask) in enumerate(zip(tokens, masks, strict=True)):
             if (sampled := versions[mask.bool()]).numel():
                 found[row] = min(found[row], int(sampled.min()))
-    return found
-
-
-def add_policy_version(samples: Batch, version: int, *, keeps_tokens: bool) -> Batch:
-    """Add `policy_version`, the oldest version that sampled a token of each row, from
-    `token_versions`, which are dropped unless `keeps_tokens`.
-
-    Args:
-        version: Of rows without any such token.
-    """
-    oldest = torch.tensor(find_oldest_versions(samples, version), dtype=torch.int64)
-    samples = samples.with_columns({"policy_version": oldest})
+    samples = samples.with_columns({"policy_version": torch.tensor(found, dtype=torch.int64)})
     return samples if keeps_tokens else drop_token_versions(samples)
 
 

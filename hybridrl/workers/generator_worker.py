@@ -186,8 +186,7 @@ class GeneratorWorker(ModelWorker):
             self._samples.close()
         samples = add_response_mask(samples)
         if self.coordinates()["rollout_tp"].index == 0:
-            begun = None if self._begun is None else self._begun.take(rows)
-            report_samples(self, samples, begun, self._version)
+            report_samples(self, samples, self._begun and self._begun.take(rows), self._version)
             report_engine_counts(self, self._generator)
         return PartialTable(samples, rows, self._total)  # type: ignore[return-value]
 

@@ -174,12 +174,12 @@ class LLMJudge:
             plan=None,
             memory_share=config.memory_share,
         )
-        setup = setup_of(source, join_group_world(context), 0, f"{job}-judge")
+        of_engine = setup_of(source, join_group_world(context), 0, f"{job}-judge")
         self._engine: EngineProcess | RolloutEngine
         if settings.engine == "vllm" and context.device_kind != "cpu":
-            self._engine = EngineProcess(context, setup, settings)
+            self._engine = EngineProcess(context, of_engine, settings)
         else:
-            self._engine = build_inference_engine(setup, settings)
+            self._engine = build_inference_engine(of_engine, settings)
 
     def grade(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None

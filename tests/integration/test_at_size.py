@@ -21,7 +21,8 @@ def check(name):
         seen = pytest.approx(figures["seen"], rel=TOLERANCE, abs=ROUNDS)
         assert figures["planned"] == seen, (name, phase)
     assert phases["load"]["waits"] == 0
-    assert found["synced"]["received"] == pytest.approx(found["synced"]["planned"], rel=0.02)
+    synced = found["synced"]
+    assert synced["received"] <= synced["most"] == pytest.approx(synced["planned"], rel=0.02)
     share = 12 * found["parameters"] * job.size("tp") / job.devices
     shards = job.size("shards", job.devices // job.size("tp"))
     assert found["bytes_written"] == pytest.approx(share, rel=TOLERANCE), "weights and moments"

@@ -20,7 +20,7 @@ SECONDS = {
         "packing",
         "paper_placements",
     ),
-    *("plan_at_size", "reshard", "sandbox", "weight_sync"),
+    *("plan_at_size", "reshard", "sandbox", "unwaited_generation", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
@@ -68,7 +68,7 @@ SMALLEST = {
     ),
     "slow_link": (["--rounds", "1", "--steps", "4"], HOSTS),
     "timeline": (["--steps", "5"],),
-    "unwaited_generation": ([],),
+    "unwaited_generation": (["--only", "partial"],),
     "versus_trl": (
         [],
         pytest.mark.skipif(

@@ -138,6 +138,7 @@ def test_a_role_that_runs_beside_others_does_not_wait_for_them(start, tmp_path, 
     doubled = beside.double(executor.put(numbers(4)))
     assert doubled.collect()["y"].tolist() == [0, 2, 4, 6]
     later = beside.double(held.apply(lambda batch: Batch.from_columns({"x": batch["z"]}), ["z"]))
+    time.sleep(1.0)  # until it waits for rows of which the others know nothing yet
     (tmp_path / "file").touch()
     assert later.collect()["y"].tolist() == [0, 6, 12, 18]
 

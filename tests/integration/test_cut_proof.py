@@ -32,15 +32,17 @@ MODELS = {
     "qwen3 of experts": ("qwen3_moe", {}),
     "mistral, windows": ("mistral", {"sliding_window": 4096}),
 }
-WRONG = [
-    ("reduce_from_region", True),
-    ("reduce_from_region", False),
-    ("copy_to_region", True),
-    ("nan", True),
-    ("in bfloat16", True),
-]
+WRONG = {
+    "outputs are not added up": (2, {"tp": 2}, "split_tokens", True),
+    "nor are they, only to score": (2, {"tp": 2}, "split_tokens", False),
+    "gradients are not added up": (2, {"tp": 2}, "gather_tokens", True),
+    "outputs of whole rows": (4, {"tp": 2, "pp": 2}, "reduce_from_region", True),
+    "gradients of whole rows": (4, {"tp": 2, "pp": 2}, "copy_to_region", True),
+    "no number": (2, {"tp": 2}, "nan", True),
+    "only in bfloat16": (2, {"tp": 2}, "in bfloat16", True),
+}
 """Sums over ranks that are forgotten, in the forward or in the backward pass, or only in bfloat16,
-or give no number; whether the model learns."""
+or give no number: ranks, cut, what is broken, and whether the model learns."""
 
 
 def made(family, settings, scalar=False):
@@ -73,11 +75,11 @@ def program(rank):
                 found[cut, name] = "the same" if cut_proof._proven else "not tried"
             except ConfigError as error:
                 found[cut, name] = str(error)
-    config = ActorConfig(parallel=ParallelConfig(tp=2))
-    mesh = ParallelMesh(build_training_mesh(2, config.parallel, 1), CPU)
-    if rank in mesh.mesh.grid:
-        for forgotten, trains in WRONG:
-            found[forgotten, trains] = broken(mesh, config, forgotten, trains)
+    for wrong, (ranks, parallel, broken, trains) in WRONG.items():
+        config = ActorConfig(parallel=ParallelConfig(**parallel))
+        mesh = ParallelMesh(build_training_mesh(ranks, config.parallel, 1), CPU)
+        if rank in mesh.mesh.grid:
+            found[wrong] = said_of_broken(mesh, config, broken, trains)
     return found
 
 
@@ -86,20 +88,20 @@ def compiles_nothing(model, wanted, *_):
     return False
 
 
-def broken(mesh, config, forgotten, trains):
+def said_of_broken(mesh, config, broken, trains):
     cut_proof._proven.clear()
+    name = "split_tokens" if broken in ("nan", "in bfloat16") else broken
+    right = getattr(tensor, name)
+
+    def wrong(x, group, **how):
+        if broken == "nan":
+            return right(x, group, **how) * float("nan")
+        if broken == "in bfloat16" and x.dtype is not torch.bfloat16:
+            return right(x, group, **how)
+        return right(x, group, summed=False) if how else x
+
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
-        if forgotten == "nan":
-            patch.setattr(tensor, "reduce_from_region", lambda x, *_: x * float("nan"))
-        elif forgotten == "in bfloat16":
-            reduce = tensor.reduce_from_region
-
-            def only_half(x, *arguments):
-                return x if x.dtype is torch.bfloat16 else reduce(x, *arguments)
-
-            patch.setattr(tensor, "reduce_from_region", only_half)
-        else:
-            patch.setattr(tensor, forgotten, lambda x, *_: x)
+        patch.setattr(tensor, name, wrong)
         cut_proof.check_parallel_equivalence(
             made("qwen2", {}), "mine", mesh, config, "bfloat16", trains=trains
         )
@@ -118,7 +120,9 @@ def test_a_cut_model_is_the_same(ranks, cut, model):
     assert found == {"the same"}
 
 
-@pytest.mark.parametrize(("forgotten", "trains"), WRONG)
-def test_a_cut_that_leaves_something_out_is_a_sentence_on_every_rank(ranks, forgotten, trains):
-    begin = "mine (qwen2) cannot be cut by actor.parallel.tp=2: "
-    assert all(rank[forgotten, trains].startswith(begin) for rank in ranks[:2])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_cut_that_leaves_something_out_is_a_sentence_on_every_rank(ranks, wrong):
+    said = [rank[wrong] for rank in ranks if wrong in rank]
+    assert len(said) == WRONG[wrong][0]
+    assert all(" (qwen2) cannot be cut by actor.parallel.tp=2" in one for one in said)
+    assert all(("in bfloat16, " in one) is (wrong == "only in bfloat16") for one in said)

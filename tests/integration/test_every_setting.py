@@ -200,6 +200,8 @@ VALUES: dict[str, tuple] = {
     "actor.router_loss_weight": (0.1, *EXPERTS),
     "rollout.engine": ("pipeline",),
     "rollout.min_tokens": (4,),
+    "rollout.partial": (0.5,),
+    "rollout.partial_steps": (1, "rollout.partial=0.2", "rollout.max_tokens=24", "trainer.steps=4"),
     "rollout.top_p": (0.5, *EXPERT),
     "rollout.top_k": (2, *EXPERT),
     "rollout.stop": ("['1']",),

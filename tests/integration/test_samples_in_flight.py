@@ -20,6 +20,7 @@ JOB = [
     *("checkpoint.every=3", "resume=auto", "algorithm.kl_coefficient=0.1", "num_devices=2"),
 ]
 APART = ["placement=separation"]
+KEPT = ["rollout.partial=0.4", "rollout.max_tokens=24"]
 
 
 def long(*case, name):
@@ -33,6 +34,9 @@ def long(*case, name):
         long(["placement=interleaving"], "driver", name="interleaving"),
         long(["placement=separation"], "driver", name="apart"),
         long([*APART, "placement.staleness=1"], "driver", name="one step ahead"),
+        long([*KEPT, "placement=flattening"], "driver", name="samples go on"),
+        long([*KEPT, *APART, "placement.staleness=1"], "host", name="ahead, samples go on"),
+        long([*KEPT, "rollout.engine=vllm"], "driver", name="vllm, samples go on"),
         long([*APART, "placement.staleness=2"], "driver", name="two steps ahead"),
         long([*APART, "placement.staleness=2"], "host", name="two steps ahead, a host"),
         long(

@@ -29,7 +29,10 @@ def more(*case, name):
     ("devices", "settings"),
     [
         pytest.param(2, ["rollout=transformers"], id="transformers"),
-        more(4, ["rollout=transformers", "rollout.partial_steps=1"], name="4 ranks, at most once"),
+        more(
+            *(4, ["rollout=transformers", "rollout.partial=0.4", "rollout.partial_steps=1"]),
+            name="4 ranks, at most once",
+        ),
         more(2, [], name="vllm"),
         more(2, ["rollout.parallel.tp=2"], name="vllm, cut"),
         more(2, [*APART, "placement.staleness=1"], name="vllm apart, one step ahead"),

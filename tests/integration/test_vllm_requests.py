@@ -107,7 +107,8 @@ def test_a_token_under_way_changes_no_sample(tmp_path):
 
 def sample_twice(rank, folder, is_ahead):
     """Ten samples, two of them dropped while they run, with more than may run at a time; and then
-    ten more, while a step for the first ones is still in the queue."""
+    ten more, while a step for the first ones is still in the queue. Then six that are interrupted,
+    which have the beginnings of what they are when they are made again."""
     from unittest.mock import MagicMock
 
     from vllm.platforms.cpu import CpuPlatform
@@ -150,6 +151,26 @@ def sample_twice(rank, folder, is_ahead):
                     engine.abort([first, first + 1])
                 if len(found) == 8 * (first // 10 + 1):
                     break
+        again = [
+            Request(key, tokenizer("7*3=")["input_ids"], SamplingSettings(12, min_tokens=12), key)
+            for key in range(20, 26)
+        ]
+        for request in again:
+            engine.start(request)
+        for _ in range(5):
+            assert not engine.poll()
+        cut = {one.key: one for one in engine.interrupt()}
+        assert not engine.progress() and not engine.interrupt()
+        for request in again:
+            engine.start(request)
+        while len(found) < 16 + 6:
+            found |= {one.key: (one.token_ids, one.log_probs) for one in engine.poll()}
+        for key, one in cut.items():
+            tokens, log_probs = found[key]
+            assert one.finish_reason == "unfinished" and one.prompt_ids == again[0].prompt_ids
+            assert one.token_ids == tokens[: len(one.token_ids)]
+            assert one.log_probs == log_probs[: len(one.token_ids)]
+        assert sorted(len(one.token_ids) > 2 for one in cut.values()) == [False] * 2 + [True] * 4
         queue = engine._llm.llm_engine.engine_core.engine_core.batch_queue_size
         return {"samples": found, "queue": queue}
     finally:

@@ -204,6 +204,16 @@ def test_the_best_kernel_that_is_right_runs(monkeypatch, capability, right, chos
     assert registry.active == chosen[1]
 
 
+def test_what_came_before_is_compared_with_the_next_kernel_too(monkeypatch):
+    right = {"FA4": without_windows, "FA3": lambda left: True if left >= 0 else None}
+    registry = Registry(monkeypatch, 9, right)
+    attend(None)
+    attend(4)
+    assert registry.active == "FA3"
+    attend(None)
+    assert registry.active is None
+
+
 def test_comparing_leaves_no_trace(monkeypatch):
     """Neither in random numbers nor in what activation checkpointing keeps."""
     Registry(monkeypatch, 9, {"FA4": always})

@@ -10,6 +10,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.engine.hybrid_engine import HybridEngine
 from hybridrl.rollout.rollout_engine import BatchedEngine, SamplingSettings, build_response_batch
 from hybridrl.rollout.sample_generator import SingleTurnGenerator
+from hybridrl.workers.actor_worker import ActorWorker
 
 PROMPTS = Batch.from_columns({"prompt_ids": [[1], [2]]})
 
@@ -77,6 +78,19 @@ def test_weights_are_the_newest_also_after_sleep(keeps):
             assert samples["response_ids"].values.tolist() == [version, 7] * 2
             assert samples["policy_version"].tolist() == [version] * 2
         hybrid.update(PROMPTS, None)
+
+
+def test_training_weights_stay_away_while_samples_are_under_way():
+    hybrid, worker = engine(Rollout(keeps=True)), ActorWorker.__new__(ActorWorker)
+    worker._engine, worker.context = hybrid, SimpleNamespace(role="actor")
+    onloaded = []
+    hybrid.train.onload = lambda: onloaded.append(hybrid.is_generating)
+    worker.enter()
+    hybrid.begin(PROMPTS, SamplingSettings(2), seeds=[0, 1])
+    worker.enter()
+    hybrid.take(1, last=True)
+    worker.enter()
+    assert onloaded == [False, False]
 
 
 def test_loaded_weights_are_a_new_version_that_generates():

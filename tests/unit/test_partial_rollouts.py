@@ -9,6 +9,7 @@ from settings import configured
 from transformers import AutoModelForCausalLM
 
 from hybridrl.batch.batch import Batch
+from hybridrl.batch.begun_responses import begin_rows, find_complete_groups
 from hybridrl.checks.check_list import check
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
@@ -17,8 +18,6 @@ from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.rollout.partial_stream import (
     PartialGenerator,
     PromptQuota,
-    begin_rows,
-    find_complete_groups,
 )
 from hybridrl.rollout.rollout_engine import EngineSetup, PartialRollout, SamplingSettings
 from hybridrl.rollout.sample_generator import GenerationTask

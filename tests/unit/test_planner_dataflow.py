@@ -161,4 +161,5 @@ def test_a_plan_counts_the_memory_of_a_teacher(own):
     same = [o for o in overrides if not o.startswith("models.teacher")]
     parameters, less = parts(same)
     assert parameters["teacher"] == parameters["actor"]
-    assert resident - less == pytest.approx(4 * (13.0e9 - 6.7e9) / 4, rel=0.05)
+    # Two bytes each, as a teacher lies in bfloat16, over four devices: 3.15 GB.
+    assert resident - less == pytest.approx(2 * (13.0e9 - 6.7e9) / 4, rel=0.05)

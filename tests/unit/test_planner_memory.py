@@ -104,6 +104,27 @@ def test_checkpointing_keeps_one_state_for_each_layer():
     assert offload == replace(full, per_layer=0)
 
 
+def test_checkpointing_by_operation_keeps_what_attention_gives():
+    """For each head a number beside its values."""
+    full, block = (
+        compute_model_shape(CONFIG, "float32", checkpointing=kept).training
+        for kept in ("full", "block")
+    )
+    assert block.per_layer == full.per_layer + 4 * (64 + 4)
+
+
+def test_between_layers_a_tensor_parallel_rank_has_its_own_tokens():
+    whole, own = (
+        compute_model_shape(CONFIG, "float32", tp=2, checkpointing="full", splits_tokens=splits)
+        for splits in (False, True)
+    )
+    assert own.training.per_layer == whole.training.per_layer / 2
+    # Inside attention and MLPs it has all of them, with half of the heads and columns.
+    assert 0.5 < own.training.fixed / whole.training.fixed < 0.9
+    assert 0.5 < own.scoring.fixed / whole.scoring.fixed < 0.9
+    assert own.crosswise == (64 * 64 + 64 * 256) / 2  # projections out of attention and MLP
+
+
 def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
     config = make_tiny_config(hidden_size=128, layers=2, heads=4, context=128)
     config.vocab_size = 64

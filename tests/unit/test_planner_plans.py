@@ -255,6 +255,7 @@ def test_json_has_the_settings_that_were_chosen(capsys):
     tokens = found["settings"].pop("actor.tokens_per_microbatch")
     assert tokens >= 1024  # cores of those nodes are not known
     assert found["settings"].pop("actor.gradient_checkpointing") == "none"
+    assert found["settings"].pop("actor.parallel.shards") == 8  # on two nodes
     assert found["settings"].keys() == {"rollout.memory_share"}
     assert found["micro_batches"]["actor/train"]["tokens"] <= tokens
 

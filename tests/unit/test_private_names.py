@@ -19,7 +19,10 @@ KNOWN = {
         "batch/arrow_columns.py",
         "system/collective_waits.py",
         "models/expert_routing.py",
+        "rollout/vllm_startup.py",
     ),
+    "_accelerator_setAllocatorSettings": ("rollout/vllm_startup.py",),
+    "_foreach_copy_": ("layout/box_table.py",),
     "_has_mkldnn": ("system/device_traits.py",),
     "_int_mm": ("quantization/int8_products.py",),
     "_apply": ("engine/model_folder.py", "engine/train_engine.py"),  # of modules
@@ -44,6 +47,7 @@ KNOWN = {
     "torch._dynamo.exc": ("engine/compiled_layers.py",),
     "torch._dynamo.backends.registry": ("engine/compiled_layers.py",),
     "torch._functorch": ("engine/compiled_layers.py",),
+    "torch._inductor": ("rollout/vllm_startup.py",),
     "torch._inductor.exc": ("engine/compiled_layers.py",),
     "torch.utils._python_dispatch": (
         *("models/flash_attention.py", "models/stored_tensors.py", "models/token_bytes.py"),

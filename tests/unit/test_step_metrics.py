@@ -80,10 +80,7 @@ def test_ranks_that_send_differences_say_how_much_had_changed():
 def test_parcels_that_were_damaged_are_counted_by_who_takes_them():
     cost = SyncCost(20, sent=0, peak=5, redundant=1, buffer=0, method="delta", repeated=2)
     worker = GeneratorWorker.__new__(GeneratorWorker)
-    worker.context, worker.record = (
-        WorkerContext("generator", 0, 1),
-        CallRecord("generator", 0, "m"),
-    )
+    Worker.__init__(worker, WorkerContext("generator", 0, 1))
     worker._channel = SimpleNamespace(unpack=lambda parcels: None, cost=cost)
     worker.load_weights("parcels", 3)
     report_weights_sent(
@@ -96,11 +93,8 @@ def test_parcels_that_were_damaged_are_counted_by_who_takes_them():
 def reported(rank, columns):
     """What a rank's reward worker says of its columns."""
     worker = RewardWorker.__new__(RewardWorker)
+    Worker.__init__(worker, WorkerContext("reward", rank, 2))
     worker._kind, worker._config = "reward", RewardConfig()
-    worker.context, worker.record = (
-        WorkerContext("reward", rank, 2),
-        CallRecord("reward", rank, "m"),
-    )
     report_column_sums(worker, columns)
     return worker.record
 

@@ -189,7 +189,8 @@ class ModelPart:
         inside = {"gathered": self._gathered(forward=self.is_small) + again}
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         states = batch.tokens * self.shape.hidden * self.shape.item
-        head = {"gathered": self._gathered_at_head(True), "activations": self._states(batch, sizes)}
+        read = states * sizes.response_share if self.ends[1] else 0.0  # the others are gone
+        head = {"gathered": self._gathered_at_head(True), "activations": read}
         if chunk := self._logits(batch, sizes):
             head["logits"] = _LOGIT_CHUNKS * chunk + self._head_copy(batch, sizes)
         return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)

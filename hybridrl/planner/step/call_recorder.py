@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.batch import Batch, resolve_row_numbers
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, Worker
 from hybridrl.controller.group_call import UNKNOWN, Rows, ShardedResult
@@ -160,6 +160,9 @@ class _Feed:
     def put(self, batch: Batch) -> BatchRef:
         return _table(len(batch), 1)
 
+    def hold(self, groups: set[int]) -> None:
+        pass
+
 
 @dataclass(frozen=True, eq=False)
 class _Rows(TableExpression):
@@ -202,8 +205,8 @@ class _Table(BatchRef):
     def by_parts(self) -> list[BatchRef]:
         return [self]
 
-    def take(self, rows: Sequence[int] | Rows) -> BatchRef:
-        return _Table(_Rows(self.rows[np.asarray(rows, dtype=np.int64)]))
+    def take(self, rows: Sequence[int] | Rows, copies: int = 1) -> BatchRef:
+        return _Table(_Rows(self.rows[resolve_row_numbers(rows, len(self.rows))]))
 
     def repeat(self, times: int) -> BatchRef:
         return _Table(_Rows(np.repeat(self.rows, times)))

@@ -59,6 +59,7 @@ _CPU_COUNTS: Mapping[str, float] = {
     "sample": 7,
     "tensor": 7,
     "synced tensor": 200,
+    "synced part": 0,
     "vllm step": 300,
     "vllm sample": 28,
     "transformers step": 40,
@@ -66,7 +67,8 @@ _CPU_COUNTS: Mapping[str, float] = {
 }
 _GPU_COUNTS = {
     **_CPU_COUNTS,
-    "synced tensor": 6,
+    "synced tensor": 4,
+    "synced part": 2,
     "vllm step": 100,
     "vllm sample": 1.5,
     "vllm layer": 15,
@@ -74,10 +76,10 @@ _GPU_COUNTS = {
 }
 SMALL_OP_COUNTS = {"cpu": _CPU_COUNTS, "cuda": _GPU_COUNTS}
 """What costs no arithmetic, in small operations: a call of a group and a sample in it; a tensor
-that the optimizer steps, or that a sync brings to the generator from one of the ranks that have
-parts of it; a token-step of a generator, and a sample or a layer in it. Counted once, on CPUs from
-the default job and one more, on an H100 from a sync and from `rollout=transformers`; vLLM's on GPUs
-are estimates. The probe says what a small operation takes."""
+that the optimizer steps, or that a sync brings to the generator, and each part of it that another
+rank has; a token-step of a generator, and a sample or a layer in it. Counted once, on CPUs from
+the default job and one more, on an H100 from a sync and from `rollout=transformers`, of parts from
+copies by `BoxTable`; vLLM's on GPUs are estimates. The probe says what a small operation takes."""
 
 
 class RingCost(NamedTuple):
@@ -306,9 +308,9 @@ class CallTimeEstimator:
         shape = self.planner.generation_shape(role)
         place = self.planner.placement.roles[role]
         copies = 4 * generation_copy_bytes(shape) / self.rates.memory
-        small = self.counts["synced tensor"] * shape.tensors * shape.layers * self.rates.small_op
-        if self.planner.cluster.is_cuda and role != GENERATOR_ROLE:
-            small *= self.planner.part(role, 0).shards
+        parts = 1 if role == GENERATOR_ROLE else self.planner.part(role, 0).shards
+        small = (self.counts["synced tensor"] + parts * self.counts["synced part"]) * shape.tensors
+        small *= shape.layers * self.rates.small_op
         return copies + small + self.planner.sync_bytes(role) / self._wire(place.devices)
 
     def _generate(self, call: PlannedCall) -> float:
