@@ -46,7 +46,6 @@ class CorePins:
         self._of_phases: Mapping[str, StageCores] | None = None
         self._now: StageCores = {}
         self._usable = os.sched_getaffinity(0)
-        self._before: dict[int, set[int]] = {}
 
     def assign(self, of_phases: Mapping[str, StageCores] | None) -> HostCores:
         """Keep later phases to these cores, and measure all phases; None: do neither."""
@@ -65,9 +64,12 @@ class CorePins:
             return
         before, begin = self._read(), time.perf_counter()
         self._now = self._of_phases.get(name, {})
+        threads = {stage: list(_threads(self._pids(stage))) for stage in self._now}
+        # Of all before any is pinned: what they start meanwhile inherits the pins.
+        own = {one: found for some in threads.values() for one, found in _affinities(some)}
         try:
-            for stage, cores in self._now.items():
-                self._pin(self._pids(stage), cores)
+            for stage, some in threads.items():
+                _keep_to(some, self._now[stage])
             yield
         finally:
             load[WALL] = load.get(WALL, 0.0) + time.perf_counter() - begin
@@ -76,19 +78,12 @@ class CorePins:
             stages, self._now = self._now, {}
             for stage in stages:
                 for thread in _threads(self._pids(stage)):
-                    with contextlib.suppress(OSError):  # it has just ended
-                        os.sched_setaffinity(thread, self._before.get(thread, self._usable))
-            self._before.clear()
+                    _keep_to([thread], own.get(thread, self._usable))
 
     def pin_child(self, pool: str, pid: int) -> None:
         """Keep a process that joins a pool in the middle of a phase to the cores of the pool."""
-        self._pin([pid], self._now.get(pool, ()))
-
-    def _pin(self, pids: Iterable[int], cores: Collection[int]) -> None:
-        for thread in _threads(pids) if cores else ():
-            with contextlib.suppress(OSError):
-                self._before.setdefault(thread, os.sched_getaffinity(thread))
-                os.sched_setaffinity(thread, cores)
+        if pool in (now := self._now):
+            _keep_to(_threads([pid]), now[pool])
 
     def _pids(self, stage: str) -> list[int]:
         if stage == WORKERS:  # with what it has started beside the pools
@@ -117,6 +112,18 @@ def _threads(pids: Iterable[int]) -> Iterator[int]:
     for pid in pids:
         with contextlib.suppress(OSError):
             yield from (int(one.name) for one in Path(f"/proc/{pid}/task").iterdir())
+
+
+def _affinities(threads: Iterable[int]) -> Iterator[tuple[int, set[int]]]:
+    for thread in threads:
+        with contextlib.suppress(OSError):  # it has just ended
+            yield thread, os.sched_getaffinity(thread)
+
+
+def _keep_to(threads: Iterable[int], cores: Collection[int]) -> None:
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, cores)
 
 
 def _family(pid: int) -> Iterator[int]:

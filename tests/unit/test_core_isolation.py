@@ -220,20 +220,21 @@ def test_affinity_comes_back_after_an_error_and_is_what_it_was(pool):
 
 
 def test_processes_come_and_go_in_a_phase(pool):
-    core = min(USABLE)
-    pins = CorePins()
+    core, other = min(USABLE), max(USABLE)
+    pins, first = CorePins(), pool.pids[0]
     pins.pools.add(pool)
-    pins.assign({"generate": {pool.name: [core]}})
-    first = pool.pids[0]
-    with subprocess.Popen(["sleep", "60"]) as late:
+    pins.assign({"generate": {"workers": [other], pool.name: [core]}})
+    with pins.phase("generate", {}):
+        late = subprocess.Popen(["sleep", "60"])
+        assert os.sched_getaffinity(late.pid) == {other}  # as the worker that starts it
         assert late.pid in pins._pids("workers") and first not in pins._pids("workers")
-        with pins.phase("generate", {}):
-            pins.pin_child(pool.name, late.pid)
-            assert os.sched_getaffinity(late.pid) == {core}
-            type(pool).pids = [late.pid, 2**22 + 1]  # one is gone
-        assert os.sched_getaffinity(late.pid) == USABLE
-        type(pool).pids = [first]
-        late.kill()
+        type(pool).pids = [late.pid, 2**22 + 1]  # one is gone
+        pins.pin_child(pool.name, late.pid)
+        assert os.sched_getaffinity(late.pid) == {core}
+    assert os.sched_getaffinity(late.pid) == USABLE
+    type(pool).pids = [first]
+    late.kill()
+    late.wait()
 
 
 def test_what_a_worker_starts_in_a_phase_is_free_after_it():
