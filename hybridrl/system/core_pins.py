@@ -73,12 +73,12 @@ class CorePins:
             yield
         finally:
             load[WALL] = load.get(WALL, 0.0) + time.perf_counter() - begin
-            for stage, taken in self._read().items():  # of a lost process nothing is known
-                load[stage] = load.get(stage, 0.0) + max(0.0, taken - before.get(stage, 0.0))
             stages, self._now = self._now, {}
             for stage in stages:
                 for thread in _threads(self._pids(stage)):
                     _keep_to([thread], own.get(thread, self._usable))
+            for stage, taken in self._read().items():  # of a lost process nothing is known
+                load[stage] = load.get(stage, 0.0) + max(0.0, taken - before.get(stage, 0.0))
 
     def pin_child(self, pool: str, pid: int) -> None:
         """Keep a process that joins a pool in the middle of a phase to the cores of the pool."""
