@@ -268,6 +268,10 @@ class Config:
     """`cpu`, `cuda`, or `auto`: every GPU, or two CPU slots where there is none."""
     num_devices: PositiveInt | None = None
     """null: every GPU; two CPU slots (one with `executor=inline`)."""
+    resources: Annotated[str, OneOf("fixed", "auto")] = "fixed"
+    """The cores of what works at the same time, such as generation, rewards and environments:
+    `fixed`: all share all; `auto`: measured in the first steps, each gets cores of its own where
+    that makes steps quicker. Nothing that is learned depends on it."""
     executor: Annotated[str, OneOf("ray", "inline")] = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)

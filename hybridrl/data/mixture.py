@@ -152,7 +152,7 @@ class SourceProportions:
         return found
 
     def state(self) -> dict[str, Any]:
-        return {"shares": self._shares, "drawn": self._drawn}
+        return {"shares": self._shares, "drawn": [*self._drawn]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; if the weights have changed, count from zero."""

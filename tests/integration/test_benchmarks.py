@@ -30,6 +30,7 @@ SMALLEST = {
     "auto_choice": (["1", "--steps", "4"], HOSTS),
     "checkpoint": (["--rounds", "1"],),
     "codecs": (["--values", "65536", "--rounds", "1"],),
+    "core_isolation": (["--rounds", "1"], HOSTS),
     "curriculum": (["--seeds", "0", "--steps", "4"],),
     "dispatch": ([],),
     "distillation": ([],),

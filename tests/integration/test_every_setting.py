@@ -267,6 +267,7 @@ EXCEPTIONS = {
     "guard.on_nan": "what becomes of a loss that is not finite: test_bad_steps.py",
     "guard.most_skipped": "how many such losses end a job: test_bad_steps.py",
     "guard.most_mismatch": "a generator that is far off ends a job: test_generator_check.py",
+    "resources": "speed and the console alone: test_core_isolation.py, test_pinned_stages.py",
     "observe.show_every": "the console alone: test_observe_console.py",
     "rollout.serve": "such a job waits for programs that others start: test_environment_jobs.py",
 }
