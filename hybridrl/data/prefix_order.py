@@ -13,6 +13,7 @@ proximity-aware order (Liu et al. 2021, arXiv:2112.08541) with strata for its se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 import numpy as np
@@ -105,7 +106,7 @@ class PrefixOrder:
         seed: Of the epoch by which the length of branches is chosen.
 
     Attributes:
-        branch: Mean number of rows of a branch; a resumed run keeps that of its checkpoint.
+        branch: Mean number of rows of a branch.
     """
 
     def __init__(self, prompts: Batch, step: int, max_error: float, seed: int) -> None:
@@ -124,6 +125,14 @@ class PrefixOrder:
             if self.error.mean(cut_steps(order, self._step)) <= self._max_error:
                 break
         return self._step >> halvings
+
+    def state(self) -> dict[str, int]:
+        """Return what the order depends on besides the rows and the seed, as plain data."""
+        return {"step": self._step, "rows": self.branch}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue an order whose steps may have had another size."""
+        self._step, self.branch = state["step"], state["rows"]
 
     def rows(self, random: np.random.Generator, branch: int | None = None) -> Rows:
         """Return the rows of an epoch."""

@@ -2,13 +2,15 @@
 finish. It has an engine, whose weights and memory are the engine's own affair. A sample of the
 `SingleTurnGenerator` is one response of the engine's.
 
-Where several replicas generate a batch, the prompts are dealt out longest first. Each replica
-begins with as many as it can run at a time; what is left is claimed one prompt at a time by
-whichever replica has room, so that none waits while another is behind.
+Where several replicas generate a batch, the prompts are dealt out longest first; with
+`data.order=prefix` each replica has a part of neighbours. Each replica begins with as many as it
+can run at a time; what is left is claimed one prompt at a time by whichever replica has room, so
+that none waits while another is behind.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -42,13 +44,15 @@ class ReplicaShare(NamedTuple):
 
     Attributes:
         index, replicas: Which of how many.
-        claim: Gives numbers from 0 on, each to one replica only. The ranks of a replica call it
-            together, and get the same.
+        claim: Gives numbers from 0 on, each to one replica only, for each queue by its number. The
+            ranks of a replica call it together, and get the same.
+        by_prefix: Neighbouring rows begin alike, and stay together.
     """
 
     index: int
     replicas: int
-    claim: Callable[[], int]
+    claim: Callable[[int], int]
+    by_prefix: bool = False
 
 
 class GenerationTask(NamedTuple):
@@ -241,15 +245,31 @@ class SingleTurnStream(SampleStream):
 
     def _shared_out(self, task: GenerationTask) -> Iterator[Request]:
         """Yield this replica's requests, in the order in which they begin."""
-        requests = list(requests_of(task.batch, task.sampling, task.seeds))
-        requests.sort(key=lambda request: -len(request.prompt_ids))
-        if (share := task.share) is None:
+        requests, share = list(requests_of(task.batch, task.sampling, task.seeds)), task.share
+        if share is None or not share.by_prefix:
+            requests.sort(key=lambda request: -len(request.prompt_ids))
+        if share is None:
             yield from requests
             return
         largest = max((request.samples for request in requests), default=1)
-        first = share.replicas * max(1, self._engine.max_sequences // largest)
-        yield from requests[share.index : first : share.replicas]
-        if first >= len(requests):
-            return
-        while (number := first + share.claim()) < len(requests):
-            yield requests[number]
+        room = max(1, self._engine.max_sequences // largest)
+        if share.by_prefix:
+            parts = _cut_evenly(requests, share.replicas)
+            mine, queues = parts[share.index][:room], [part[room:] for part in parts]
+        else:
+            first = share.replicas * room
+            mine, queues = requests[share.index : first : share.replicas], [requests[first:]]
+        yield from mine
+        for queue in (np.arange(len(queues)) + share.index) % len(queues):  # its own one first
+            left = queues[queue]
+            while left and (number := share.claim(int(queue))) < len(left):
+                yield left[number]
+
+
+def _cut_evenly(requests: Sequence[Request], parts: int) -> list[Sequence[Request]]:
+    """Cut requests into parts of neighbours with about equally many tokens, if responses are as
+    long as they may be."""
+    costs = [len(one.prompt_ids) + one.samples * one.sampling.max_tokens for one in requests]
+    middles = np.cumsum(costs) - np.array(costs) / 2
+    cuts = np.searchsorted(middles, sum(costs) * np.arange(parts + 1) / parts)
+    return [requests[start:stop] for start, stop in itertools.pairwise(cuts)]

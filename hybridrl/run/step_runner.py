@@ -100,6 +100,7 @@ class StepRunner:
         metrics = compute_step_metrics(records, updates, self.ended - self._began, step.drawn())
         for scored in result.scored_samples or [result.batch]:
             metrics |= job.feed.learn_scores(scored)
+        metrics |= job.feed.shuffle_errors(step.groups)
         job.feed.forget_groups(step.groups.stop)
         who = f"`{type(self.trainer).__qualname__}.step`"
         metrics = {**metrics, **checked.figures(result.metrics, who), **further}
