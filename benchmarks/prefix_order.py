@@ -3,10 +3,10 @@
     python benchmarks/prefix_order.py [--rounds 5] [--samples 1]
 
 `SYSTEMS` system prompts, each with `DOCUMENTS` documents of various lengths and `QUESTIONS`
-questions on each, in steps of `PROMPTS`. The steps of `data.order=prefix` and of `random` take turns
-on one engine of vLLM, which gets its weights anew before each step, as in training, so that nothing
-of an earlier step is in its cache. All samples of a prompt but the first find the prompt in the
-cache in either order; `--samples` shows what is left of the difference then.
+questions on each, in steps of `PROMPTS`. Steps of `data.order=prefix` and of `random` take turns on
+one engine of vLLM, which gets its weights anew before each step, as in training, so that nothing of
+an earlier step is in its cache. All samples of a prompt but the first find the prompt in the cache
+in either order; `--samples` shows what is left of the difference then.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,11 +129,11 @@ class PrefixOrder:
 
     def state(self) -> dict[str, int]:
         """Return what the order depends on besides the rows and the seed, as plain data."""
-        return {"step": self._step, "rows": self.branch}
+        return {"step": self._step, "branch": self.branch}
 
-    def load_state(self, state: Mapping[str, int]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue an order whose steps may have had another size."""
-        self._step, self.branch = state["step"], state["rows"]
+        self._step, self.branch = state["step"], state["branch"]
 
     def rows(self, random: np.random.Generator, branch: int | None = None) -> Rows:
         """Return the rows of an epoch."""

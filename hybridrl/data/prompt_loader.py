@@ -91,7 +91,8 @@ class PromptLoader(Iterator[Batch]):
             "shuffle": self._shuffle,
             "crc32": self._crc32,
         }
-        return found if self.order is None else found | {"branches": self.order.state()}
+        of_order = {} if self.order is None else {"order": "prefix", **self.order.state()}
+        return found | of_order
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where the loader that made `state` stopped; `prompts_per_step` may differ.
@@ -100,8 +101,9 @@ class PromptLoader(Iterator[Batch]):
             DataError: if the data set, the seed or the shuffling is not the one of `state`, which
                 would repeat some prompts and leave out others without a word.
         """
-        mine = self.state()
+        mine = {"order": "random", **self.state()}
         names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
+        names["order"], state = "data.order", {"order": "random", **state}
         for key, name in names.items():
             if state[key] != mine[key]:
                 raise DataError(
@@ -109,14 +111,8 @@ class PromptLoader(Iterator[Batch]):
                     f"{mine[key]}, so the order of the prompts cannot go on. Use the old data and "
                     "settings, or start a new run from the checkpoint's weights."
                 )
-        if ("branches" in state) != (self.order is not None):
-            raise DataError(
-                f"This run has data.order={'random' if self.order is None else 'prefix'} and the "
-                "checkpoint was written with the other order, so the order of the prompts cannot "
-                "go on. Use the old setting, or start a new run from the checkpoint's weights."
-            )
         if self.order is not None:
-            self.order.load_state(state["branches"])
+            self.order.load_state(state)
         if state.get("crc32") != mine["crc32"]:
             _log.warning(
                 "These prompts are not those that the checkpoint was made with: their number is "
@@ -254,13 +250,11 @@ class MixtureSchedule:
             deck.learn(self._place[rows[mine]], scores[mine])
 
     def shuffle_errors(self, rows: Rows) -> dict[str, float]:
-        return {
-            f"source/{name}/{error}": value
-            for (name, deck), of_deck in zip(self._decks.items(), self._rows, strict=True)
-            for error, value in deck.shuffle_errors(
-                self._place[rows[np.isin(rows, of_deck)]]
-            ).items()
-        }
+        found = {}
+        for (name, deck), of_deck in zip(self._decks.items(), self._rows, strict=True):
+            errors = deck.shuffle_errors(self._place[rows[np.isin(rows, of_deck)]])
+            found |= {f"source/{name}/{metric}": error for metric, error in errors.items()}
+        return found
 
     def state(self) -> dict[str, Any]:
         return {

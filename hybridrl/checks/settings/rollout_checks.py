@@ -151,18 +151,21 @@ def find_order_obstacle(config: Config) -> str:
     """Return why prompts cannot be dealt out in the order of their prefixes, with the cure, or why
     that would gain nothing; else an empty text."""
     data, rollout, trainer = config.data, config.rollout, load_trainer(config.trainer.name)
-    if data.sampler is not None:
-        return f"data.sampler={data.sampler} chooses the rows. Set data.sampler=null."
-    if not data.shuffle:
-        return "data.shuffle=false asks for the order of the file. Set data.shuffle=true."
-    if trainer.DATA != "prompts" or not trainer.TRAINS:
-        return f"trainer.name={config.trainer.name} does not learn from samples of prompts."
-    if rollout.engine != "vllm":
-        return f"rollout={rollout.engine} computes every prompt as a whole. Set rollout=vllm."
-    if rollout.engine_options.get("enable_prefix_caching") is False:
-        name = "rollout.engine_options.enable_prefix_caching"
-        return f"{name}=false has vLLM compute every prompt as a whole. Leave it out."
-    return ""
+    caching = "enable_prefix_caching"
+    obstacles = {
+        f"data.sampler={data.sampler} chooses the rows. Set data.sampler=null.": data.sampler,
+        "data.shuffle=false keeps the order of the file. Set data.shuffle=true.": not data.shuffle,
+        f"trainer.name={config.trainer.name} does not learn from samples of prompts.": (
+            trainer.DATA != "prompts" or not trainer.TRAINS
+        ),
+        f"rollout={rollout.engine} computes each prompt as a whole. Set rollout=vllm.": (
+            rollout.engine != "vllm"
+        ),
+        f"rollout.engine_options.{caching}=false: vLLM keeps no prefixes. Leave it out.": (
+            rollout.engine_options.get(caching) is False
+        ),
+    }
+    return next((sentence for sentence, holds in obstacles.items() if holds), "")
 
 
 def _check_prompt_order(config: Config) -> None:
