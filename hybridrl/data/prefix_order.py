@@ -140,15 +140,14 @@ class PrefixOrder:
         branch = self.branch if branch is None else branch
         rows, shared = self.tree.traverse(random)
         cuts = _cut_branches(shared, branch)
-        sizes = np.diff([*cuts, len(rows)])
+        count, sizes = len(cuts), np.diff([*cuts, len(rows)])
         traits = [np.add.reduceat(one[rows], cuts) / sizes for one in self.error.bins.values()]
-        ranked = np.lexsort((random.random(len(cuts)), *traits[::-1]))
-        ends = np.cumsum(sizes[ranked])
-        stratum = (ends - sizes[ranked]) * (self._step // branch) // len(rows)
-        mixed = np.lexsort((random.random(len(cuts)), stratum))
-        place = np.empty_like(cuts)
-        place[ranked[mixed]] = _spread_strata(stratum, sizes[ranked[mixed]])
-        return rows[np.argsort(np.repeat(place, sizes), kind="stable")]
+        ranked = np.lexsort((random.random(count), *traits[::-1]))
+        stratum = np.arange(count) * (self._step // branch) // count
+        mixed = ranked[np.lexsort((random.random(count), stratum))]
+        number = np.empty(count, np.int64)  # in its stratum
+        number[mixed] = np.arange(count) - np.searchsorted(stratum, stratum)
+        return rows[np.argsort(np.repeat(number, sizes), kind="stable")]
 
 
 def _cut_branches(shared: Rows, length: int) -> Rows:
@@ -157,21 +156,6 @@ def _cut_branches(shared: Rows, length: int) -> Rows:
     padded = np.pad(shared, (0, -len(shared) % length), constant_values=np.iinfo(np.int64).max)
     windows = padded.reshape(-1, length)
     return windows.argmin(1) + np.arange(len(windows)) * length
-
-
-def _spread_strata(stratum: Rows, sizes: Rows) -> Rows:
-    """Return the place of each branch in an order in which every stratum is spread evenly.
-
-    Args:
-        stratum: Of each branch, ascending.
-        sizes: Their rows.
-    """
-    before = np.cumsum(sizes) - sizes
-    begin = before[np.searchsorted(stratum, stratum)]
-    share = (before - begin) / np.bincount(stratum, sizes)[stratum]
-    place = np.empty_like(stratum)
-    place[np.argsort(share, kind="stable")] = np.arange(len(stratum))
-    return place
 
 
 def cut_steps(order: Rows, step: int) -> Rows:

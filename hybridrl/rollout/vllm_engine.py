@@ -195,16 +195,12 @@ class VLLMEngine(RolloutEngine):
     def counts(self) -> dict[str, int]:
         found = dict(self._prefix_counts)
         self._prefix_counts = dict.fromkeys(found, 0)
-        return found | self._count_drafts()
-
-    def _count_drafts(self) -> dict[str, int]:
-        if not self._guesses:
-            return {}
-        now = {
-            metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in DRAFTS
-        }
-        before, self._counted = self._counted, now
-        return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+        if self._guesses:
+            metrics = self._llm.get_metrics()
+            now = {metric.name: metric.value for metric in metrics if metric.name in DRAFTS}
+            before, self._counted = self._counted, now
+            found |= {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+        return found
 
     @contextmanager
     def _first_time(self) -> Iterator[None]:

@@ -151,21 +151,18 @@ def find_order_obstacle(config: Config) -> str:
     """Return why prompts cannot be dealt out in the order of their prefixes, with the cure, or why
     that would gain nothing; else an empty text."""
     data, rollout, trainer = config.data, config.rollout, load_trainer(config.trainer.name)
-    caching = "enable_prefix_caching"
-    obstacles = {
-        f"data.sampler={data.sampler} chooses the rows. Set data.sampler=null.": data.sampler,
-        "data.shuffle=false keeps the order of the file. Set data.shuffle=true.": not data.shuffle,
-        f"trainer.name={config.trainer.name} does not learn from samples of prompts.": (
-            trainer.DATA != "prompts" or not trainer.TRAINS
-        ),
-        f"rollout={rollout.engine} computes each prompt as a whole. Set rollout=vllm.": (
-            rollout.engine != "vllm"
-        ),
-        f"rollout.engine_options.{caching}=false: vLLM keeps no prefixes. Leave it out.": (
-            rollout.engine_options.get(caching) is False
-        ),
-    }
-    return next((sentence for sentence, holds in obstacles.items() if holds), "")
+    caching = "rollout.engine_options.enable_prefix_caching"
+    if data.sampler is not None:
+        return f"data.sampler={data.sampler} chooses the rows. Set data.sampler=null."
+    if not data.shuffle:
+        return "data.shuffle=false keeps the order of the file. Set data.shuffle=true."
+    if trainer.DATA != "prompts" or not trainer.TRAINS:
+        return f"trainer.name={config.trainer.name} does not learn from samples of prompts."
+    if rollout.engine != "vllm":
+        return f"rollout={rollout.engine} computes each prompt as a whole. Set rollout=vllm."
+    if rollout.engine_options.get("enable_prefix_caching") is False:
+        return f"{caching}=false: vLLM keeps no prefixes. Leave it out."
+    return ""
 
 
 def _check_prompt_order(config: Config) -> None:
