@@ -159,10 +159,10 @@ def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, s
 
 def resolve_prompt_order(config: Config, job: KnownJob) -> tuple[Config, str]:
     """Set the chosen `data.order`, whose reason is among the remarks on the data. vLLM keeps
-    prefixes on GPUs anyway; on CPUs, where a cached prefix changes how log-probabilities are
-    rounded, it keeps them for the prefix order alone."""
+    prefixes on GPUs anyway; on CPUs for the prefix order alone, unless experts are recorded, which
+    nobody knows of cached tokens."""
     rollout, options = config.rollout, config.rollout.engine_options
-    if job.order == "prefix" and job.cluster.kind == "cpu":
+    if job.order == "prefix" and job.cluster.kind == "cpu" and not rollout.routing_replay:
         options = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS} | options
     return replace(
         config,
