@@ -140,7 +140,7 @@ class PrefixOrder:
         branch = self.branch if branch is None else branch
         rows, shared = self.tree.traverse(random)
         cuts = _cut_branches(shared, branch)
-        count, sizes = len(cuts), np.diff([*cuts, len(rows)])
+        count, sizes = len(cuts), np.diff(cuts, append=len(rows))
         traits = [np.add.reduceat(one[rows], cuts) / sizes for one in self.error.bins.values()]
         ranked = np.lexsort((random.random(count), *traits[::-1]))
         stratum = np.arange(count) * (self._step // branch) // count

@@ -213,7 +213,6 @@ def _make_generator_keywords(job: PreparedJob) -> _WorkerKeywords:
         "seed": config.run.seed,
         "job": job.name,
         "in_flight": config.placement.in_flight,
-        "by_prefix": config.data.order == "prefix",
     }
 
 

@@ -2,10 +2,10 @@
 finish. It has an engine, whose weights and memory are the engine's own affair. A sample of the
 `SingleTurnGenerator` is one response of the engine's.
 
-Where several replicas generate a batch, the prompts are dealt out longest first; with
-`data.order=prefix` each replica has a part of neighbours. Each replica begins with as many as it
-can run at a time; what is left is claimed one prompt at a time by whichever replica has room, so
-that none waits while another is behind.
+Where several replicas generate a batch, each has a part of neighbouring prompts, which with
+`data.order=prefix` begin alike, and starts the longest of them first, as many as it can run at a
+time. What is left is claimed one prompt at a time by whichever replica has room, its own part's
+before those of others, so that none waits while another is behind.
 """
 
 from __future__ import annotations
@@ -46,13 +46,11 @@ class ReplicaShare(NamedTuple):
         index, replicas: Which of how many.
         claim: Gives numbers from 0 on, each to one replica only, for each queue by its number. The
             ranks of a replica call it together, and get the same.
-        by_prefix: Neighbouring rows begin alike, and stay together.
     """
 
     index: int
     replicas: int
     claim: Callable[[int], int]
-    by_prefix: bool = False
 
 
 class GenerationTask(NamedTuple):
@@ -246,30 +244,26 @@ class SingleTurnStream(SampleStream):
     def _shared_out(self, task: GenerationTask) -> Iterator[Request]:
         """Yield this replica's requests, in the order in which they begin."""
         requests, share = list(requests_of(task.batch, task.sampling, task.seeds)), task.share
-        if share is None or not share.by_prefix:
-            requests.sort(key=lambda request: -len(request.prompt_ids))
+        parts = _cut_evenly(requests, 1 if share is None else share.replicas)
+        for part in parts:
+            part.sort(key=lambda request: -len(request.prompt_ids))
         if share is None:
-            yield from requests
+            yield from parts[0]
             return
         largest = max((request.samples for request in requests), default=1)
         room = max(1, self._engine.max_sequences // largest)
-        if share.by_prefix:
-            parts = _cut_evenly(requests, share.replicas)
-            mine, queues = parts[share.index][:room], [part[room:] for part in parts]
-        else:
-            first = share.replicas * room
-            mine, queues = requests[share.index : first : share.replicas], [requests[first:]]
-        yield from mine
-        for queue in (np.arange(len(queues)) + share.index) % len(queues):  # its own one first
-            left = queues[queue]
-            while left and (number := share.claim(int(queue))) < len(left):
+        yield from parts[share.index][:room]
+        for place in range(share.index, share.index + share.replicas):
+            queue = place % share.replicas
+            left = parts[queue][room:]
+            while left and (number := share.claim(queue)) < len(left):
                 yield left[number]
 
 
-def _cut_evenly(requests: Sequence[Request], parts: int) -> list[Sequence[Request]]:
+def _cut_evenly(requests: Sequence[Request], parts: int) -> list[list[Request]]:
     """Cut requests into parts of neighbours with about equally many tokens, if responses are as
     long as they may be."""
     costs = [len(one.prompt_ids) + one.samples * one.sampling.max_tokens for one in requests]
     middles = np.cumsum(costs) - np.array(costs) / 2
     cuts = np.searchsorted(middles, sum(costs) * np.arange(parts + 1) / parts)
-    return [requests[start:stop] for start, stop in itertools.pairwise(cuts)]
+    return [list(requests[start:stop]) for start, stop in itertools.pairwise(cuts)]

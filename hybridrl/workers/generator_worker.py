@@ -58,7 +58,6 @@ class GeneratorWorker(ModelWorker):
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         in_flight: Take new weights between two tokens, when they come.
-        by_prefix: Prompts come in the order of their prefixes.
     """
 
     def __init__(
@@ -70,10 +69,8 @@ class GeneratorWorker(ModelWorker):
         job: str,
         in_flight: bool = False,
         environment: EnvironmentConfig | None = None,
-        by_prefix: bool = False,
     ) -> None:
         super().__init__(context)
-        self._by_prefix = by_prefix
         self._config = rollout
         self._dtype = DTYPES[source.dtype]
         self._seeds = SampleSeeds(seed)
@@ -175,8 +172,7 @@ class GeneratorWorker(ModelWorker):
         self._total = len(batch)
         self._begun = None if sampling.partial is None else batch
         self._started += 1
-        claim = partial(self._claim, self._started)
-        share = ReplicaShare(place.index, place.size, claim, self._by_prefix)
+        share = ReplicaShare(place.index, place.size, partial(self._claim, self._started))
         task = GenerationTask(batch, sampling, seeds, self._version, share)
         self._samples = self._generator.begin(task)
 
