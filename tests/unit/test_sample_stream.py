@@ -67,7 +67,7 @@ def stream(engine, lengths, *, index=0, replicas=1, claim=None, at_a_time=100, c
     share = ReplicaShare(index, replicas, claim or count_up())
     seeds = range(1000, 1000 + len(prompts))
     engine.max_sequences = at_a_time
-    batch = Batch.from_columns({"prompt_ids": prompts})
+    batch = Batch.from_columns({"prompt_ids": [*prompts, [1]]}).take(range(len(prompts)))  # typed
     return SingleTurnStream(engine, GenerationTask(batch, SAMPLING, seeds, 3, share))
 
 
@@ -117,7 +117,7 @@ def test_replicas_share_the_rows_and_the_faster_one_takes_more():
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5])
 @pytest.mark.parametrize("at_a_time", [2, 6, 100])
 def test_replicas_have_neighbours_and_help_others_at_the_end(replicas, at_a_time):
-    claim, lengths = count_up(), [3, 9, 1, 4, 4, 2, 8, 5, 1, 7]
+    claim, lengths = count_up(), [3, 9, 1, 4, 6, 2, 8, 5, 1, 7]
     engines = [Engine() for _ in range(replicas)]
     streams = [
         stream(
