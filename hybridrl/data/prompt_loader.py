@@ -101,9 +101,9 @@ class PromptLoader(Iterator[Batch]):
             DataError: if the data set, the seed or the shuffling is not the one of `state`, which
                 would repeat some prompts and leave out others without a word.
         """
-        mine = {"order": "random", **self.state()}
+        mine, state = ({"order": "random", **one} for one in (self.state(), state))
         names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
-        names["order"], state = "data.order", {"order": "random", **state}
+        names |= {"order": "data.order"}
         for key, name in names.items():
             if state[key] != mine[key]:
                 raise DataError(
@@ -113,6 +113,7 @@ class PromptLoader(Iterator[Batch]):
                 )
         if self.order is not None:
             self.order.load_state(state)
+            self._order_of_epoch = None
         if state.get("crc32") != mine["crc32"]:
             _log.warning(
                 "These prompts are not those that the checkpoint was made with: their number is "
