@@ -30,8 +30,9 @@ BLOCK_TOKENS = 32
 _MIN_HIT_SHARE = 0.1
 """Share of the tokens of prompts that `auto` wants to find in the cache; with fewer, generation
 gains next to nothing."""
-_COUNTED_STEPS = 64
-"""Number of steps that hits are predicted from."""
+_MEASURED_STEPS = 64
+"""Number of steps from which the shuffling error (at least) and hits (at most) are predicted. The
+two or three steps of a small set's epoch may be like the whole by chance."""
 Rows = npt.NDArray[np.int64]
 
 
@@ -104,7 +105,7 @@ class PrefixOrder:
         prompts: Rows with the column `prompt_ids`.
         step: Number of them in a step.
         max_error: The largest shuffling error; see `ShuffleError`.
-        seed: Of the epoch by which the length of branches is chosen.
+        seed: Of the epochs by which the length of branches is chosen.
 
     Attributes:
         branch: Mean number of rows of a branch.
@@ -121,9 +122,12 @@ class PrefixOrder:
 
     @cached_property
     def branch(self) -> int:
+        epochs = -(-_MEASURED_STEPS * self._step // len(self._prompts))
         for halvings in range(self._step.bit_length()):
-            order = self.rows(np.random.default_rng(self._seed), self._step >> halvings)
-            if self.error.mean(cut_steps(order, self._step)) <= self._max_error:
+            random, branch = np.random.default_rng(self._seed), self._step >> halvings
+            orders = (self.rows(random, branch) for _ in range(epochs))
+            steps = np.concatenate([cut_steps(order, self._step) for order in orders])
+            if self.error.mean(steps) <= self._max_error:
                 break
         return self._step >> halvings
 
@@ -174,7 +178,7 @@ def choose_order(prompts: Batch, step: int, max_error: float, seed: int) -> tupl
     """
     prefix, random = PrefixOrder(prompts, step, max_error, seed), np.random.default_rng(seed)
     orders = prefix.rows(random), random.permutation(len(prompts))
-    steps = [cut_steps(order, step)[:_COUNTED_STEPS] for order in orders]
+    steps = [cut_steps(order, step)[:_MEASURED_STEPS] for order in orders]
     lengths = prompts.lengths("prompt_ids")
     ours, theirs = (prefix.tree.count_hits(one) / max(1, lengths[one].sum()) for one in steps)
     chosen = "prefix" if ours >= max(2 * theirs, _MIN_HIT_SHARE) else "random"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import hypergeom
 
 from hybridrl.batch.batch import Batch
 from hybridrl.data.samplers.difficulty_columns import find_difficulty_columns, rank_values
@@ -52,6 +51,8 @@ class ShuffleError:
 def _expected_distance(of_all: npt.NDArray[np.int64], size: int) -> float:
     """Return the mean total variation distance of so many rows, drawn at random, from all rows, of
     which so many are in each bin."""
+    from scipy.stats import hypergeom  # takes a second to import
+
     rows = int(of_all.sum())
     counts = np.arange(min(size, rows) + 1)
     chances = hypergeom.pmf(counts, rows, of_all[:, None], counts[-1])

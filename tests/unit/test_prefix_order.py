@@ -74,7 +74,7 @@ def test_hits_are_those_of_a_cache_that_keeps_a_step(blocks, data):
     assert tree.count_hits(steps) == hits * BLOCK
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(few_blocks, st.integers(1, 20), st.integers(0, 9), st.sampled_from([0.0, 0.05, 1.0]))
 def test_every_row_comes_once_an_epoch_and_the_seed_decides(blocks, step, seed, bound):
     def deal(number):
