@@ -125,7 +125,7 @@ def test_steps_are_like_the_whole_data_within_the_bound(step, bound):
             ):
                 whole = epoch[: len(epoch) // step * step].reshape(-1, step)
                 found += [distance(values, rows) for rows in whole]
-        assert np.mean(ours) <= np.mean(theirs) + bound + 0.02
+        assert np.mean(ours) <= np.mean(theirs) + bound + 0.03
 
 
 def test_a_wider_bound_lets_more_be_shared():
@@ -151,7 +151,7 @@ def test_auto_says_what_it_chose_and_why():
 
 
 def settings_of(*further):
-    return load_config(["algorithm=grpo", "data=jsonl", "data.path=p", *further])
+    return load_config(["data=jsonl", "data.path=p", *further])
 
 
 def test_a_resumed_run_goes_on_though_its_steps_have_another_size():
