@@ -42,6 +42,7 @@ TAKES = {
     "placement": "half an hour",
     "plan": "20 minutes",
     "plan_at_size": "2 minutes",
+    "prefix_order": "3 minutes",
     "quantised_generation": "half an hour",
     "recovery": "10 minutes",
     "reshard": "10 minutes",

@@ -22,7 +22,10 @@ from hybridrl.errors import ConfigError, DataError
 
 SOURCE_COLUMN = "source"
 """The column of the source of a row."""
-MIXTURE_SETTINGS = ("sources", "prompts_per_step", "shuffle", "sampler", "sampler_options")
+MIXTURE_SETTINGS = (
+    *("sources", "prompts_per_step", "shuffle", "order", "max_shuffle_error"),
+    *("sampler", "sampler_options"),
+)
 """Settings of the data that no source has for itself."""
 SOURCE_SETTINGS = ("weight", "reward", "eval_prompts")
 REASONING_GYM_TASK = "reasoning_gym"

@@ -219,6 +219,8 @@ def _response_metrics(total: Mapping[str, float]) -> dict[str, float]:
     if "drafted_tokens" in total:
         drafted = total["drafted_tokens"]
         figures["response/accepted_drafts"] = total["accepted_tokens"] / max(1.0, drafted)
+    if total.get("prompt_tokens"):
+        figures["prompt/cached"] = total["cached_tokens"] / total["prompt_tokens"]
     if "episode_turns" in total:  # an environment plays
         figures["episode/turns"] = total["episode_turns"] / samples
         figures["episode/branches"] = total["episode_branches"] / samples

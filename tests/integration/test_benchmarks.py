@@ -54,6 +54,7 @@ SMALLEST = {
     "placement": (["--only", "overlap", "--rounds", "1", "--steps", "3"],),
     "plan": (["grpo, small model, one micro-batch"],),
     "plan_at_size": ([],),
+    "prefix_order": ([],),
     "quantised_generation": (["--rounds", "1", "--seeds"],),
     "recovery": (["--minutes", "1", "--fault-every", "30"],),
     "reshard": (["--rounds", "1", "--no-vllm"],),
