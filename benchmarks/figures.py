@@ -21,6 +21,7 @@ TAKES = {
     "auto_choice": "an hour",
     "checkpoint": "5 minutes",
     "codecs": "2 minutes",
+    "content_cache": "3 minutes",
     "curriculum": "an hour",
     "dispatch": "2 minutes",
     "distillation": "half an hour",
