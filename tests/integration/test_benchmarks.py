@@ -20,7 +20,7 @@ SECONDS = {
         "packing",
         "paper_placements",
     ),
-    *("plan_at_size", "reshard", "sandbox", "weight_sync"),
+    *("content_cache", "plan_at_size", "reshard", "sandbox", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
@@ -30,6 +30,7 @@ SMALLEST = {
     "auto_choice": (["1", "--steps", "4"], HOSTS),
     "checkpoint": (["--rounds", "1"],),
     "codecs": (["--values", "65536", "--rounds", "1"],),
+    "content_cache": ([],),
     "curriculum": (["--seeds", "0", "--steps", "4"],),
     "dispatch": ([],),
     "distillation": ([],),

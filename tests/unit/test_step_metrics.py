@@ -245,3 +245,12 @@ def test_samples_count_as_the_steps_where_its_rows_are_of_no_call():
     )  # what is learned from came from the driver
     assert found["reward/mean"] == 2.0 and found["response/length_mean"] == 3.0
     assert compute_step_metrics(DRAWN, [], 3.0)["response/length_mean"] == 5.0
+
+
+def test_the_hit_rate_of_a_cache_is_of_all_calls_of_a_step():
+    first, second = (Worker(WorkerContext("reference", rank, 2)) for rank in range(2))
+    first.report(cache_log_probs_asked=6, cache_log_probs_hits=3, cache_verdicts_asked=0)
+    second.report(cache_log_probs_asked=4, cache_log_probs_hits=4)
+    metrics = compute_step_metrics([first.record, second.record], [], 1.0)
+    rates = {name: value for name, value in metrics.items() if name.startswith("cache")}
+    assert rates == {"cache/log_probs_hit_rate": 0.7}
