@@ -22,6 +22,7 @@ TAKES = {
     "checkpoint": "5 minutes",
     "codecs": "2 minutes",
     "core_isolation": "10 minutes",
+    "content_cache": "3 minutes",
     "curriculum": "an hour",
     "dispatch": "2 minutes",
     "distillation": "half an hour",

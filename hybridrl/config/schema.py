@@ -259,6 +259,22 @@ class ObserveConfig:
     """Steps between two samples on the console; 0: none."""
 
 
+CACHED_KINDS = ("log_probs", "verdicts", "judgements")
+
+
+@dataclass
+class CacheConfig:
+    """The cache of values that are expensive to compute, which runs share; see docs/data.md."""
+
+    use: list[Annotated[str, OneOf(*CACHED_KINDS)]] = field(default_factory=list)
+    """What is cached: `log_probs` of a reference that does not learn; `verdicts` of reward
+    functions that have an attribute `cache`, as `passes_tests` has; `judgements` of a judge."""
+    folder: Annotated[NameOrPath | None, AppliesIf("cache.use")] = None
+    """Where it lies; null: `$XDG_CACHE_HOME/hybridrl`, or `~/.cache/hybridrl`."""
+    max_gib: Annotated[PositiveFloat, AppliesIf("cache.use")] = 8.0
+    """Size of all entries on disk; the oldest are removed beyond it."""
+
+
 @dataclass
 class Config:
     """The settings of a whole job."""
@@ -313,6 +329,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recover: RecoveryConfig = field(default_factory=RecoveryConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)

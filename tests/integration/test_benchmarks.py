@@ -20,7 +20,7 @@ SECONDS = {
         "packing",
         "paper_placements",
     ),
-    *("plan_at_size", "reshard", "sandbox", "unwaited_generation", "weight_sync"),
+    *("content_cache", "plan_at_size", "reshard", "sandbox", "unwaited_generation", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
@@ -31,6 +31,7 @@ SMALLEST = {
     "checkpoint": (["--rounds", "1"],),
     "codecs": (["--values", "65536", "--rounds", "1"],),
     "core_isolation": (["--rounds", "1"], HOSTS),
+    "content_cache": ([],),
     "curriculum": (["--seeds", "0", "--steps", "4"],),
     "dispatch": ([],),
     "distillation": ([],),
