@@ -2,9 +2,9 @@
 
 An entry of the cache is a folder, named by a hash of all that its rows depend on: the files' bytes,
 the settings, the tokenizer with its chat template, and the versions of the code. It holds
-`rows.arrow`, the blocks one after the other, each an Arrow stream, and `entry.json`: where they lie,
-in order, and what there is to say of the rows. A job fills a folder of its own and renames it when
-it is complete; of two that do so at once, the second takes the first one's.
+`rows.arrow`, the blocks one after the other, each an Arrow stream, and `entry.json`: where they
+lie, in order, and what there is to say of the rows. A job fills a folder of its own and renames it
+when it is complete; of two that do so at once, the second takes the first one's.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ again.
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +69,14 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
     Raises:
         ConfigError: if the run's settings cannot be read.
     """
+    given_keys = set(given_keys)
+    if "trainer.steps" in given_keys:
+        if "trainer.epochs" in given_keys and config.trainer.epochs is not None:
+            raise ConfigError(
+                f"trainer.steps={config.trainer.steps} and trainer.epochs={config.trainer.epochs} "
+                "are two lengths of one run. Leave one of them out."
+            )
+        given_keys.add("trainer.epochs")  # in place of the epochs of the run that is resumed
     if config.fork is not None and config.resume not in (None, AUTO):
         raise ConfigError(
             f"resume={config.resume} goes on with a run, and fork={config.fork} begins a new one. "
@@ -120,16 +129,28 @@ class KnownJob:
     Attributes:
         model_path: Where the model is, also a tiny one that the settings do not name.
         lengths: Of samples that are as long as the data and the settings let them be.
+        rows: Number of rows to learn from.
     """
 
     cluster: ClusterSpec
     roles: Mapping[str, RoleSpec]
     model_path: str
     lengths: SampleLengths
+    rows: int
 
     def with_model(self, config: Config) -> Config:
         """Return the settings, with the tiny model's folder if they name none."""
         return replace(config, model=replace(config.model, path=self.model_path))
+
+
+def resolve_steps(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Compute `trainer.steps` where `trainer.epochs` is set; the last step may reach into the next
+    epoch."""
+    if (epochs := config.trainer.epochs) is None:
+        return config, ""
+    steps = max(1, math.ceil(round(epochs * job.rows / config.data.prompts_per_step, 9)))
+    said = f"trainer.epochs={epochs:g} of {job.rows:,} rows: {steps:,} steps."
+    return apply_changes(config, [("trainer.steps", steps)]), said
 
 
 def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
@@ -154,7 +175,7 @@ def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, s
     return apply_changes(config, chosen or ()), said
 
 
-RESOLUTIONS = (resolve_dtype, resolve_automatic_settings)
+RESOLUTIONS = (resolve_steps, resolve_dtype, resolve_automatic_settings)
 
 
 def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:

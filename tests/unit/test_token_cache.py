@@ -1,4 +1,4 @@
-"""Large data is tokenized in blocks by processes, kept in files, and is what small data would be."""
+"""Large data is tokenized in blocks by processes and kept in files, and equals small data."""
 
 import json
 import logging
@@ -53,7 +53,12 @@ def rows_of(kind, number=60):
             for n in range(number)
         ]
     return [
-        {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": "2"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"{n}+1="},
+                {"role": "assistant", "content": "2"},
+            ]
+        }
         for n in range(number)
     ]
 
