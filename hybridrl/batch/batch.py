@@ -250,12 +250,15 @@ class Batch:
         return Batch(self.table.slice(start, stop - start))
 
     @staticmethod
-    def concat(batches: Sequence[Batch], *, fill_missing: bool = False) -> Batch:
+    def concat(
+        batches: Sequence[Batch], *, fill_missing: bool = False, in_one_piece: bool = True
+    ) -> Batch:
         """Concatenate batches row-wise.
 
         Args:
             fill_missing: A column that some batches do not have is NaN there if it holds numbers
                 with a fraction, and empty otherwise. Without it all must have the same columns.
+            in_one_piece: Copy the rows to one piece of memory; see `pieces`.
 
         Raises:
             DataError: if there is no batch, or the columns are not the same; names them.
@@ -286,7 +289,7 @@ class Batch:
             if pa.types.is_floating(table.schema.field(name).type):
                 filled = pc.fill_null(table.column(name), float("nan"))
                 table = table.set_column(table.column_names.index(name), name, filled)
-        return Batch(table.combine_chunks())
+        return Batch(table.combine_chunks() if in_one_piece else table)
 
     def to_pylist(self) -> list[dict[str, Any]]:
         """Return one dictionary per row."""

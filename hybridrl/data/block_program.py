@@ -31,8 +31,6 @@ from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes import child
 
 _ALIGNMENT = 64
-WHOLE_TABLE = "whole table"
-"""Status of a block of rows with tests, which are tried together."""
 
 
 class RowRecipe(NamedTuple):
@@ -70,13 +68,13 @@ class RowRecipe(NamedTuple):
         return self.tokenize(RowReader.of(self.config, tokenizer, refused), rows, **self.columns)
 
 
-class _WholeTableError(Exception):
-    """The rows have tests."""
+class WholeTableError(HybridRLError):
+    """The rows have to be read in one table: there are none, or their tests are tried together."""
 
 
 def _refuse_tests(_: DataConfig, rows: pa.Table, refused: RefusedRows) -> None:
     if TESTS_COLUMN in rows.column_names:
-        raise _WholeTableError
+        raise WholeTableError
 
 
 class BlockProgram(logging.Handler):
@@ -112,8 +110,6 @@ class BlockProgram(logging.Handler):
         return {**found, "refused": refused.export()}
 
     def explain(self, error: BaseException) -> tuple[str, Any]:
-        if isinstance(error, _WholeTableError):
-            return WHOLE_TABLE, ""
         if isinstance(error, OSError):
             return "OSError", error.errno
         kind = DataError if isinstance(error, DataError) else type(error)

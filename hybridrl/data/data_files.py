@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +116,12 @@ def iterate_tables(
         DataError: as `read_rows`.
     """
     for file in files:
-        kind, _ = _READERS[str(_find_format(file.name))]
+        kind, read = _READERS[str(_find_format(file.name))]
         try:
-            for table in _TABLE_ITERATORS[kind](file, required):
+            for table in _iterate_parquet(file) if kind == "Parquet" else [read(file, required)]:
                 yield _add_required_columns(table, required, f"`{file}`")
         except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"`{file}` (`{setting}`) is no readable {kind} file: {error}"
-            ) from error
+            raise _unreadable(file, kind, setting, error) from error
 
 
 def find_common_format(files: list[Path]) -> str | None:
@@ -283,15 +281,19 @@ def _read_table(
     try:
         table = read(file, required)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`{setting}`) is no readable {kind} file: {error}") from error
+        raise _unreadable(file, kind, setting, error) from error
     return _add_required_columns(table, required, f"`{file}`")
 
 
-def _read_csv(file: Path, required: Mapping[str, str], read: Any = csv.read_csv) -> Any:
+def _unreadable(file: Path, kind: str, setting: Setting, error: Exception) -> DataError:
+    return DataError(f"`{file}` (`{setting}`) is no readable {kind} file: {error}")
+
+
+def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
     """Read a table whose first line names the columns. Those of prompts and answers are texts as
     they are written; others become numbers where they can."""
     texts = [column for name, column in required.items() if not name.endswith(".margin_column")]
-    return read(
+    return csv.read_csv(
         file,
         parse_options=csv.ParseOptions(
             delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
@@ -300,25 +302,12 @@ def _read_csv(file: Path, required: Mapping[str, str], read: Any = csv.read_csv)
     )
 
 
-def _iterate_csv(file: Path, required: Mapping[str, str]) -> Iterable[pa.Table]:
-    """Read a file in pieces, with the types of its first one if they fit all others; else in
-    one."""
-    try:
-        for _ in _read_csv(file, required, csv.open_csv):
-            pass
-    except pa.ArrowInvalid:
-        return [_read_csv(file, required)]
-    pieces = _read_csv(file, required, csv.open_csv)
-    return (pa.Table.from_batches([piece]) for piece in pieces)
-
-
 def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
     return pq.ParquetFile(file).read()
 
 
-def _iterate_parquet(file: Path, required: Mapping[str, str]) -> Iterable[pa.Table]:
-    pieces = pq.ParquetFile(file).iter_batches(_ROWS_AT_ONCE)
-    return (pa.Table.from_batches([piece]) for piece in pieces)
+def _iterate_parquet(file: Path) -> Iterator[pa.Table]:
+    return (pa.Table.from_batches([rows]) for rows in pq.ParquetFile(file).iter_batches(1024))
 
 
 def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
@@ -335,12 +324,6 @@ _READERS: dict[str, tuple[str, TableReader]] = {
     "csv": ("CSV", _read_csv),
     "parquet": ("Parquet", _read_parquet),
     "arrow": ("Arrow", _read_arrow),
-}
-_ROWS_AT_ONCE = 1024
-_TABLE_ITERATORS: dict[str, Callable[[Path, Mapping[str, str]], Iterable[pa.Table]]] = {
-    "CSV": _iterate_csv,
-    "Parquet": _iterate_parquet,
-    "Arrow": lambda file, required: [_read_arrow(file, required)],
 }
 
 

@@ -111,7 +111,7 @@ def load_mixture(
         for part, rows in zip(parts, found, strict=True):
             if rows is not None:
                 part.append(rows.with_columns({SOURCE_COLUMN: [source.name] * len(rows)}))
-    training, kept, examples = (_concat_sources(part) for part in parts)
+    training, kept, examples = (concat_mixed(part) if part else None for part in parts)
     assert training is not None
     return DataSplits(training, kept, examples)
 
@@ -197,28 +197,34 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _concat_sources(parts: Sequence[Batch]) -> Batch | None:
-    """Concatenate the batches; columns missing in a source are null there, columns of different
-    types are dropped with a warning."""
-    if not parts:
-        return None
+def concat_mixed(parts: Sequence[Batch], what: str = "sources") -> Batch:
+    """Concatenate the batches; columns missing in one are null there, columns of different types
+    are dropped with a warning. Batches in several pieces are not copied.
+
+    Args:
+        what: Has these values, for the warning.
+    """
     names = dict.fromkeys(name for part in parts for name in part.columns)
-    mixed = [
-        name for name in names if not _have_one_type([p.array(name) for p in parts if name in p])
-    ]
+    schemas = {part.table.schema: None for part in parts}
+    mixed = [name for name in names if not _have_one_type(name, list(schemas))]
     if mixed:
         _log.warning(
-            "The data's %s left out: sources have values of different types there.",
+            "The data's %s left out: %s have values of different types there.",
             f"column `{mixed[0]}` is" if len(mixed) == 1 else f"columns {', '.join(mixed)} are",
+            what,
         )
     kept = [part.select([name for name in part.columns if name not in mixed]) for part in parts]
-    return Batch.concat(kept, fill_missing=True)
+    return Batch.concat(
+        kept,
+        fill_missing=True,
+        in_one_piece=what == "sources" and all(len(part.pieces) < 2 for part in parts),
+    )
 
 
-def _have_one_type(arrays: Sequence[pa.Array]) -> bool:
+def _have_one_type(name: str, schemas: Sequence[pa.Schema]) -> bool:
     try:
-        schemas = [pa.schema([("column", array.type)]) for array in arrays]
-        pa.unify_schemas(schemas, promote_options="permissive")
+        own = [pa.schema([schema.field(name)]) for schema in schemas if name in schema.names]
+        pa.unify_schemas(own, promote_options="permissive")
     except pa.ArrowException:
         return False
     return True

@@ -9,9 +9,9 @@ when it is complete; of two that do so at once, the second takes the first one's
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -35,10 +35,11 @@ import pyarrow as pa
 from hybridrl import conversations, data, errors
 from hybridrl.batch.batch import Batch
 from hybridrl.conversations.rendering import template_sources
-from hybridrl.data.block_program import WHOLE_TABLE, RowRecipe
+from hybridrl.data.block_program import RowRecipe, WholeTableError
+from hybridrl.data.mixture import concat_mixed
 from hybridrl.data.row_blocks import RowBlock, RowSource
 from hybridrl.data.supervised_examples import CONVERSATION
-from hybridrl.errors import DataError, HybridRLError, StorageError
+from hybridrl.errors import HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.bounded_files import load_json, parse_json, read_text
@@ -58,7 +59,8 @@ the date counts only where the chat template asks for it."""
 _PACKAGES = ("pyarrow", "transformers", "tokenizers", "jinja2")
 _OLD_S = 24 * 3600.0
 """A folder without an entry that is older was left by a job that was killed."""
-_START_S = 300.0
+_PART = ".part-"
+_START_S, _BLOCK_S, _TELL_S = 300.0, 1e6, 5.0
 _MOST_ENTRY = 4 << 30
 
 _progress: ContextVar[Callable[[str], None]] = ContextVar("progress", default=lambda _: None)
@@ -91,30 +93,20 @@ def load_token_rows(recipe: RowRecipe, source: RowSource, tokenizer: Any) -> Bat
     with explain_write_errors(cache, _SETTING):
         cache.mkdir(parents=True, exist_ok=True)
     key = _compute_key(recipe, tokenizer, [_hash_file(cache, file) for file in source.files])
-    folder, names = cache / key, [str(file.absolute()) for file in source.files]
+    folder = cache / key
     if (entry := _check_entry(folder)) is None:
-        _remove_left(cache)
-        with explain_write_errors(cache, _SETTING), _temporary_folder(cache) as part:
-            blocks = _fill(part / ROWS, recipe, source, tokenizer)
-            if blocks is None:
-                return None
-            stat = (part / ROWS).stat()
-            entry = {"size": stat.st_size, "mtime": stat.st_mtime_ns, "files": names}
-            (part / ENTRY).write_text(json.dumps({**entry, "blocks": blocks}))
-            try:
-                part.rename(folder)
-            except OSError as error:  # another job was here first
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-        entry = _check_entry(folder)
-        if entry is None:
-            raise StorageError(f"{folder} was removed while it was read. Start the job again.")
-    for before, now in zip(entry["files"], names, strict=True):
-        if before != now:  # the same bytes have moved
-            text = json.dumps(entry["blocks"]).replace(
-                json.dumps(before)[1:-1], json.dumps(now)[1:-1]
-            )
-            entry["blocks"] = json.loads(text)
+        part = Path(tempfile.mkdtemp(prefix=_PART, dir=cache))
+        try:
+            with explain_write_errors(cache, _SETTING):
+                _remove_left(cache)
+                entry = _fill(part / ROWS, recipe, source, tokenizer)
+                (part / ENTRY).write_text(json.dumps(entry))
+                if not (folder / ENTRY).exists():  # else another job was here first
+                    part.rename(folder)
+        except WholeTableError:
+            return None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     return _open_rows(folder / ROWS, entry["blocks"], recipe)
 
 
@@ -192,25 +184,17 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
 
 def _remove_left(cache: Path) -> None:
     """Remove what jobs that were killed have left."""
-    for folder in cache.glob(".part-*"):
+    for folder in cache.glob(f"{_PART}*"):
         if time.time() - folder.stat().st_mtime > _OLD_S:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _temporary_folder(cache: Path) -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix=".part-", dir=cache))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _fill(file: Path, recipe: RowRecipe, source: RowSource, tokenizer: Any) -> dict[str, Any]:
+    """Tokenize all blocks into a file, and return what the entry says of it.
 
-
-def _fill(
-    file: Path, recipe: RowRecipe, source: RowSource, tokenizer: Any
-) -> list[dict[str, Any]] | None:
-    """Tokenize all blocks into a file; return what is known of each, in order, or None if the rows
-    have to be read in one table."""
+    Raises:
+        WholeTableError: if the rows have to be read in one table.
+    """
     count = count_usable_cores()
     fixed = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     spec = ProcessSpec(
@@ -224,70 +208,53 @@ def _fill(
     found: dict[int, dict[str, Any]] = {}
     failed: dict[int, Exception] = {}
     waiting: dict[int, RowBlock] = {}
-    pool, told, rows = ProcessPool(spec, count, 1), time.monotonic(), 0
-
-    def wait(until: int) -> None:
-        """Wait until so few blocks are being worked on."""
-        nonlocal rows, told
-        while len(waiting) > until:
+    pool, told = ProcessPool(spec, count, 1), time.monotonic()
+    try:
+        pool.start(count)
+        pool.wait_until_ready(_START_S)
+        blocks = enumerate(source.blocks(recipe.required))
+        while True:
+            if not failed:  # of several failures the first row's is told
+                for number, block in itertools.islice(blocks, 2 * count - len(waiting)):
+                    waiting[number] = block
+                    how = {"limit_s": _BLOCK_S, "is_blocking": True}
+                    pool.submit([WorkItem(number, lambda _, block=block: block, **how)])
+            if not waiting:
+                break
             for result in pool.poll(math.inf):
                 block = waiting.pop(result.key)
                 if result.status == "ok":
                     found[result.key] = result.value
-                    rows += result.value["refused"]["rows"]
                 else:
-                    failed[result.key] = _explain_failure(result, block, file, recipe)
-            if time.monotonic() - told > 5:
-                told = time.monotonic()
+                    failed[result.key] = _explain_failure(result, block, recipe)
+            if time.monotonic() - told > _TELL_S:
+                told, rows = time.monotonic(), sum(one["refused"]["rows"] for one in found.values())
                 _progress.get()(f"tokenizing {recipe.place}: {rows:,} rows")
-
-    try:
-        pool.start(count)
-        pool.wait_until_ready(_START_S)
-        for number, block in enumerate(source.blocks(recipe.required)):
-            waiting[number] = block
-            pool.submit([WorkItem(number, lambda _, block=block: block, 1e6, is_blocking=True)])
-            wait(2 * count)
-            if failed:
-                break
-        wait(0)
     except ProcessStartError as error:
-        raise HybridRLError(
-            f"The processes that tokenize cannot start: {error}{error.tail}"
-        ) from error
+        raise HybridRLError(f"No process can tokenize rows: {error}{error.tail}") from error
     finally:
         pool.close()
     if failed:
-        first = failed[min(failed)]
-        if isinstance(first, _WholeTableError):
-            return None
-        raise first
-    if not found:
-        return None
+        raise failed[min(failed)]
+    if not found:  # which is for the reader to say
+        raise WholeTableError
     with file.open("rb") as written:
         os.fsync(written.fileno())
-    return [found[number] for number in sorted(found)]
+    stat, every = file.stat(), [found[number] for number in sorted(found)]
+    return {"size": stat.st_size, "mtime": stat.st_mtime_ns, "blocks": every}
 
 
-class _WholeTableError(Exception):
-    """The rows have to be read in one table."""
-
-
-def _explain_failure(
-    result: ItemResult, block: RowBlock, file: Path, recipe: RowRecipe
-) -> Exception:
+def _explain_failure(result: ItemResult, block: RowBlock, recipe: RowRecipe) -> Exception:
     """Return the error of a block that a process has failed at."""
-    if result.status == WHOLE_TABLE:
-        return _WholeTableError()
     if result.status == "OSError":
         return OSError(result.value, os.strerror(result.value))
-    if kind := getattr(errors, result.status, None):
-        error: Exception = kind(result.value)
-        return error
+    kinds = {**vars(errors), WholeTableError.__name__: WholeTableError}
     why = result.value or f"its process {result.loss}{result.tail}"
-    return HybridRLError(
-        f"The rows of {recipe.place} from row {block.before + 1} on could not be tokenized: {why}"
-    )
+    if result.status not in kinds:
+        begin = f"The rows of {recipe.place} from row {block.before + 1} on"
+        return HybridRLError(f"{begin} could not be tokenized: {why}")
+    error: Exception = kinds[result.status](why)
+    return error
 
 
 def _open_rows(file: Path, blocks: list[Mapping[str, Any]], recipe: RowRecipe) -> Batch:
@@ -297,38 +264,12 @@ def _open_rows(file: Path, blocks: list[Mapping[str, Any]], recipe: RowRecipe) -
         logging.getLogger(name).log(level, "%s", text)
     refused.merge([block["refused"] for block in blocks])
     buffer = pa.memory_map(str(file)).read_buffer()
-    tables = []
+    parts = []
     for block in blocks:
         begin, size, _ = block["place"]
-        tables.append(pa.ipc.open_stream(buffer.slice(begin, size)).read_all())
-    rows = Batch(_concat_blocks(tables, recipe))
+        parts.append(Batch(pa.ipc.open_stream(buffer.slice(begin, size)).read_all()))
+    rows = concat_mixed(parts, recipe.place)
     if CONVERSATION in rows and (rows[CONVERSATION].diff() != 0).all():  # each has one row
         rows = rows.select(name for name in rows.columns if name != CONVERSATION)
     refused.tell()
     return rows
-
-
-def _concat_blocks(tables: list[pa.Table], recipe: RowRecipe) -> pa.Table:
-    """Concatenate tables, without a copy but for columns whose types differ; leave out those whose
-    types do not fit together."""
-    schemas = {table.schema: None for table in tables}
-    names = dict.fromkeys(name for schema in schemas for name in schema.names)
-    bad = []
-    for name in names if len(schemas) > 1 else ():
-        own = [pa.schema([schema.field(name)]) for schema in schemas if name in schema.names]
-        try:
-            pa.unify_schemas(own, promote_options="permissive")
-        except pa.ArrowException:
-            bad.append(name)
-    if required := [name for name in recipe.required.values() if name in bad]:
-        raise DataError(
-            f"{recipe.place} has values of different types in the column `{required[0]}`. Give the "
-            "column one type in all rows."
-        )
-    for name in bad:
-        _log.warning(
-            "The data's column `%s` is left out: %s has values of different types there.",
-            *(name, recipe.place),
-        )
-    tables = [t.drop_columns([name for name in bad if name in t.column_names]) for t in tables]
-    return pa.concat_tables(tables, promote_options="permissive")
