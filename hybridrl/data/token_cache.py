@@ -95,18 +95,17 @@ def load_token_rows(recipe: RowRecipe, source: RowSource, tokenizer: Any) -> Bat
     key = _compute_key(recipe, tokenizer, [_hash_file(cache, file) for file in source.files])
     folder = cache / key
     if (entry := _check_entry(folder)) is None:
-        part = Path(tempfile.mkdtemp(prefix=_PART, dir=cache))
-        try:
-            with explain_write_errors(cache, _SETTING):
-                _remove_left(cache)
+        with explain_write_errors(cache, _SETTING), _temporary_folder(cache) as part:
+            try:
                 entry = _fill(part / ROWS, recipe, source, tokenizer)
-                (part / ENTRY).write_text(json.dumps(entry))
-                if not (folder / ENTRY).exists():  # else another job was here first
-                    part.rename(folder)
-        except WholeTableError:
-            return None
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
+            except WholeTableError:
+                return None
+            (part / ENTRY).write_text(json.dumps(entry))
+            try:
+                part.rename(folder)
+            except OSError:  # another job was here first
+                if (entry := _check_entry(folder)) is None:
+                    raise
     return _open_rows(folder / ROWS, entry["blocks"], recipe)
 
 
@@ -163,6 +162,8 @@ def _hash_file(cache: Path, file: Path) -> str:
 
 def _check_entry(folder: Path) -> dict[str, Any] | None:
     """Return what is noted of an entry; None if there is none. A damaged one is removed."""
+    if not folder.exists():
+        return None
     try:
         entry: dict[str, Any] = parse_json(read_text(folder / ENTRY, _MOST_ENTRY))
         stat = (folder / ROWS).stat()
@@ -173,8 +174,6 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
             if all(zlib.crc32(file.read_at(size, at)) == crc for at, size, crc in places):
                 return entry
         why = "its checksums are others"
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         why = str(error)
     _log.warning("%s of the cache is damaged (%s), and is made again.", folder, why)
@@ -182,11 +181,17 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def _remove_left(cache: Path) -> None:
-    """Remove what jobs that were killed have left."""
-    for folder in cache.glob(f"{_PART}*"):
-        if time.time() - folder.stat().st_mtime > _OLD_S:
-            shutil.rmtree(folder, ignore_errors=True)
+@contextmanager
+def _temporary_folder(cache: Path) -> Iterator[Path]:
+    """Yield a folder that is removed unless it is renamed, and remove those of killed jobs."""
+    for left in cache.glob(f"{_PART}*"):
+        if time.time() - left.stat().st_mtime > _OLD_S:
+            shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PART, dir=cache))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fill(file: Path, recipe: RowRecipe, source: RowSource, tokenizer: Any) -> dict[str, Any]:
