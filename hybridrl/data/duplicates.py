@@ -14,8 +14,7 @@ import numpy.typing as npt
 from hybridrl.batch.batch import Batch
 from hybridrl.data.row_keys import (
     compute_text_keys,
-    encode_plain_text,
-    hash_values,
+    hash_texts,
     normalize_text,
     read_prompt_texts,
 )
@@ -145,7 +144,7 @@ def _find_pairs(texts: _PromptTexts) -> _DuplicatePairs:
     if not texts.are_few:
         return _DuplicatePairs(_find_equal_keys(texts.keys()), None)
     plain = list(map(normalize_text, texts))
-    exact = _find_equal_keys(hash_values(map(encode_plain_text, plain)))
+    exact = _find_equal_keys(hash_texts(plain))
     if sum(map(len, plain)) > MAX_NEAR_CHARACTERS:
         return _DuplicatePairs(exact, None)
     repeated = {place for place, _ in exact}

@@ -56,15 +56,17 @@ class RowSource:
 
     Attributes:
         files: Those that the rows come from, a data set's in the hub's cache.
+        slice: Which of their rows.
     """
 
     def __init__(self, files: list[Path], path: str, split: str | None, setting: Setting) -> None:
         self._path, self._setting, self._dataset = path, setting, None
         self._format = find_common_format(files)
-        self.files = files
+        self.files, self.slice = files, list[str]()
         if not files:
             self._dataset = load_hub_dataset(path, split, setting)
             self.files = [Path(one["filename"]) for one in self._dataset.cache_files]
+            self.slice = [str(split)]
 
     @property
     def is_large(self) -> bool:

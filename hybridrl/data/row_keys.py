@@ -3,7 +3,7 @@ take too much memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -19,26 +19,19 @@ Keys = npt.NDArray[np.int64]
 _NO_WORD = str.maketrans(dict.fromkeys("!\"#$%&'(),:;?@[\\]_`{|}~", " "))
 
 
-def hash_values(values: Iterable[bytes]) -> Keys:
-    """Return a hash of 64 bits for each value; of a million, two are equal by chance in one of 30
-    million data sets."""
-    found = b"".join(blake2b(value, digest_size=8).digest() for value in values)
-    return np.frombuffer(found, np.int64)
-
-
 def compute_tokens_keys(rows: Batch) -> Keys:
     """Return the key of each row's prompt, by its tokens."""
-    if TOKENS_KEY in rows:
-        return np.asarray(rows[TOKENS_KEY].numpy())
-    return np.concatenate([np.empty(0, np.int64), *map(_tokens_keys, rows.pieces)])
+    return _find_keys(rows, TOKENS_KEY, _hash_tokens)
 
 
 def compute_text_keys(rows: Batch, tokenizer: Any) -> Keys:
     """Return the key of each row's prompt, by its text without case, spaces and punctuation."""
-    if TEXT_KEY in rows:
-        return np.asarray(rows[TEXT_KEY].numpy())
-    texts = (piece for part in rows.pieces for piece in read_prompt_texts(part, tokenizer))
-    return hash_values(map(encode_plain_text, texts))
+
+    def compute(piece: Batch) -> Keys:
+        texts = map(normalize_text, read_prompt_texts(piece, tokenizer))
+        return hash_texts(texts)
+
+    return _find_keys(rows, TEXT_KEY, compute)
 
 
 def add_keys(rows: Batch, tokenizer: Any) -> Batch:
@@ -72,11 +65,28 @@ def normalize_text(text: str) -> str:
     return " ".join(text.lower().translate(_NO_WORD).split())
 
 
-def encode_plain_text(text: str) -> bytes:
-    return normalize_text(text).encode("utf-8", "surrogatepass")
+def hash_texts(texts: Iterable[str]) -> Keys:
+    return _hash_values(text.encode("utf-8", "surrogatepass") for text in texts)
 
 
-def _tokens_keys(rows: Batch) -> Keys:
+def _find_keys(rows: Batch, column: str, compute: Callable[[Batch], Keys]) -> Keys:
+    """Return the keys in a column, and compute those of pieces without them, such as small sources
+    of a mixture."""
+    found = [np.empty(0, np.int64)]
+    for piece in rows.pieces:
+        has_keys = column in piece and not piece.table.column(column).null_count
+        found.append(np.asarray(piece[column].numpy()) if has_keys else compute(piece))
+    return np.concatenate(found)
+
+
+def _hash_tokens(rows: Batch) -> Keys:
     ids = rows.ragged("prompt_ids")
     values = ids.values.numpy()
-    return hash_values(values[a:b].tobytes() for a, b in pairwise(ids.cu_seqlens.tolist()))
+    return _hash_values(values[a:b].tobytes() for a, b in pairwise(ids.cu_seqlens.tolist()))
+
+
+def _hash_values(values: Iterable[bytes]) -> Keys:
+    """Return a hash of 64 bits for each value; of a million, two are equal by chance in one of 30
+    million data sets."""
+    found = b"".join(blake2b(value, digest_size=8).digest() for value in values)
+    return np.frombuffer(found, np.int64)

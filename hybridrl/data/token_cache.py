@@ -9,6 +9,7 @@ when it is complete; of two that do so at once, the second takes the first one's
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -92,7 +93,8 @@ def load_token_rows(recipe: RowRecipe, source: RowSource, tokenizer: Any) -> Bat
     cache = Path(place).expanduser() if place else _default_folder()
     with explain_write_errors(cache, _SETTING):
         cache.mkdir(parents=True, exist_ok=True)
-    key = _compute_key(recipe, tokenizer, [_hash_file(cache, file) for file in source.files])
+    files = [_hash_file(cache, file) for file in source.files]
+    key = _compute_key(recipe, tokenizer, [*files, *source.slice])
     folder = cache / key
     if (entry := _check_entry(folder)) is None:
         with explain_write_errors(cache, _SETTING), _temporary_folder(cache) as part:
@@ -185,8 +187,9 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
 def _temporary_folder(cache: Path) -> Iterator[Path]:
     """Yield a folder that is removed unless it is renamed, and remove those of killed jobs."""
     for left in cache.glob(f"{_PART}*"):
-        if time.time() - left.stat().st_mtime > _OLD_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _OLD_S:
+                shutil.rmtree(left)
     folder = Path(tempfile.mkdtemp(prefix=_PART, dir=cache))
     try:
         yield folder
