@@ -81,7 +81,7 @@ def sampled_tokens(batch: Batch) -> torch.Tensor:
     return found
 
 
-_MIN_RUN = 64
+_MIN_RUN = 8
 """Average length of runs of rows that are worth a slice each."""
 
 
