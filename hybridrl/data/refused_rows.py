@@ -128,8 +128,7 @@ class RefusedRows:
         logged if there are none; nor, with `unless_all`, if that are all of the second number."""
         if self.is_part:
             key = (sentence, unless_all, *(w if isinstance(w, int) else str(w) for w in words))
-            known = self._counts_of.get(key, [0] * len(numbers))
-            self._counts_of[key] = [a + int(b) for a, b in zip(known, numbers, strict=True)]
+            self._add(key, numbers)
         elif numbers[0] and not (unless_all and numbers[0] == numbers[1]):
             _log.warning(sentence, *numbers, *words)
 
@@ -159,13 +158,16 @@ class RefusedRows:
                 self._errors[number] = error
             self._doubts.append(part["doubt"])
             for key, numbers in part["counts"]:
-                known = self._counts_of.get(tuple(key), [0] * len(numbers))
-                self._counts_of[tuple(key)] = [a + b for a, b in zip(known, numbers, strict=True)]
+                self._add(tuple(key), numbers)
         self.kept(sum(part["rows"] for part in parts))
         for (sentence, unless_all, *words), numbers in self._counts_of.items():
             self.warn(sentence, numbers, *words, unless_all=unless_all)
         if self._doubts and None not in self._doubts:
             raise DataError(self._doubts[0])
+
+    def _add(self, key: tuple[Any, ...], numbers: Sequence[int]) -> None:
+        known = self._counts_of.get(key, [0] * len(numbers))
+        self._counts_of[key] = [a + int(b) for a, b in zip(known, numbers, strict=True)]
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the numbers, from 0, of the rows that are not refused.
