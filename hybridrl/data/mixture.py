@@ -111,7 +111,7 @@ def load_mixture(
         for part, rows in zip(parts, found, strict=True):
             if rows is not None:
                 part.append(rows.with_columns({SOURCE_COLUMN: [source.name] * len(rows)}))
-    training, kept, examples = (concat_mixed(part) if part else None for part in parts)
+    training, kept, examples = (_concat_sources(part) for part in parts)
     assert training is not None
     return DataSplits(training, kept, examples)
 
@@ -197,12 +197,18 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def concat_mixed(parts: Sequence[Batch], what: str = "sources") -> Batch:
+def _concat_sources(parts: Sequence[Batch]) -> Batch | None:
+    is_small = all(len(part.pieces) < 2 for part in parts)
+    return concat_mixed(parts, "sources", in_one_piece=is_small) if parts else None
+
+
+def concat_mixed(parts: Sequence[Batch], what: str, *, in_one_piece: bool) -> Batch:
     """Concatenate the batches; columns missing in one are null there, columns of different types
-    are dropped with a warning. Batches in several pieces are not copied.
+    are dropped with a warning.
 
     Args:
         what: Has these values, for the warning.
+        in_one_piece: As of `Batch.concat`.
     """
     names = dict.fromkeys(name for part in parts for name in part.columns)
     schemas = {part.table.schema: None for part in parts}
@@ -214,11 +220,7 @@ def concat_mixed(parts: Sequence[Batch], what: str = "sources") -> Batch:
             what,
         )
     kept = [part.select([name for name in part.columns if name not in mixed]) for part in parts]
-    return Batch.concat(
-        kept,
-        fill_missing=True,
-        in_one_piece=what == "sources" and all(len(part.pieces) < 2 for part in parts),
-    )
+    return Batch.concat(kept, fill_missing=True, in_one_piece=in_one_piece)
 
 
 def _have_one_type(name: str, schemas: Sequence[pa.Schema]) -> bool:

@@ -40,7 +40,7 @@ from hybridrl.data.block_program import RowRecipe, WholeTableError
 from hybridrl.data.mixture import concat_mixed
 from hybridrl.data.row_blocks import RowBlock, RowSource
 from hybridrl.data.supervised_examples import CONVERSATION
-from hybridrl.errors import HybridRLError
+from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.bounded_files import load_json, parse_json, read_text
@@ -93,6 +93,7 @@ def load_token_rows(recipe: RowRecipe, source: RowSource, tokenizer: Any) -> Bat
     cache = Path(place).expanduser() if place else _default_folder()
     with explain_write_errors(cache, _SETTING):
         cache.mkdir(parents=True, exist_ok=True)
+    stamps = list(map(_read_stamp, source.files))
     files = [_hash_file(cache, file) for file in source.files]
     key = _compute_key(recipe, tokenizer, [*files, *source.slice])
     folder = cache / key
@@ -102,6 +103,8 @@ def load_token_rows(recipe: RowRecipe, source: RowSource, tokenizer: Any) -> Bat
                 entry = _fill(part / ROWS, recipe, source, tokenizer)
             except WholeTableError:
                 return None
+            if stamps != list(map(_read_stamp, source.files)):
+                raise DataError(f"{recipe.place} has changed while it was read. Start again.")
             (part / ENTRY).write_text(json.dumps(entry))
             try:
                 part.rename(folder)
@@ -143,11 +146,16 @@ def _hash_code() -> str:
     return found.hexdigest()
 
 
+def _read_stamp(file: Path) -> list[int]:
+    """Return by what a file is known not to have changed."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+
+
 def _hash_file(cache: Path, file: Path) -> str:
     """Return the hash of a file's bytes, which is known already if size and time are those of a
     file that was hashed before."""
-    stat, name = file.stat(), str(file.absolute())
-    stamp = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    name, stamp = str(file.absolute()), _read_stamp(file)
     try:
         known = dict(load_json(cache / KNOWN_FILES))
     except (OSError, ValueError, TypeError):
@@ -276,7 +284,7 @@ def _open_rows(file: Path, blocks: list[Mapping[str, Any]], recipe: RowRecipe) -
     for block in blocks:
         begin, size, _ = block["place"]
         parts.append(Batch(pa.ipc.open_stream(buffer.slice(begin, size)).read_all()))
-    rows = concat_mixed(parts, recipe.place)
+    rows = concat_mixed(parts, recipe.place, in_one_piece=False)
     if CONVERSATION in rows and (rows[CONVERSATION].diff() != 0).all():  # each has one row
         rows = rows.select(name for name in rows.columns if name != CONVERSATION)
     refused.tell()
