@@ -26,7 +26,7 @@ from typing import Any
 
 from figures import SMOKE, interleave, report
 
-TINY = ["model.tiny.hidden_size=64", "model.tiny.layers=2", "model.tiny.heads=2"]
+TINY = {"hidden_size": 64, "layers": 2, "heads": 2}
 FEW, MOST_IN_MEMORY, STEPS, ROUNDS = 64, 20_000, 4, 5
 GIB = 2.0**30
 
@@ -75,14 +75,15 @@ def run_job(file: str, cache: str, how: str) -> dict[str, Any]:
     from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
     from hybridrl.job.config_resolution import load_config
     from hybridrl.job.job import Job
+    from hybridrl.models.model_loading import make_tiny_model
 
     row_blocks.SMALL_BYTES = 1 << 60 if how == "memory" else row_blocks.SMALL_BYTES
-    folder = Path(cache).with_name("tokenizer")
-    build_character_tokenizer(PRINTABLE_CHARACTERS).save_pretrained(folder)
+    tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
+    folder = make_tiny_model(Path(cache).with_name("model"), tokenizer, seed=0, **TINY)
     settings = ["algorithm=sft", "data=jsonl", f"data.path={file}", f"data.cache_folder={cache}"]
-    settings += ["executor=inline", "devices=cpu", "num_devices=1", f"model.tokenizer={folder}"]
+    settings += ["executor=inline", "devices=cpu", "num_devices=1", f"model.path={folder}"]
     settings += ["data.max_prompt_tokens=4096", "data.prompts_per_step=16", "trainer.epochs=1"]
-    settings += [*TINY, "rollout=transformers", f"run.root={Path(cache).with_name('runs')}"]
+    settings += ["rollout=transformers", f"run.root={Path(cache).with_name('runs')}"]
     with Job(load_config(settings)) as job:
         trainer = job.make_trainer()
 
