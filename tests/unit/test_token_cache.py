@@ -125,6 +125,10 @@ def settings_of(kind, folder, rows=None, **more):
     )
 
 
+def entries_of(folder):
+    return [place for place in (folder / "cache").iterdir() if place.is_dir()]
+
+
 def messages_of(caplog):
     found = sorted(record.getMessage() for record in caplog.records)
     caplog.clear()
@@ -185,7 +189,7 @@ def test_a_bad_row_is_named_and_stops_the_rest(load, tmp_path):
         str(large.value).partition(" (1 row is refused of ")[0]
         == (str(small.value).partition(" (1 row is refused of ")[0])
     )
-    assert list((tmp_path / "cache").glob("*/")) == []
+    assert entries_of(tmp_path) == []
 
 
 def test_more_bad_rows_than_the_limit_are_an_error(load, tmp_path):
@@ -248,7 +252,8 @@ def test_a_damaged_entry_is_made_again(damage, load, tmp_path, caplog):
     elif damage == "gone":
         rows.unlink()
     else:
-        data[len(data) // 2] ^= 1
+        begin, size, _ = json.loads(rows.with_name("entry.json").read_text())["blocks"][1]["place"]
+        data[begin + size // 2] ^= 1
         rows.write_bytes(data[:-9] if damage == "cut" else data)
         os.utime(rows, (1, 1))
     with caplog.at_level(logging.WARNING):
@@ -277,7 +282,7 @@ def test_two_jobs_that_fill_the_cache_at_once_agree(load, monkeypatch, tmp_path)
     monkeypatch.setattr(token_cache, "_fill", fill_twice)
     found.append(load("prompts", config).training)
     assert found[0].to_pylist() == found[1].to_pylist()
-    assert len(list((tmp_path / "cache").glob("*/"))) == 1
+    assert len(entries_of(tmp_path)) == 1
 
 
 def kill(*_, **__):
@@ -302,7 +307,7 @@ def test_what_ends_a_process_is_told(tokenize, kind, said, load, tokenizer, tmp_
     source = row_blocks.RowSource([path], str(path), None, DATA / "path")
     with pytest.raises(kind, match=said):
         token_cache.load_token_rows(recipe, source, tokenizer)
-    assert list((tmp_path / "cache").glob("*/")) == []
+    assert entries_of(tmp_path) == []
 
 
 def in_pieces(batch, *ends):
