@@ -26,7 +26,7 @@ from typing import Any
 
 from figures import SMOKE, interleave, report
 
-TINY = {"hidden_size": 64, "layers": 2, "heads": 2}
+TINY = {"hidden_size": 64, "layers": 2, "heads": 2, "context": 4096}
 FEW, MOST_IN_MEMORY, STEPS, ROUNDS = 64, 20_000, 4, 5
 GIB = 2.0**30
 

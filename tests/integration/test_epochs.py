@@ -25,7 +25,7 @@ def test_a_run_resumes_in_the_middle_of_the_second_epoch(tmp_path, monkeypatch):
     monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(token_cache, "count_usable_cores", lambda: 1)
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
-    sizes = {"hidden_size": 32, "layers": 1, "heads": 1}
+    sizes = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 64}
     model = make_tiny_model(tmp_path / "model", tokenizer, seed=0, **sizes)
     rows = [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in range(40)]  # 4 are held out
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
