@@ -69,14 +69,6 @@ def apply_stored_settings(config: Config, given_keys: Iterable[str]) -> Config:
     Raises:
         ConfigError: if the run's settings cannot be read.
     """
-    given_keys = set(given_keys)
-    if "trainer.steps" in given_keys:
-        if "trainer.epochs" in given_keys and config.trainer.epochs is not None:
-            raise ConfigError(
-                f"trainer.steps={config.trainer.steps} and trainer.epochs={config.trainer.epochs} "
-                "are two lengths of one run. Leave one of them out."
-            )
-        given_keys.add("trainer.epochs")  # in place of the epochs of the run that is resumed
     if config.fork is not None and config.resume not in (None, AUTO):
         raise ConfigError(
             f"resume={config.resume} goes on with a run, and fork={config.fork} begins a new one. "
