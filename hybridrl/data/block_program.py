@@ -110,7 +110,7 @@ class BlockProgram(logging.Handler):
         return {**found, "refused": refused.export()}
 
     def explain(self, error: BaseException) -> tuple[str, Any]:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and error.errno is not None:
             return "OSError", error.errno
         kind = DataError if isinstance(error, DataError) else type(error)
         if isinstance(error, HybridRLError):

@@ -18,9 +18,9 @@ from hybridrl.data.data_files import (
 from hybridrl.data.json_lines import JsonLine, list_json_lines, read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
 
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 """Of a block's rows. Tokenizing takes about a hundred times as much memory where a token is a
-byte."""
+byte, in each process."""
 SMALL_BYTES = 8 << 20
 """Files up to this size are tokenized in one go: processes would take longer to start."""
 _PACKED = 4

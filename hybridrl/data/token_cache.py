@@ -63,6 +63,8 @@ _OLD_S = 24 * 3600.0
 _PART = ".part-"
 _START_S, _BLOCK_S, _TELL_S = 300.0, 1e6, 5.0
 _MOST_ENTRY = 4 << 30
+_MOST_WAITING = 8
+"""Blocks that are read before a process is free for them."""
 
 _progress: ContextVar[Callable[[str], None]] = ContextVar("progress", default=lambda _: None)
 _log = logging.getLogger(__name__)
@@ -212,6 +214,7 @@ def _fill(file: Path, recipe: RowRecipe, source: RowSource, tokenizer: Any) -> d
         WholeTableError: if the rows have to be read in one table.
     """
     count = count_usable_cores()
+    ahead = count + min(count, _MOST_WAITING)
     fixed = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     spec = ProcessSpec(
         "tokenizing process",
@@ -231,7 +234,7 @@ def _fill(file: Path, recipe: RowRecipe, source: RowSource, tokenizer: Any) -> d
         blocks = enumerate(source.blocks(recipe.required))
         while True:
             if not failed:  # of several failures the first row's is told
-                for number, block in itertools.islice(blocks, 2 * count - len(waiting)):
+                for number, block in itertools.islice(blocks, ahead - len(waiting)):
                     waiting[number] = block
                     how = {"limit_s": _BLOCK_S, "is_blocking": True}
                     pool.submit([WorkItem(number, lambda _, block=block: block, **how)])
