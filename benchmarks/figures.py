@@ -51,6 +51,7 @@ TAKES = {
     "scaling": "3 minutes",
     "slow_device": "half an hour",
     "slow_link": "20 minutes",
+    "streamed_data": "3 minutes; with --rows 1000000 an hour",
     "timeline": "5 minutes",
     "unwaited_generation": "half an hour",
     "versus_trl": "an hour",

@@ -11,6 +11,7 @@ derived (samples per step, context length, devices) is derived, and printed at t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -163,6 +164,14 @@ class TrainerConfig:
     """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
     steps: PositiveInt = 100
     """Each generates for `data.prompts_per_step` prompts and learns from them."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training rows, in place of `steps`, which follows from them: 0.5 is half of
+    the rows; null: as many as `steps` makes."""
+
+    @property
+    def known_steps(self) -> float:
+        """The number of steps; with `epochs`, before the number of rows is known, no bound."""
+        return self.steps if self.epochs is None else math.inf
 
 
 @dataclass

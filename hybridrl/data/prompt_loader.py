@@ -128,7 +128,10 @@ class PromptLoader(Iterator[Batch]):
         """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens."""
         if "prompt_ids" not in self._prompts.columns:
             return None
-        return zlib.crc32(self._prompts.ragged("prompt_ids").values.numpy().data)
+        found = 0
+        for piece in self._prompts.pieces:
+            found = zlib.crc32(piece.ragged("prompt_ids").values.numpy().data, found)
+        return found
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:

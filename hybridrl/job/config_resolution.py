@@ -11,6 +11,7 @@ again.
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -121,6 +122,7 @@ class KnownJob:
     Attributes:
         model_path: Where the model is, also a tiny one that the settings do not name.
         lengths: Of samples that are as long as the data and the settings let them be.
+        rows: Number of rows to learn from.
         order: Of the prompts: `random` or `prefix`.
     """
 
@@ -128,11 +130,22 @@ class KnownJob:
     roles: Mapping[str, RoleSpec]
     model_path: str
     lengths: SampleLengths
+    rows: int
     order: str = "random"
 
     def with_model(self, config: Config) -> Config:
         """Return the settings, with the tiny model's folder if they name none."""
         return replace(config, model=replace(config.model, path=self.model_path))
+
+
+def resolve_steps(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Compute `trainer.steps` where `trainer.epochs` is set; the last step may reach into the next
+    epoch."""
+    if (epochs := config.trainer.epochs) is None:
+        return config, ""
+    steps = max(1, math.ceil(round(epochs * job.rows / config.data.prompts_per_step, 9)))
+    said = f"trainer.epochs={epochs:g} of {job.rows:,} rows: {steps:,} steps."
+    return apply_changes(config, [("trainer.steps", steps)]), said
 
 
 def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
@@ -171,7 +184,7 @@ def resolve_prompt_order(config: Config, job: KnownJob) -> tuple[Config, str]:
     ), ""
 
 
-RESOLUTIONS = (resolve_dtype, resolve_automatic_settings, resolve_prompt_order)
+RESOLUTIONS = (resolve_steps, resolve_dtype, resolve_automatic_settings, resolve_prompt_order)
 
 
 def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:

@@ -223,7 +223,8 @@ class Job:
         from hybridrl.planner.step.step_calls import SampleLengths
 
         lengths = SampleLengths.alike(self.longest_prompt, self.longest_response)
-        return KnownJob(self.executor.cluster, self.roles, self.model_path, lengths, self._order)
+        known = self.executor.cluster, self.roles, self.model_path, lengths
+        return KnownJob(*known, len(self.training), self._order)
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Place the roles on the devices of the cluster."""

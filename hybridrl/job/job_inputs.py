@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
 from hybridrl.data.prefix_order import choose_order
 from hybridrl.data.refused_rows import checked_by, collected
+from hybridrl.data.row_keys import remove_keys
+from hybridrl.data.token_cache import reported_to
 from hybridrl.environments.rows import check_environment_loads
 from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
@@ -130,7 +132,11 @@ def load_job_inputs(
                 if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
                     remarks.append(said)
             check_chat_template(config, tokenizer)
-            with collected() as refused, checked_by(check_tests(config, progress)):
+            with (
+                collected() as refused,
+                checked_by(check_tests(config, progress)),
+                reported_to(progress),
+            ):
                 rows, sets = load_job_rows(config, trainer.DATA, tokenizer)
     if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
         with problems.noted():  # whose own tasks would have loaded it
@@ -142,6 +148,12 @@ def load_job_inputs(
         order, reason = choose_prompt_order(config, rows.training)
         remarks += [reason] if reason else []
         report = _report_on(config, rows, sets, tokenizer)
+        rows = replace(
+            rows,
+            training=remove_keys(rows.training),
+            held_out=rows.held_out and remove_keys(rows.held_out),
+        )
+        sets = {name: one and remove_keys(one) for name, one in sets.items()}
         if refused:
             report.figures["left_out"] = {one.place: one.figures() for one in refused}
         is_ours = is_whole and trainer.__module__.startswith("hybridrl.")

@@ -69,6 +69,7 @@ SMALLEST = {
         ),
     ),
     "slow_link": (["--rounds", "1", "--steps", "4"], HOSTS),
+    "streamed_data": ([],),
     "timeline": (["--steps", "5"],),
     "unwaited_generation": (["--only", "partial"],),
     "versus_trl": (
