@@ -172,18 +172,20 @@ def setup(tmp_path):
     from hybridrl.data.character_tokenizer import build_character_tokenizer
     from hybridrl.models.model_loading import make_tiny_model
     from hybridrl.rollout.rollout_engine import EngineSetup
+    from hybridrl.system.shared_memory import remove_shared_memory
 
     tokenizer, folder = build_character_tokenizer(), tmp_path / "model"
     make_tiny_model(folder, tokenizer, seed=3, hidden_size=64, layers=2, heads=2, context=96)
     ends, cpu = [tokenizer.eos_token_id], torch.device("cpu")
     job = f"hybridrl-{os.getpid()}-9"
-    return EngineSetup(str(folder), str(folder), "float32", ends, cpu, 96, job=job)
+    yield EngineSetup(str(folder), str(folder), "float32", ends, cpu, 96, job=job)
+    remove_shared_memory(job)  # as a job does when it ends
 
 
 @pytest.mark.parametrize(
     "name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.more])]
 )
-def test_an_engine_in_a_process_of_its_own(name, setup, process_group):
+def test_an_engine_in_a_process_of_its_own(name, setup, process_group, monkeypatch):
     from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.controller import WorkerContext
@@ -192,6 +194,9 @@ def test_an_engine_in_a_process_of_its_own(name, setup, process_group):
     from hybridrl.workers.engine_process import EngineProcess
     from hybridrl.workers.rollout_engines import build_inference_engine
 
+    monkeypatch.setattr(
+        "hybridrl.workers.engine_process.CLOSE_SECONDS", 120.0
+    )  # if it is busy here
     config = RolloutConfig(engine=name, kv_cache_gib=0.05)
     prompts = Batch.from_columns({"prompt_ids": [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]})
     asked = prompts, SamplingSettings(12, temperature=0.0), 0
