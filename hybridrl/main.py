@@ -118,7 +118,7 @@ def run(
     steps = config.trainer.steps if load_trainer(config.trainer.name).TRAINS else 0
     terminated = EXIT_PREEMPTED if config.checkpoint.wanted else EXIT_INTERRUPTED
     with (
-        # To the very end: Ray, too, sends SIGTERM to a driver whose Ray has been ended.
+        # To the very end, also while Ray and the console close.
         SignalHandler(config.recover, terminated) as interrupts,
         make_console(
             steps, title, accuracy=resolve_accuracy_name(config.reward, short=True)

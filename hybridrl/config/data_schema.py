@@ -31,7 +31,7 @@ _WITH_REASONING_GYM = AppliesIf("data.task=reasoning_gym")
 
 @dataclass
 class DataConfig:
-    """What is learned from: a built-in task or files, the columns of their rows, what becomes of
+    """The data to learn from: a built-in task or files, the columns of their rows, what to do with
     rows that are too long or cannot be read, and how many a step takes; see docs/data.md."""
 
     task: NameOrPath | None = None

@@ -64,7 +64,7 @@ class TinyModelConfig:
 
 @dataclass
 class ModelConfig:
-    """The model that all begins with, or the shape of a tiny one, and its precision."""
+    """The model to start from, or the shape of a tiny one, and its precision."""
 
     path: NameOrPath | None = None
     """Folder or hub name; null makes a tiny model and a character tokenizer."""

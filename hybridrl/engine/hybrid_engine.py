@@ -89,7 +89,8 @@ class HybridEngine:
 
     @property
     def is_generating(self) -> bool:
-        """Whether samples are under way, to whose KV cache the trainer's weights have given way."""
+        """Return whether a generation is under way; its KV cache has the memory of the trainer's
+        weights."""
         return self._stream is not None
 
     def take(self, least: int, last: bool) -> NumberedSamples:

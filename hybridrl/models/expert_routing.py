@@ -22,9 +22,9 @@ from hybridrl.models.packed_models import PackingMetadata
 
 @dataclass(frozen=True)
 class _LayerRouting:
-    """What the router of a layer reads while the layer runs. All of it is tensors that begin where
-    their memory does, so that a graph that is compiled for one layer serves all of them: those that
-    are parts of others have guards on where they begin.
+    """The inputs of a layer's router besides hidden states. All are tensors of their own: a graph
+    that is compiled for one layer then serves all of them, while views of a larger tensor would be
+    guarded by their offset.
 
     Attributes:
         routes: int64 `[tokens, chosen]`: the experts that are to take each token; see

@@ -31,7 +31,7 @@ _MAX_DIFFERENCE = 0.02
 
 
 class FlashCase(NamedTuple):
-    """Which keys each query sees.
+    """The bounds of the samples of an attention call, and which keys each query sees.
 
     Attributes:
         query_bounds: int32 `[samples + 1]`, the bounds of the samples' queries.

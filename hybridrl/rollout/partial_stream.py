@@ -63,7 +63,7 @@ class PromptQuota:
 
     @property
     def is_met(self) -> bool:
-        """Whether the generation may stop."""
+        """Return whether the generation may stop."""
         return len(self._lacking) <= self._may_lack and self._due.isdisjoint(self._lacking)
 
 
