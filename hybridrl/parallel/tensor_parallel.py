@@ -190,12 +190,22 @@ def _is_in(path: str, modules: Iterable[str]) -> bool:
     return any(path == module or path.startswith(f"{module}.") for module in modules)
 
 
-def _may_split_tokens(model: PackedModel, mesh: ParallelMesh, regions: Iterable[str]) -> bool:
+def _may_split_tokens(model: PackedModel, mesh: ParallelMesh, regions: set[str]) -> bool:
     """Return whether each rank has its own part of the tokens between attention and MLPs: where no
-    other axis cuts model or tokens, and these are direct parts of the layers."""
+    other axis cuts model or tokens, and the plan cuts every part of the layers but norms. What it
+    leaves whole, as attention with latent keys, would see the rank's own tokens alone."""
     alone = mesh.size("pp") * mesh.size("ring", "ulysses") == 1
-    is_packed = model.rows is SampleLayout.PACKED
-    return alone and is_packed and all(path.count(".") == 2 for path in regions)
+    if not alone or model.rows is not SampleLayout.PACKED:
+        return False
+    base, stacks = decoder_of(model.inner), {_parent(_parent(path)) for path in regions}
+    parts = {
+        f"{stack}.{layer}.{part}"
+        for stack in stacks
+        for layer, of in base.get_submodule(stack).named_children()
+        for part, module in of.named_children()
+        if any(module.children())
+    }
+    return parts == regions
 
 
 def _split_tokens_between(
