@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
+from ranks import run_ranks
 
 from hybridrl.errors import ConfigError, HybridRLError
 from hybridrl.system import device_traits
@@ -182,34 +183,39 @@ def setup(tmp_path):
     remove_shared_memory(job)  # as a job does when it ends
 
 
-@pytest.mark.parametrize(
-    "name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.more])]
-)
-def test_an_engine_in_a_process_of_its_own(name, setup, process_group, monkeypatch):
+def two_engines(rank, name, setup):
+    """Return the answers of an engine in a process of its own, those of one here, and the exit code
+    of that process."""
     from hybridrl.batch.batch import Batch
     from hybridrl.config.schema import RolloutConfig
     from hybridrl.controller import WorkerContext
-    from hybridrl.parallel.process_group import join_group_world
     from hybridrl.rollout import SamplingSettings
-    from hybridrl.workers.engine_process import EngineProcess
+    from hybridrl.workers import engine_process
     from hybridrl.workers.rollout_engines import build_inference_engine
 
-    monkeypatch.setattr(
-        "hybridrl.workers.engine_process.CLOSE_SECONDS", 120.0
-    )  # if it is busy here
+    engine_process.CLOSE_SECONDS = 120.0  # if it is busy here
     config = RolloutConfig(engine=name, kv_cache_gib=0.05)
     prompts = Batch.from_columns({"prompt_ids": [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]})
     asked = prompts, SamplingSettings(12, temperature=0.0), 0
-    there = EngineProcess(WorkerContext("reward", 1, 2), setup, config)
-    answers = there.generate(*asked)
-    join_group_world(WorkerContext("actor", 0, 1))
-    here = build_inference_engine(replace(setup, job=f"{setup.job}9"), config)
+    there = engine_process.EngineProcess(WorkerContext("reward", 1, 2), setup, config)
+    try:
+        here = build_inference_engine(replace(setup, job=f"{setup.job}9"), config)
+        both = [engine.generate(*asked) for engine in (there, here)]
+        here.close()
+    finally:
+        there.close()
+    return both, there._process.returncode
+
+
+@pytest.mark.parametrize(
+    "name", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.more])]
+)
+def test_an_engine_in_a_process_of_its_own(name, setup, tmp_path):
+    (((there, here), code),) = run_ranks(two_engines, tmp_path, 1, name, setup)
     for column in ("response_ids", "rollout_log_probs"):
-        rows = zip(answers[column].rows(), here.generate(*asked)[column].rows(), strict=True)
+        rows = zip(there[column].rows(), here[column].rows(), strict=True)
         assert all(torch.equal(*two) for two in rows)
-    here.close()
-    there.close()
-    assert there._process.returncode == 0
+    assert code == 0
 
 
 HOLDER = """
