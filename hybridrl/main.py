@@ -149,6 +149,8 @@ def run(
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)
+            if job.trainer_class.TRAINS:
+                view.expect_steps(job.config.trainer.steps)
             loop = RunLoop(job, view)
             interrupts.on_terminate, interrupts.on_interrupt = loop.preempt, loop.interrupt
             summary = loop.run()

@@ -9,6 +9,8 @@ refuse to be changed in place (see `arrow_columns`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,10 @@ def sampled_tokens(batch: Batch) -> torch.Tensor:
             sums = torch.nn.functional.pad(mask.long().cumsum(0), (1, 0))
             found += sums[bounds[1:]] - sums[bounds[:-1]]
     return found
+
+
+_MIN_RUN = 8
+"""Average length of runs of rows that are worth a slice each."""
 
 
 class Batch:
@@ -166,7 +172,15 @@ class Batch:
 
     def lengths(self, name: str) -> npt.NDArray[np.int64]:
         """Return the number of values in each row of the token-level column `name`, `[rows]`."""
+        if len(self.pieces) > 1:
+            return np.concatenate([piece.lengths(name) for piece in self.pieces])
         return np.asarray(self.ragged(name).lengths.numpy(), dtype=np.int64)
+
+    @cached_property
+    def pieces(self) -> list[Batch]:
+        """The rows in batches whose columns lie in one piece of memory each, without a copy: those
+        of a table that is mapped from a file and larger than the memory."""
+        return [Batch(pa.Table.from_batches([piece])) for piece in self.table.to_batches()]
 
     def padded(self, name: str, fill: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the column as `[rows, longest]`, left-aligned, and the bool mask of its real
@@ -208,19 +222,43 @@ class Batch:
         rows = resolve_row_numbers(rows, len(self))
         if len(rows) and (np.diff(rows) == 1).all():
             return self.slice(int(rows[0]), int(rows[-1]) + 1)
+        if len(self.pieces) > 1:
+            return self._take_of_pieces(rows)
         return Batch(self.table.take(pa.array(rows)).combine_chunks())
+
+    def _take_of_pieces(self, rows: npt.NDArray[np.int64]) -> Batch:
+        """Arrow's own `take` would first put all pieces together in memory. Long runs are not
+        copied."""
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        if _MIN_RUN * len(breaks) < len(rows):
+            runs = pairwise([0, *breaks.tolist(), len(rows)])
+            found = [self.table.slice(int(rows[begin]), end - begin) for begin, end in runs]
+            return Batch(pa.concat_tables(found))
+        begins = np.cumsum([0, *map(len, self.pieces)])
+        places = np.searchsorted(begins, rows, side="right") - 1
+        order = np.argsort(places, kind="stable")
+        used, starts = np.unique(places[order], return_index=True)
+        parts = [
+            self.pieces[place].table.take(pa.array(mine - begins[place]))
+            for place, mine in zip(used, np.split(rows[order], starts[1:]), strict=bool(len(used)))
+        ]
+        table = pa.concat_tables([self.table.slice(0, 0), *parts]).combine_chunks()
+        return Batch(table.take(pa.array(np.argsort(order))).combine_chunks())
 
     def slice(self, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` (exclusive) without copying."""
         return Batch(self.table.slice(start, stop - start))
 
     @staticmethod
-    def concat(batches: Sequence[Batch], *, fill_missing: bool = False) -> Batch:
+    def concat(
+        batches: Sequence[Batch], *, fill_missing: bool = False, in_one_piece: bool = True
+    ) -> Batch:
         """Concatenate batches row-wise.
 
         Args:
             fill_missing: A column that some batches do not have is NaN there if it holds numbers
                 with a fraction, and empty otherwise. Without it all must have the same columns.
+            in_one_piece: Copy the rows to one piece of memory; see `pieces`.
 
         Raises:
             DataError: if there is no batch, or the columns are not the same; names them.
@@ -251,7 +289,7 @@ class Batch:
             if pa.types.is_floating(table.schema.field(name).type):
                 filled = pc.fill_null(table.column(name), float("nan"))
                 table = table.set_column(table.column_names.index(name), name, filled)
-        return Batch(table.combine_chunks())
+        return Batch(table.combine_chunks() if in_one_piece else table)
 
     def to_pylist(self) -> list[dict[str, Any]]:
         """Return one dictionary per row."""

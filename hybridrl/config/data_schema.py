@@ -11,6 +11,7 @@ from hybridrl.config.constraints import (
     NameOrPath,
     OneOf,
     PositiveInt,
+    Probability,
     ProperFraction,
 )
 
@@ -108,10 +109,26 @@ class DataConfig:
     which counts them by reason in the log and in `data-report.json`."""
     bad_rows_limit: Annotated[ProperFraction, AppliesIf("data.bad_rows=drop")] = 0.05
     """With `data.bad_rows=drop`, the largest share of rows to leave out; more is an error."""
+    cache_folder: Annotated[NameOrPath | None, _WITH_FILES] = None
+    """Where the token ids of large files are kept for later jobs; null: `hybridrl/rows` in
+    `$XDG_CACHE_HOME` (`~/.cache`)."""
     prompts_per_step: PositiveInt = 64
     """Prompts, examples or pairs that a step learns from."""
     shuffle: Annotated[bool, AppliesIf("data.sampler=null")] = True
     """Another order in each epoch; false: that of the file."""
+    order: Annotated[str, OneOf("random", "prefix", "auto"), AppliesIf("data.sampler=null")] = (
+        "random"
+    )
+    """Which prompts come in the same step: `random` ones, or `prefix`, those that begin with the
+    same tokens (system prompts, examples, documents), for which vLLM then computes these once; or
+    `auto`: `prefix` if that at least doubles the tokens that prompts of a step share. See
+    docs/data.md."""
+    max_shuffle_error: Annotated[Probability, AppliesIf("data.order=prefix", "data.order=auto")] = (
+        0.05
+    )
+    """With `data.order=prefix`, how much further the sources, difficulties and lengths of a step's
+    prompts may be from those of all prompts than with a random order: total variation distance,
+    mean of an epoch."""
     sampler: NameOrPath | None = None
     """Chooses the rows of each step by what their samples scored: `pass_rate`, `difficulty`, or a
     class of yours, `path/to/file.py:Name`; null: each row once in an epoch. See docs/data.md."""

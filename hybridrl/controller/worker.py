@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -19,6 +19,7 @@ import torch
 from hybridrl.batch.call_record import CallRecord, PhaseSpan, number_of
 from hybridrl.layout.rank_mesh import MeshCoordinate
 from hybridrl.system.collective_waits import read_wait_seconds
+from hybridrl.system.core_pins import PINS
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -164,8 +165,10 @@ class Worker:
         memory = PeakMemory(self.context.device_kind, resets=not self.is_beside)
         begin, start, waited = time.perf_counter(), time.time(), read_wait_seconds()
         before, self.record.phase = self.record.phase, name
+        load = self.record.loads.setdefault(name, {})
         try:
-            yield
+            with nullcontext() if self.is_beside else PINS.phase(name, load):
+                yield
         finally:
             self.record.phase = before
             seconds = time.perf_counter() - begin

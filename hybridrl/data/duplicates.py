@@ -4,13 +4,20 @@ also trained on."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
+from hybridrl.data.row_keys import (
+    compute_text_keys,
+    hash_texts,
+    normalize_text,
+    read_prompt_texts,
+)
 
 HELD_OUT_NAME = "held_out"
 MAX_NEAR_ROWS = 100_000
@@ -27,7 +34,6 @@ MAX_NGRAM_TEXTS = 50
 """A piece that more texts have is of a template, and says nothing of a text."""
 MAX_SKETCH_NGRAMS = 2_000_000
 """About so many pieces are compared; of more, those with the smallest fingerprints."""
-_NO_WORD = str.maketrans(dict.fromkeys("!\"#$%&'(),:;?@[\\]_`{|}~", " "))
 _BASE = np.uint64(0x100000001B3)
 _NUMBER = re.compile(r"\d+")
 
@@ -64,13 +70,10 @@ def find_duplicates(
         tokenizer: Decodes prompts of rows that have no text.
         repeats: Whether a prompt that comes twice is worth a remark: with two answers it is not.
     """
-    texts = _prompt_texts(training, tokenizer)
-    learned = len(texts)
-    places = {}
-    for name, rows in kept.items():
-        begin = len(texts)
-        texts += _prompt_texts(rows, tokenizer)
-        places[name] = range(begin, len(texts))
+    batches = [training, *kept.values()]
+    ends = np.cumsum([len(rows) for rows in batches]).tolist()
+    places = {name: range(a, b) for name, (a, b) in zip(kept, pairwise(ends), strict=True)}
+    learned, texts = len(training), _PromptTexts(batches, tokenizer)
     found = _find_pairs(texts)
     inside = _filter_pairs(found, lambda later, first: later < learned)
     figures: dict[str, Any] = {"training": {"rows": learned, **_format_figures(inside, texts)}}
@@ -105,26 +108,57 @@ def find_duplicates(
     return DuplicateReport(figures, remarks)
 
 
-def _prompt_texts(rows: Batch, tokenizer: Any) -> list[str]:
-    if "prompt" in rows.columns:
-        return list(rows["prompt"])
-    ids = rows.ragged("prompt_ids").rows()
-    return list(tokenizer.batch_decode([row.tolist() for row in ids])) if len(rows) else []
+class _PromptTexts(Sequence[str]):
+    """The prompts of several batches as texts, read when they are asked for."""
+
+    def __init__(self, batches: Sequence[Batch], tokenizer: Any) -> None:
+        self._batches, self._tokenizer = batches, tokenizer
+        self._begins = np.cumsum([0, *map(len, batches)])
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __getitem__(self, place: Any) -> Any:
+        number = int(np.searchsorted(self._begins, place, side="right")) - 1
+        row = self._batches[number].take([place - int(self._begins[number])])
+        return read_prompt_texts(row, self._tokenizer)[0]
+
+    def __iter__(self) -> Iterator[str]:
+        pieces = (piece for rows in self._batches for piece in rows.pieces)
+        return (text for piece in pieces for text in read_prompt_texts(piece, self._tokenizer))
+
+    @property
+    def are_few(self) -> bool:
+        """Whether near duplicates are looked for, as far as is known without reading texts: a token
+        has a character or more."""
+        tokens = (
+            int(rows.lengths("prompt_ids").sum()) for rows in self._batches if "prompt_ids" in rows
+        )
+        return len(self) <= MAX_NEAR_ROWS and sum(tokens) <= MAX_NEAR_CHARACTERS
+
+    def keys(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([compute_text_keys(rows, self._tokenizer) for rows in self._batches])
 
 
-def _find_pairs(texts: Sequence[str]) -> _DuplicatePairs:
-    plain = [" ".join(text.lower().translate(_NO_WORD).split()) for text in texts]
-    first: dict[str, int] = {}
-    exact = [
-        (place, earlier)
-        for place, text in enumerate(plain)
-        if (earlier := first.setdefault(text, place)) != place
-    ]
-    if len(plain) > MAX_NEAR_ROWS or sum(map(len, plain)) > MAX_NEAR_CHARACTERS:
+def _find_pairs(texts: _PromptTexts) -> _DuplicatePairs:
+    if not texts.are_few:
+        return _DuplicatePairs(_find_equal_keys(texts.keys()), None)
+    plain = list(map(normalize_text, texts))
+    exact = _find_equal_keys(hash_texts(plain))
+    if sum(map(len, plain)) > MAX_NEAR_CHARACTERS:
         return _DuplicatePairs(exact, None)
-    different = np.array(sorted(first.values()), np.int64)
-    near = _find_near_pairs([plain[place] for place in different.tolist()])
-    return _DuplicatePairs(exact, [(int(different[a]), int(different[b])) for a, b in near])
+    repeated = {place for place, _ in exact}
+    different = [place for place in range(len(plain)) if place not in repeated]
+    near = _find_near_pairs([plain[place] for place in different])
+    return _DuplicatePairs(exact, [(different[a], different[b]) for a, b in near])
+
+
+def _find_equal_keys(keys: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the rows whose key an earlier row has, each with the first such row."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    earlier = first[inverse]
+    later = np.flatnonzero(earlier != np.arange(len(keys)))
+    return list(zip(later.tolist(), earlier[later].tolist(), strict=True))
 
 
 def _find_near_pairs(texts: Sequence[str]) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import SOURCE_COLUMN, DataSource, SourceProportions, parse_sources
+from hybridrl.data.prefix_order import PrefixOrder
 from hybridrl.data.samplers import build_sampler, draw_rows
 from hybridrl.errors import ConfigError, DataError
 
@@ -33,6 +34,7 @@ class PromptLoader(Iterator[Batch]):
     Args:
         name: Of what it deals from, where several loaders share a seed; each name has an order of
             its own.
+        order: Of the rows of an epoch, in place of a random one.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PromptLoader(Iterator[Batch]):
         seed: int,
         shuffle: bool = True,
         name: str = "",
+        order: PrefixOrder | None = None,
     ) -> None:
         if len(prompts) == 0:
             raise DataError("There is no prompt to train on: the data set has no rows.")
@@ -54,6 +57,7 @@ class PromptLoader(Iterator[Batch]):
         self._seed = seed
         self._name = [zlib.crc32(name.encode())] if name else []
         self._shuffle = shuffle
+        self.order = order
         self._position = 0  # rows dealt so far, over all epochs
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
 
@@ -80,13 +84,15 @@ class PromptLoader(Iterator[Batch]):
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data as a small JSON-able dictionary for a checkpoint."""
-        return {
+        found = {
             "position": self._position,
             "rows": len(self._prompts),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "crc32": self._crc32,
         }
+        of_order = {} if self.order is None else {"order": "prefix", **self.order.state()}
+        return found | of_order
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where the loader that made `state` stopped; `prompts_per_step` may differ.
@@ -95,8 +101,9 @@ class PromptLoader(Iterator[Batch]):
             DataError: if the data set, the seed or the shuffling is not the one of `state`, which
                 would repeat some prompts and leave out others without a word.
         """
-        mine = self.state()
+        mine, state = ({"order": "random", **one} for one in (self.state(), state))
         names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
+        names |= {"order": "data.order"}
         for key, name in names.items():
             if state[key] != mine[key]:
                 raise DataError(
@@ -104,6 +111,9 @@ class PromptLoader(Iterator[Batch]):
                     f"{mine[key]}, so the order of the prompts cannot go on. Use the old data and "
                     "settings, or start a new run from the checkpoint's weights."
                 )
+        if self.order is not None:
+            self.order.load_state(state)
+            self._order_of_epoch = None
         if state.get("crc32") != mine["crc32"]:
             _log.warning(
                 "These prompts are not those that the checkpoint was made with: their number is "
@@ -118,13 +128,18 @@ class PromptLoader(Iterator[Batch]):
         """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens."""
         if "prompt_ids" not in self._prompts.columns:
             return None
-        return zlib.crc32(self._prompts.ragged("prompt_ids").values.numpy().data)
+        found = 0
+        for piece in self._prompts.pieces:
+            found = zlib.crc32(piece.ragged("prompt_ids").values.numpy().data, found)
+        return found
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
-            rows = len(self._prompts)
-            if self._shuffle:
-                order = np.random.default_rng([self._seed, epoch, *self._name]).permutation(rows)
+            rows, random = len(self._prompts), [self._seed, epoch, *self._name]
+            if self.order is not None:
+                order = self.order.rows(np.random.default_rng(random))
+            elif self._shuffle:
+                order = np.random.default_rng(random).permutation(rows)
             else:
                 order = np.arange(rows)
             self._order_of_epoch = epoch, order
@@ -150,16 +165,20 @@ class RowSchedule:
 
     Args:
         source: Its name in a mixture, which has its order and its sampler draw by themselves.
+        share: Of the rows of a step.
 
     Attributes:
         loader: Gives each row once in an epoch; unless there is a sampler.
         sampler: See `hybridrl.data.samplers`; None without one.
     """
 
-    def __init__(self, config: Config, rows: Batch, source: str = "") -> None:
+    def __init__(self, config: Config, rows: Batch, source: str = "", share: float = 1.0) -> None:
         self._config, self._number = config, len(rows)
-        data, seed = config.data, config.run.seed
-        self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source)
+        data, seed, order = config.data, config.run.seed, None
+        if data.order == "prefix":
+            step = max(1, round(share * data.prompts_per_step))
+            order = PrefixOrder(rows, step, data.max_shuffle_error, seed)
+        self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source, order)
         own = zlib.crc32(f"{seed} {source}".encode()) if source else seed
         self.sampler = build_sampler(config, rows, own)
 
@@ -173,6 +192,14 @@ class RowSchedule:
         """Report to the sampler, if there is one, how samples of these rows were scored."""
         if self.sampler is not None:
             self.sampler.update(rows, scores)
+
+    def shuffle_errors(self, rows: Rows) -> dict[str, float]:
+        """Compute the shuffling error of a step of these rows in each trait; empty unless their
+        order is that of prefixes."""
+        if self.loader.order is None or not len(rows):
+            return {}
+        found = self.loader.order.error.of_steps(rows[None])
+        return {f"data/shuffle_error/{trait}": float(error[0]) for trait, error in found.items()}
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = {"loader": self.loader.state()}
@@ -201,11 +228,14 @@ class MixtureSchedule:
         self._decks: dict[str, RowSchedule] = {}
         self._rows: list[Rows] = []
         self._place = np.zeros(len(rows), np.int64)  # of a row among those of its source
+        whole = sum(source.weight for source in sources)
         for source in sources:
             mine = np.flatnonzero(pc.equal(of_rows, source.name).to_numpy())
             if not len(mine):
                 raise DataError(f"data.sources.{source.name} has no rows to learn from.")
-            self._decks[source.name] = RowSchedule(config, rows.take(mine), source.name)
+            self._decks[source.name] = RowSchedule(
+                config, rows.take(mine), source.name, source.weight / whole
+            )
             self._rows.append(mine)
             self._place[mine] = np.arange(len(mine))
         self._proportions = SourceProportions([source.weight for source in sources])
@@ -222,6 +252,13 @@ class MixtureSchedule:
         for deck, of_deck in zip(self._decks.values(), self._rows, strict=True):
             mine = np.isin(rows, of_deck)
             deck.learn(self._place[rows[mine]], scores[mine])
+
+    def shuffle_errors(self, rows: Rows) -> dict[str, float]:
+        found = {}
+        for (name, deck), of_deck in zip(self._decks.items(), self._rows, strict=True):
+            errors = deck.shuffle_errors(self._place[rows[np.isin(rows, of_deck)]])
+            found |= {f"source/{name}/{metric}": error for metric, error in errors.items()}
+        return found
 
     def state(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -65,6 +65,8 @@ class RefusedRows:
         drop: Leave refused rows out; otherwise they are an error.
         limit: The largest share of rows that may be left out.
         origin: The settings that they are read by.
+        before: Number of rows before those of a part of a table, of which only the whole can say
+            what is left; None: it is a whole table.
     """
 
     def __init__(
@@ -74,11 +76,14 @@ class RefusedRows:
         drop: bool = False,
         limit: float = 1.0,
         origin: RowOrigin = DATA,
+        before: int | None = None,
     ) -> None:
         self.place, self.origin = place, origin
-        self._drop, self._limit = drop, limit
+        self._drop, self._limit, self._before = drop, limit, before
         self._errors: dict[int, DataError] = {}
         self._rows = 0
+        self._counts_of: dict[tuple[Any, ...], list[int]] = {}
+        self._doubts: list[str | None] = []
 
     def refuse(self, number: int, error: DataError) -> None:
         """Note that a row, counted from 1, is refused; the first error of a row counts."""
@@ -100,7 +105,69 @@ class RefusedRows:
 
     def row(self, number: int) -> DataRow:
         """Return a row by its number, for sentences about it."""
-        return DataRow(number, self.origin)
+        return DataRow(number + self.first, self.origin)
+
+    @property
+    def first(self) -> int:
+        """The number of rows before the first one."""
+        return self._before or 0
+
+    @property
+    def is_part(self) -> bool:
+        return self._before is not None
+
+    def describe_range(self, rows: int) -> str:
+        """Return which rows of the data a number of them counts; empty for a whole table."""
+        return f" from row {self.first + 1} to {self.first + rows}" if self.is_part else ""
+
+    def warn(
+        self, sentence: str, numbers: Sequence[int], *words: Any, unless_all: bool = False
+    ) -> None:
+        """Log a sentence of the numbers and words, or, for a part, keep it until the numbers of all
+        parts are added up. The first number counts the rows that the sentence is about: it is not
+        logged if there are none; nor, with `unless_all`, if that are all of the second number."""
+        if self.is_part:
+            key = (sentence, unless_all, *(w if isinstance(w, int) else str(w) for w in words))
+            self._add(key, numbers)
+        elif numbers[0] and not (unless_all and numbers[0] == numbers[1]):
+            _log.warning(sentence, *numbers, *words)
+
+    def doubt(self, error: DataError) -> None:
+        """Raise an error that holds if it holds for all rows; of a part, keep it until it is known
+        of all parts."""
+        if not self.is_part:
+            raise error
+        self._doubts.append(str(error))
+
+    def export(self) -> dict[str, Any]:
+        """Return what is known of a part, as plain data."""
+        errors = [
+            [n + self.first, str(e), e.reason if isinstance(e, RowError) else None]
+            for n, e in self._errors.items()
+        ]
+        counts = [[list(key), numbers] for key, numbers in self._counts_of.items()]
+        doubt = self._doubts[0] if self._doubts else None
+        return {"rows": self._rows, "errors": errors, "counts": counts, "doubt": doubt}
+
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what is known of the parts of this table (`export`), and raise and log what
+        holds for the whole."""
+        for part in parts:
+            for number, text, reason in part["errors"]:
+                error = DataError(text) if reason is None else RowError(text, reason)
+                self._errors[number] = error
+            self._doubts.append(part["doubt"])
+            for key, numbers in part["counts"]:
+                self._add(tuple(key), numbers)
+        self.kept(sum(part["rows"] for part in parts))
+        for (sentence, unless_all, *words), numbers in self._counts_of.items():
+            self.warn(sentence, numbers, *words, unless_all=unless_all)
+        if self._doubts and None not in self._doubts:
+            raise DataError(self._doubts[0])
+
+    def _add(self, key: tuple[Any, ...], numbers: Sequence[int]) -> None:
+        known = self._counts_of.get(key, [0] * len(numbers))
+        self._counts_of[key] = [a + int(b) for a, b in zip(known, numbers, strict=True)]
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the numbers, from 0, of the rows that are not refused.
@@ -119,9 +186,10 @@ class RefusedRows:
             few = refused < rows and refused <= self._limit * rows
             cure = f" {self.origin / 'bad_rows'}=drop leaves them out." if few else ""
             raise type(first)(
-                f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}.{cure})"
+                f"{str(first).rstrip()} ({count} refused of {rows}{self.describe_range(rows)}: "
+                f"{self._counts()}.{cure})"
             ) from first
-        if refused > self._limit * rows or (refused and refused == rows):
+        if not self.is_part and (refused > self._limit * rows or (refused and refused == rows)):
             raise DataError(
                 f"{refused} of the {rows} rows of {self.place} are refused, more than "
                 f"{self.origin / 'bad_rows_limit'}={self._limit} allows to leave out: "

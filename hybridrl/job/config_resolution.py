@@ -11,6 +11,7 @@ again.
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from hybridrl.composition.load import compose_config, load_run_config
 from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.config.task_settings import without_task
+from hybridrl.data.prefix_order import BLOCK_TOKENS
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.system.formatting import format_seconds
@@ -120,16 +122,30 @@ class KnownJob:
     Attributes:
         model_path: Where the model is, also a tiny one that the settings do not name.
         lengths: Of samples that are as long as the data and the settings let them be.
+        rows: Number of rows to learn from.
+        order: Of the prompts: `random` or `prefix`.
     """
 
     cluster: ClusterSpec
     roles: Mapping[str, RoleSpec]
     model_path: str
     lengths: SampleLengths
+    rows: int
+    order: str = "random"
 
     def with_model(self, config: Config) -> Config:
         """Return the settings, with the tiny model's folder if they name none."""
         return replace(config, model=replace(config.model, path=self.model_path))
+
+
+def resolve_steps(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Compute `trainer.steps` where `trainer.epochs` is set; the last step may reach into the next
+    epoch."""
+    if (epochs := config.trainer.epochs) is None:
+        return config, ""
+    steps = max(1, math.ceil(round(epochs * job.rows / config.data.prompts_per_step, 9)))
+    said = f"trainer.epochs={epochs:g} of {job.rows:,} rows: {steps:,} steps."
+    return apply_changes(config, [("trainer.steps", steps)]), said
 
 
 def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
@@ -154,7 +170,21 @@ def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, s
     return apply_changes(config, chosen or ()), said
 
 
-RESOLUTIONS = (resolve_dtype, resolve_automatic_settings)
+def resolve_prompt_order(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Set the chosen `data.order`, whose reason is among the remarks on the data. vLLM keeps
+    prefixes on GPUs anyway; on CPUs for the prefix order alone, unless experts are recorded, which
+    nobody knows of cached tokens."""
+    rollout, options = config.rollout, config.rollout.engine_options
+    if job.order == "prefix" and job.cluster.kind == "cpu" and not rollout.routing_replay:
+        options = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS} | options
+    return replace(
+        config,
+        data=replace(config.data, order=job.order),
+        rollout=replace(rollout, engine_options=options),
+    ), ""
+
+
+RESOLUTIONS = (resolve_steps, resolve_dtype, resolve_automatic_settings, resolve_prompt_order)
 
 
 def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from hybridrl.checks.models.tokenizer_checks import (
 )
 from hybridrl.checks.settings.environment_checks import check_chat_template
 from hybridrl.checks.settings.role_checks import find_model_setting
+from hybridrl.checks.settings.rollout_checks import find_order_obstacle
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.task_settings import remark_on_task
 from hybridrl.console.first_row import show_first_row
@@ -27,7 +28,10 @@ from hybridrl.data.duplicates import HELD_OUT_NAME, DuplicateReport, find_duplic
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
+from hybridrl.data.prefix_order import choose_order
 from hybridrl.data.refused_rows import checked_by, collected
+from hybridrl.data.row_keys import remove_keys
+from hybridrl.data.token_cache import reported_to
 from hybridrl.environments.rows import check_environment_loads
 from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
@@ -56,6 +60,7 @@ class JobInputs:
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
         report: What the data repeats, for `data-report.json`.
+        order: `data.order`, chosen if that is `auto`.
     """
 
     model_path: str
@@ -67,6 +72,7 @@ class JobInputs:
     longest_evaluated: int = 0
     remarks: list[str] = field(default_factory=list)
     report: Mapping[str, Any] = field(default_factory=dict)
+    order: str = "random"
 
 
 def load_job_inputs(
@@ -126,7 +132,11 @@ def load_job_inputs(
                 if config.data.chat is not False and (said := remark_on_ends(path, tokenizer)):
                     remarks.append(said)
             check_chat_template(config, tokenizer)
-            with collected() as refused, checked_by(check_tests(config, progress)):
+            with (
+                collected() as refused,
+                checked_by(check_tests(config, progress)),
+                reported_to(progress),
+            ):
                 rows, sets = load_job_rows(config, trainer.DATA, tokenizer)
     if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
         with problems.noted():  # whose own tasks would have loaded it
@@ -135,7 +145,15 @@ def load_job_inputs(
     if rows is not None:
         evaluated = longest_evaluated(config, sets)
         remarks += list_data_remarks(config, trainer.DATA, rows)
+        order, reason = choose_prompt_order(config, rows.training)
+        remarks += [reason] if reason else []
         report = _report_on(config, rows, sets, tokenizer)
+        rows = replace(
+            rows,
+            training=remove_keys(rows.training),
+            held_out=rows.held_out and remove_keys(rows.held_out),
+        )
+        sets = {name: one and remove_keys(one) for name, one in sets.items()}
         if refused:
             report.figures["left_out"] = {one.place: one.figures() for one in refused}
         is_ours = is_whole and trainer.__module__.startswith("hybridrl.")
@@ -155,7 +173,7 @@ def load_job_inputs(
     problems.raise_if_any()
     assert model is not None and rows is not None
     inputs = (path, model, named, tokenizer, rows, sets, evaluated)
-    return JobInputs(*inputs, remarks, report.figures)
+    return JobInputs(*inputs, remarks, report.figures, order)
 
 
 def load_job_rows(
@@ -200,6 +218,16 @@ def list_data_remarks(config: Config, kind: str, rows: JobData) -> list[str]:
             "evaluated. Name others to evaluate on by data.eval_path."
         )
     return found
+
+
+def choose_prompt_order(config: Config, prompts: Batch) -> tuple[str, str]:
+    """Return `data.order`, chosen if that is `auto`, and then a sentence with the reason."""
+    data = config.data
+    if data.order != "auto":
+        return data.order, ""
+    if obstacle := find_order_obstacle(config):
+        return "random", f"data.order=auto chose random: {obstacle}"
+    return choose_order(prompts, data.prompts_per_step, data.max_shuffle_error, config.run.seed)
 
 
 def _report_on(

@@ -192,6 +192,7 @@ def _make_actor_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
         "updates": steps * (config.actor.updates_per_step + learns_beside),
         "job": job.name,
         "generates": job.roles[role].generates and not separated,
+        "cache": config.cache,
     }
 
 
@@ -220,6 +221,7 @@ def _make_reference_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
         **_make_model_keywords(job, role),
         "temperature": _temperature(job),
+        "cache": job.config.cache,
     }
 
 
@@ -263,6 +265,7 @@ def _make_reward_keywords(job: PreparedJob, role: str, kind: str) -> _WorkerKeyw
             {name: one.reward for name, one in sets.items() if one.is_verified},
         ),
         "steps": kind == "reward" and job.config.algorithm.step_credit is not None,
+        "cache": job.config.cache,
     }
 
 

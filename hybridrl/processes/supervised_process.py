@@ -117,6 +117,11 @@ class SupervisedProcess:
         self.send(spec.setup)
 
     @property
+    def pid(self) -> int:
+        """The number of its launcher, from which all that it starts descends."""
+        return self._process.pid
+
+    @property
     def descriptors(self) -> dict[int, bool]:
         """The descriptors to wait for, and for each whether there is something to write."""
         found = {self._pidfd: False}

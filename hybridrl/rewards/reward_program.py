@@ -11,7 +11,8 @@ import functools
 import inspect
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from hybridrl.config.setting import Setting
@@ -24,13 +25,19 @@ from hybridrl.rewards.loading import (
     make_short_names,
 )
 from hybridrl.rewards.options import FunctionSettings, check_function_options, read_parameters
-from hybridrl.rewards.returned_scores import RowScore, parse_batch_scores, parse_row_score
+from hybridrl.rewards.returned_scores import (
+    RowScore,
+    TransientScore,
+    parse_batch_scores,
+    parse_row_score,
+)
 from hybridrl.rewards.signature import (
     check_call_signature,
     find_call_scope,
     list_needed_entries,
     select_arguments,
 )
+from hybridrl.system.content_cache import compute_key, hash_loaded_sources
 from hybridrl.system.redaction import redact, redact_output
 
 
@@ -52,13 +59,16 @@ class _UnreadableError(Exception):
 class _Function:
     """A reward function with what is known about calling it."""
 
-    def __init__(self, function: RewardFunction, options: dict[str, Any]) -> None:
-        self.call = function
+    def __init__(
+        self, spec: str | PickledFunction, function: RewardFunction, options: dict[str, Any]
+    ) -> None:
+        self.call, self._spec = function, spec
         self._options = options
         target = function.func if isinstance(function, functools.partial) else function
         self.is_async = inspect.iscoroutinefunction(
             target if inspect.isroutine(target) else type(target).__call__
         )
+        self.cache: bool | Callable[..., Any] = getattr(target, "cache", False)
         self.parameters = read_parameters(function)
         self.called_for = find_call_scope(self.parameters)
 
@@ -66,6 +76,16 @@ class _Function:
         """The entries of the row that the function takes, all of them if it has a `**row`, and its
         options, which win."""
         return select_arguments(self.parameters, row) | self._options
+
+    def compute_key(self, row: dict[str, Any]) -> bytes | None:
+        """The key of what the function returns for the row, of its source and all that it reads."""
+        arguments = self.arguments(row)
+        reads = self.cache(**arguments) if callable(self.cache) else arguments
+        return compute_key("verdicts", tuple(self._spec), self._sources, self._options, reads)
+
+    @cached_property
+    def _sources(self) -> bytes:
+        return hash_loaded_sources()
 
     def answers(self, returned: Any, row: dict[str, Any]) -> list[RowScore]:
         if self.called_for == "row":
@@ -75,18 +95,22 @@ class _Function:
             found = parse_batch_scores(returned, row["responses"])
         if isinstance(found, str):
             raise _UnreadableError(f"The function returned {found}.")
+        parts = [returned] if self.called_for == "row" else returned
+        if any(isinstance(part, TransientScore) for part in parts):
+            found = [one._replace(is_repeatable=False) for one in found]
         return found
 
 
 class RewardProgram:
-    """See `child.ItemServer`. The payload of an item is the number of a function, and a row."""
+    """See `child.ItemServer`. The payload of an item is the number of a function, and a row; or a
+    list of these, whose keys in the cache are wanted."""
 
     _functions: Sequence[_Function] = ()
 
     def start(self, given: tuple[Any, ...], server: child.ItemServer) -> tuple[Any, ...]:
         """Loads and checks the functions. Gives of each whether it is asynchronous and what it is
-        called for; remarks for the user, by `check_reward`; and the further entries of rows that
-        they ask for."""
+        called for; remarks for the user, by `check_reward`; the further entries of rows that they
+        ask for; and of each whether it is cached."""
         setup = RewardSetup(*given)
         redact_output()
         sys.path += [place for place in setup.search_path if place not in sys.path]
@@ -94,7 +118,7 @@ class RewardProgram:
         names = make_short_names(setup.functions)
         every = zip(setup.functions, names, setup.options, setup.named_by, strict=True)
         for spec, name, options, setting in every:
-            function = _Function(load_reward_function(spec, setting), options)
+            function = _Function(spec, load_reward_function(spec, setting), options)
             check_function_options(name, function.parameters, options, setup.settings)
             check_call_signature(name, function.parameters)
             functions.append(function)
@@ -103,9 +127,12 @@ class RewardProgram:
         asked = set[str]().union(
             *(list_needed_entries(function.parameters) for function in functions)
         )
-        return [(one.is_async, one.called_for) for one in functions], remarks, asked
+        modes = [(one.is_async, one.called_for) for one in functions]
+        return modes, remarks, asked, [bool(one.cache) for one in functions]
 
-    def run_blocking(self, payload: tuple[int, dict[str, Any]]) -> list[RowScore]:
+    def run_blocking(self, payload: Any) -> list[RowScore] | list[bytes | None]:
+        if isinstance(payload, list):
+            return [self._functions[number].compute_key(row) for number, row in payload]
         number, row = payload
         function = self._functions[number]
         return function.answers(function.call(**function.arguments(row)), row)

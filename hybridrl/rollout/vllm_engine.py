@@ -80,6 +80,11 @@ class VLLMEngine(RolloutEngine):
         self._groups.enter()
         further = {} if self._adapters is None else self._adapters.options
         self._llm = start_vllm(setup, config, further)
+        cache = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self._prefix_counts = (
+            {"prompt_tokens": 0, "cached_tokens": 0} if cache.enable_caching else {}
+        )
+        cache.record_prefix_cache_stats = self._count_prefix
         if self._replays:
             self.routes_dtype = vllm_routes.find_routes_dtype(self._worker.get_model())
         if self._replays and setup.device.type == "cpu":
@@ -180,14 +185,22 @@ class VLLMEngine(RolloutEngine):
         if self._recorder is not None:
             self._recorder.forget(names)
 
+    def _count_prefix(self, request: Any, cached_tokens: int) -> None:
+        """Count what vLLM's scheduler found of a request in the prefix cache, in place of its own
+        statistics, which would also count every token."""
+        if self._prefix_counts:
+            self._prefix_counts["prompt_tokens"] += request.num_tokens
+            self._prefix_counts["cached_tokens"] += cached_tokens
+
     def counts(self) -> dict[str, int]:
-        if not self._guesses:
-            return {}
-        now = {
-            metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in DRAFTS
-        }
-        before, self._counted = self._counted, now
-        return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+        found = dict(self._prefix_counts)
+        self._prefix_counts = dict.fromkeys(found, 0)
+        if self._guesses:
+            metrics = self._llm.get_metrics()
+            now = {metric.name: metric.value for metric in metrics if metric.name in DRAFTS}
+            before, self._counted = self._counted, now
+            found |= {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+        return found
 
     @contextmanager
     def _first_time(self) -> Iterator[None]:

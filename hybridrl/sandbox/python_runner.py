@@ -136,6 +136,12 @@ class SandboxResult:
     cpu_s: float = 0.0
     program_cpu_s: float = 0.0
 
+    def is_repeatable(self, limits: SandboxLimits) -> bool:
+        """Return whether it would end like this on a machine half as fast, too: far from the time
+        limits, and not by a signal, which the system may have sent."""
+        share = max(self.cpu_s, self.program_cpu_s) / limits.cpu_s
+        return self.ended != "signal" and max(share, self.seconds / limits.wall_s) < 0.5
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -147,12 +153,14 @@ class Verdict:
         vacuous: of each test, whether a comparison in it would have held of anything.
         is_slow: whether the tests, not the program, took longer than the limits allow, so that they
             were stopped; those that were not reached are not passed.
+        is_repeatable: see `SandboxResult`.
     """
 
     passed: list[bool]
     reasons: list[str]
     vacuous: list[bool] = dataclasses.field(default_factory=list)
     is_slow: bool = False
+    is_repeatable: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +228,7 @@ def judge_program(
         passed[number], vacuous[number], reasons[number] = has_passed, found > 0, reason
     is_stopped = outcome.ended in ("wall_time", "cpu_time")
     is_slow = is_stopped and outcome.cpu_s >= outcome.program_cpu_s
-    return Verdict(passed, reasons, vacuous, is_slow)
+    return Verdict(passed, reasons, vacuous, is_slow, outcome.is_repeatable(limits))
 
 
 def find_confinement() -> SandboxConfinement:

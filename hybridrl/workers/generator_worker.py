@@ -224,13 +224,13 @@ class GeneratorWorker(ModelWorker):
         self._version, cost = self._channel.receive()
         report_weights_received(self, cost)
 
-    def _claim(self, generation: int) -> int:
-        """The next number that no replica has; see `ReplicaShare`."""
+    def _claim(self, generation: int, queue: int) -> int:
+        """Return the next number of a queue that no replica has; see `ReplicaShare`."""
         number = 0
         if self._leads:
             assert self._world is not None
             store = process_group.find_store(self._world)
-            number = store.add(f"claimed/{generation}", 1) - 1
+            number = store.add(f"claimed/{generation}/{queue}", 1) - 1
         return self._first_says(number)
 
     def _first_says(self, number: int) -> int:

@@ -9,10 +9,12 @@ import secrets
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import snapshot_download
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelConfig
@@ -25,6 +27,7 @@ from hybridrl.rewards.rubrics import load_rubric, read_row_rubric, rubric_score
 from hybridrl.rewards.scoring_round import group_neighbors
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.system.content_cache import ContentCache, compute_key
 from hybridrl.workers.engine_process import EngineProcess
 from hybridrl.workers.rollout_engines import build_inference_engine, setup_of
 from hybridrl.workers.training_engines import ModelSource
@@ -136,6 +139,7 @@ class LLMJudge:
 
     Args:
         config: Template, pattern of the grade, scale.
+        cache: Of its answers; None: it is asked each time.
 
     Attributes:
         pattern: Of what is looked for in its texts.
@@ -147,6 +151,7 @@ class LLMJudge:
         setup: JudgeSetup,
         config: JudgeConfig,
         setting: Setting = Setting("reward.judge"),
+        cache: ContentCache | None = None,
     ) -> None:
         source, rollout, job = setup
         self._config, self._setting = config, setting
@@ -174,6 +179,9 @@ class LLMJudge:
             plan=None,
             memory_share=config.memory_share,
         )
+        self._cache, self._path = cache, source.path
+        of_model = (source.dtype, source.context_length, source.eos_token_ids)
+        self._options = repr([settings, self._sampling, *of_model, context.device_kind])
         of_engine = setup_of(source, join_group_world(context), 0, f"{job}-judge")
         self._engine: EngineProcess | RolloutEngine
         if settings.engine == "vllm" and context.device_kind != "cpu":
@@ -245,15 +253,38 @@ class LLMJudge:
         it."""
         prompts = [self._encode(parts) for parts in requests]
         fits = [n for n, ids in enumerate(prompts) if len(ids) <= self._longest_prompt]
-        written = [""] * len(requests)
-        if fits:
-            batch = Batch.from_columns({"prompt_ids": [prompts[n] for n in fits]})
+        keys: Sequence[Any] = fits
+        known: dict[Any, str] = {}
+        if self._cache is not None and fits:
+            # It never samples, so equal requests have equal answers.
+            keys = [compute_key(self._identity, prompts[n].numpy().tobytes()) for n in fits]
+            found = zip(keys, self._cache.get_many(keys), strict=True)
+            known = {key: value.decode() for key, value in found if value is not None}
+        new = {key: prompts[n] for key, n in zip(keys, fits, strict=True) if key not in known}
+        if new:
+            batch = Batch.from_columns({"prompt_ids": list(new.values())})
             answers = self._engine.generate(batch, self._sampling, seed=0)
             ids = [row.tolist() for row in answers["response_ids"].rows()]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            for n, text in zip(fits, texts, strict=True):
-                written[n] = text
+            known |= zip(new, texts, strict=True)
+            if self._cache is not None:
+                self._cache.put_many({key: known[key].encode() for key in new})
+        written = [""] * len(requests)
+        for key, n in zip(keys, fits, strict=True):
+            written[n] = known[key]
         return written
+
+    @cached_property
+    def _identity(self) -> bytes | None:
+        """The key of the judge: its files with the times of their last change, which programs
+        cannot set, and all options of its engine."""
+        folder = Path(self._path)
+        if not folder.is_dir():
+            folder = Path(snapshot_download(self._path, local_files_only=True))
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        stats = [(str(path), path.stat()) for path in files]
+        which = [(path, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
+        return compute_key("judgements", which, self._options)
 
     def close(self) -> None:
         """Close the engine."""

@@ -1,6 +1,7 @@
 """What driver programs have their workers do, step by step, and what they learn from."""
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from settings import configured
 
 from hybridrl.batch.batch import Batch
+from hybridrl.errors import DataError
 from hybridrl.job import worker_groups as roles
 from hybridrl.trainers import grpo
 from hybridrl.trainers.data_feed import DataFeed
@@ -142,6 +144,62 @@ def test_examples_weigh_as_much_as_their_coefficient():
     assert weights == pytest.approx([0.25 / len(weights)] * len(weights))
     whole = feed.next_examples(1.0).ragged("loss_weights").values
     assert float(whole.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("settings", [{}, {"data.shuffle": "false"}], ids=["shuffled", "in order"])
+def test_what_is_prefetched_is_what_would_have_come(settings):
+    rows = Batch.from_columns({"prompt_ids": torch.arange(7)[:, None]})
+    plain, ahead = feed_of(rows, **settings), feed_of(rows, **settings)
+    for step in range(9):  # over the ends of epochs
+        wanted, found = plain.next_batch(), ahead.next_batch()
+        assert found.table.equals(wanted.table) and ahead.numbered == plain.numbered
+        state = json.loads(json.dumps(ahead.state()))
+        ahead.prefetch()
+        ahead.prefetch()  # no second one
+        assert ahead.state() == state == plain.state()  # it does not count as dealt
+        assert ahead.numbered == 2 * (step + 1)
+        resumed = feed_of(rows, **settings)
+        resumed.load_state(state)
+        assert resumed.next_batch().table.equals(feed_after(plain, settings, rows).table)
+
+
+def feed_after(feed, settings, rows):
+    """The next batch of a feed, which stays as it is."""
+    copy = feed_of(rows, **settings)
+    copy.load_state(feed.state())
+    return copy.next_batch()
+
+
+def test_rows_that_are_left_out_leave_a_prefetched_batch_too():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(4)[:, None]})
+    feed = feed_of(rows, **{"data.shuffle": "false"})
+    feed.next_batch(), feed.next_batch()
+    feed.prefetch()  # rows 0 and 1 again
+    assert feed.leave_out([0]) == 1
+    assert [row.tolist() for row in feed.next_batch()["prompt_ids"].rows()] == [[1]]
+
+
+def test_nothing_is_prefetched_that_outcomes_decide_or_nobody_wants():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(4)[:, None]})
+    feed = feed_of(rows)
+    feed.prefetch()
+    assert feed._ahead is None  # no batch was asked for
+    learns = feed_of(rows, **{"data.sampler": "pass_rate"})
+    learns.next_batch()
+    learns.prefetch()
+    assert learns._ahead is None
+
+
+def test_a_prefetch_without_rows_waits_until_they_are_wanted():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(2)[:, None]})
+    feed = feed_of(rows)
+    feed.next_batch()
+    feed.leave_out([0, 1])
+    state = feed.state()
+    feed.prefetch()
+    assert feed.state() == state
+    with pytest.raises(DataError, match="are left out"):
+        feed.next_batch()
 
 
 def test_groups_are_numbered_on_after_a_resume():

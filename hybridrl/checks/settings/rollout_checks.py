@@ -7,6 +7,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.rollout.episode_class import check_episode_class
 from hybridrl.rollout.vllm_options import check_engine_options
 from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
+from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import has_lossy_weight_sync
 
 
@@ -145,6 +146,29 @@ def _check_partial(config: Config) -> None:
             )
 
 
+def find_order_obstacle(config: Config) -> str:
+    """Return why prompts cannot be dealt out in the order of their prefixes, with the cure, or why
+    that would gain nothing; else an empty text."""
+    data, rollout, trainer = config.data, config.rollout, load_trainer(config.trainer.name)
+    caching = "rollout.engine_options.enable_prefix_caching"
+    if data.sampler is not None:
+        return f"data.sampler={data.sampler} chooses the rows. Set data.sampler=null."
+    if not data.shuffle:
+        return "data.shuffle=false keeps the order of the file. Set data.shuffle=true."
+    if trainer.DATA != "prompts" or not trainer.TRAINS:
+        return f"trainer.name={config.trainer.name} does not learn from samples of prompts."
+    if rollout.engine != "vllm":
+        return f"rollout={rollout.engine} computes each prompt as a whole. Set rollout=vllm."
+    if rollout.engine_options.get("enable_prefix_caching") is False:
+        return f"{caching}=false: vLLM keeps no prefixes. Leave it out."
+    return ""
+
+
+def _check_prompt_order(config: Config) -> None:
+    if config.data.order == "prefix" and (obstacle := find_order_obstacle(config)):
+        raise ConfigError(f"data.order=prefix: {obstacle} Or set data.order=random.")
+
+
 ROLLOUT_CHECKS = (
     _check_sampling,
     _check_engine,
@@ -152,4 +176,5 @@ ROLLOUT_CHECKS = (
     _check_episode,
     _check_routing_replay,
     _check_partial,
+    _check_prompt_order,
 )

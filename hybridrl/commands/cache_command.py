@@ -1,0 +1,53 @@
+"""`hybridrl cache`: list the entries that runs with `cache.use` share, and prune them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+from rich.table import Table
+
+from hybridrl.commands.output import print_for_people
+from hybridrl.config.schema import CacheConfig
+from hybridrl.system.content_cache import (
+    find_cache_folder,
+    iterate_entries,
+    list_segments,
+    prune_segments,
+)
+from hybridrl.system.storage import explain_write_errors
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", help="as cache.folder; without it the default folder")
+    parser.add_argument(
+        "--prune",
+        type=float,
+        metavar="GIB",
+        help="remove the oldest entries until the others take so much; 0: all",
+    )
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Prune the cache if asked, and list its kinds.
+
+    Raises:
+        StorageError: if entries cannot be removed.
+    """
+    folder = find_cache_folder(CacheConfig(folder=chosen.folder))
+    if chosen.prune is not None:
+        with explain_write_errors(folder):
+            prune_segments(folder, chosen.prune * 2**30)
+    entries, sizes, oldest = Counter[str](), Counter[str](), dict[str, float]()
+    for path, stat in list_segments(folder):
+        kind = path.parent.name
+        with path.open("rb", buffering=0) as file:
+            entries[kind] += sum(1 for _ in iterate_entries(file))
+        sizes[kind] += stat.st_size
+        oldest.setdefault(kind, (time.time() - stat.st_mtime) / 86400)
+    table = Table("kind", "entries", "MiB", "oldest, days")
+    for kind in sizes:
+        row = f"{entries[kind]:,}", f"{sizes[kind] / 2**20:,.1f}", f"{oldest[kind]:.1f}"
+        table.add_row(kind, *row)
+    return print_for_people(f"{folder}: {sum(entries.values()):,} entries", table)
