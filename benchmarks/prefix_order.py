@@ -85,7 +85,7 @@ def main() -> None:
     )
     report("prefix hits", hits, hits_of_random, ">= 3", "share of the tokens of prompts")
     report("generation", ours, theirs, ">= 1.2", "tokens/s")
-    error = order.error.mean(steps["prefix"])
+    error = order.error(steps["prefix"])
     report("shuffling error", error, MAX_ERROR, "<= 1", "total variation distance")
     report("rows of a branch", order.branch, 1, "report", "rows")
 

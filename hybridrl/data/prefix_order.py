@@ -23,79 +23,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.batch.batch import Batch
-from hybridrl.data.shuffle_error import ShuffleError
+from hybridrl.data.shuffle_error import compute_shuffle_error, rank_traits
 
 BLOCK_TOKENS = 32
 """Prefixes are compared by whole blocks of so many tokens, as vLLM caches them."""
 _MIN_HIT_SHARE = 0.1
 """Share of the tokens of prompts that `auto` wants to find in the cache; with fewer, generation
 gains next to nothing."""
-_MEASURED_STEPS = 64
-"""Number of steps from which the shuffling error (at least) and hits (at most) are predicted. The
-two or three steps of a small set's epoch may be like the whole by chance."""
+MEASURED_STEPS = 512
+"""Number of steps, at least, from which the shuffling error is measured. The two or three steps of
+a small set's epoch may be like the whole by chance."""
+_COMPARED_STEPS = 64
+"""Number of steps, at most, in which hits are counted."""
 Rows = npt.NDArray[np.int64]
-
-
-class PrefixTree:
-    """The tree of the prefixes of prompts, as an order of its leaves.
-
-    Args:
-        prompts: Rows with the column `prompt_ids`.
-
-    Attributes:
-        leaves: The rows in an order that keeps those of every prefix together.
-        shared: Of each leaf, the number of blocks that it shares with the leaf before it.
-    """
-
-    def __init__(self, prompts: Batch) -> None:
-        ids = prompts.ragged("prompt_ids")
-        tokens, bounds = ids.values.numpy(), ids.cu_seqlens.numpy().astype(np.int64)
-        buffers = [None, pa.py_buffer(bounds * tokens.itemsize), pa.py_buffer(tokens)]
-        # As bytes numbers have another order, but those that are equal stay together.
-        keys = pa.Array.from_buffers(pa.large_binary(), len(prompts), buffers)
-        self.leaves = pc.sort_indices(keys).to_numpy().astype(np.int64)
-        self.shared = np.zeros(len(prompts), np.int64)
-        starts, blocks = bounds[self.leaves], np.diff(bounds)[self.leaves] // BLOCK_TOKENS
-        pairs, depth = np.arange(1, len(prompts)), 0  # neighbours that are equal so far
-        while len(pairs := pairs[np.minimum(blocks[pairs - 1], blocks[pairs]) > depth]):
-            places = depth * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
-            ours, others = (tokens[starts[one][:, None] + places] for one in (pairs, pairs - 1))
-            pairs, depth = pairs[(ours == others).all(1)], depth + 1
-            self.shared[pairs] = depth
-
-    def traverse(self, random: np.random.Generator) -> tuple[Rows, Rows]:
-        """Return the rows depth first, the children of each node in random order, and of each the
-        number of blocks that it shares with the row before it."""
-        order, shared = random.permutation(len(self.leaves)), np.zeros_like(self.leaves)
-        depths = np.unique(self.shared)[1:]  # without the root
-        for depth in depths[::-1]:
-            node = self._nodes(depth)
-            key = random.permutation(node[-1] + 1)[node]
-            order = order[np.argsort(key[order], kind="stable")]
-        for depth in depths:
-            node = self._nodes(depth)[order]
-            shared[1:][node[1:] == node[:-1]] = depth
-        return self.leaves[order], shared
-
-    def count_hits(self, steps: Rows) -> int:
-        """Return how many tokens of prompts begin an earlier prompt of the same step, too.
-
-        Args:
-            steps: Row numbers, `[steps, rows of a step]`.
-        """
-        place = np.empty_like(self.leaves)
-        place[self.leaves] = np.arange(len(place))
-        numbers, depths, hits = np.arange(len(steps))[:, None], np.unique(self.shared), 0
-        for depth, blocks in zip(depths[1:], np.diff(depths), strict=True):
-            node = self._nodes(depth)
-            found = numbers * (node[-1] + 1) + node[place[steps]]
-            hits += int(blocks) * (found.size - len(np.unique(found)))
-        return hits * BLOCK_TOKENS
-
-    def _nodes(self, depth: int) -> Rows:
-        """Return the number of each leaf's node so many blocks below the root. A leaf with fewer
-        blocks, or whose blocks no other has, is a node of its own."""
-        return np.cumsum(self.shared < depth) - 1
 
 
 class PrefixOrder:
@@ -104,7 +44,7 @@ class PrefixOrder:
     Args:
         prompts: Rows with the column `prompt_ids`.
         step: Number of them in a step.
-        max_error: The largest shuffling error; see `ShuffleError`.
+        max_error: The largest shuffling error; see `compute_shuffle_error`.
         seed: Of the epochs by which the length of branches is chosen.
 
     Attributes:
@@ -112,54 +52,97 @@ class PrefixOrder:
     """
 
     def __init__(self, prompts: Batch, step: int, max_error: float, seed: int) -> None:
-        self._prompts, self._max_error, self._seed = prompts, max_error, seed
-        self._step = min(step, len(prompts))
-        self.error = ShuffleError(prompts)
-
-    @cached_property
-    def tree(self) -> PrefixTree:
-        return PrefixTree(self._prompts)
+        self._step, self._max_error, self._seed = min(step, len(prompts)), max_error, seed
+        self._traits = rank_traits(prompts)
+        blocks = prompts.lengths("prompt_ids") // BLOCK_TOKENS
+        # Behind the blocks of a row there is place for a number of its own.
+        self._bounds = np.append(0, np.cumsum(blocks + 1))
+        numbers = np.concatenate([_hash_blocks(piece) for piece in prompts.pieces])
+        self._blocks = np.insert(numbers, np.cumsum(blocks), 0)
 
     @cached_property
     def branch(self) -> int:
-        epochs = -(-_MEASURED_STEPS * self._step // len(self._prompts))
-        for halvings in range(self._step.bit_length()):
-            random, branch = np.random.default_rng(self._seed), self._step >> halvings
-            orders = (self.rows(random, branch) for _ in range(epochs))
-            steps = np.concatenate([cut_steps(order, self._step) for order in orders])
-            if self.error.mean(steps) <= self._max_error:
+        random, branch = np.random.default_rng(self._seed), self._step
+        epochs = -(-MEASURED_STEPS * self._step // (len(self._bounds) - 1))
+        traversals = [self.traverse(random) for _ in range(epochs)]
+        while branch > 1:
+            orders = [self._mix(*one, branch, random) for one in traversals]
+            if self.error(cut_steps(np.concatenate(orders), self._step)) <= self._max_error:
                 break
-        return self._step >> halvings
+            branch //= 2
+        return branch
 
-    def state(self) -> dict[str, int]:
+    def error(self, steps: Rows) -> float:
+        """Compute the mean shuffling error of steps, in the trait that has most."""
+        return max(compute_shuffle_error(bins, steps) for bins in self._traits)
+
+    def state(self) -> dict[str, Any]:
         """Return what the order depends on besides the rows and the seed, as plain data."""
-        return {"step": self._step, "branch": self.branch}
+        return {"order": "prefix", "step": self._step, "branch": self.branch}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue an order whose steps may have had another size."""
         self._step, self.branch = state["step"], state["branch"]
 
-    def rows(self, random: np.random.Generator, branch: int | None = None) -> Rows:
+    def rows(self, random: np.random.Generator) -> Rows:
         """Return the rows of an epoch."""
-        branch = self.branch if branch is None else branch
-        rows, shared = self.tree.traverse(random)
-        cuts = _cut_branches(shared, branch)
-        count, sizes = len(cuts), np.diff(cuts, append=len(rows))
-        traits = [np.add.reduceat(one[rows], cuts) / sizes for one in self.error.bins.values()]
+        branch = self.branch
+        return self._mix(*self.traverse(random), branch, random)
+
+    def traverse(self, random: np.random.Generator) -> tuple[Rows, Rows]:
+        """Return the rows depth first, the children of each node in random order, and of each the
+        number of blocks that it shares with the row before it."""
+        count, ends = len(self._bounds) - 1, self._bounds[1:] - 1
+        # Equal blocks stay equal, and others have another order each time.
+        blocks = self._blocks * (random.integers(2**64, size=1, dtype=np.uint64) | np.uint64(1))
+        blocks[ends] = random.integers(2**64, size=count, dtype=np.uint64)
+        buffers = [None, pa.py_buffer(self._bounds * 8), pa.py_buffer(blocks.astype(">u8"))]
+        keys = pa.Array.from_buffers(pa.large_binary(), count, buffers)
+        rows = pc.sort_indices(keys).to_numpy().astype(np.int64)
+        begins, shared = self._bounds[rows], np.zeros(count, np.int64)
+        pairs, depth = np.arange(1, count), 0  # neighbours that are equal so far
+        while len(pairs):  # to the number of its own at the latest
+            pairs = pairs[blocks[begins[pairs] + depth] == blocks[begins[pairs - 1] + depth]]
+            depth += 1
+            shared[pairs] = depth
+        return rows, shared
+
+    def count_hits(self, steps: Rows) -> int:
+        """Return how many tokens of prompts begin an earlier prompt of the same step, too.
+
+        Args:
+            steps: Row numbers, `[steps, rows of a step]`.
+        """
+        rows, shared = self.traverse(np.random.default_rng(self._seed))
+        place, following = np.argsort(rows), np.append(shared[1:], 0)
+        least = (np.minimum.reduceat(following, np.sort(place[step])) for step in steps)
+        return BLOCK_TOKENS * sum(int(one.sum()) for one in least)
+
+    def _mix(self, rows: Rows, shared: Rows, branch: int, random: np.random.Generator) -> Rows:
+        """Return the rows of a traversal, cut into branches and mixed."""
+        # In each window of so many rows, where neighbours share least.
+        padded = np.pad(shared, (0, -len(rows) % branch), constant_values=2**62)
+        windows = padded.reshape(-1, branch).argmin(1)
+        cuts, count = windows + np.arange(len(windows)) * branch, len(windows)
+        sizes = np.diff(cuts, append=len(rows))
+        traits = [np.add.reduceat(bins[rows], cuts) / sizes for bins in self._traits]
         ranked = np.lexsort((random.random(count), *traits[::-1]))
         stratum = np.arange(count) * (self._step // branch) // count
-        mixed = ranked[np.lexsort((random.random(count), stratum))]
         number = np.empty(count, np.int64)  # in its stratum
-        number[mixed] = np.arange(count) - np.searchsorted(stratum, stratum)
+        number[ranked[np.lexsort((random.random(count), stratum))]] = np.arange(
+            count
+        ) - np.searchsorted(stratum, stratum)
         return rows[np.argsort(np.repeat(number, sizes), kind="stable")]
 
 
-def _cut_branches(shared: Rows, length: int) -> Rows:
-    """Return where branches of about so many rows begin: in each window of so many rows, where
-    neighbours share least."""
-    padded = np.pad(shared, (0, -len(shared) % length), constant_values=np.iinfo(np.int64).max)
-    windows = padded.reshape(-1, length)
-    return windows.argmin(1) + np.arange(len(windows)) * length
+def _hash_blocks(prompts: Batch) -> npt.NDArray[np.uint64]:
+    """Return a number for each whole block of each prompt, the same for the same tokens."""
+    ids = prompts.ragged("prompt_ids")
+    tokens, lengths = ids.values.numpy(), ids.lengths.numpy()
+    place = np.arange(len(tokens)) - np.repeat(ids.cu_seqlens.numpy()[:-1], lengths)
+    whole = tokens[place < np.repeat(lengths - lengths % BLOCK_TOKENS, lengths)].astype(np.uint64)
+    factors = np.random.default_rng(0).integers(2**64, size=BLOCK_TOKENS, dtype=np.uint64)
+    return whole.reshape(-1, BLOCK_TOKENS) @ factors
 
 
 def cut_steps(order: Rows, step: int) -> Rows:
@@ -169,20 +152,20 @@ def cut_steps(order: Rows, step: int) -> Rows:
     return order[: len(order) // step * step].reshape(-1, step)
 
 
-def choose_order(prompts: Batch, step: int, max_error: float, seed: int) -> tuple[str, str]:
-    """Choose `prefix` if it at least doubles the tokens of prompts that a step's earlier prompts
-    begin with, else `random`, as `data.order=auto` says.
+def compare_orders(prompts: Batch, step: int, max_error: float, seed: int) -> tuple[bool, str]:
+    """Compare what steps share in prefix order and in random order.
 
     Returns:
-        The choice, and a sentence with its reason.
+        Whether prefix order pays, as `data.order=auto` wants it: it at least doubles the tokens of
+        prompts that an earlier prompt of the step begins with. And a sentence with the figures.
     """
     prefix, random = PrefixOrder(prompts, step, max_error, seed), np.random.default_rng(seed)
     orders = prefix.rows(random), random.permutation(len(prompts))
-    steps = [cut_steps(order, step)[:_MEASURED_STEPS] for order in orders]
+    steps = [cut_steps(order, step)[:_COMPARED_STEPS] for order in orders]
     lengths = prompts.lengths("prompt_ids")
-    ours, theirs = (prefix.tree.count_hits(one) / max(1, lengths[one].sum()) for one in steps)
-    chosen = "prefix" if ours >= max(2 * theirs, _MIN_HIT_SHARE) else "random"
-    return chosen, (
-        f"data.order=auto chose {chosen}: an earlier prompt of the step begins with {ours:.0%} of "
-        f"the tokens of prompts in prefix order, and with {theirs:.0%} in random order."
+    ours, theirs = (prefix.count_hits(one) / max(1, lengths[one].sum()) for one in steps)
+    return bool(ours >= max(2 * theirs, _MIN_HIT_SHARE)), (
+        f"an earlier prompt of the step begins with {ours:.0%} of the tokens of prompts in prefix "
+        f"order, and with {theirs:.0%} in random order; the shuffling error of branches of "
+        f"{prefix.branch} rows is {prefix.error(cut_steps(orders[0], step)):.2f}"
     )

@@ -34,8 +34,12 @@ class PromptLoader(Iterator[Batch]):
     Args:
         name: Of what it deals from, where several loaders share a seed; each name has an order of
             its own.
-        order: Of the rows of an epoch, in place of a random one.
+
+    Attributes:
+        order: Of the rows of an epoch, in place of a random one; None: that.
     """
+
+    order: PrefixOrder | None = None
 
     def __init__(
         self,
@@ -44,7 +48,6 @@ class PromptLoader(Iterator[Batch]):
         seed: int,
         shuffle: bool = True,
         name: str = "",
-        order: PrefixOrder | None = None,
     ) -> None:
         if len(prompts) == 0:
             raise DataError("There is no prompt to train on: the data set has no rows.")
@@ -57,7 +60,6 @@ class PromptLoader(Iterator[Batch]):
         self._seed = seed
         self._name = [zlib.crc32(name.encode())] if name else []
         self._shuffle = shuffle
-        self.order = order
         self._position = 0  # rows dealt so far, over all epochs
         self._order_of_epoch: tuple[int, npt.NDArray[np.int64]] | None = None
 
@@ -91,8 +93,7 @@ class PromptLoader(Iterator[Batch]):
             "shuffle": self._shuffle,
             "crc32": self._crc32,
         }
-        of_order = {} if self.order is None else {"order": "prefix", **self.order.state()}
-        return found | of_order
+        return found if self.order is None else found | self.order.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where the loader that made `state` stopped; `prompts_per_step` may differ.
@@ -103,7 +104,9 @@ class PromptLoader(Iterator[Batch]):
         """
         mine, state = ({"order": "random", **one} for one in (self.state(), state))
         names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
-        names |= {"order": "data.order"}
+        names["order"] = "data.order"
+        if self.order is not None:  # goes by the tokens
+            names["crc32"] = "CRC-32 of the prompts' tokens"
         for key, name in names.items():
             if state[key] != mine[key]:
                 raise DataError(
@@ -135,11 +138,12 @@ class PromptLoader(Iterator[Batch]):
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
-            rows, random = len(self._prompts), [self._seed, epoch, *self._name]
+            rows = len(self._prompts)
+            random = np.random.default_rng([self._seed, epoch, *self._name])
             if self.order is not None:
-                order = self.order.rows(np.random.default_rng(random))
+                order = self.order.rows(random)
             elif self._shuffle:
-                order = np.random.default_rng(random).permutation(rows)
+                order = random.permutation(rows)
             else:
                 order = np.arange(rows)
             self._order_of_epoch = epoch, order
@@ -174,11 +178,11 @@ class RowSchedule:
 
     def __init__(self, config: Config, rows: Batch, source: str = "", share: float = 1.0) -> None:
         self._config, self._number = config, len(rows)
-        data, seed, order = config.data, config.run.seed, None
+        data, seed = config.data, config.run.seed
+        self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source)
         if data.order == "prefix":
             step = max(1, round(share * data.prompts_per_step))
-            order = PrefixOrder(rows, step, data.max_shuffle_error, seed)
-        self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source, order)
+            self.loader.order = PrefixOrder(rows, step, data.max_shuffle_error, seed)
         own = zlib.crc32(f"{seed} {source}".encode()) if source else seed
         self.sampler = build_sampler(config, rows, own)
 
@@ -192,14 +196,6 @@ class RowSchedule:
         """Report to the sampler, if there is one, how samples of these rows were scored."""
         if self.sampler is not None:
             self.sampler.update(rows, scores)
-
-    def shuffle_errors(self, rows: Rows) -> dict[str, float]:
-        """Compute the shuffling error of a step of these rows in each trait; empty unless their
-        order is that of prefixes."""
-        if self.loader.order is None or not len(rows):
-            return {}
-        found = self.loader.order.error.of_steps(rows[None])
-        return {f"data/shuffle_error/{trait}": float(error[0]) for trait, error in found.items()}
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = {"loader": self.loader.state()}
@@ -252,13 +248,6 @@ class MixtureSchedule:
         for deck, of_deck in zip(self._decks.values(), self._rows, strict=True):
             mine = np.isin(rows, of_deck)
             deck.learn(self._place[rows[mine]], scores[mine])
-
-    def shuffle_errors(self, rows: Rows) -> dict[str, float]:
-        found = {}
-        for (name, deck), of_deck in zip(self._decks.items(), self._rows, strict=True):
-            errors = deck.shuffle_errors(self._place[rows[np.isin(rows, of_deck)]])
-            found |= {f"source/{name}/{metric}": error for metric, error in errors.items()}
-        return found
 
     def state(self) -> dict[str, Any]:
         return {

@@ -27,13 +27,13 @@ from hybridrl.composition.load import compose_config, load_run_config
 from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import Config
 from hybridrl.config.task_settings import without_task
-from hybridrl.data.prefix_order import BLOCK_TOKENS
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.system.formatting import format_seconds
 from hybridrl.trainers import load_trainer, register_program
 
 if TYPE_CHECKING:
+    from hybridrl.batch.batch import Batch
     from hybridrl.controller.executor import Executor
     from hybridrl.planner.search.proposals import PlacementProposal
     from hybridrl.planner.step.step_calls import SampleLengths
@@ -122,16 +122,14 @@ class KnownJob:
     Attributes:
         model_path: Where the model is, also a tiny one that the settings do not name.
         lengths: Of samples that are as long as the data and the settings let them be.
-        rows: Number of rows to learn from.
-        order: Of the prompts: `random` or `prefix`.
+        training: Rows to learn from.
     """
 
     cluster: ClusterSpec
     roles: Mapping[str, RoleSpec]
     model_path: str
     lengths: SampleLengths
-    rows: int
-    order: str = "random"
+    training: Batch
 
     def with_model(self, config: Config) -> Config:
         """Return the settings, with the tiny model's folder if they name none."""
@@ -143,8 +141,8 @@ def resolve_steps(config: Config, job: KnownJob) -> tuple[Config, str]:
     epoch."""
     if (epochs := config.trainer.epochs) is None:
         return config, ""
-    steps = max(1, math.ceil(round(epochs * job.rows / config.data.prompts_per_step, 9)))
-    said = f"trainer.epochs={epochs:g} of {job.rows:,} rows: {steps:,} steps."
+    steps = max(1, math.ceil(round(epochs * len(job.training) / config.data.prompts_per_step, 9)))
+    said = f"trainer.epochs={epochs:g} of {len(job.training):,} rows: {steps:,} steps."
     return apply_changes(config, [("trainer.steps", steps)]), said
 
 
@@ -171,17 +169,25 @@ def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, s
 
 
 def resolve_prompt_order(config: Config, job: KnownJob) -> tuple[Config, str]:
-    """Set the chosen `data.order`, whose reason is among the remarks on the data. vLLM keeps
-    prefixes on GPUs anyway; on CPUs for the prefix order alone, unless experts are recorded, which
-    nobody knows of cached tokens."""
-    rollout, options = config.rollout, config.rollout.engine_options
-    if job.order == "prefix" and job.cluster.kind == "cpu" and not rollout.routing_replay:
-        options = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS} | options
-    return replace(
-        config,
-        data=replace(config.data, order=job.order),
-        rollout=replace(rollout, engine_options=options),
-    ), ""
+    """Choose `data.order` where it is `auto`, and say what the order of prefixes gains. vLLM keeps
+    prefixes on GPUs anyway; on CPUs for that order alone, unless experts are recorded, which nobody
+    knows of cached tokens."""
+    data, rollout = config.data, config.rollout
+    if data.order == "random":
+        return config, ""
+    from hybridrl.checks.settings.rollout_checks import find_order_obstacle
+    from hybridrl.data.prefix_order import BLOCK_TOKENS, compare_orders
+
+    pays, said = False, find_order_obstacle(config)
+    if not said:
+        limits = data.prompts_per_step, data.max_shuffle_error, config.run.seed
+        pays, said = compare_orders(job.training, *limits)
+    order = "prefix" if pays or data.order == "prefix" else "random"
+    changes: list[tuple[str, Any]] = [("data.order", order)]
+    if order == "prefix" and job.cluster.kind == "cpu" and not rollout.routing_replay:
+        options = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS}
+        changes.append(("rollout.engine_options", options | rollout.engine_options))
+    return apply_changes(config, changes), f"data.order={order}: {said}."
 
 
 RESOLUTIONS = (resolve_steps, resolve_dtype, resolve_automatic_settings, resolve_prompt_order)

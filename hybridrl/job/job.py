@@ -224,7 +224,7 @@ class Job:
 
         lengths = SampleLengths.alike(self.longest_prompt, self.longest_response)
         known = self.executor.cluster, self.roles, self.model_path, lengths
-        return KnownJob(*known, len(self.training), self._order)
+        return KnownJob(*known, self.training)
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Place the roles on the devices of the cluster."""
@@ -432,7 +432,7 @@ class Job:
         self.longest_prompt, self.longest_response = rows.longest_prompt, rows.longest_response
         longest = self.longest_prompt + self.longest_response
         self.context_length = max(longest, found.longest_evaluated)
-        self.remarks, self._order = found.remarks, found.order
+        self.remarks = found.remarks
         self.directory.write_json(DATA_REPORT, found.report)
         self.made_with = describe_model_identity(found.model.to_dict(), self.tokenizer)
         if self.resumed.folder is not None:

@@ -18,7 +18,6 @@ from hybridrl.checks.models.tokenizer_checks import (
 )
 from hybridrl.checks.settings.environment_checks import check_chat_template
 from hybridrl.checks.settings.role_checks import find_model_setting
-from hybridrl.checks.settings.rollout_checks import find_order_obstacle
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.task_settings import remark_on_task
 from hybridrl.console.first_row import show_first_row
@@ -28,7 +27,6 @@ from hybridrl.data.duplicates import HELD_OUT_NAME, DuplicateReport, find_duplic
 from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
-from hybridrl.data.prefix_order import choose_order
 from hybridrl.data.refused_rows import checked_by, collected
 from hybridrl.data.row_keys import remove_keys
 from hybridrl.data.token_cache import reported_to
@@ -60,7 +58,6 @@ class JobInputs:
         remarks: What the user should know of the data, and what reward functions have to say before
             they start.
         report: What the data repeats, for `data-report.json`.
-        order: `data.order`, chosen if that is `auto`.
     """
 
     model_path: str
@@ -72,7 +69,6 @@ class JobInputs:
     longest_evaluated: int = 0
     remarks: list[str] = field(default_factory=list)
     report: Mapping[str, Any] = field(default_factory=dict)
-    order: str = "random"
 
 
 def load_job_inputs(
@@ -145,8 +141,6 @@ def load_job_inputs(
     if rows is not None:
         evaluated = longest_evaluated(config, sets)
         remarks += list_data_remarks(config, trainer.DATA, rows)
-        order, reason = choose_prompt_order(config, rows.training)
-        remarks += [reason] if reason else []
         report = _report_on(config, rows, sets, tokenizer)
         rows = replace(
             rows,
@@ -173,7 +167,7 @@ def load_job_inputs(
     problems.raise_if_any()
     assert model is not None and rows is not None
     inputs = (path, model, named, tokenizer, rows, sets, evaluated)
-    return JobInputs(*inputs, remarks, report.figures, order)
+    return JobInputs(*inputs, remarks, report.figures)
 
 
 def load_job_rows(
@@ -218,16 +212,6 @@ def list_data_remarks(config: Config, kind: str, rows: JobData) -> list[str]:
             "evaluated. Name others to evaluate on by data.eval_path."
         )
     return found
-
-
-def choose_prompt_order(config: Config, prompts: Batch) -> tuple[str, str]:
-    """Return `data.order`, chosen if that is `auto`, and then a sentence with the reason."""
-    data = config.data
-    if data.order != "auto":
-        return data.order, ""
-    if obstacle := find_order_obstacle(config):
-        return "random", f"data.order=auto chose random: {obstacle}"
-    return choose_order(prompts, data.prompts_per_step, data.max_shuffle_error, config.run.seed)
 
 
 def _report_on(

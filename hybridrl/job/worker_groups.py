@@ -214,6 +214,7 @@ def _make_generator_keywords(job: PreparedJob) -> _WorkerKeywords:
         "seed": config.run.seed,
         "job": job.name,
         "in_flight": config.placement.in_flight,
+        "neighbours": config.data.order == "prefix",
     }
 
 

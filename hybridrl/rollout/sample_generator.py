@@ -2,10 +2,10 @@
 finish. It has an engine, whose weights and memory are the engine's own affair. A sample of the
 `SingleTurnGenerator` is one response of the engine's.
 
-Where several replicas generate a batch, each has a part of neighbouring prompts, which with
-`data.order=prefix` begin alike, and starts the longest of them first, as many as it can run at a
-time. What is left is claimed one prompt at a time by whichever replica has room, its own part's
-before those of others, so that none waits while another is behind.
+Where several replicas generate a batch, each has a part of the prompts: they are dealt out longest
+first, or, with `data.order=prefix`, each gets neighbours, which begin alike. It starts as many as
+it can run at a time. What is left is claimed one prompt at a time by whichever replica has room,
+its own part's before those of others, so that none waits while another is behind.
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ class ReplicaShare(NamedTuple):
         index, replicas: Which of how many.
         claim: Gives numbers from 0 on, each to one replica only, for each queue by its number. The
             ranks of a replica call it together, and get the same.
+        neighbours: Each has neighbouring prompts, for these begin alike.
     """
 
     index: int
     replicas: int
     claim: Callable[[int], int]
+    neighbours: bool = False
 
 
 class GenerationTask(NamedTuple):
@@ -243,18 +245,18 @@ class SingleTurnStream(SampleStream):
 
     def _shared_out(self, task: GenerationTask) -> Iterator[Request]:
         """Yield this replica's requests, in the order in which they begin."""
-        requests, share = list(requests_of(task.batch, task.sampling, task.seeds)), task.share
-        parts = _cut_evenly(requests, 1 if share is None else share.replicas)
-        for part in parts:
-            part.sort(key=lambda request: -len(request.prompt_ids))
-        if share is None:
-            yield from parts[0]
+        in_order = list(requests_of(task.batch, task.sampling, task.seeds))
+        requests = sorted(in_order, key=lambda request: -len(request.prompt_ids))
+        if (share := task.share) is None:
+            yield from requests
             return
+        parts = [requests[index :: share.replicas] for index in range(share.replicas)]
+        if share.neighbours:
+            parts = _cut_evenly(in_order, share.replicas)
         largest = max((request.samples for request in requests), default=1)
         room = max(1, self._engine.max_sequences // largest)
         yield from parts[share.index][:room]
-        for place in range(share.index, share.index + share.replicas):
-            queue = place % share.replicas
+        for queue in (*range(share.index, share.replicas), *range(share.index)):
             left = parts[queue][room:]
             while left and (number := share.claim(queue)) < len(left):
                 yield left[number]

@@ -7,6 +7,7 @@ given the same prompts and make the same choices. Importing this module needs vL
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -81,10 +82,9 @@ class VLLMEngine(RolloutEngine):
         further = {} if self._adapters is None else self._adapters.options
         self._llm = start_vllm(setup, config, further)
         cache = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
-        self._prefix_counts = (
-            {"prompt_tokens": 0, "cached_tokens": 0} if cache.enable_caching else {}
-        )
-        cache.record_prefix_cache_stats = self._count_prefix
+        self._prefix_counts: Counter[str] = Counter()
+        if cache.enable_caching:
+            cache.record_prefix_cache_stats = self._count_prefix
         if self._replays:
             self.routes_dtype = vllm_routes.find_routes_dtype(self._worker.get_model())
         if self._replays and setup.device.type == "cpu":
@@ -188,13 +188,14 @@ class VLLMEngine(RolloutEngine):
     def _count_prefix(self, request: Any, cached_tokens: int) -> None:
         """Count what vLLM's scheduler found of a request in the prefix cache, in place of its own
         statistics, which would also count every token."""
-        if self._prefix_counts:
-            self._prefix_counts["prompt_tokens"] += request.num_tokens
-            self._prefix_counts["cached_tokens"] += cached_tokens
+        if not request.num_preemptions:  # else it finds what it has made itself
+            self._prefix_counts.update(
+                prompt_tokens=request.num_prompt_tokens, cached_tokens=cached_tokens
+            )
 
     def counts(self) -> dict[str, int]:
         found = dict(self._prefix_counts)
-        self._prefix_counts = dict.fromkeys(found, 0)
+        self._prefix_counts.clear()
         if self._guesses:
             metrics = self._llm.get_metrics()
             now = {metric.name: metric.value for metric in metrics if metric.name in DRAFTS}

@@ -104,7 +104,6 @@ class StepRunner:
         metrics |= {"time/data": for_data, "share/data": for_data / seconds}
         for scored in result.scored_samples or [result.batch]:
             metrics |= job.feed.learn_scores(scored)
-        metrics |= job.feed.shuffle_errors(step.groups)
         job.feed.forget_groups(step.groups.stop)
         who = f"`{type(self.trainer).__qualname__}.step`"
         metrics = {**metrics, **checked.figures(result.metrics, who), **further}

@@ -226,12 +226,6 @@ class DataFeed:
         """True if the sampler, or the metrics of sources, need scores."""
         return self.config.data.sampler is not None or bool(self._of_sources)
 
-    def shuffle_errors(self, groups: range) -> dict[str, float]:
-        """Compute how far the prompts of these groups are from a random choice; see
-        `ShuffleError`."""
-        dealt = [rows for numbers, rows in self._deals if numbers[0] in groups]
-        return self.deck.shuffle_errors(np.concatenate([*dealt, np.empty(0, np.int64)]))
-
     def forget_groups(self, before: int) -> None:
         """Forget the rows of groups before this number, for which no more scores will come."""
         self._row_of = {

@@ -147,26 +147,24 @@ def _check_partial(config: Config) -> None:
 
 
 def find_order_obstacle(config: Config) -> str:
-    """Return why prompts cannot be dealt out in the order of their prefixes, with the cure, or why
-    that would gain nothing; else an empty text."""
+    """Return the setting with which prompts cannot be dealt out in the order of their prefixes, or
+    would gain nothing, and why; else an empty text."""
     data, rollout, trainer = config.data, config.rollout, load_trainer(config.trainer.name)
-    caching = "rollout.engine_options.enable_prefix_caching"
-    if data.sampler is not None:
-        return f"data.sampler={data.sampler} chooses the rows. Set data.sampler=null."
-    if not data.shuffle:
-        return "data.shuffle=false keeps the order of the file. Set data.shuffle=true."
-    if trainer.DATA != "prompts" or not trainer.TRAINS:
-        return f"trainer.name={config.trainer.name} does not learn from samples of prompts."
-    if rollout.engine != "vllm":
-        return f"rollout={rollout.engine} computes each prompt as a whole. Set rollout=vllm."
-    if rollout.engine_options.get("enable_prefix_caching") is False:
-        return f"{caching}=false: vLLM keeps no prefixes. Leave it out."
-    return ""
+    samples = trainer.DATA == "prompts" and trainer.TRAINS
+    keeps = rollout.engine_options.get("enable_prefix_caching", True)
+    obstacles = {
+        f"data.sampler={data.sampler} chooses the rows": data.sampler is not None,
+        "data.shuffle=false keeps the order of the file": not data.shuffle,
+        f"trainer.name={config.trainer.name} learns from no samples of prompts": not samples,
+        f"rollout={rollout.engine} computes each prompt as a whole": rollout.engine != "vllm",
+        "rollout.engine_options.enable_prefix_caching=false forgets prefixes": not keeps,
+    }
+    return next((said for said, holds in obstacles.items() if holds), "")
 
 
 def _check_prompt_order(config: Config) -> None:
     if config.data.order == "prefix" and (obstacle := find_order_obstacle(config)):
-        raise ConfigError(f"data.order=prefix: {obstacle} Or set data.order=random.")
+        raise ConfigError(f"data.order=prefix: {obstacle}. Leave one of the two out.")
 
 
 ROLLOUT_CHECKS = (
