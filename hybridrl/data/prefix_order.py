@@ -27,9 +27,9 @@ from hybridrl.data.shuffle_error import compute_shuffle_error, rank_traits
 
 BLOCK_TOKENS = 32
 """Prefixes are compared by whole blocks of so many tokens, as vLLM caches them."""
-_MIN_HIT_SHARE = 0.1
-"""Share of the tokens of prompts that `auto` wants to find in the cache; with fewer, generation
-gains next to nothing."""
+_MIN_SPARED = 0.25
+"""Share of the tokens that a generator computes which `auto` wants to spare it. It gains less than
+this, for a token of a prompt costs less than one that is sampled."""
 MEASURED_STEPS = 512
 """Number of steps, at least, from which the shuffling error is measured. The two or three steps of
 a small set's epoch may be like the whole by chance."""
@@ -86,8 +86,7 @@ class PrefixOrder:
 
     def rows(self, random: np.random.Generator) -> Rows:
         """Return the rows of an epoch."""
-        branch = self.branch
-        return self._mix(*self.traverse(random), branch, random)
+        return self._mix(*self.traverse(random), self.branch, random)
 
     def traverse(self, random: np.random.Generator) -> tuple[Rows, Rows]:
         """Return the rows depth first, the children of each node in random order, and of each the
@@ -128,10 +127,9 @@ class PrefixOrder:
         traits = [np.add.reduceat(bins[rows], cuts) / sizes for bins in self._traits]
         ranked = np.lexsort((random.random(count), *traits[::-1]))
         stratum = np.arange(count) * (self._step // branch) // count
-        number = np.empty(count, np.int64)  # in its stratum
-        number[ranked[np.lexsort((random.random(count), stratum))]] = np.arange(
-            count
-        ) - np.searchsorted(stratum, stratum)
+        mixed = ranked[np.lexsort((random.random(count), stratum))]
+        in_stratum = np.arange(count) - np.searchsorted(stratum, stratum)
+        number = in_stratum[np.argsort(mixed)]
         return rows[np.argsort(np.repeat(number, sizes), kind="stable")]
 
 
@@ -142,7 +140,7 @@ def _hash_blocks(prompts: Batch) -> npt.NDArray[np.uint64]:
     place = np.arange(len(tokens)) - np.repeat(ids.cu_seqlens.numpy()[:-1], lengths)
     whole = tokens[place < np.repeat(lengths - lengths % BLOCK_TOKENS, lengths)].astype(np.uint64)
     factors = np.random.default_rng(0).integers(2**64, size=BLOCK_TOKENS, dtype=np.uint64)
-    return whole.reshape(-1, BLOCK_TOKENS) @ factors
+    return (whole.reshape(-1, BLOCK_TOKENS) * factors).sum(1)
 
 
 def cut_steps(order: Rows, step: int) -> Rows:
@@ -152,20 +150,26 @@ def cut_steps(order: Rows, step: int) -> Rows:
     return order[: len(order) // step * step].reshape(-1, step)
 
 
-def compare_orders(prompts: Batch, step: int, max_error: float, seed: int) -> tuple[bool, str]:
-    """Compare what steps share in prefix order and in random order.
+def compare_orders(
+    prompts: Batch, response: int, step: int, max_error: float, seed: int
+) -> tuple[bool, str]:
+    """Compare what the prompts of a step share in prefix order and in random order.
+
+    Args:
+        response: The most tokens that are sampled for a prompt.
 
     Returns:
-        Whether prefix order pays, as `data.order=auto` wants it: it at least doubles the tokens of
-        prompts that an earlier prompt of the step begins with. And a sentence with the figures.
+        Whether `data.order=auto` is to take prefix order, and a sentence with the figures.
     """
     prefix, random = PrefixOrder(prompts, step, max_error, seed), np.random.default_rng(seed)
     orders = prefix.rows(random), random.permutation(len(prompts))
     steps = [cut_steps(order, step)[:_COMPARED_STEPS] for order in orders]
     lengths = prompts.lengths("prompt_ids")
     ours, theirs = (prefix.count_hits(one) / max(1, lengths[one].sum()) for one in steps)
-    return bool(ours >= max(2 * theirs, _MIN_HIT_SHARE)), (
+    spared = (ours - theirs) * lengths.mean() / (lengths.mean() + response)
+    return bool(spared >= _MIN_SPARED), (
         f"an earlier prompt of the step begins with {ours:.0%} of the tokens of prompts in prefix "
-        f"order, and with {theirs:.0%} in random order; the shuffling error of branches of "
-        f"{prefix.branch} rows is {prefix.error(cut_steps(orders[0], step)):.2f}"
+        f"order, and with {theirs:.0%} in random order, which spares at least {spared:.0%} of what "
+        f"is computed; the shuffling error of branches of {prefix.branch} rows is "
+        f"{prefix.error(cut_steps(orders[0], step)):.2f}"
     )

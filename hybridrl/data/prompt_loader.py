@@ -229,9 +229,8 @@ class MixtureSchedule:
             mine = np.flatnonzero(pc.equal(of_rows, source.name).to_numpy())
             if not len(mine):
                 raise DataError(f"data.sources.{source.name} has no rows to learn from.")
-            self._decks[source.name] = RowSchedule(
-                config, rows.take(mine), source.name, source.weight / whole
-            )
+            share = source.weight / whole
+            self._decks[source.name] = RowSchedule(config, rows.take(mine), source.name, share)
             self._rows.append(mine)
             self._place[mine] = np.arange(len(mine))
         self._proportions = SourceProportions([source.weight for source in sources])

@@ -16,9 +16,9 @@ Bins = npt.NDArray[np.int64]
 def rank_traits(prompts: Batch) -> list[Bins]:
     """Return the bins of each trait that the rows have."""
     sized = prompts.with_columns({"length": prompts.lengths("prompt_ids")})
-    names = [name for name in ("source", "length") if name in sized.columns]
-    names += find_difficulty_columns(prompts, None)
-    return [rank_values(sized, name) + 1 for name in names]  # 0: unknown
+    names = ["source", "length", *find_difficulty_columns(prompts, None)]
+    known = [name for name in names if name in sized.columns]
+    return [rank_values(sized, name) + 1 for name in known]  # 0: unknown
 
 
 def compute_shuffle_error(bins: Bins, steps: npt.NDArray[np.int64]) -> float:

@@ -180,8 +180,9 @@ def resolve_prompt_order(config: Config, job: KnownJob) -> tuple[Config, str]:
 
     pays, said = False, find_order_obstacle(config)
     if not said:
+        response = rollout.samples_per_prompt * rollout.max_tokens
         limits = data.prompts_per_step, data.max_shuffle_error, config.run.seed
-        pays, said = compare_orders(job.training, *limits)
+        pays, said = compare_orders(job.training, response, *limits)
     order = "prefix" if pays or data.order == "prefix" else "random"
     changes: list[tuple[str, Any]] = [("data.order", order)]
     if order == "prefix" and job.cluster.kind == "cpu" and not rollout.routing_replay:

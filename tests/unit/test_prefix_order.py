@@ -144,14 +144,21 @@ def test_a_wider_bound_lets_more_be_shared():
     assert hits[1] > 2 * order.count_hits(random)
 
 
-def test_auto_takes_the_order_where_it_pays():
-    pays, said = compare_orders(library(), 32, 0.05, 0)
-    assert pays and "% of the tokens of prompts in prefix order" in said
-    alone = prompts_of([[n, n + 1] for n in range(0, 80, 2)])
-    assert not compare_orders(alone, 8, 0.05, 0)[0]
-    alike = prompts_of([[1, 2]] * 40)  # any order finds it
-    assert not compare_orders(alike, 8, 0.05, 0)[0]
-    assert not compare_orders(prompts_of([[]]), 8, 0.05, 0)[0]
+@pytest.mark.parametrize(
+    ("prompts", "response", "step", "pays"),
+    [
+        (library(), 16, 32, True),
+        (library(), 400, 32, False),  # most is sampled
+        (library(), 16, 384, False),  # a step has all, in any order
+        (prompts_of([[n, n + 1] for n in range(0, 80, 2)]), 16, 8, False),  # nothing is shared
+        (prompts_of([[1, 2]] * 40), 16, 8, False),  # all is shared, in any order
+        (prompts_of([[]]), 16, 8, False),
+        (prompts_of([[1]], tail=lambda row: []), 16, 8, False),
+    ],
+)
+def test_auto_takes_the_order_where_much_is_spared(prompts, response, step, pays):
+    found, said = compare_orders(prompts, response, step, 0.05, 0)
+    assert found == pays and "% of the tokens of prompts in prefix order" in said
 
 
 def settings_of(*further):
@@ -212,7 +219,9 @@ def resolve(*further, training=None, device="cpu"):
 def test_the_chosen_order_reaches_the_job_and_vllm_keeps_prefixes_for_it():
     caching = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS}
     assert resolve() == ("random", {}, "")
-    order, options, said = resolve("data.order=auto")
+    order, options, said = resolve(
+        "data.order=auto", "data.prompts_per_step=16", "rollout.max_tokens=4"
+    )
     assert (order, options) == ("prefix", caching) and said.startswith("data.order=prefix: an ")
     assert resolve("data.order=prefix", device="cuda")[:2] == ("prefix", {})
     own = "rollout.engine_options.block_size=64"
