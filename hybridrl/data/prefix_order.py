@@ -136,11 +136,13 @@ class PrefixOrder:
 def _hash_blocks(prompts: Batch) -> npt.NDArray[np.uint64]:
     """Return a number for each whole block of each prompt, the same for the same tokens."""
     ids = prompts.ragged("prompt_ids")
-    tokens, lengths = ids.values.numpy(), ids.lengths.numpy()
-    place = np.arange(len(tokens)) - np.repeat(ids.cu_seqlens.numpy()[:-1], lengths)
-    whole = tokens[place < np.repeat(lengths - lengths % BLOCK_TOKENS, lengths)].astype(np.uint64)
+    blocks = ids.lengths.numpy() // BLOCK_TOKENS
+    before = BLOCK_TOKENS * (np.cumsum(blocks) - blocks)
+    begins = np.repeat(ids.cu_seqlens.numpy()[:-1] - before, blocks)
+    begins += BLOCK_TOKENS * np.arange(len(begins))
+    whole = ids.values.numpy()[begins[:, None] + np.arange(BLOCK_TOKENS)].astype(np.uint64)
     factors = np.random.default_rng(0).integers(2**64, size=BLOCK_TOKENS, dtype=np.uint64)
-    return (whole.reshape(-1, BLOCK_TOKENS) * factors).sum(1)
+    return np.asarray(whole @ factors)
 
 
 def cut_steps(order: Rows, step: int) -> Rows:
