@@ -144,6 +144,14 @@ def test_a_wider_bound_lets_more_be_shared():
     assert hits[1] > 2 * order.count_hits(random)
 
 
+def test_branches_are_cut_where_neighbours_share_least():
+    order = PrefixOrder(prompts_of([[0], *([n] for n in range(1, 21) for _ in range(6))]), 12, 1, 0)
+    order.load_state({"step": 12, "branch": 6})
+    place = np.argsort(order.rows(np.random.default_rng(0)))
+    documents = place[1:].reshape(20, 6)
+    assert (documents.max(1) - documents.min(1) == 5).all(), "none is in two branches"
+
+
 @pytest.mark.parametrize(
     ("prompts", "response", "step", "pays"),
     [
