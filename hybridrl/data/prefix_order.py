@@ -119,10 +119,10 @@ class PrefixOrder:
 
     def _mix(self, rows: Rows, shared: Rows, branch: int, random: np.random.Generator) -> Rows:
         """Return the rows of a traversal, cut into branches and mixed."""
+        count = len(rows) // branch
         # In each window of so many rows, where neighbours share least.
-        padded = np.pad(shared, (0, -len(rows) % branch), constant_values=2**62)
-        windows = padded.reshape(-1, branch).argmin(1)
-        cuts, count = windows + np.arange(len(windows)) * branch, len(windows)
+        windows = shared[: count * branch].reshape(count, branch).argmin(1)
+        cuts = windows + np.arange(count) * branch
         sizes = np.diff(cuts, append=len(rows))
         traits = [np.add.reduceat(bins[rows], cuts) / sizes for bins in self._traits]
         ranked = np.lexsort((random.random(count), *traits[::-1]))
