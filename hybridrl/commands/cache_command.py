@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
 
 from rich.table import Table
@@ -40,12 +39,10 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.prune is not None:
         with explain_write_errors(folder, "--folder"):
             prune_segments(folder, chosen.prune * 2**30)
-    sizes, oldest = Counter[str](), dict[str, float]()
+    sizes = Counter[str]()
     for path, stat in list_segments(folder):
         sizes[path.parent.name] += stat.st_size
-        oldest.setdefault(path.parent.name, (time.time() - stat.st_mtime) / 86400)
-    table = Table("kind", "entries", "MiB", "oldest, days")
+    table = Table("kind", "entries", "MiB")
     for kind, size in sizes.items():
-        entries = ContentCache(config, kind).index()
-        table.add_row(kind, f"{entries:,}", f"{size / 2**20:,.1f}", f"{oldest[kind]:.1f}")
+        table.add_row(kind, f"{ContentCache(config, kind).index():,}", f"{size / 2**20:,.1f}")
     return print_for_people(f"{folder}:", table)

@@ -192,20 +192,17 @@ def test_a_module_that_is_imported_when_it_is_called_counts(folder):
         for count in (1, 2):
             found, calls, _ = score(folder, "late", "a" * count)
             assert found.scores == [factor * count] and calls == ["a" * count]
-        found = score_twice(folder, "late", "b", "aa")
-        assert found == ([factor, 2 * factor], ["b"])
+        assert score_twice(folder, "b", "aa") == ([factor, 2 * factor], ["b"])
 
 
-def score_twice(folder, name, *responses):
-    """The scores of a second call of the same processes, and what that has called."""
+def score_twice(folder, *responses):
+    """The scores of calls of `late` one after the other in one process, and which were made."""
     cache = ContentCache(CacheConfig(folder=str(folder / "cache")), "verdicts")
-    with RewardPool([f"{folder}/mine.py:{name}"], cache=cache) as pool:
-        given = {"prompt": "p", "answer": "a"}
-        pool.score([{**given, "response": responses[0]}])
-        (folder / "calls.txt").write_text("")
-        rows = [{**given, "response": one} for one in (responses[0] + "x", *responses[1:])]
-        found = pool.score(rows).scores
-    return found, (folder / "calls.txt").read_text().split()
+    (folder / "calls.txt").write_text("")
+    with RewardPool([f"{folder}/mine.py:late"], cache=cache) as pool:
+        rows = [{"prompt": "p", "answer": "a", "response": one} for one in responses]
+        scores = [pool.score([row]).scores[0] for row in rows]
+    return scores, (folder / "calls.txt").read_text().split()
 
 
 def test_arguments_that_it_changes_are_those_that_it_got(folder):
