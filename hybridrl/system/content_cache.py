@@ -36,7 +36,7 @@ from hybridrl.system.storage import format_write_error
 _HEADER = struct.Struct("<8s32s16sQ")  # mark, key, checksum, bytes of the value
 _MARK = b"hrlcache"
 _SUFFIX = ".entries"
-_MEMORY_BYTES = 256 << 20
+_MEMORY_BYTES, _OVERHEAD_BYTES = 256 << 20, 200
 _SEGMENTS = 16
 """About so many full segments fit into the cache; the oldest is what is forgotten at once."""
 _ROOT = Path(__file__).parents[1]
@@ -166,7 +166,7 @@ class ContentCache:
         self._memory_bytes = 0
         self._places: dict[bytes, tuple[Path, int, int]] = {}
         self._indexed: dict[Path, int] = {}
-        self._segment: Path | None = None
+        self._segment = self._root / "of nothing yet"
         self._writes = True
         self.asked = self.hits = 0
         self.faults: list[str] = []
@@ -241,18 +241,20 @@ class ContentCache:
         return value
 
     def _remember(self, key: bytes, value: bytes) -> None:
-        self._memory_bytes += len(value) - len(self._memory.pop(key, b""))
-        self._memory[key] = value
+        if key not in self._memory:
+            self._memory[key] = value
+            self._memory_bytes += _OVERHEAD_BYTES + len(value)
         while self._memory_bytes > min(_MEMORY_BYTES, self._max_bytes):
-            self._memory_bytes -= len(self._memory.pop(next(iter(self._memory))))
+            oldest = self._memory.pop(next(iter(self._memory)))
+            self._memory_bytes -= _OVERHEAD_BYTES + len(oldest)
 
     def _append(self, content: bytes) -> None:
-        is_open = self._segment is not None and self._segment.exists()
-        if not is_open or self._segment.stat().st_size * _SEGMENTS >= self._max_bytes:
+        segment = self._segment
+        if not segment.exists() or segment.stat().st_size * _SEGMENTS >= self._max_bytes:
             name = f"{time.time_ns():020}-{secrets.token_hex(4)}{_SUFFIX}"
-            self._segment = self._root / self._kind / name
-            self._segment.parent.mkdir(parents=True, exist_ok=True)
-        with FileIO(self._segment, "a") as file:
+            self._segment = segment = self._root / self._kind / name
+            segment.parent.mkdir(parents=True, exist_ok=True)
+        with FileIO(segment, "a") as file:
             rest = memoryview(content)
             while rest:
                 rest = rest[file.write(rest) :]

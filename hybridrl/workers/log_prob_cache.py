@@ -98,6 +98,7 @@ class LogProbCache:
             *("log_probs", weights, inner.config.to_dict() | {"_name_or_path": None}),
             *(inner.config._attn_implementation, engine.model.rows, source.dtype, source.precision),
             *(self._temperature, config.parallel, config.compile),
+            torch.get_float32_matmul_precision(),
             config.lora if engine.begins_with_adapters else None,
             torch.cuda.get_device_name() if engine.device.type == "cuda" else "cpu",
         ]

@@ -289,6 +289,12 @@ def test_memory_is_bounded_too(config, monkeypatch):
     assert [value is not None for value in cache.get_many(keys)] == [False] * 3 + [True] * 2
 
 
+def test_small_values_are_bounded_too(config, monkeypatch):
+    monkeypatch.setattr(content_cache, "_MEMORY_BYTES", 1000)
+    cache = filled(config, {hash_plain(number): b"" for number in range(100)})
+    assert len(cache._memory) <= 5
+
+
 def test_counts_are_those_since_the_last(config):
     cache = filled(config)
     cache.get_many([*KEYS, b"?" * 32])
