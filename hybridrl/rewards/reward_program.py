@@ -134,13 +134,12 @@ class RewardProgram:
 
     def run_blocking(self, payload: Any) -> _Answer | list[bytes | None]:
         if isinstance(payload, list):
-            return [
-                _compute_key(self._functions[number].hash_reads(row)) for number, row in payload
-            ]
+            reads = [self._functions[number].hash_reads(row) for number, row in payload]
+            return list(map(_compute_key, reads))
         number, row = payload
-        function = self._functions[number]
-        reads = function.hash_reads(row)
-        return function.answer(function.call(**function.arguments(row)), row, reads)
+        function: _Function = self._functions[number]
+        found = function.hash_reads(row)
+        return function.answer(function.call(**function.arguments(row)), row, found)
 
     async def run(self, payload: tuple[int, dict[str, Any]]) -> _Answer:
         number, row = payload
