@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
 
 from rich.table import Table
@@ -11,8 +10,8 @@ from rich.table import Table
 from hybridrl.commands.output import print_for_people
 from hybridrl.config.schema import CacheConfig
 from hybridrl.system.content_cache import (
+    ContentCache,
     find_cache_folder,
-    iterate_entries,
     list_segments,
     prune_segments,
 )
@@ -35,19 +34,15 @@ def run(chosen: argparse.Namespace) -> int:
     Raises:
         StorageError: if entries cannot be removed.
     """
-    folder = find_cache_folder(CacheConfig(folder=chosen.folder))
+    config = CacheConfig(folder=chosen.folder)
+    folder = find_cache_folder(config)
     if chosen.prune is not None:
-        with explain_write_errors(folder):
+        with explain_write_errors(folder, "--folder"):
             prune_segments(folder, chosen.prune * 2**30)
-    entries, sizes, oldest = Counter[str](), Counter[str](), dict[str, float]()
+    sizes = Counter[str]()
     for path, stat in list_segments(folder):
-        kind = path.parent.name
-        with path.open("rb", buffering=0) as file:
-            entries[kind] += sum(1 for _ in iterate_entries(file))
-        sizes[kind] += stat.st_size
-        oldest.setdefault(kind, (time.time() - stat.st_mtime) / 86400)
-    table = Table("kind", "entries", "MiB", "oldest, days")
-    for kind in sizes:
-        row = f"{entries[kind]:,}", f"{sizes[kind] / 2**20:,.1f}", f"{oldest[kind]:.1f}"
-        table.add_row(kind, *row)
-    return print_for_people(f"{folder}: {sum(entries.values()):,} entries", table)
+        sizes[path.parent.name] += stat.st_size
+    table = Table("kind", "entries", "MiB")
+    for kind, size in sizes.items():
+        table.add_row(kind, f"{ContentCache(config, kind).index():,}", f"{size / 2**20:,.1f}")
+    return print_for_people(f"{folder}:", table)

@@ -88,7 +88,9 @@ def passes_tests(
             "slow_verdicts": float(verdict.is_slow),
         }
         is_repeatable = verdict.is_repeatable
-    return found if is_repeatable else TransientScore(found)
+    # Without namespaces others' threads and files leave a program less room.
+    is_alone = find_confinement().namespaces != "none" or found["score"] == 1.0
+    return found if is_repeatable and is_alone else TransientScore(found)
 
 
 def _list_verdict_inputs(response: str, tests: Any, **row: Any) -> list[Any]:

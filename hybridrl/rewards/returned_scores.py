@@ -23,14 +23,12 @@ class RowScore(NamedTuple):
         outcome: The same without the steps; None: there is nothing else.
         further: Numbers to be kept beside it.
         steps: Of each step of the response, the character behind its end, and its reward.
-        is_repeatable: Whether it may be cached; see `TransientScore`.
     """
 
     score: float | None
     outcome: float | None
     further: Mapping[str, float] | None = None
     steps: Sequence[tuple[int, float]] = ()
-    is_repeatable: bool = True
 
 
 class TransientScore(dict[str, Any]):

@@ -105,16 +105,15 @@ class RewardPool:
         self._timeout_s, self._on_error, self._error_value = timeout_s, on_error, error_value
         self.remarks: list[str] = []
         self._asked: set[str] = set()
-        self._cache, self._is_cached = cache, [False]
-        self._keys: dict[int, bytes | None] = {}
-        self._repeated: dict[bytes | None, list[WorkItem]] = {}
+        self._cache, self._is_cached = cache, False
+        self._waiting: dict[int, list[WorkItem]] = {}
         self._lock = threading.Lock()
         given = resolve_options(self._names, options, settings)
         named_by = settings.of_each(len(functions), watched)
         spec = ProcessSpec(
             "reward process",
             [sys.executable, "-m", "hybridrl.rewards.reward_program"],
-            (self._specs, sys.path, timeout_s, given, settings, named_by),
+            (self._specs, sys.path, timeout_s, given, settings, named_by, cache is not None),
             without_secrets(os.environ, env),
             functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL),
             pickle.loads,
@@ -203,36 +202,29 @@ class RewardPool:
         modes, self.remarks, self._asked, self._is_cached = ready
         return modes
 
-    def _recall(self, work: ScoringRound, items: Sequence[WorkItem]) -> list[WorkItem]:
+    def _recall(self, work: ScoringRound, items: Sequence[WorkItem]) -> Sequence[WorkItem]:
         """Score the calls whose results are cached, and return the others, of equal ones the first:
         the rest wait for its result. A reward process computes the keys, because only they import
         functions."""
-        self._keys, self._repeated = {}, {}
-        cached = [item.key for item in items if self._is_cached[item.key % len(self._names)]]
-        if self._cache is None or not cached:
-            return list(items)
-        payloads = [work.payload(task) for task in cached]
+        self._waiting = {}
+        if self._cache is None or not self._is_cached:
+            return items
+        payloads = [work.payload(item.key) for item in items]
         self._pool.submit([WorkItem(0, lambda _: payloads, _IMPORT_S, is_blocking=True)])
         (answer,) = self._poll()
-        if answer.status != "ok":
+        if answer.status == "error":
             raise RewardError(
-                f"The keys of rows in the cache (cache.use=[verdicts]) could not be computed. "
-                f"Correct the attribute `cache` of the reward function.\n{answer.value or ''}"
+                "The keys of rows in the cache (cache.use=[verdicts]) could not be computed. "
+                f"Correct the attribute `cache` of the reward function.\n{answer.value}"
             )
-        self._keys = dict(zip(cached, answer.value, strict=True))
-        found = dict(zip(answer.value, self._cache.get_many(answer.value), strict=True))
-        unknown = []
-        for item in items:
-            key = self._keys.get(item.key)
-            if (value := found.get(key)) is not None:
-                work.score(item.key, [RowScore(*row) for row in json.loads(value)])
-            elif key in self._repeated:
-                self._repeated[key].append(item)
-            else:
-                unknown.append(item)
-                if key is not None:
-                    self._repeated[key] = []
-        return unknown
+        if answer.status != "ok":  # the process was lost
+            return items
+        found, unknown = self._cache.recall(answer.value)
+        for place, value in found.items():
+            work.score(items[place].key, [RowScore(*row) for row in json.loads(value)])
+        for first, *others in unknown:
+            self._waiting[items[first].key] = [items[place] for place in others]
+        return [items[places[0]] for places in unknown]
 
     def _poll(self) -> list[ItemResult]:
         try:
@@ -258,17 +250,17 @@ class RewardPool:
         return _ERRORS.get(error.status, RewardError)(said)
 
     def _take(self, work: ScoringRound, result: ItemResult) -> None:
-        key = self._keys.get(result.key)
-        repeated = self._repeated.pop(key, [])
+        equal = self._waiting.pop(result.key, [])
         if result.status == "ok":
-            work.score(result.key, result.value)
-            if key is not None and self._cache and all(one.is_repeatable for one in result.value):
-                self._cache.put_many({key: json.dumps([one[:4] for one in result.value]).encode()})
-                self._cache.hits += len(repeated)
-                for item in repeated:
-                    work.score(item.key, result.value)
+            scores, key = result.value
+            work.score(result.key, scores)
+            if key is not None and self._cache is not None:
+                self._cache.put_many({key: json.dumps(scores).encode()})
+                self._cache.hits += len(equal)
+                for item in equal:
+                    work.score(item.key, scores)
                 return
-        self._pool.submit(repeated)
+        self._pool.submit(equal)
         if result.status == "ok":
             return
         if result.status == "machine":

@@ -126,6 +126,7 @@ class SandboxResult:
         stdout, stderr: what it wrote, up to the limit, with U+FFFD for what is not UTF-8.
         seconds: from its start to its end.
         cpu_s, program_cpu_s: processor seconds, and those of a program that was tested.
+        was_killed: whether a program that was tested ended by a signal, and not by ours.
     """
 
     ended: Literal["ok", "error", "memory", "wall_time", "cpu_time", "output", "signal"]
@@ -135,12 +136,14 @@ class SandboxResult:
     seconds: float
     cpu_s: float = 0.0
     program_cpu_s: float = 0.0
+    was_killed: bool = False
 
     def is_repeatable(self, limits: SandboxLimits) -> bool:
-        """Return whether it would end like this on a machine half as fast, too: far from the time
-        limits, and not by a signal, which the system may have sent."""
+        """Return whether it would end like this on a machine half as fast and short of memory, too:
+        far from the time limits, and not by a signal, which the system may have sent."""
         share = max(self.cpu_s, self.program_cpu_s) / limits.cpu_s
-        return self.ended != "signal" and max(share, self.seconds / limits.wall_s) < 0.5
+        is_quick = max(share, self.seconds / limits.wall_s) < 0.5
+        return is_quick and not self.was_killed and self.ended in ("ok", "error", "output")
 
 
 @dataclass(frozen=True)
@@ -339,8 +342,8 @@ def _build_result(
         ended = "cpu_time"
     elif code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         ended = "memory"
-    times = (report["seconds"], report["cpu_s"], report["program_cpu_s"])
-    return SandboxResult(ended, abs(code), stdout, stderr, *times)
+    figures = [report[name] for name in ("seconds", "cpu_s", "program_cpu_s", "was_killed")]
+    return SandboxResult(ended, abs(code), stdout, stderr, *figures)
 
 
 @functools.cache

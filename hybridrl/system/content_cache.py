@@ -10,65 +10,106 @@ what was written first; on disk whole segments.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import marshal
+import importlib.util
 import os
 import platform
 import secrets
 import struct
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
+from itertools import starmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hybridrl.config.schema import CacheConfig
 from hybridrl.errors import ConfigError
-from hybridrl.system.locations import is_still_at, is_url
+from hybridrl.system.locations import is_url
+from hybridrl.system.storage import format_write_error
 
 _HEADER = struct.Struct("<8s32s16sQ")  # mark, key, checksum, bytes of the value
 _MARK = b"hrlcache"
 _SUFFIX = ".entries"
-_MEMORY_BYTES = 256 << 20
+_MEMORY_BYTES, _OVERHEAD_BYTES = 256 << 20, 200
 _SEGMENTS = 16
 """About so many full segments fit into the cache; the oldest is what is forgotten at once."""
+_ROOT = Path(__file__).parents[1]
+_KNOWN_FOLDERS = (f"{_ROOT}/", f"{sysconfig.get_path('stdlib')}/")
+_LIBRARIES = ("torch", "transformers", "peft", "vllm", "tokenizers")
+_BEGAN = time.time()
+"""Before a process loads the code of users. What changes later may be loaded as it was before."""
 
 
 @functools.cache
-def hash_code_version() -> bytes:
-    """Hash HybridRL's own source, the versions of all installed packages, and Python's."""
-    root, digest = Path(__file__).parents[1], hashlib.blake2b()
-    for file in sorted(root.rglob("*.py")):
-        source = file.read_bytes()
-        digest.update(f"{file.relative_to(root)} {len(source)} ".encode() + source)
-    packages = sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
-    digest.update(repr([packages, sys.version, platform.machine()]).encode())
-    return digest.digest()
-
-
-def hash_loaded_sources() -> bytes:
-    """Hash the source of every imported module that is of no installed package: the user's code."""
-    digest = hashlib.blake2b()
-    files = {str(getattr(module, "__file__", None)) for module in list(sys.modules.values())}
-    for file in sorted(files):
-        if file.endswith(".py") and not {"site-packages", "dist-packages"} & {*Path(file).parts}:
-            digest.update(hashlib.blake2b(Path(file).read_bytes()).digest())
-    return digest.digest()
-
-
-def compute_key(*parts: Any) -> bytes | None:
-    """Return the key of a value that depends on these parts, on HybridRL and on the installed
-    packages. None if a part is no plain data (numbers, texts, bytes, lists, tuples, dictionaries),
-    so that equal keys would not prove equal parts."""
-    try:
-        # Version 2, because what later ones write depends on how often an object is referred to.
-        content = marshal.dumps((hash_code_version(), *parts), 2)
-    except ValueError:
+def hash_installed_code() -> bytes | None:
+    """Hash HybridRL's own source, the list of every installed package's files with their hashes,
+    and Python's version. None: see `_hash_sources`; or a library that computes is not installed,
+    but imported from its sources."""
+    found = [importlib.util.find_spec(name) for name in _LIBRARIES]
+    if not all(_is_installed(str(spec.origin)) for spec in found if spec is not None):
         return None
-    return hashlib.blake2b(content, digest_size=32).digest()
+    own = _hash_sources({str(path.relative_to(_ROOT)): path for path in _ROOT.rglob("*.py")})
+    installed = importlib.metadata.distributions()
+    packages = sorted(repr([one.name, one.version, one.read_text("RECORD")]) for one in installed)
+    return own and hash_plain(own, packages, sys.version, platform.machine())
+
+
+@functools.lru_cache(maxsize=1)
+def hash_loaded_code(modules: int) -> bytes | None:
+    """Hash the sources of all loaded modules that are of no installed package: the user's. None:
+    see `_hash_sources`.
+
+    Args:
+        modules: Their number, `len(sys.modules)`.
+    """
+    loaded = {name: str(getattr(one, "__file__", "")) for name, one in [*sys.modules.items()]}
+    # Some have the name of no file, such as `torch.ops`.
+    files = {name: file for name, file in loaded.items() if file.startswith("/")}
+    return _hash_sources({k: Path(file) for k, file in files.items() if not _is_installed(file)})
+
+
+def _is_installed(file: str) -> bool:
+    is_package = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+    return is_package or file.startswith(_KNOWN_FOLDERS)
+
+
+def _hash_sources(files: Mapping[str, Path]) -> bytes | None:
+    """None if one cannot be read, or has changed since this process began, so that nobody knows
+    which of its contents was loaded."""
+    try:
+        contents = [(name, files[name].read_bytes()) for name in sorted(files)]
+        is_newer = any(path.stat().st_ctime >= _BEGAN for path in files.values())
+    except OSError:
+        return None
+    return None if is_newer else hash_plain(contents)
+
+
+def hash_plain(*parts: Any) -> bytes | None:
+    """Hash plain data: numbers, texts, bytes, lists, tuples, dictionaries. None if a part is
+    something else, of which equal hashes would not prove that it is equal."""
+    if not _is_plain(parts):
+        return None
+    return hashlib.blake2b(repr(parts).encode(), digest_size=32).digest()
+
+
+def _is_plain(part: Any) -> bool:
+    if type(part) in (list, tuple, dict):
+        return all(map(_is_plain, part.items() if type(part) is dict else part))
+    return part is None or type(part) in (bool, int, float, str, bytes)
+
+
+def compute_key(*parts: bytes | None) -> bytes | None:
+    """Return the key of a value that depends on these parts and on all installed code. None if one
+    of them is not known."""
+    if None in parts or (code := hash_installed_code()) is None:
+        return None
+    return hash_plain(code, *parts)
 
 
 def find_cache_folder(config: CacheConfig) -> Path:
@@ -90,10 +131,8 @@ def list_segments(folder: Path) -> list[tuple[Path, os.stat_result]]:
     """Return the segments of all kinds, the oldest first."""
     found = []
     for path in sorted(folder.glob(f"*/*{_SUFFIX}"), key=lambda path: path.name):
-        try:
+        with contextlib.suppress(OSError):  # another process has removed it, or it is another's
             found.append((path, path.stat()))
-        except OSError:  # another process has removed it, or it is another user's
-            continue
     return found
 
 
@@ -102,23 +141,10 @@ def prune_segments(folder: Path, max_bytes: float) -> None:
     segments = list_segments(folder)
     total = sum(stat.st_size for _, stat in segments)
     for path, stat in segments:
-        if total <= max_bytes:
+        if not total > max_bytes:
             return
         path.unlink(missing_ok=True)
         total -= stat.st_size
-
-
-def iterate_entries(file: BinaryIO, start: int = 0) -> Iterator[tuple[bytes, int, int]]:
-    """Yield key, start and end of the complete entries of a segment from `start` on. An incomplete
-    or damaged header ends it."""
-    size = os.fstat(file.fileno()).st_size
-    while start + _HEADER.size <= size:
-        mark, key, _, length = _HEADER.unpack(os.pread(file.fileno(), _HEADER.size, start))
-        end = start + _HEADER.size + length
-        if mark != _MARK or end > size:
-            return
-        yield key, start, end
-        start = end
 
 
 class ContentCache:
@@ -138,35 +164,45 @@ class ContentCache:
         self._max_bytes = config.max_gib * 2**30
         self._memory: dict[bytes, bytes] = {}
         self._memory_bytes = 0
-        self._places: dict[bytes, tuple[Path, int]] = {}
-        self._scanned: dict[Path, int] = {}
-        self._segment: FileIO | None = None
-        self.asked = self.hits = 0
+        self._places: dict[bytes, tuple[Path, int, int]] = {}
+        self._indexed: dict[Path, int] = {}
+        self._segment = self._root / "of nothing yet"
         self._writes = True
+        self.asked = self.hits = 0
         self.faults: list[str] = []
 
     def get_many(self, keys: Sequence[bytes | None]) -> list[bytes | None]:
         """Return the value of each key; None where there is none, and for the key None."""
-        self._scan()
+        self.index()
         found = [None if key is None else self._get(key) for key in keys]
-        self.asked += len(keys)
+        self.asked += sum(key is not None for key in keys)
         self.hits += sum(value is not None for value in found)
         return found
 
-    def put_many(self, values: Mapping[bytes, bytes]) -> None:
-        """Keep values in memory and on disk."""
-        for key, value in values.items():
+    def recall(self, keys: Sequence[bytes | None]) -> tuple[dict[int, bytes], list[list[int]]]:
+        """Return the values that there are by the places of their keys, and the other places, those
+        of equal keys together."""
+        found, unknown = dict[int, bytes](), dict[bytes | int, list[int]]()
+        for place, (key, value) in enumerate(zip(keys, self.get_many(keys), strict=True)):
+            if value is None:
+                unknown.setdefault(key or place, []).append(place)
+            else:
+                found[place] = value
+        return found, list(unknown.values())
+
+    def put_many(self, values: Mapping[bytes | None, bytes]) -> None:
+        """Keep values in memory and on disk, but for that of the key None."""
+        entries = {key: value for key, value in values.items() if key is not None}
+        for key, value in entries.items():
             self._remember(key, value)
-        if self._writes and values:
-            try:
-                self._append(b"".join(_pack(key, value) for key, value in values.items()))
-            except OSError as error:
-                self._writes = False
-                self.faults.append(
-                    f"The cache in {self._root} (cache.folder) cannot be written: {error}. The job "
-                    "goes on with what is in memory. Free some space, or set cache.folder to a "
-                    "folder that can be written."
-                )
+        if not (entries and self._writes):
+            return
+        try:
+            self._append(b"".join(starmap(_pack, entries.items())))
+        except OSError as error:
+            self._writes = False
+            said = format_write_error(self._root, error, "cache.folder")
+            self.faults.append(f"The job goes on with what its cache has in memory. {said}")
 
     def take_counts(self) -> dict[str, int]:
         """Return `asked` and `hits`, by the names of metrics, and count from 0 again."""
@@ -174,71 +210,72 @@ class ContentCache:
         self.asked = self.hits = 0
         return taken
 
+    def index(self) -> int:
+        """Bring the index up to date with the folder, and return the number of entries."""
+        sizes = {path: stat.st_size for path, stat in list_segments(self._root)}
+        if self._indexed.keys() - sizes.keys():  # pruned
+            self._places, self._indexed = {}, {}
+        for path, size in sizes.items():
+            begin = self._indexed.get(path, 0)
+            if path.parent.name != self._kind or size <= begin:
+                continue
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                for key, start, end in _iterate_entries(file, begin):
+                    self._places[key] = path, start, end
+                    self._indexed[path] = end
+        return len(self._places)
+
     def _get(self, key: bytes) -> bytes | None:
         if key in self._memory:
             return self._memory[key]
         if (place := self._places.get(key)) is None:
             return None
-        path, start = place
-        try:
-            with path.open("rb", buffering=0) as file:
-                header = os.pread(file.fileno(), _HEADER.size, start)
-                length = _HEADER.unpack(header)[3]
-                available = os.fstat(file.fileno()).st_size - start - _HEADER.size
-                value = os.pread(
-                    file.fileno(), min(length, max(0, available)), start + _HEADER.size
-                )
-        except (OSError, struct.error):
-            header, value = b"", b""
-        if header + value != _pack(key, value):
-            del self._places[key]
+        path, start, end = place
+        content = b""
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            content = os.pread(file.fileno(), end - start, start)
+        value = content[_HEADER.size :]
+        if content != _pack(key, value):
             return None
         self._remember(key, value)
         return value
 
     def _remember(self, key: bytes, value: bytes) -> None:
-        self._memory_bytes += len(value) - len(self._memory.pop(key, b""))
-        self._memory[key] = value
+        if key not in self._memory:
+            self._memory[key] = value
+            self._memory_bytes += _OVERHEAD_BYTES + len(value)
         while self._memory_bytes > min(_MEMORY_BYTES, self._max_bytes):
-            self._memory_bytes -= len(self._memory.pop(next(iter(self._memory))))
-
-    def _scan(self) -> None:
-        """Bring the index up to date with the folder."""
-        segments = {path: stat.st_size for path, stat in list_segments(self._root)}
-        if self._scanned.keys() - segments.keys():  # pruned
-            self._places = {k: place for k, place in self._places.items() if place[0] in segments}
-            self._scanned = {path: end for path, end in self._scanned.items() if path in segments}
-        for path, size in segments.items():
-            if path.parent.name != self._kind or size <= self._scanned.get(path, 0):
-                continue
-            try:
-                with path.open("rb", buffering=0) as file:
-                    for key, start, end in iterate_entries(file, self._scanned.get(path, 0)):
-                        self._places[key] = path, start
-                        self._scanned[path] = end
-            except (OSError, struct.error):
-                continue
+            oldest = self._memory.pop(next(iter(self._memory)))
+            self._memory_bytes -= _OVERHEAD_BYTES + len(oldest)
 
     def _append(self, content: bytes) -> None:
-        if self._segment is not None:
-            is_full = os.fstat(self._segment.fileno()).st_size * _SEGMENTS >= self._max_bytes
-            if is_full or not is_still_at(self._segment.fileno(), Path(str(self._segment.name))):
-                self._segment.close()
-                self._segment = None
-        if self._segment is None:
-            folder = self._root / self._kind
-            folder.mkdir(parents=True, exist_ok=True)
+        segment = self._segment
+        if not segment.exists() or segment.stat().st_size * _SEGMENTS >= self._max_bytes:
             name = f"{time.time_ns():020}-{secrets.token_hex(4)}{_SUFFIX}"
-            self._segment = FileIO(folder / name, "x")
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self._segment.write(rest) :]
+            self._segment = segment = self._root / self._kind / name
+            segment.parent.mkdir(parents=True, exist_ok=True)
+        with FileIO(segment, "a") as file:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[file.write(rest) :]
         prune_segments(self._root, self._max_bytes)
 
 
 def open_cache(config: CacheConfig | None, kind: str) -> ContentCache | None:
     """Return the cache of a kind; None if `cache.use` does not name it."""
     return ContentCache(config, kind) if config is not None and kind in config.use else None
+
+
+def _iterate_entries(file: FileIO, start: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield key, start and end of the complete entries of a segment from `start` on. An incomplete
+    or damaged header ends it."""
+    while len(header := os.pread(file.fileno(), _HEADER.size, start)) == _HEADER.size:
+        mark, key, _, length = _HEADER.unpack(header)
+        end = start + _HEADER.size + length
+        if mark != _MARK or end > os.fstat(file.fileno()).st_size:
+            return
+        yield key, start, end
+        start = end
 
 
 def _pack(key: bytes, value: bytes) -> bytes:

@@ -125,7 +125,7 @@ class ActorWorker(TrainedModelWorker):
         self._rollout_place = mesh.coordinates(context.rank)
         train = build_policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
-        self._cache = LogProbCache(cache, train, source, temperature, untrained=True)
+        self._cache = LogProbCache(cache, train, source, temperature)
         engine = None
         if generates:
             coming = find_trained_shapes(source, train)

@@ -27,7 +27,6 @@ from hybridrl.rewards.signature import TOKEN_IDS_ENTRY, UPDATES_ENTRY
 from hybridrl.system.content_cache import open_cache
 from hybridrl.workers.generation import report_column_sums
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
-from hybridrl.workers.log_prob_cache import report_cache_use
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_scalar_engine
 
@@ -213,7 +212,7 @@ class RewardWorker(ModelWorker):
         report_column_sums(self, columns)
         self._report_copies(rows, groups)
         for cache in filter(None, self._caches.values()):
-            report_cache_use(self, cache)
+            self.report_cache(cache)
         return self._answer(texts, scores, outcomes, steps, columns)
 
     def _verified(self, batch: Batch, verifier: str) -> Batch:

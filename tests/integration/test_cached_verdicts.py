@@ -5,11 +5,16 @@ import pytest
 
 from hybridrl.config.schema import CacheConfig
 from hybridrl.errors import RewardError
+from hybridrl.rewards import code
+from hybridrl.rewards.returned_scores import TransientScore
 from hybridrl.rewards.reward_pool import RewardPool
+from hybridrl.sandbox.python_runner import SandboxConfinement, Verdict
 from hybridrl.system.content_cache import ContentCache
 
 FUNCTIONS = """
 import os
+import sys
+import types
 from pathlib import Path
 import neighbour
 from hybridrl.rewards.returned_scores import TransientScore
@@ -53,6 +58,33 @@ def unkeyed(response, **row):
     called(response)
     return 1.0
 unkeyed.cache = lambda **row: 1 / 0
+
+def late(response, **row):
+    called(response)
+    import lazy
+    return lazy.FACTOR * len(response)
+late.cache = True
+
+def greedy(response, tests, **row):
+    called(response)
+    while tests:
+        tests.pop()
+    return 1.0
+greedy.cache = True
+
+def lossy(response, **row):
+    called(response)
+    return float(len(response))
+def lose_process(response, **row):
+    try:
+        (Path(__file__).parent / "lost").touch(exist_ok=False)
+    except FileExistsError:
+        return response
+    os._exit(1)
+lossy.cache = lose_process
+
+sys.modules["odd"] = types.ModuleType("odd")
+sys.modules["odd"].__file__ = "_odd.py"  # as that of `torch.ops`, which is no file
 
 def group(prompt, responses):
     called(" ".join(responses))
@@ -153,6 +185,49 @@ def test_what_another_call_might_not_return_is_not_cached(folder, name):
         assert (found.scores, calls, hits) == ([expected] * 2, ["a", "a"], 0)
 
 
+def test_a_module_that_is_imported_when_it_is_called_counts(folder):
+    """On the first call nobody knows of it yet."""
+    for factor in (1.0, 2.0):
+        (folder / "lazy.py").write_text(f"FACTOR = {factor}\n")
+        for count in (1, 2):
+            found, calls, _ = score(folder, "late", "a" * count)
+            assert found.scores == [factor * count] and calls == ["a" * count]
+        assert score_twice(folder, "b", "aa") == ([factor, 2 * factor], ["b"])
+
+
+def score_twice(folder, *responses):
+    """The scores of calls of `late` one after the other in one process, and which were made."""
+    cache = ContentCache(CacheConfig(folder=str(folder / "cache")), "verdicts")
+    (folder / "calls.txt").write_text("")
+    with RewardPool([f"{folder}/mine.py:late"], cache=cache) as pool:
+        rows = [{"prompt": "p", "answer": "a", "response": one} for one in responses]
+        scores = [pool.score([row]).scores[0] for row in rows]
+    return scores, (folder / "calls.txt").read_text().split()
+
+
+def test_arguments_that_it_changes_are_those_that_it_got(folder):
+    score(folder, "greedy", "a", tests=["1", "2"])
+    assert score(folder, "greedy", "a", tests=[])[1] == ["a"]
+    assert score(folder, "greedy", "a", tests=["1", "2"])[1] == []
+
+
+def test_a_source_that_changes_while_it_is_loaded_is_not_known(folder):
+    cache = ContentCache(CacheConfig(folder=str(folder / "cache")), "verdicts")
+    row = {"prompt": "p", "answer": "a", "response": "a"}
+    with RewardPool([f"{folder}/mine.py:cached"], cache=cache) as pool:
+        pool.start()
+        change_function(folder)
+        assert pool.score([row]).scores == [1.0]
+    found, calls, _ = score(folder, "cached", "a")
+    assert (found.scores, calls) == ([2.0], ["a"])
+
+
+def test_a_process_that_is_lost_with_the_keys_costs_only_them(folder):
+    found, calls, _ = score(folder, "lossy", "a", "bb")
+    assert (found.scores, calls) == ([1.0, 2.0], ["a", "bb"])
+    assert (folder / "lost").exists()
+
+
 def test_a_key_that_cannot_be_computed_is_told(folder):
     with pytest.raises(RewardError, match=r"(?s)attribute `cache`.*ZeroDivisionError"):
         score(folder, "unkeyed", "a")
@@ -196,6 +271,27 @@ def test_a_program_is_judged_once_whatever_is_said_around_it(tmp_path):
     assert judge(tmp_path, RIGHT, tests=["assert f(1) == 2"]) == ([0.0], 0)
     assert judge(tmp_path, RIGHT, memory_mib=512) == ([1.0], 0)
     assert judge(tmp_path, RIGHT, tests=[{"input": "", "output": "4"}]) == ([0.0], 0)
+
+
+def test_programs_that_a_signal_ends_are_judged_each_time(tmp_path):
+    """The system may have sent it, for want of memory."""
+    killed = "```python\nimport os\ndef f(x):\n    os.abort()\n```"
+    at_once = "```python\nimport os\nos.abort()\n```"
+    wrong = "```python\n1 / 0\n```"
+    for hits in (0, 1):
+        assert judge(tmp_path, killed, at_once) == ([0.0, 0.0], 0)
+        assert judge(tmp_path, at_once, tests=[{"input": "", "output": "4"}]) == ([0.0], 0)
+        assert judge(tmp_path, wrong) == ([0.0], hits)
+
+
+def test_without_namespaces_only_what_passes_is_kept(monkeypatch):
+    alone = SandboxConfinement("none", 1, "")
+    monkeypatch.setattr(code, "find_confinement", lambda: alone)
+    for passed, transient in (([True, True], False), ([True, False], True)):
+        verdict = Verdict(passed, ["", ""], [False, False], is_repeatable=True)
+        monkeypatch.setattr(code, "judge_program", lambda *_, found=verdict: found)
+        found = code.passes_tests("p", RIGHT, TESTS)
+        assert isinstance(found, TransientScore) == transient
 
 
 def test_programs_that_take_too_long_are_judged_each_time(tmp_path):

@@ -1,21 +1,33 @@
 """The cache of expensive values: what it finds, forgets, and survives. Damage costs entries and is
 never a wrong value."""
 
+import importlib.metadata
 import json
+import math
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hybridrl.cli import main
 from hybridrl.config.schema import CacheConfig
 from hybridrl.errors import ConfigError
 from hybridrl.system import content_cache
-from hybridrl.system.content_cache import ContentCache, compute_key, find_cache_folder, open_cache
+from hybridrl.system.content_cache import (
+    ContentCache,
+    compute_key,
+    find_cache_folder,
+    hash_loaded_code,
+    hash_plain,
+    open_cache,
+)
 
 VALUES = {bytes([number]) * 32: f"value {number}".encode() * 5 for number in range(1, 6)}
 KEYS = list(VALUES)
@@ -186,7 +198,7 @@ def test_a_disk_that_fills_costs_only_the_disk(config, monkeypatch):
     monkeypatch.setattr(content_cache, "FileIO", Full)
     cache = filled(config)
     assert cache.get_many(KEYS) == list(VALUES.values())
-    assert "No space left" in cache.faults[0]
+    assert "disk is full" in cache.faults[0]
     assert found_anew(config) == [VALUES[KEYS[0]], *[None] * 4]  # what was written whole
 
 
@@ -203,7 +215,7 @@ def test_short_writes_are_continued(config, monkeypatch):
 def write_many(config, number):
     cache = ContentCache(config, "verdicts")
     for count in range(40):
-        cache.put_many({compute_key(number, count): f"{number} {count}".encode()})
+        cache.put_many({hash_plain(number, count): f"{number} {count}".encode()})
 
 
 def test_many_writers_at_once(config):
@@ -213,14 +225,14 @@ def test_many_writers_at_once(config):
         writer.start()
     for writer in writers:
         writer.join()
-    expected = {compute_key(n, c): f"{n} {c}".encode() for n in range(4) for c in range(40)}
+    expected = {hash_plain(n, c): f"{n} {c}".encode() for n in range(4) for c in range(40)}
     assert found_anew(config, list(expected)) == list(expected.values())
 
 
 def write_until_killed(config):
     cache, count = ContentCache(config, "verdicts"), 0
     while True:
-        cache.put_many({compute_key(count): f"{count} ".encode() * 1000})
+        cache.put_many({hash_plain(count): f"{count} ".encode() * 1000})
         count += 1
 
 
@@ -232,7 +244,7 @@ def test_writers_that_are_killed_leave_no_wrong_value(config):
         time.sleep(0.15)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-    found = found_anew(config, [compute_key(count) for count in range(10)])
+    found = found_anew(config, [hash_plain(count) for count in range(10)])
     assert found[0] is not None
     assert all(value in (None, f"{n} ".encode() * 1000) for n, value in enumerate(found))
 
@@ -240,7 +252,7 @@ def test_writers_that_are_killed_leave_no_wrong_value(config):
 def test_the_oldest_entries_go_when_it_is_full(tmp_path):
     config = CacheConfig(folder=str(tmp_path), max_gib=64_000 / 2**30)
     cache = ContentCache(config, "verdicts")
-    keys = [compute_key(number) for number in range(200)]
+    keys = [hash_plain(number) for number in range(200)]
     for key in keys:
         cache.put_many({key: b"v" * 1000})
         assert sum(entry.stat().st_size for entry in segments(config)) <= 64_000
@@ -252,9 +264,9 @@ def test_the_oldest_entries_go_when_it_is_full(tmp_path):
 
 def test_the_bound_is_of_all_kinds_together(tmp_path):
     config = CacheConfig(folder=str(tmp_path), max_gib=10_000 / 2**30)
-    filled(config, {compute_key(n): b"v" * 1000 for n in range(5)})
+    filled(config, {hash_plain(n): b"v" * 1000 for n in range(5)})
     other = ContentCache(config, "log_probs")
-    other.put_many({compute_key(n): b"w" * 1000 for n in range(8)})
+    other.put_many({hash_plain(n): b"w" * 1000 for n in range(8)})
     assert segments(config) == [] and len(segments(config, "log_probs")) == 1
 
 
@@ -269,12 +281,18 @@ def test_files_of_others_in_the_folder_stay(tmp_path):
 def test_memory_is_bounded_too(config, monkeypatch):
     monkeypatch.setattr(content_cache, "_MEMORY_BYTES", 2500)
     cache = ContentCache(config, "verdicts")
-    keys = [compute_key(number) for number in range(5)]
+    keys = [hash_plain(number) for number in range(5)]
     for key in keys:
         cache.put_many({key: b"v" * 1000})
     for path in segments(config):
         path.unlink()
     assert [value is not None for value in cache.get_many(keys)] == [False] * 3 + [True] * 2
+
+
+def test_small_values_are_bounded_too(config, monkeypatch):
+    monkeypatch.setattr(content_cache, "_MEMORY_BYTES", 1000)
+    cache = filled(config, {hash_plain(number): b"" for number in range(100)})
+    assert len(cache._memory) <= 5
 
 
 def test_counts_are_those_since_the_last(config):
@@ -310,43 +328,143 @@ DIFFERENT = [
 
 
 def test_what_differs_has_another_key():
-    keys = [compute_key(*parts) for parts in DIFFERENT]
+    keys = [hash_plain(*parts) for parts in DIFFERENT]
     assert None not in keys and len(set(keys)) == len(DIFFERENT)
 
 
 def test_equal_parts_have_one_key_however_they_came_about():
     text, rows = "some text", [["x", "y"]] * 2
-    assert compute_key(text, text, rows) == compute_key(
+    assert hash_plain(text, text, rows) == hash_plain(
         "some " + "".join("text"), json.loads('"some text"'), [["x", "y"], ["x", "y"]]
     )
 
 
-@pytest.mark.parametrize("part", [object(), print, [lambda: 0], {"a": re.compile("a")}])
-def test_what_is_no_data_has_no_key(part):
-    assert compute_key("verdicts", part) is None
+class Text(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(object(), print, [lambda: 0], {"a": re.compile("a")}, Text("a"), bytearray(b"a")),
+        *(
+            np.zeros(3),
+            np.float64(1),
+            [np.zeros((2, 3))],
+            {"a": (1, np.int64(2))},
+            hash_plain.__code__,
+        ),
+    ],
+)
+def test_what_is_no_plain_data_has_no_key(part):
+    """Arrays of another shape or dtype may have the same bytes."""
+    assert hash_plain("verdicts", part) is None
+    assert compute_key(b"verdicts", hash_plain(part)) is None
 
 
 def test_another_version_of_the_code_has_other_keys(monkeypatch):
-    before = compute_key("a")
-    monkeypatch.setattr(content_cache, "hash_code_version", lambda: b"another")
-    assert compute_key("a") != before
+    before = compute_key(b"a")
+    monkeypatch.setattr(content_cache, "hash_installed_code", lambda: b"another")
+    assert before != compute_key(b"a") != compute_key(b"b")
+    monkeypatch.setattr(content_cache, "hash_installed_code", lambda: None)
+    assert compute_key(b"a") is None
+
+
+class Distribution:
+    def __init__(self, record, version="1.0.dev0"):
+        self.name, self.version, self.record = "package", version, record
+
+    def read_text(self, name):
+        return self.record if name == "RECORD" else None
 
 
 def test_the_version_is_of_sources_and_packages(monkeypatch, tmp_path):
     for name in ("one.py", "system/two.py", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(content_cache, "__file__", str(tmp_path / "system" / "content_cache.py"))
-    version = content_cache.hash_code_version.__wrapped__
+    monkeypatch.setattr(content_cache, "_ROOT", tmp_path)
+    monkeypatch.setattr(content_cache, "_BEGAN", math.inf)
+    installed = []
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: installed)
+    version = content_cache.hash_installed_code.__wrapped__
     first = version()
     (tmp_path / "notes.txt").write_text("2")
-    assert version() == first
+    assert version() == first is not None
+    seen = [first]
     (tmp_path / "system" / "two.py").write_text("2")
-    second = version()
+    seen.append(version())
     (tmp_path / "one.py").rename(tmp_path / "three.py")
-    third = version()
-    monkeypatch.setattr(content_cache.importlib.metadata, "distributions", lambda: [])
-    assert len({first, second, third, version()}) == 4
+    seen.append(version())
+    for package in (
+        Distribution("a.py,sha256=1,1"),
+        Distribution("a.py,sha256=2,1"),  # installed anew from another commit
+        Distribution("a.py,sha256=2,1", "1.0"),
+        Distribution(None),
+    ):
+        installed[:] = [package]
+        seen.append(version())
+    assert None not in seen and len(set(seen)) == len(seen)
+
+
+def test_a_library_that_is_not_installed_has_no_version(monkeypatch, tmp_path):
+    """Its sources may change, and its version stays."""
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("")
+    version = content_cache.hash_installed_code.__wrapped__
+    monkeypatch.delitem(sys.modules, "peft", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert version() is None
+
+
+def test_loaded_code_is_what_users_have_imported(monkeypatch, tmp_path):
+    monkeypatch.setattr(content_cache, "_BEGAN", math.inf)
+    monkeypatch.setattr(sys, "modules", {"math": math, "odd": types.ModuleType("odd")})
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loaded(name, file):
+        module = types.ModuleType(name)
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, name, module)
+        hash_loaded_code.cache_clear()
+        return hash_loaded_code(len(sys.modules))
+
+    mine = tmp_path / "mine.py"
+    mine.write_text("1")
+    seen = [loaded("mine", mine)]
+    assert loaded("ops", "_ops.py") == seen[0]  # as `torch.ops` has
+    library = tmp_path / "site-packages" / "library.py"
+    assert loaded("library", library) == seen[0]
+    mine.write_text("2")
+    seen.append(loaded("mine", mine))
+    seen.append(loaded("other", mine))
+    assert None not in seen and len(set(seen)) == 3
+    assert loaded("gone", tmp_path / "gone.zip" / "gone.py") is None
+
+
+def test_code_that_changes_while_a_process_has_it_is_not_known(monkeypatch, tmp_path):
+    """Nobody knows whether it was loaded before or after."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("1")
+    before = mine.stat()
+    monkeypatch.setattr(content_cache, "_BEGAN", before.st_ctime + 1e-3)
+    assert content_cache._hash_sources({"mine": mine}) is not None
+    time.sleep(0.02)
+    mine.write_text("2")
+    os.utime(mine, ns=(before.st_atime_ns, before.st_mtime_ns))  # as if unchanged
+    assert content_cache._hash_sources({"mine": mine}) is None
+
+
+def test_equal_keys_are_looked_up_and_filled_together(config):
+    cache = filled(config, {KEYS[0]: b"a"})
+    keys = [KEYS[1], KEYS[0], None, KEYS[1], None, KEYS[0]]
+    assert cache.recall(keys) == ({1: b"a", 5: b"a"}, [[0, 3], [2], [4]])
+    assert cache.recall([]) == ({}, [])
+    assert cache.take_counts() == {"cache_verdicts_asked": 4, "cache_verdicts_hits": 2}
+
+
+def test_what_has_no_key_is_not_kept(config, tmp_path):
+    cache = filled(config, {None: b"a"})
+    assert cache.get_many([None]) == [None] and not (tmp_path / "cache").exists()
 
 
 def test_the_command_lists_and_prunes(config, capsys):
@@ -359,9 +477,9 @@ def test_the_command_lists_and_prunes(config, capsys):
         assert end.value.code == 0
         return capsys.readouterr().out
 
-    listed = re.findall(r"(\w+) +│ +([\d,]+) +│ +([\d.]+) +│ +([\d.]+)", run())
-    assert sorted(listed) == [("log_probs", "1", "0.0", "0.0"), ("verdicts", "5", "0.0", "0.0")]
-    assert "6 entries" in run("--prune", "1")
+    listed = re.findall(r"(\w+) +│ +([\d,]+) +│ +([\d.]+)", run())
+    assert sorted(listed) == [("log_probs", "1", "0.0"), ("verdicts", "5", "0.0")]
+    assert run("--prune", "1") == run("--prune", "nan") == run()
     pruned = run("--prune", str(100 / 2**30))
-    assert "1 entries" in pruned and "log_probs" in pruned and "verdicts" not in pruned
-    assert "0 entries" in run("--prune", "0")
+    assert "log_probs" in pruned and "verdicts" not in pruned
+    assert "log_probs" not in run("--prune", "0") and not list(Path(config.folder).glob("*/*"))

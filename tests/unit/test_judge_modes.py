@@ -165,3 +165,31 @@ def test_a_judge_with_a_cache_writes_each_answer_once(make, tmp_path, model):
     assert grade("xx", write=lambda _: "Score: 7")[:2] == (pytest.approx([0.7]), 1)
     assert grade("xx", "y", write=lambda _: "")[1] == 1  # what is no grade is an answer, too
     assert grade("y", write=lambda _: "Score: 7")[1] == 0
+
+
+def test_a_judge_whose_files_change_while_they_are_read_has_no_cache(
+    make, monkeypatch, tmp_path, model
+):
+    class Engine:
+        def __init__(self):
+            (model / "weights").write_bytes(b"125")
+
+    cache = ContentCache(CacheConfig(folder=str(tmp_path / "cache")), "judgements")
+    judge, _ = make(lambda _: "Score: 7", cache=cache, model=str(model))
+    assert judge._cache is cache
+    monkeypatch.setattr(judging, "build_inference_engine", lambda *_: Engine())
+    source = ModelSource(str(model), str(model), "float32", 4096, (0,))
+    setup = JudgeSetup(source, RolloutConfig(), "job")
+    for path, kept in ((str(model), False), ("no/such-judge", False)):
+        setup = setup._replace(source=ModelSource(path, path, "float32", 4096, (0,)))
+        judge = LLMJudge(WorkerContext("reward", 0, 1), setup, JudgeConfig(path=path), cache=cache)
+        assert (judge._cache is cache) == kept
+
+
+def test_the_tokenizer_of_a_judge_counts(make, tmp_path, model):
+    """It makes the text of the tokens that are written."""
+    (tmp_path / "tokens").mkdir()
+    source = ModelSource(str(model), str(tmp_path / "tokens"), "float32", 4096, (0,))
+    first = judging._identify_model(source, [])
+    (tmp_path / "tokens" / "vocab").write_text("1")
+    assert judging._identify_model(source, []) != first

@@ -182,7 +182,7 @@ def test_the_same_model_elsewhere_is_the_same_model(build, tmp_path):
 
 def test_another_version_of_the_code_computes_anew(build, monkeypatch):
     scored(build(), BATCH)
-    monkeypatch.setattr(content_cache, "hash_code_version", lambda: b"another")
+    monkeypatch.setattr(content_cache, "hash_installed_code", lambda: b"another")
     worker = build()
     scored(worker, BATCH)
     assert worker.forwards == [4]
