@@ -50,12 +50,11 @@ def test_a_job_in_this_process_has_nothing_to_isolate(tmp_path, monkeypatch, cap
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_pins_of_hosts_change_no_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(core_isolation, "WINDOW", 1)
-    monkeypatch.setattr(core_isolation, "MOST_LOSS", 99.0)  # whatever it promises
-    monkeypatch.setattr(core_isolation, "LEAST_GAIN", -99.0)  # whatever it wins
+    monkeypatch.setattr(core_isolation, "LEAST_GAIN", -99.0)  # whatever it promises, or wins
     (tmp_path / "burning.py").write_text(BURNING)
     given = [f"reward.function={tmp_path}/burning.py:score", "num_devices=2", "trainer.steps=5"]
     auto = figures_of(tmp_path / "auto", *given, "resources=auto")
     said = capsys.readouterr().out
-    assert "reward processes 1, workers 1" in said.replace("workers 1, reward processes 1", said)
+    assert "workers 1, reward processes 1" in said
     assert "kept" in said
     assert figures_of(tmp_path / "fixed", *given) == auto
