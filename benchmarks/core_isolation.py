@@ -55,7 +55,7 @@ def main() -> None:
             rows = train(
                 *(folder, f"resources={resources}", f"trainer.steps={options.steps}"),
                 *("num_devices=2", "warmup.steps=0", "data.prompts_per_step=16"),
-                *("rollout.samples_per_prompt=4", "rollout.max_tokens=400"),
+                *("rollout.samples_per_prompt=4", f"rollout.max_tokens={64 if SMOKE else 400}"),
                 *(f"reward.function={folder}/burning.py:score", "reward.processes=1"),
                 "actor.optimizer.learning_rate=1e-9",  # responses stay as long as they are
             )[CHOSEN_AFTER:]

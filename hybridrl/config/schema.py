@@ -295,8 +295,8 @@ class Config:
     """null: every GPU; two CPU slots (one with `executor=inline`)."""
     resources: Annotated[str, OneOf("fixed", "auto")] = "fixed"
     """The cores of what works at the same time, such as generation, rewards and environments:
-    `fixed`: all share all; `auto`: measured in the first steps, each gets cores of its own where
-    that makes steps quicker. Nothing that is learned depends on it."""
+    `fixed`: all share all; `auto`: after the first steps, which are measured, each gets cores of
+    its own where that makes steps quicker. Nothing that is learned depends on it."""
     executor: Annotated[str, OneOf("ray", "inline")] = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -37,7 +37,7 @@ from hybridrl.controller.worker import WorkerContext
 from hybridrl.controller.worker_host import WorkerHost
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, resolve_devices
-from hybridrl.system.core_pins import PINS, HostCores, StageCores
+from hybridrl.system.core_pins import PINS, PoolCores
 
 MAX_RECORDS = 50_000
 """The number of newest records that are kept until they are collected."""
@@ -209,10 +209,9 @@ class Executor(ABC):
         """True while calls are under way."""
         return bool(self._pending)
 
-    def assign_cores(self, cores: Sequence[Mapping[str, StageCores]]) -> list[HostCores]:
-        """Keep the phases of each host, and the pools of child processes beside them, to these
-        cores, and measure what they take; return what each host may use. Empty if not all hosts
-        answer."""
+    def assign_cores(self, cores: Sequence[Mapping[str, PoolCores]]) -> list[frozenset[int]]:
+        """Keep the pools of each host to these cores in its phases, and measure what these take;
+        return the cores that each host may use. Empty if not all hosts answer."""
         return []
 
     def clocks_ahead(self) -> dict[int, float]:
@@ -294,7 +293,7 @@ class InlineExecutor(Executor):
     def wait(self, calls: Sequence[GroupCall], limit: float | None = None) -> bool:
         return True  # every call is done when it returns
 
-    def assign_cores(self, cores: Sequence[Mapping[str, StageCores]]) -> list[HostCores]:
+    def assign_cores(self, cores: Sequence[Mapping[str, PoolCores]]) -> list[frozenset[int]]:
         return [PINS.assign(one) for one in cores]
 
     def close(self) -> None:

@@ -165,9 +165,8 @@ class Worker:
         memory = PeakMemory(self.context.device_kind, resets=not self.is_beside)
         begin, start, waited = time.perf_counter(), time.time(), read_wait_seconds()
         before, self.record.phase = self.record.phase, name
-        load = self.record.loads.setdefault(name, {})
         try:
-            with nullcontext() if self.is_beside else PINS.phase(name, load):
+            with nullcontext() if self.is_beside else PINS.phase(name, self.record.loads):
                 yield
         finally:
             self.record.phase = before

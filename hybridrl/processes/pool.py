@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hybridrl.processes.supervised_process import ProcessSpec, SupervisedProcess
-from hybridrl.system.core_pins import PINS
 
 _log = logging.getLogger(__name__)
 
@@ -115,24 +114,12 @@ class ProcessPool:
         self._wakened, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pipe = (self._wakened, self._waker)
         self._finalizer = weakref.finalize(self, _close_all, self._processes, pipe, os.getpid())
-        PINS.pools.add(self)
-
-    @property
-    def name(self) -> str:
-        """What messages call its processes, in the plural."""
-        return f"{self._spec.name}es"
-
-    @property
-    def pids(self) -> list[int]:
-        """The numbers of its processes, each with descendants."""
-        return [process.pid for process in list(self._processes)]
 
     def start(self, count: int) -> None:
         """Start processes until there are `count`; do not wait for them."""
         with self._lock:
             while len(self._processes) < count:
                 self._processes.append(SupervisedProcess(self._spec))
-                PINS.pin_child(self.name, self._processes[-1].pid)
 
     def wait_until_ready(self, within_s: float, *, of: Callable[..., bool] = all) -> Any:
         """Wait for all processes, or for `any`, and return what a program has said of itself.

@@ -77,7 +77,7 @@ class StepRunner:
         """Make the calls of a step."""
         begin, first = time.perf_counter(), self.job.feed.numbered
         result = _result_of(self.trainer)
-        if self.job.executor.is_busy:
+        if self.job.executor.is_busy:  # else nothing would go on meanwhile
             self.job.feed.prefetch()
         called_in = self.job.executor.end_step()
         return PendingStep(number, begin, result, called_in, range(first, self.job.feed.numbered))

@@ -95,14 +95,10 @@ _MAX_DRAWS = 1000
 Rows = npt.NDArray[np.int64]
 
 
-class _PrefetchedBatch(NamedTuple):
-    """A batch that the workers can read, and that is not dealt yet.
+class _PreparedBatch(NamedTuple):
+    """A batch that the workers can read, and that is not dealt yet."""
 
-    Attributes:
-        position: Of the row schedule, before these rows.
-    """
-
-    position: Mapping[str, Any]
+    groups: Rows
     rows: Rows
     batch: BatchRef
 
@@ -139,7 +135,8 @@ class DataFeed:
         self.deck = build_row_schedule(config, data)
         self._of_sources = SourceMetrics(config, data)
         self._examples = None if examples is None else PromptLoader(examples, number, seed)
-        self._ahead: _PrefetchedBatch | None = None
+        self._ahead: _PreparedBatch | None = None
+        self._position: dict[str, Any] = {}  # of the row schedule, before `_ahead`
         self._numbered = 0
         self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
         self._deals: deque[tuple[Rows, Rows]] = deque(
@@ -152,38 +149,33 @@ class DataFeed:
         """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
         pairs as neighbouring rows."""
         with self._beside.doing(DATA):
-            found, self._ahead = self._ahead or self._prepare({}), None
-        groups = self._next_groups(found.rows)
+            (groups, rows, batch), self._ahead = self._ahead or self._prepare(), None
         self._numbered += len(groups)
-        self._deals.append((groups, found.rows))
+        self._deals.append((groups, rows))
         if self._learns:
-            self._row_of.update(zip(groups.tolist(), found.rows.tolist(), strict=True))
-        return found.batch
+            self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
+        return batch
 
     def prefetch(self) -> None:
         """Prepare the next batch while the workers are at this one. It counts as dealt when
         `next_batch` returns it. A sampler has to know the outcomes of this step first, and a
         program that has asked for no batch so far may not want any."""
         if self._ahead is None and self._deals and self.config.data.sampler is None:
-            position = self.deck.state()
+            self._position = self.deck.state()
             try:
-                self._ahead = self._prepare(position)
+                self._ahead = self._prepare()
             except DataError:  # `next_batch` raises it again, should the batch be wanted
-                self.deck.load_state(position)
+                self.deck.load_state(self._position)
 
-    def _prepare(self, position: Mapping[str, Any]) -> _PrefetchedBatch:
+    def _prepare(self) -> _PreparedBatch:
         from hybridrl.data.preference_pairs import split_pairs_into_samples
 
         rows = self._next_rows()
         batch = self.data.take(rows)
+        groups = np.arange(self._numbered, self._numbered + len(rows))
         if self.kind == "pairs":
-            batch = split_pairs_into_samples(batch)
-        else:
-            batch = batch.with_columns({"group_id": self._next_groups(rows)})
-        return _PrefetchedBatch(position, rows, self.put(batch))
-
-    def _next_groups(self, rows: Rows) -> Rows:
-        return np.arange(self._numbered, self._numbered + len(rows))
+            return _PreparedBatch(groups, rows, self.put(split_pairs_into_samples(batch)))
+        return _PreparedBatch(groups, rows, self.put(batch.with_columns({"group_id": groups})))
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
         """Return prompts with reference responses for one supervised update with this loss
@@ -246,7 +238,7 @@ class DataFeed:
         found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
         self._left_out |= found
         if self._ahead is not None:  # it may have some of them
-            self.deck.load_state(self._ahead.position)
+            self.deck.load_state(self._position)
             self._ahead = None
         return len(found)
 
@@ -257,8 +249,8 @@ class DataFeed:
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as plain data."""
-        dealt = self.deck.state() if self._ahead is None else self._ahead.position
-        found: dict[str, Any] = {**dealt, "numbered": self._numbered}
+        position = self._position if self._ahead else self.deck.state()
+        found: dict[str, Any] = {**position, "numbered": self._numbered}
         if self._examples is not None:
             found["examples"] = self._examples.state()
         if self._held:

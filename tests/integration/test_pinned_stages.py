@@ -16,12 +16,16 @@ SMALL = [
     *("eval.prompts=4", "eval.every=0", "observe.samples_every=0", "observe.show_every=0"),
 ]
 BURNING = """
+import os
 import time
+from pathlib import Path
 
 def score(prompt, response, **row):
-    until = time.process_time() + 0.1
+    until, used = time.process_time() + 0.1, set()
     while time.process_time() < until:
-        pass
+        used.add(len(os.sched_getaffinity(0)))
+    with Path(__file__).with_name("cores").open("a") as file:
+        print(*used, file=file)
     return float(len(response) % 7)
 """
 
@@ -50,12 +54,16 @@ def test_a_job_in_this_process_has_nothing_to_isolate(tmp_path, monkeypatch, cap
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_pins_of_hosts_change_no_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(core_isolation, "WINDOW", 1)
-    monkeypatch.setattr(core_isolation, "MOST_LOSS", 99.0)  # whatever it promises
-    monkeypatch.setattr(core_isolation, "LEAST_GAIN", -99.0)  # whatever it wins
+    monkeypatch.setattr(core_isolation, "LEAST_GAIN", -99.0)  # whatever it promises, or wins
     (tmp_path / "burning.py").write_text(BURNING)
     given = [f"reward.function={tmp_path}/burning.py:score", "num_devices=2", "trainer.steps=5"]
+    given += ["rollout.max_tokens=64"]  # long ones are generated while short ones are scored
     auto = figures_of(tmp_path / "auto", *given, "resources=auto")
     said = capsys.readouterr().out
-    assert "reward processes 1, workers 1" in said.replace("workers 1, reward processes 1", said)
+    assert "workers 1, reward processes 1" in said
     assert "kept" in said
+    used = (tmp_path / "cores").read_text().split()
+    assert {"1", str(len(os.sched_getaffinity(0)))} <= {*used}  # in phases, and besides
+    (tmp_path / "cores").unlink()
     assert figures_of(tmp_path / "fixed", *given) == auto
+    assert "1" not in (tmp_path / "cores").read_text().split()

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.batch.call_record import CallRecord
-from hybridrl.run.watchers import core_isolation
-from hybridrl.run.watchers.core_isolation import WINDOW, CoreIsolation
+from hybridrl.controller.worker import Worker, WorkerContext
+from hybridrl.processes.supervised_process import ProcessSpec, SupervisedProcess
+from hybridrl.run.watchers.core_isolation import WINDOW, CoreIsolation, allocate_cores
 from hybridrl.run.watchers.watcher import FinishedStep
-from hybridrl.system.core_allocation import allocate_cores, divide_cores
-from hybridrl.system.core_pins import CorePins, HostCores
+from hybridrl.system import core_pins
+from hybridrl.system.core_pins import PINS, CorePins
 
 USABLE = os.sched_getaffinity(0)
 
@@ -51,20 +52,14 @@ def test_no_allocation_is_quicker_than_the_one_that_is_found(seed):
     assert slowest(curves, found.values()) == min(slowest(curves, one) for one in tried)
 
 
-def test_cores_are_divided_and_shared():
-    assert divide_cores([4, 5, 6, 7, 9], 2) == [[4, 5], [6, 7, 9]]
-    assert divide_cores([4, 5], 3) == [[4], [5], [4]]
-    assert divide_cores([3], 1) == [[3]]
-
-
 class Executor:
     """Hosts that are told their cores, and the steps that they take with them."""
 
-    def __init__(self, hosts=1, cores=8, threads=1, nodes=1):
+    def __init__(self, hosts=1, cores=8, nodes=1):
         addresses = [str(host * nodes // hosts) for host in range(hosts)]
         self.cluster = SimpleNamespace(devices=[SimpleNamespace(node=a) for a in addresses])
         self.told = []
-        self._cores = HostCores(frozenset(range(cores)), threads)
+        self._cores = frozenset(range(cores))
 
     def assign_cores(self, pins):
         self.told.append(pins)
@@ -78,7 +73,8 @@ def steps_of(watcher, number, seconds, **load):
         records = []
         for host in range(len(watcher._devices)):
             record = CallRecord("actor", host, "generate_sequences", host=host)
-            record.loads = {"generate": {k.replace("_", " "): v for k, v in load.items()}}
+            named = {k.replace("_", " "): v for k, v in load.items()}
+            record.loads = {"generate": named} if named else {}
             records.append(record)
         step = FinishedStep(1, None, records, [], {"time/step": seconds})
         said += watcher.on_step_end(step)
@@ -94,10 +90,8 @@ def test_stages_are_pinned_where_steps_become_quicker():
     (said,) = steps_of(watcher, WINDOW + 1, 5.0, **CROWDED)
     # The workers need one core-second and would not wait; 12 core-seconds on 7 cores are 1.71 s.
     assert "reward processes 7" in said and "workers 1" in said and "1.71 s" in said
-    pinned = {"generate": {"workers": [7], "reward processes": list(range(7))}}
-    assert executor.told[-1] == [pinned] or executor.told[-1] == [
-        {"generate": {"workers": [0], "reward processes": list(range(1, 8))}}
-    ]
+    # The workers have the first core, because nothing else may use it.
+    assert executor.told[-1] == [{"generate": {"reward processes": set(range(1, 8))}}]
     (said,) = steps_of(watcher, WINDOW + 1, 4.0, **CROWDED)
     assert "4.00 s" in said and "5.00 s" in said and "kept" in said
     told = len(executor.told)
@@ -115,6 +109,27 @@ def test_what_wins_nothing_is_taken_back():
     assert steps_of(watcher, 3 * (WINDOW + 1), 5.0, **CROWDED) == []
 
 
+def test_what_was_tried_in_vain_is_not_tried_again_because_pins_had_moved_work():
+    executor = Executor()
+    watcher = CoreIsolation(executor)
+    steps_of(watcher, WINDOW + 1, 5.0, **CROWDED)
+    moved = {**CROWDED, "workers": 4.0, "reward_processes": 4.0}  # the rest runs after the phase
+    (said,) = steps_of(watcher, WINDOW + 1, 5.1, **moved)
+    assert "nothing is pinned" in said
+    assert steps_of(watcher, 3 * (WINDOW + 1), 5.0, **CROWDED) == []
+
+
+def test_a_step_is_judged_by_what_a_token_takes():
+    watcher = CoreIsolation(Executor())
+    for seconds, tokens in ((5.0, 100.0), (8.0, 200.0)):  # longer responses
+        for _ in range(WINDOW + 1):
+            record = CallRecord("actor", 0, "generate_sequences", host=0)
+            record.loads = {"generate": {k.replace("_", " "): v for k, v in CROWDED.items()}}
+            metrics = {"time/step": seconds, "response/tokens": tokens}
+            said = list(watcher.on_step_end(FinishedStep(1, None, [record], [], metrics)))
+    assert "8.00 s" in said[0] and "10.00 s" in said[0] and "kept" in said[0]
+
+
 def test_another_mix_is_solved_anew():
     executor = Executor()
     watcher = CoreIsolation(executor)
@@ -128,128 +143,198 @@ def test_another_mix_is_solved_anew():
 
 
 @pytest.mark.parametrize(
-    ("cores", "threads", "load", "why"),
+    ("cores", "load", "why"),
     [
-        (1, 1, CROWDED, "too few"),
-        (4, 4, CROWDED, "too few"),  # a core for each thread leaves none
-        (2, 1, {**CROWDED, "workers": 2.0, "reward_processes": 6.0}, "slowest would take 6.00 s"),
-        (8, 1, {"wall": 4.0, "queued": 0.1, "workers": 4.0}, "take 0.00 core-seconds"),
-        (8, 1, {**CROWDED, "reward_processes": 0.1}, "take 0.10 core-seconds"),
-        (8, 1, {}, "no step was measured"),
+        (0, CROWDED, "quota"),
+        (1, CROWDED, "too few"),
+        (2, {**CROWDED, "environment_processes": 3.0}, "too few"),
+        (2, {**CROWDED, "workers": 2.0, "reward_processes": 6.0}, "slowest would take 6.00 s"),
+        # The workers hardly waited for a core.
+        (8, {**CROWDED, "queued": 0.1}, "slowest would take 3.90 s"),
+        (8, {"wall": 4.0, "queued": 0.1, "workers": 4.0}, "slowest would take 4.00 s"),
+        # They waited, but not because of these.
+        (8, {**CROWDED, "reward_processes": 0.1}, "slowest would take 3.90 s"),
+        (8, {}, "no step was measured"),
     ],
 )
-def test_where_nothing_can_be_won_it_says_why(cores, threads, load, why):
-    executor = Executor(cores=cores, threads=threads)
+def test_where_nothing_can_be_won_it_says_why(cores, load, why):
+    executor = Executor(cores=cores)
     (said,) = steps_of(CoreIsolation(executor), WINDOW + 1, 5.0, **load)
     assert why in said and "Nothing is pinned" in said
     assert not any(pins for told in executor.told for pins in told)
 
 
-def test_a_quota_gives_no_cores(monkeypatch):
-    monkeypatch.setattr(core_isolation, "read_core_quota", lambda: 1.5)
-    executor = Executor()
-    (said,) = steps_of(CoreIsolation(executor), WINDOW + 1, 5.0, **CROWDED)
-    assert "quota" in said and "Nothing is pinned" in said
+def test_a_pool_without_work_needs_no_core():
+    executor = Executor(cores=2)
+    load = {**CROWDED, "workers": 1.0, "reward_processes": 1.0, "environment_processes": 0.01}
+    (said,) = steps_of(CoreIsolation(executor), WINDOW + 1, 5.0, **load)
+    assert "tried" in said and executor.told[-1] == [{"generate": {"reward processes": {1}}}]
+
+
+@pytest.mark.parametrize(
+    ("quota", "usable"), [(len(USABLE) - 0.5, set()), (len(USABLE), USABLE), (None, USABLE)]
+)
+def test_a_quota_gives_no_cores(monkeypatch, quota, usable):
+    monkeypatch.setattr(core_pins, "read_core_quota", lambda: quota)
+    assert CorePins().assign({}) == usable
 
 
 def test_hosts_of_a_node_share_its_cores_and_nodes_do_not():
     executor = Executor(hosts=4, cores=8, nodes=2)
     steps_of(CoreIsolation(executor), WINDOW + 1, 5.0, **CROWDED)
-    pins = [one["generate"] for one in executor.told[-1]]
-    assert pins[:2] == pins[2:]
-    of_node = [core for one in pins[:2] for part in one.values() for core in part]
-    assert set(of_node) == set(range(8))
-    assert pins[0]["workers"] == pins[1]["workers"]  # one core is enough for both
-    first, second = (set(one["reward processes"]) for one in pins[:2])
-    assert not first & second and not (first | second) & set(pins[0]["workers"])
+    # 24 core-seconds on 7 cores are 3.43 s.
+    assert executor.told[-1] == 4 * [{"generate": {"reward processes": set(range(1, 8))}}]
 
 
+def test_a_host_that_does_not_answer_is_no_reason_to_pin():
+    executor = Executor()
+    executor.assign_cores = lambda pins: []
+    (said,) = steps_of(CoreIsolation(executor), WINDOW + 1, 5.0, **CROWDED)
+    assert "Nothing is pinned" in said
+
+
+POOL = "reward processes"
 BURNS = "import time\nprint(flush=True)\nwhile True: pass"
 
 
 @pytest.fixture
-def pool():
-    """A pool of a process that burns a core, and a child of it that does."""
+def process():
+    """A process that burns a core, and a child of it that does."""
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {BURNS!r}]); {BURNS}"
     child = child.replace("; import", "\nimport")
     process = subprocess.Popen(
         [sys.executable, "-c", child], stdout=subprocess.PIPE, start_new_session=True
     )
     process.stdout.readline(), process.stdout.readline()
-
-    class Pool:
-        name, pids = "reward processes", [process.pid]
-
-    yield Pool()
+    yield process.pid
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def test_threads_and_descendants_are_pinned_as_long_as_a_phase(pool):
-    core = min(USABLE)
+def affinities(pins):
+    return [frozenset(os.sched_getaffinity(pid)) for _, pid in pins._list_processes()]
+
+
+def test_pools_are_pinned_as_long_as_a_phase_and_workers_are_not(process):
+    core, loads = min(USABLE), {}
     pins, ended = CorePins(), threading.Event()
-    pins.pools.add(pool)
+    pins.add_child(POOL, process)
     thread = threading.Thread(target=ended.wait)
     thread.start()
-    assert pins.assign({"generate": {"workers": [core], pool.name: [core]}}).usable == USABLE
-    load = {}
+    assert pins.assign({"generate": {POOL: frozenset({core})}}) == USABLE
     with pins.phase("train", {}):
-        assert os.sched_getaffinity(thread.native_id) == USABLE
-    with pins.phase("generate", load):
-        found = [thread.native_id, os.getpid(), *pins._pids(pool.name)]
-        assert len(found) == 4
-        assert {frozenset(os.sched_getaffinity(one)) for one in found} == {frozenset({core})}
-        burnt = pins._read()[pool.name]
-        while pins._read()[pool.name] < burnt + 0.05:
+        assert affinities(pins) == [USABLE, USABLE]
+    with pins.phase("generate", loads):
+        assert affinities(pins) == [{core}, {core}]
+        assert os.sched_getaffinity(0) == os.sched_getaffinity(thread.native_id) == USABLE
+        burnt = pins._read_seconds()[POOL]
+        while pins._read_seconds()[POOL] < burnt + 0.05:
             time.sleep(0.02)
-    assert {frozenset(os.sched_getaffinity(one)) for one in found} == {frozenset(USABLE)}
-    assert load["wall"] >= 0.02 and load[pool.name] >= 0.05
+    assert affinities(pins) == [USABLE, USABLE]
+    load = loads["generate"]
+    assert load["wall"] >= 0.02 and load[POOL] >= 0.05 and 0 <= load["queued"] <= load["wall"]
     ended.set()
     thread.join()
 
 
-def test_affinity_comes_back_after_an_error_and_is_what_it_was(pool):
-    core = min(USABLE)
-    os.sched_setaffinity(pool.pids[0], {core})  # of its own
-    pins = CorePins()
-    pins.pools.add(pool)
-    pins.assign({"generate": {pool.name: sorted(USABLE)}})
+def test_affinity_comes_back_after_an_error_and_is_what_it_was(process):
+    pins, core = CorePins(), min(USABLE)
+    pins.add_child(POOL, process)
+    _, (_, child) = pins._list_processes()
+    os.sched_setaffinity(child, {core})  # of its own
+    pins.assign({"generate": {POOL: USABLE - {core}}})
     with pytest.raises(KeyError), pins.phase("generate", {}):
+        assert affinities(pins) == [USABLE - {core} or USABLE, {core}]
         raise KeyError
-    assert os.sched_getaffinity(pool.pids[0]) == {core}
+    assert affinities(pins) == [USABLE, {core}]
 
 
-def test_processes_come_and_go_in_a_phase(pool):
-    core, other = min(USABLE), max(USABLE)
-    pins, first = CorePins(), pool.pids[0]
-    pins.pools.add(pool)
-    pins.assign({"generate": {"workers": [other], pool.name: [core]}})
+def test_processes_come_and_go_in_a_phase(process):
+    core = min(USABLE)
+    pins = CorePins()
+    pins.add_child(POOL, process)
+    pins.add_child(POOL, 2**22 + 1)  # one is gone
+    pins.assign({"generate": {POOL: frozenset({core})}})
     with pins.phase("generate", {}):
         late = subprocess.Popen(["sleep", "60"])
-        assert os.sched_getaffinity(late.pid) == {other}  # as the worker that starts it
-        assert late.pid in pins._pids("workers") and first not in pins._pids("workers")
-        type(pool).pids = [late.pid, 2**22 + 1]  # one is gone
-        pins.pin_child(pool.name, late.pid)
+        assert os.sched_getaffinity(late.pid) == USABLE  # a worker's own
+        pins.add_child(POOL, late.pid)
         assert os.sched_getaffinity(late.pid) == {core}
     assert os.sched_getaffinity(late.pid) == USABLE
-    type(pool).pids = [first]
     late.kill()
     late.wait()
 
 
-def test_what_a_worker_starts_in_a_phase_is_free_after_it():
-    pins = CorePins()
-    pins.assign({"generate": {"workers": [min(USABLE)]}})
+def test_what_pools_start_while_pins_end_is_free_too(process, monkeypatch):
+    pins, core, late = CorePins(), min(USABLE), []
+    pins.add_child(POOL, process)
+    pins.assign({"generate": {POOL: frozenset({core})}})
     with pins.phase("generate", {}):
-        own = subprocess.Popen(["sleep", "60"])
-        assert os.sched_getaffinity(own.pid) == {min(USABLE)}
-    assert os.sched_getaffinity(own.pid) == USABLE
-    own.kill()
-    own.wait()
+        listed = pins._list_processes
+
+        def start_after():  # a program of the pool, after it was listed
+            found = listed()
+            if not late:
+                late.append(subprocess.Popen(["taskset", "-c", str(core), "sleep", "60"]))
+                while os.sched_getaffinity(late[0].pid) != {core}:
+                    time.sleep(0.01)
+                pins.pools[late[0].pid] = POOL
+            return found
+
+        monkeypatch.setattr(pins, "_list_processes", start_after)
+    assert os.sched_getaffinity(late[0].pid) == USABLE
+    late[0].kill()
+    late[0].wait()
 
 
-def test_nothing_is_measured_nor_pinned_without_being_asked_for():
-    pins, load = CorePins(), {}
-    with pins.phase("generate", load):
+def test_the_longest_wait_of_a_thread_counts(monkeypatch):
+    pins, loads = CorePins(), {}
+    pins.assign({})
+    waits = iter([{1: 5.0, 2: 7.0}, {1: 5.001, 2: 7.002, 3: 0.001}, {1: 5.0}, {1: 9.0}])
+    monkeypatch.setattr(core_pins, "_read_queues", lambda: next(waits))
+    with pins.phase("generate", loads):
+        time.sleep(0.01)
+    assert loads["generate"]["queued"] == pytest.approx(0.002)
+    with pins.phase("score", loads):
         pass
-    assert load == {}
+    assert loads["score"]["queued"] == loads["score"]["wall"]
+
+
+def test_phases_of_a_call_add_up():
+    pins, loads = CorePins(), {}
+    pins.assign({})
+    for _ in range(2):
+        with pins.phase("sync", loads):
+            time.sleep(0.01)
+    assert 0.02 <= loads["sync"]["wall"] < 1
+
+
+def test_nothing_is_measured_nor_pinned_without_being_asked_for(process):
+    pins, loads = CorePins(), {}
+    pins.add_child(POOL, process)
+    pins.assign({"generate": {POOL: frozenset({min(USABLE)})}})
+    pins.assign(None)  # the job is over
+    with pins.phase("generate", loads):
+        assert affinities(pins) == [USABLE, USABLE]
+    assert loads == {}
+
+
+def test_a_supervised_process_is_of_its_pool_while_it_lives():
+    spec = ProcessSpec("reward process", [sys.executable, "-c", ""], None, {}, repr, repr)
+    spec = spec._replace(dumps=lambda message: b"", loads=lambda data: None)
+    before = dict(PINS.pools)
+    process = SupervisedProcess(spec)
+    assert PINS.pools == {**before, process._process.pid: "reward processes"}
+    process.close()
+    assert PINS.pools == before
+
+
+def test_a_phase_of_a_worker_is_measured_but_not_beside_another():
+    PINS.assign({})
+    for is_beside, phases in ((False, {"score"}), (True, set())):
+        worker = Worker(WorkerContext("reward", 0, 1))
+        worker.is_beside = is_beside
+        with worker.phase("score"):
+            pass
+        assert worker.record.loads.keys() == phases
+    PINS.assign(None)
