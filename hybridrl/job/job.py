@@ -31,7 +31,13 @@ from hybridrl.composition.load import config_to_dict, format_config_yaml
 from hybridrl.composition.secrets import redact_command_line
 from hybridrl.config.schema import Config
 from hybridrl.console.console_choice import progress_lines
-from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
+from hybridrl.errors import (
+    ConfigError,
+    DataError,
+    HybridRLError,
+    NotPlannedError,
+    WorkerError,
+)
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
@@ -70,6 +76,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 UserFunction = Callable[..., Any]
+
+
+class _LoadingProgress:
+    """Passes on what loading tells, each text once, and ends it when the job has ended: it may take
+    an hour, in another thread than that which is interrupted."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress, self._text, self.is_ended = progress, "", False
+
+    def __call__(self, text: str) -> None:
+        if self.is_ended:
+            raise HybridRLError("The job has ended.")
+        if text != self._text:
+            self._text = text
+            self._progress(text)
 
 
 class Job:
@@ -198,9 +219,14 @@ class Job:
         with pause_garbage_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
-            loading = beside.submit(self._load, progress)
-            self.executor = self._start_executor()
-        loading.result()
+            loading_progress = _LoadingProgress(progress)
+            loading = beside.submit(self._load, loading_progress)
+            try:
+                self.executor = self._start_executor()
+                loading.result()
+            except BaseException:
+                loading_progress.is_ended = True
+                raise
         asked = self.config
         self.config, self.settings_notices = resolve_settings(asked, self._known())
         self._chosen = asked, self.config, len(self.executor.cluster.devices)

@@ -29,7 +29,7 @@ def test_a_run_resumes_in_the_middle_of_the_second_epoch(tmp_path, monkeypatch):
     model = make_tiny_model(tmp_path / "model", tokenizer, seed=0, **sizes)
     rows = [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in range(40)]  # 4 are held out
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    places = [f"data.path={tmp_path / 'rows.jsonl'}", f"data.cache_folder={tmp_path / 'cache'}"]
+    places = [f"data.path={tmp_path / 'rows.jsonl'}", f"cache.folder={tmp_path / 'cache'}"]
 
     def trained(name, *settings, small_bytes=0):
         monkeypatch.setattr(row_blocks, "SMALL_BYTES", small_bytes)
