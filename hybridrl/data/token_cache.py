@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import pickle
 import shutil
@@ -61,7 +62,7 @@ _PACKAGES = ("pyarrow", "transformers", "tokenizers", "jinja2")
 _PART = ".part-"
 _MOST_UNUSED_S, _MOST_PART_S = 30 * 86400.0, 86400.0
 """Folders that no job has opened, or that one has left incomplete, for so long are removed."""
-_START_S, _TICK_S = 300.0, 1.0
+_TICK_S = 1.0
 _MOST_ENTRY = 4 << 30
 _MOST_WAITING = 8
 """Blocks that are read before a process is free for them."""
@@ -234,20 +235,20 @@ def _fill(
     blocks = enumerate(iterate_blocks(found, recipe.required, recipe.origin / "path"))
     done = 0
     with contextlib.closing(ProcessPool(spec, count, 1)) as pool, file.open("wb") as rows:
-        try:
-            pool.start(count)
-            pool.wait_until_ready(_START_S)
-        except ProcessStartError as error:
-            raise HybridRLError(f"No process can tokenize rows: {error}{error.tail}") from error
         while True:
             # Of several failures the first row's is told, so nothing is read after one.
             room = 0 if failed else count + min(count, _MOST_WAITING) - len(waiting)
             for number, block in itertools.islice(blocks, room):
                 waiting[number] = block
-                pool.submit([WorkItem(number, lambda _, block=block: block, float("inf"), True)])
+                pool.submit([WorkItem(number, lambda _, block=block: block, math.inf, True)])
             if not waiting:
                 break
-            for result in pool.poll(_TICK_S):
+            progress(f"tokenizing {recipe.place}: {min(99, 100 * done // size)}%")
+            try:
+                results = pool.poll(_TICK_S)
+            except ProcessStartError as error:
+                raise HybridRLError(f"No process can tokenize rows: {error}{error.tail}") from error
+            for result in results:
                 block = waiting.pop(result.key)
                 done += block.size
                 if result.status != "ok":
@@ -256,7 +257,6 @@ def _fill(
                 content, of_block = result.value
                 noted[result.key] = {"place": [len(content), rows.tell()], **of_block}
                 rows.write(content)
-            progress(f"tokenizing {recipe.place}: {min(99, 100 * done // size)}%")
         if failed:
             raise failed[min(failed)]
         if not noted:  # which is for the reader to say

@@ -48,15 +48,10 @@ class PoolInside:
     """Does what a pool's processes do, in this one."""
 
     def __init__(self, spec, *_):
-        self._program, self._spec, self._results = BlockProgram(), spec, []
-
-    def start(self, count):
+        self._program, self._results = BlockProgram(), []
         log = logging.getLogger("hybridrl")
         self._log = log.handlers, log.propagate
-        self._program.start(self._spec.setup, None)
-
-    def wait_until_ready(self, within_s):
-        pass
+        self._program.start(spec.setup, None)
 
     def submit(self, items):
         for item in items:
@@ -316,8 +311,8 @@ def test_a_full_disk_is_told(load, monkeypatch, tmp_path):
 
 def test_what_progress_raises_ends_it(load, tmp_path):
     def end(text):
-        assert text.startswith("tokenizing")
-        raise KeyboardInterrupt
+        if text.startswith("tokenizing") and not text.endswith(" 0%"):
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         load("examples", settings_of("examples", tmp_path), progress=end)
@@ -347,9 +342,9 @@ def test_no_process_starts_that_has_nothing_to_do(
     started = []
 
     class CountingPool(PoolInside):
-        def start(self, count):
+        def __init__(self, spec, count, *_):
             started.append(count)
-            super().start(count)
+            super().__init__(spec)
 
     config = settings_of("examples", tmp_path)
     monkeypatch.setattr(token_cache, "ProcessPool", CountingPool)
