@@ -62,6 +62,7 @@ def iterate_blocks(found: Any, required: Mapping[str, str], setting: Setting) ->
         found: Files of one format, or a `datasets.Dataset`.
         required, setting: As of `iterate_tables`.
     """
+    parts: Iterator[tuple[int, Any]]
     if not isinstance(found, list):
         parts = _slice_tables(found.with_format("arrow").iter(1024))
     elif find_common_format(found) == "jsonl":

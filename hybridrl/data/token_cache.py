@@ -240,7 +240,7 @@ def _fill(
             room = 0 if failed else count + min(count, _MOST_WAITING) - len(waiting)
             for number, block in itertools.islice(blocks, room):
                 waiting[number] = block
-                pool.submit([WorkItem(number, lambda _, block=block: block, math.inf, True)])
+                pool.submit([WorkItem(number, functools.partial(_hand_out, block), math.inf, True)])
             if not waiting:
                 break
             progress(f"tokenizing {recipe.place}: {min(99, 100 * done // size)}%")
@@ -264,6 +264,10 @@ def _fill(
         rows.flush()
         os.fsync(rows.fileno())
     return {"stamp": _read_stamp(file), "blocks": [noted[number] for number in sorted(noted)]}
+
+
+def _hand_out(block: RowBlock, _: int) -> RowBlock:
+    return block
 
 
 def _explain_failure(result: ItemResult, block: RowBlock, recipe: RowRecipe) -> Exception:
