@@ -67,14 +67,14 @@ _MOST_ENTRY = 4 << 30
 _MOST_WAITING = 8
 """Blocks that are read before a process is free for them."""
 
-_user: ContextVar[tuple[CacheConfig, Callable[[str], None]]] = ContextVar("user of the cache")
+_user: ContextVar[tuple[CacheConfig, Callable[..., None]]] = ContextVar("user of the cache")
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def used_by(config: CacheConfig, progress: Callable[[str], None]) -> Iterator[None]:
+def used_by(config: CacheConfig, progress: Callable[..., None]) -> Iterator[None]:
     """Within the context, keep token ids in the folder of `config`, and tell `progress` how far
-    they are; what it raises ends it."""
+    they are: a text, and how much is done of how much. What it raises ends it."""
     token = _user.set((config, progress))
     try:
         yield
@@ -97,7 +97,7 @@ def load_token_rows(recipe: RowRecipe, found: Any, size: int, tokenizer: Any) ->
         DataError, ConfigError: as `recipe.make`.
         StorageError: if the cache cannot be written.
     """
-    config, progress = _user.get((CacheConfig(), lambda _: None))
+    config, progress = _user.get((CacheConfig(), lambda *_: None))
     cache = find_cache_folder(config) / KIND
     files = found if isinstance(found, list) else []
     stamps = list(map(_read_stamp, files))
@@ -166,7 +166,7 @@ def _read_stamp(file: Path) -> list[int]:
     return [stat.st_size, stat.st_ctime_ns, stat.st_ino]
 
 
-def _hash_file(hashes: ContentCache, file: Path, progress: Callable[[str], None]) -> bytes:
+def _hash_file(hashes: ContentCache, file: Path, progress: Callable[..., None]) -> bytes:
     """Return the hash of a file's bytes, which is known already of a file with this stamp."""
     key = compute_key(str(file.absolute()), _read_stamp(file))
     assert key is not None
@@ -212,7 +212,7 @@ def _fill(
     found: Any,
     size: int,
     tokenizer: Any,
-    progress: Callable[[str], None],
+    progress: Callable[..., None],
 ) -> dict[str, Any]:
     """Tokenize all blocks into a file, and return what the entry says of it.
 
@@ -243,7 +243,7 @@ def _fill(
                 pool.submit([WorkItem(number, functools.partial(_hand_out, block), math.inf, True)])
             if not waiting:
                 break
-            progress(f"tokenizing {recipe.place}: {min(99, 100 * done // size)}%")
+            progress(f"tokenizing {recipe.place} (MiB)", done >> 20, max(done, size, 1 << 20) >> 20)
             try:
                 results = pool.poll(_TICK_S)
             except ProcessStartError as error:

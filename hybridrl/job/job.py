@@ -82,15 +82,17 @@ class _LoadingProgress:
     """Passes on what loading tells, each text once, and ends it when the job has ended: it may take
     an hour, in another thread than that which is interrupted."""
 
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self._progress, self._text, self.is_ended = progress, "", False
+    def __init__(self, progress: Callable[[str], None], bar: Callable[[int, int], None]) -> None:
+        self._progress, self._bar, self._text, self.is_ended = progress, bar, "", False
 
-    def __call__(self, text: str) -> None:
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
         if self.is_ended:
             raise HybridRLError("The job has ended.")
         if text != self._text:
             self._text = text
             self._progress(text)
+        if total:
+            self._bar(done, total)
 
 
 class Job:
@@ -110,6 +112,7 @@ class Job:
         trainer: A subclass of `hybridrl.trainers.trainer.Trainer`, in place of `trainer.name`.
         is_whole: The trainer is the whole program, so that reward functions can be held against
             the data, and tried, before workers start.
+        bar: Told how much is done of how much, where what `progress` was told takes long.
 
     Attributes:
         directory: The run's files.
@@ -147,9 +150,11 @@ class Job:
         data: Any = None,
         trainer: type[Trainer] | None = None,
         is_whole: bool = False,
+        bar: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         if progress is None:
-            progress = progress_lines().phase
+            progress, bar = (view := progress_lines()).phase, view.phase_progress
+        self._bar = bar
         self.started = psutil.Process().create_time()
         self.command = redact_command_line(sys.orig_argv)
         config = apply_python_objects(config, reward, data, trainer)
@@ -219,7 +224,7 @@ class Job:
         with pause_garbage_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
-            loading_progress = _LoadingProgress(progress)
+            loading_progress = _LoadingProgress(progress, self._bar)
             loading = beside.submit(self._load, loading_progress)
             try:
                 self.executor = self._start_executor()

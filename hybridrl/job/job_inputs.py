@@ -81,7 +81,7 @@ def load_job_inputs(
     folder: Path,
     *,
     is_whole: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> JobInputs:
     """Load the model's description, the tokenizer and the data, and check whether they fit each
     other and the settings.
@@ -90,7 +90,7 @@ def load_job_inputs(
         folder: Of the run: a tiny model is made in it.
         is_whole: The trainer is the whole program. Programs of the user's may add columns before
             they ask for rewards, so that nothing can be said of reward functions.
-        progress: Told what takes long.
+        progress: Told what takes long, and of tokenizing how much is done of how much.
 
     Raises:
         HybridRLError: with everything that is wrong with them.
@@ -173,13 +173,13 @@ def load_job_inputs(
 
 
 def load_job_rows(
-    config: Config, kind: str, tokenizer: Any, progress: Callable[[str], None] = lambda _: None
+    config: Config, kind: str, tokenizer: Any, progress: Callable[..., None] = lambda *_: None
 ) -> tuple[JobData, dict[str, Batch | None]]:
     """Read the rows that a job learns from or is evaluated on, and those of its sets.
 
     Args:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
-        progress: Told what takes long.
+        progress: Told what takes long, and of tokenizing how much is done of how much.
     """
     with used_by(config.cache, progress):
         return _load_rows(config, kind, tokenizer)

@@ -10,6 +10,7 @@ import time
 import zlib
 from itertools import pairwise
 
+import datasets as hub
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -23,6 +24,7 @@ from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
 from hybridrl.data.duplicates import find_duplicates
 from hybridrl.data.prompt_loader import PromptLoader
+from hybridrl.data.refused_rows import checked_by
 from hybridrl.data.row_keys import remove_keys
 from hybridrl.data.row_origin import DATA
 from hybridrl.errors import DataError, HybridRLError, StorageError
@@ -79,7 +81,7 @@ def load(monkeypatch, tokenizer, request, tmp_path):
     monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 1500)
     monkeypatch.setattr(token_cache, "count_usable_cores", lambda: 1)
 
-    def load(kind, config, small=False, progress=lambda _: None):
+    def load(kind, config, small=False, progress=lambda *_: None):
         monkeypatch.setattr(row_blocks, "SMALL_BYTES", 1 << 30 if small else 0)
         with token_cache.used_by(CacheConfig(folder=str(tmp_path / "cache")), progress):
             return LOADERS[kind](config, tokenizer, held_out=4, seed=0)
@@ -175,6 +177,47 @@ def test_other_formats_in_blocks_are_those_of_one_table(load, tmp_path):
         assert remove_keys(found.training).to_pylist() == expected.training.to_pylist()
 
 
+def test_a_data_set_of_the_hub_in_blocks_is_that_of_one_table(
+    load, monkeypatch, no_processes, tmp_path
+):
+    def offer(rows, name):
+        hub.Dataset.from_list(rows).save_to_disk(tmp_path / name)
+        found = hub.load_from_disk(tmp_path / name)
+        monkeypatch.setattr(datasets, "load_hub_dataset", lambda *_: found)
+
+    config, rows = DataConfig(path="owner/name"), rows_of("prompts", 3000)
+    offer(rows, "one")
+    expected = load("prompts", config, small=True).training.to_pylist()
+    first = load("prompts", config).training
+    assert len(first.pieces) > 3
+    assert remove_keys(first).to_pylist() == expected
+    no_processes()
+    assert load("prompts", config).training.to_pylist() == first.to_pylist()
+    offer(rows[1:], "other")
+    with pytest.raises(AssertionError, match="a process is started"):
+        load("prompts", config)
+
+
+def test_no_rows_and_one_row(load, tmp_path):
+    with pytest.raises(DataError, match="holds no rows"):
+        load("prompts", settings_of("prompts", tmp_path, ["", " "]))
+    config = settings_of("prompts", tmp_path, rows_of("prompts", 1))
+    rows, expected = load("prompts", config), load("prompts", config, small=True)
+    assert remove_keys(rows.training).to_pylist() == expected.training.to_pylist()
+    assert len(rows.training) == 1
+    assert rows.held_out is None
+
+
+def test_rows_with_tests_are_read_in_one_table(load, tmp_path):
+    rows = [{**row, "tests": "assert f(1) == 2"} for row in rows_of("prompts")]
+    config, checked = settings_of("prompts", tmp_path, rows), []
+    with checked_by(lambda settings, table, refused: checked.append(table.num_rows)):
+        found = load("prompts", config).training
+    assert len(found.pieces) == 1
+    assert checked[-1] == len(rows)
+    assert entries_of(tmp_path) == []
+
+
 def test_a_bad_row_is_named_and_stops_the_rest(load, tmp_path):
     rows = rows_of("prompts")
     rows[45]["answer"] = None
@@ -218,7 +261,7 @@ def test_rows_that_are_all_too_long_are_an_error(load, tmp_path):
 def key_of(config, tokenizer, file):
     recipe = RowRecipe(config, DATA, "p", load_prompts, {}, {})
     hashes = ContentCache(CacheConfig(folder=str(file.parent / "cache")), "files")
-    content = [token_cache._hash_file(hashes, file, lambda _: None)]
+    content = [token_cache._hash_file(hashes, file, lambda *_: None)]
     return token_cache._compute_key(recipe, tokenizer, content)
 
 
@@ -310,12 +353,17 @@ def test_a_full_disk_is_told(load, monkeypatch, tmp_path):
 
 
 def test_what_progress_raises_ends_it(load, tmp_path):
-    def end(text):
-        if text.startswith("tokenizing") and not text.endswith(" 0%"):
+    told = []
+
+    def end(*given):
+        told.append(given)
+        if len(told) == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         load("examples", settings_of("examples", tmp_path), progress=end)
+    assert told[0] == ("reading rows.jsonl",)
+    assert told[1] == (f"tokenizing {tmp_path / 'rows.jsonl'} (MiB)", 0, 1)
     assert entries_of(tmp_path) == []
 
 
