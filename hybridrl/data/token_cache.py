@@ -45,7 +45,7 @@ from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.bounded_files import parse_json, read_text
-from hybridrl.system.content_cache import ContentCache, compute_key, find_cache_folder
+from hybridrl.system.content_cache import ContentCache, find_cache_folder
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.secret_variables import without_secrets
 from hybridrl.system.storage import explain_write_errors
@@ -168,8 +168,8 @@ def _read_stamp(file: Path) -> list[int]:
 
 def _hash_file(hashes: ContentCache, file: Path, progress: Callable[..., None]) -> bytes:
     """Return the hash of a file's bytes, which is known already of a file with this stamp."""
-    key = compute_key(str(file.absolute()), _read_stamp(file))
-    assert key is not None
+    named = repr([str(file.absolute()), _read_stamp(file)])
+    key = hashlib.blake2b(named.encode(), digest_size=32).digest()
     if (known := hashes.get_many([key])[0]) is not None:
         return known
     progress(f"reading {file.name}")
