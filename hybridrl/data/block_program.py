@@ -16,7 +16,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.answer_formats import TESTS_COLUMN, extract_reference_answers
 from hybridrl.data.refused_rows import RefusedRows, check_rows
-from hybridrl.data.row_blocks import RowBlock
+from hybridrl.data.row_blocks import RowBlock, WholeTableError
 from hybridrl.data.row_keys import add_keys
 from hybridrl.data.row_origin import RowOrigin
 from hybridrl.data.row_reader import RowReader
@@ -53,10 +53,6 @@ class RowRecipe(NamedTuple):
         rows = extract_reference_answers(rows, self.config.answer_format, answers, refused)
         check_rows(self.config, rows, refused)
         return self.tokenize(RowReader.of(self.config, tokenizer, refused), rows, **self.columns)
-
-
-class WholeTableError(HybridRLError):
-    """The rows have to be read in one table: there are none, or their tests are tried together."""
 
 
 class BlockProgram(logging.Handler):

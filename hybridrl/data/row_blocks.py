@@ -12,6 +12,7 @@ from hybridrl.config.setting import Setting
 from hybridrl.data.data_files import find_common_format, iterate_tables
 from hybridrl.data.json_lines import JsonLine, list_json_lines, read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.errors import HybridRLError
 
 BLOCK_BYTES = 2 << 20
 """Of a block's rows. Tokenizing takes about a hundred times as much memory where a token is a
@@ -20,6 +21,10 @@ SMALL_BYTES = 8 << 20
 """Up to this size rows are tokenized in one go: processes would take longer to start."""
 _PACKED = 4
 """How much larger rows are than compressed files, roughly."""
+
+
+class WholeTableError(HybridRLError):
+    """The rows have to be read in one table: there are none, or their tests are tried together."""
 
 
 class RowBlock(NamedTuple):

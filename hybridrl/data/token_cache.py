@@ -37,9 +37,9 @@ from hybridrl import batch, conversations, data
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CacheConfig
 from hybridrl.conversations.rendering import template_sources
-from hybridrl.data.block_program import RowRecipe, WholeTableError
+from hybridrl.data.block_program import RowRecipe
 from hybridrl.data.mixture import without_mixed_columns
-from hybridrl.data.row_blocks import BLOCK_BYTES, RowBlock, iterate_blocks
+from hybridrl.data.row_blocks import BLOCK_BYTES, RowBlock, WholeTableError, iterate_blocks
 from hybridrl.data.supervised_examples import CONVERSATION
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem

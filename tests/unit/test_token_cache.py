@@ -31,7 +31,12 @@ from hybridrl.errors import DataError, HybridRLError, StorageError
 from hybridrl.processes.pool import ItemResult
 from hybridrl.system.content_cache import ContentCache
 
-WITH_PROCESSES = ("test_processes_make_the_same_rows", "test_what_ends_a_process_is_told")
+WITH_PROCESSES = (
+    "test_processes_make_the_same_rows",
+    "test_rows_with_tests_are_read_in_one_table",
+    "test_what_ends_a_process_is_told",
+    "test_a_bad_row_is_named_and_stops_the_rest",
+)
 LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_preference_pairs}
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
