@@ -77,10 +77,10 @@ def run_job(file: str, cache: str, how: str) -> dict[str, Any]:
     from hybridrl.job.job import Job
     from hybridrl.models.model_loading import make_tiny_model
 
-    row_blocks.SMALL_BYTES = 1 << 60 if how == "memory" else row_blocks.SMALL_BYTES
+    row_blocks.SMALL_BYTES = 1 << 60 if how == "memory" else 0
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
     folder = make_tiny_model(Path(cache).with_name("model"), tokenizer, seed=0, **TINY)
-    settings = ["algorithm=sft", "data=jsonl", f"data.path={file}", f"data.cache_folder={cache}"]
+    settings = ["algorithm=sft", "data=jsonl", f"data.path={file}", f"cache.folder={cache}"]
     settings += ["executor=inline", "devices=cpu", "num_devices=1", f"model.path={folder}"]
     settings += ["data.max_prompt_tokens=4096", "data.prompts_per_step=16", "trainer.epochs=1"]
     settings += ["rollout=transformers", f"run.root={Path(cache).with_name('runs')}"]
@@ -134,10 +134,10 @@ def main() -> None:
         write_conversations(file, rows, chosen.tokens)
         write_conversations(few, FEW, chosen.tokens)
         print(f"# {rows:,} conversations, {file.stat().st_size / GIB:.2f} GiB", flush=True)
-        small = measure(str(few), str(cache), "mapped")
+        small = measure(str(few), str(cache), "memory")
         first = measure(str(file), str(cache), "mapped")
         second = measure(str(file), str(cache), "rate")
-        size = sum(one.stat().st_size for one in cache.glob("*/*")) / GIB
+        size = sum(one.stat().st_size for one in cache.glob("rows/*/*")) / GIB
         print(f"# the cache holds {size:.2f} GiB", flush=True)
         starts = {"first": first, "second": second}
         if rows <= MOST_IN_MEMORY:

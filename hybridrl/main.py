@@ -126,7 +126,7 @@ def run(
     ):
         interrupts.on_terminate = end_now
         with (
-            Job(config, view.phase, data=data, is_whole=True) as job,
+            Job(config, view.phase, data=data, is_whole=True, bar=view.phase_progress) as job,
             _report_error_before_closing(view, interrupts),
         ):
             # It brings in the libraries of the models, which the job imports while Ray starts.

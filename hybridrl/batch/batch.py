@@ -145,13 +145,16 @@ class Batch:
 
     def array(self, name: str) -> pa.Array:
         """Return the column as one Arrow array."""
+        self._check_name(name)
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    def _check_name(self, name: str) -> None:
         if name not in self:
             raise DataError(
                 f"The batch has no column `{name}`; it has {', '.join(self.columns)}."
                 + suggest_name(name, self.columns)
             )
-        column = self.table.column(name)
-        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
     def __getitem__(self, name: str) -> Any:
         array = self.array(name)
@@ -197,7 +200,7 @@ class Batch:
         """Return a batch of these columns only."""
         names = list(names)
         for name in names:
-            self.array(name)
+            self._check_name(name)
         return Batch(self.table.select(names))
 
     def with_columns(self, columns: Mapping[str, Any]) -> Batch:
@@ -229,21 +232,10 @@ class Batch:
     def _take_of_pieces(self, rows: npt.NDArray[np.int64]) -> Batch:
         """Arrow's own `take` would first put all pieces together in memory. Long runs are not
         copied."""
-        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-        if _MIN_RUN * len(breaks) < len(rows):
-            runs = pairwise([0, *breaks.tolist(), len(rows)])
-            found = [self.table.slice(int(rows[begin]), end - begin) for begin, end in runs]
-            return Batch(pa.concat_tables(found))
-        begins = np.cumsum([0, *map(len, self.pieces)])
-        places = np.searchsorted(begins, rows, side="right") - 1
-        order = np.argsort(places, kind="stable")
-        used, starts = np.unique(places[order], return_index=True)
-        parts = [
-            self.pieces[place].table.take(pa.array(mine - begins[place]))
-            for place, mine in zip(used, np.split(rows[order], starts[1:]), strict=bool(len(used)))
-        ]
-        table = pa.concat_tables([self.table.slice(0, 0), *parts]).combine_chunks()
-        return Batch(table.take(pa.array(np.argsort(order))).combine_chunks())
+        ends = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        runs = [self.table.slice(rows[a], b - a) for a, b in pairwise(ends) if b]
+        table = pa.concat_tables([self.table.slice(0, 0), *runs])
+        return Batch(table if _MIN_RUN * len(runs) < len(rows) else table.combine_chunks())
 
     def slice(self, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` (exclusive) without copying."""

@@ -109,9 +109,6 @@ class DataConfig:
     which counts them by reason in the log and in `data-report.json`."""
     bad_rows_limit: Annotated[ProperFraction, AppliesIf("data.bad_rows=drop")] = 0.05
     """With `data.bad_rows=drop`, the largest share of rows to leave out; more is an error."""
-    cache_folder: Annotated[NameOrPath | None, _WITH_FILES] = None
-    """Where the token ids of large files are kept for later jobs; null: `hybridrl/rows` in
-    `$XDG_CACHE_HOME` (`~/.cache`)."""
     prompts_per_step: PositiveInt = 64
     """Prompts, examples or pairs that a step learns from."""
     shuffle: Annotated[bool, AppliesIf("data.sampler=null")] = True

@@ -273,15 +273,16 @@ CACHED_KINDS = ("log_probs", "verdicts", "judgements")
 
 @dataclass
 class CacheConfig:
-    """The cache of values that are expensive to compute, which runs share; see docs/data.md."""
+    """The cache of values that are expensive to compute, and of the token ids of large files, which
+    runs share; see docs/data.md."""
 
     use: list[Annotated[str, OneOf(*CACHED_KINDS)]] = field(default_factory=list)
     """What is cached: `log_probs` of a reference that does not learn; `verdicts` of reward
     functions that have an attribute `cache`, as `passes_tests` has; `judgements` of a judge."""
-    folder: Annotated[NameOrPath | None, AppliesIf("cache.use")] = None
+    folder: NameOrPath | None = None
     """Where it lies; null: `$XDG_CACHE_HOME/hybridrl`, or `~/.cache/hybridrl`."""
     max_gib: Annotated[PositiveFloat, AppliesIf("cache.use")] = 8.0
-    """Size of all entries on disk; the oldest are removed beyond it."""
+    """Size of all entries on disk but token ids; the oldest are removed beyond it."""
 
 
 @dataclass

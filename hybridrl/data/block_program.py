@@ -1,20 +1,13 @@
 """The program of a process that reads and tokenizes blocks of rows:
-`python -m hybridrl.data.block_program`.
-
-It appends what it makes of a block to a file that all processes of a job share, as an Arrow stream,
-and answers with its place there.
-"""
+`python -m hybridrl.data.block_program`."""
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import pickle
-import sys
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -22,15 +15,13 @@ import pyarrow as pa
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.answer_formats import TESTS_COLUMN, extract_reference_answers
-from hybridrl.data.refused_rows import RefusedRows, check_rows, checked_by
-from hybridrl.data.row_blocks import RowBlock
+from hybridrl.data.refused_rows import RefusedRows, check_rows
+from hybridrl.data.row_blocks import RowBlock, WholeTableError
 from hybridrl.data.row_keys import add_keys
 from hybridrl.data.row_origin import RowOrigin
 from hybridrl.data.row_reader import RowReader
-from hybridrl.errors import DataError, HybridRLError
+from hybridrl.errors import HybridRLError
 from hybridrl.processes import child
-
-_ALIGNMENT = 64
 
 
 class RowRecipe(NamedTuple):
@@ -49,72 +40,51 @@ class RowRecipe(NamedTuple):
     columns: Mapping[str, str | None]
     required: Mapping[str, str]
 
-    @property
-    def texts(self) -> list[str]:
-        """Columns in which numbers are read as texts."""
-        answers = self.columns.get("answer_column")
-        return [] if answers is None else [answers]
-
     def refused(self, before: int | None = None) -> RefusedRows:
         """Return the record of refused rows of the table, or of the part after so many rows."""
         drop, limit = self.config.bad_rows == "drop", self.config.bad_rows_limit
         return RefusedRows(self.place, drop=drop, limit=limit, origin=self.origin, before=before)
 
-    def make(self, tokenizer: Any, rows: pa.Table, refused: RefusedRows) -> Batch:
-        """Tokenize a table of rows."""
+    def make(self, read: Callable[..., pa.Table], tokenizer: Any, refused: RefusedRows) -> Batch:
+        """Tokenize the rows that `read` returns; its arguments are the last three of
+        `read_found_rows`."""
         answers = self.columns.get("answer_column")
+        rows = read(self.required, [answers] if answers else [], refused)
         rows = extract_reference_answers(rows, self.config.answer_format, answers, refused)
         check_rows(self.config, rows, refused)
         return self.tokenize(RowReader.of(self.config, tokenizer, refused), rows, **self.columns)
 
 
-class WholeTableError(HybridRLError):
-    """The rows have to be read in one table: there are none, or their tests are tried together."""
-
-
-def _refuse_tests(_: DataConfig, rows: pa.Table, refused: RefusedRows) -> None:
-    if TESTS_COLUMN in rows.column_names:
-        raise WholeTableError
-
-
 class BlockProgram(logging.Handler):
-    """See `child.ItemServer`. The payload of an item is a `RowBlock`."""
+    """See `child.ItemServer`. The payload of an item is a `RowBlock`; its answer are the bytes of
+    an Arrow stream, and what is to be noted of them."""
 
-    def start(self, setup: tuple[Any, ...], server: child.ItemServer) -> None:
-        paths, recipe, tokenizer, file = setup
-        sys.path += [place for place in paths if place not in sys.path]
-        self._recipe: RowRecipe = pickle.loads(recipe)
-        self._tokenizer, self._file = pickle.loads(tokenizer), Path(file)
+    def start(self, setup: bytes, server: child.ItemServer) -> None:
+        self._recipe: RowRecipe
+        self._recipe, self._tokenizer = pickle.loads(setup)
         log = logging.getLogger("hybridrl")
         log.handlers, log.propagate = [self], False
 
     def emit(self, record: logging.LogRecord) -> None:
         self._logs.append([record.name, record.levelno, record.getMessage()])
 
-    def run_blocking(self, block: RowBlock) -> dict[str, Any]:
+    def run_blocking(self, block: RowBlock) -> tuple[bytes, dict[str, Any]]:
         self._logs = list[list[Any]]()
-        recipe, refused = self._recipe, self._recipe.refused(block.before)
-        rows = block.read(recipe.required, recipe.texts, refused)
-        with checked_by(_refuse_tests):
-            made = add_keys(recipe.make(self._tokenizer, rows, refused), self._tokenizer)
+        refused = self._recipe.refused(block.before)
+        made = self._recipe.make(block.read, self._tokenizer, refused)
+        if TESTS_COLUMN in made:
+            raise WholeTableError
+        table = add_keys(made, self._tokenizer).table
         with pa.BufferOutputStream() as sink:
-            with pa.ipc.new_stream(sink, made.table.schema) as writer:
-                writer.write_table(made.table.combine_chunks())
-            data = sink.getvalue()
-        with self._file.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(bytes(-file.seek(0, 2) % _ALIGNMENT))
-            place = file.tell()
-            file.write(data)
-        found = {"place": [place, data.size, zlib.crc32(data)], "logs": self._logs}
-        return {**found, "refused": refused.export()}
+            with pa.ipc.new_stream(sink, table.schema) as writer:
+                writer.write_table(table.combine_chunks())
+            data = sink.getvalue().to_pybytes()
+        noted = {"crc32": zlib.crc32(data), "logs": self._logs, "refused": refused.export()}
+        return data, noted
 
     def explain(self, error: BaseException) -> tuple[str, Any]:
-        if isinstance(error, OSError) and error.errno is not None:
-            return "OSError", error.errno
-        kind = DataError if isinstance(error, DataError) else type(error)
         if isinstance(error, HybridRLError):
-            return kind.__name__, str(error)
+            return "refused", error
         return "", child.traceback_of(error, (__file__, child.__file__))
 
 

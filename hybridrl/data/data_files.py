@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hybridrl.data.table_columns import add_nested_columns, check_required_colum
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
 
-TableReader = Callable[[Path, Mapping[str, str]], pa.Table]
+TableReader = Callable[[Path, Mapping[str, str]], Iterable[pa.Table]]
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -107,7 +107,8 @@ def read_found_rows(
 def iterate_tables(
     files: list[Path], required: Mapping[str, str], setting: Setting
 ) -> Iterator[pa.Table]:
-    """Yield the rows of files that are not JSON in tables of moderate size.
+    """Yield the rows of files that are not JSON: of Parquet in tables of moderate size, of others
+    in one for each file.
 
     Args:
         required, setting: As of `read_rows`; `setting` names the files.
@@ -118,10 +119,12 @@ def iterate_tables(
     for file in files:
         kind, read = _READERS[str(_find_format(file.name))]
         try:
-            for table in _iterate_parquet(file) if kind == "Parquet" else [read(file, required)]:
+            for table in read(file, required):
                 yield _add_required_columns(table, required, f"`{file}`")
         except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, kind, setting, error) from error
+            raise DataError(
+                f"`{file}` (`{setting}`) is no readable {kind} file: {error}"
+            ) from error
 
 
 def find_common_format(files: list[Path]) -> str | None:
@@ -256,11 +259,11 @@ def _read_files(
     refused: RefusedRows,
     setting: Setting,
 ) -> pa.Table:
-    kinds = {_find_format(file.name) for file in files}
-    if kinds == {"jsonl"}:
+    kind = find_common_format(files)
+    if kind == "jsonl":
         return read_json_lines(list_json_lines(files, setting), required, texts, refused)
-    if len(kinds) == 1 and (reader := _READERS.get(str(*kinds))) is not None:
-        tables = [_read_table(file, *reader, required, setting) for file in files]
+    if kind is not None:
+        tables = list(iterate_tables(files, required, setting))
         return _concat_tables(files, tables, required, setting)
     unknown = next((file for file in files if _find_format(file.name) is None), None)
     if unknown is not None:
@@ -275,25 +278,11 @@ def _read_files(
     )
 
 
-def _read_table(
-    file: Path, kind: str, read: TableReader, required: Mapping[str, str], setting: Setting
-) -> pa.Table:
-    try:
-        table = read(file, required)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, kind, setting, error) from error
-    return _add_required_columns(table, required, f"`{file}`")
-
-
-def _unreadable(file: Path, kind: str, setting: Setting, error: Exception) -> DataError:
-    return DataError(f"`{file}` (`{setting}`) is no readable {kind} file: {error}")
-
-
-def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_csv(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
     """Read a table whose first line names the columns. Those of prompts and answers are texts as
     they are written; others become numbers where they can."""
     texts = [column for name, column in required.items() if not name.endswith(".margin_column")]
-    return csv.read_csv(
+    yield csv.read_csv(
         file,
         parse_options=csv.ParseOptions(
             delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
@@ -302,22 +291,20 @@ def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
     )
 
 
-def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
-    return pq.ParquetFile(file).read()
+def _read_parquet(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
+    with pq.ParquetFile(file) as opened:
+        yield opened.schema_arrow.empty_table()  # columns, also of no rows
+        yield from (pa.Table.from_batches([rows]) for rows in opened.iter_batches(1024))
 
 
-def _iterate_parquet(file: Path) -> Iterator[pa.Table]:
-    return (pa.Table.from_batches([rows]) for rows in pq.ParquetFile(file).iter_batches(1024))
-
-
-def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_arrow(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
     """Read an Arrow stream, as `datasets` writes it, or an Arrow file."""
     with pa.memory_map(str(file)) as source:
         try:
             table = pa.ipc.open_stream(source).read_all()
         except pa.ArrowInvalid:
             table = pa.ipc.open_file(source).read_all()
-    return table.replace_schema_metadata(None)
+    yield table.replace_schema_metadata(None)
 
 
 _READERS: dict[str, tuple[str, TableReader]] = {

@@ -17,12 +17,18 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
 from hybridrl.data.block_program import RowRecipe
-from hybridrl.data.data_files import TRAIN_SPLIT, find_data_files, list_splits
+from hybridrl.data.data_files import (
+    TRAIN_SPLIT,
+    find_data_files,
+    list_splits,
+    load_hub_dataset,
+    read_found_rows,
+)
 from hybridrl.data.held_out import DataSplits, sample_batch_rows, split_held_out
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows
-from hybridrl.data.row_blocks import RowSource
+from hybridrl.data.row_blocks import estimate_large_size
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import (
@@ -213,14 +219,14 @@ def _load_splits(
 
     def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
         recipe = RowRecipe(config, origin, path, tokenize, columns, required)
-        source = RowSource(
-            find_data_files(path, split, origin=origin), path, split, origin / "path"
-        )
-        if source.is_large and (found := load_token_rows(recipe, source, tokenizer)) is not None:
-            return found
+        found = find_data_files(path, split, origin=origin)
+        found = found or load_hub_dataset(path, split, origin / "path")
+        if size := estimate_large_size(found):
+            rows = load_token_rows(recipe, found, size, tokenizer)
+            if rows is not None:
+                return rows
         refused = recipe.refused()
-        rows = source.read(required, recipe.texts, refused)
-        batch = recipe.make(tokenizer, rows, refused)
+        batch = recipe.make(partial(read_found_rows, found, path), tokenizer, refused)
         refused.tell()
         return batch
 

@@ -4,7 +4,7 @@ also trained on."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -74,7 +74,7 @@ def find_duplicates(
     ends = np.cumsum([len(rows) for rows in batches]).tolist()
     places = {name: range(a, b) for name, (a, b) in zip(kept, pairwise(ends), strict=True)}
     learned, texts = len(training), _PromptTexts(batches, tokenizer)
-    found = _find_pairs(texts)
+    found = _find_pairs(batches, tokenizer)
     inside = _filter_pairs(found, lambda later, first: later < learned)
     figures: dict[str, Any] = {"training": {"rows": learned, **_format_figures(inside, texts)}}
     remarks = []
@@ -102,48 +102,33 @@ def find_duplicates(
             f"more than {MAX_NEAR_ROWS} rows or {MAX_NEAR_CHARACTERS} characters"
         )
         remarks.append(
-            f"Of {len(texts)} prompts it was not looked for near duplicates: that takes too long "
+            f"Of {ends[-1]} prompts it was not looked for near duplicates: that takes too long "
             f"from {MAX_NEAR_ROWS} rows, or {MAX_NEAR_CHARACTERS} characters, on."
         )
     return DuplicateReport(figures, remarks)
 
 
-class _PromptTexts(Sequence[str]):
-    """The prompts of several batches as texts, read when they are asked for."""
+class _PromptTexts:
+    """The prompts of several batches as texts, each read when it is asked for."""
 
     def __init__(self, batches: Sequence[Batch], tokenizer: Any) -> None:
         self._batches, self._tokenizer = batches, tokenizer
         self._begins = np.cumsum([0, *map(len, batches)])
 
-    def __len__(self) -> int:
-        return int(self._begins[-1])
-
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, place: int) -> str:
         number = int(np.searchsorted(self._begins, place, side="right")) - 1
         row = self._batches[number].take([place - int(self._begins[number])])
         return read_prompt_texts(row, self._tokenizer)[0]
 
-    def __iter__(self) -> Iterator[str]:
-        pieces = (piece for rows in self._batches for piece in rows.pieces)
-        return (text for piece in pieces for text in read_prompt_texts(piece, self._tokenizer))
 
-    @property
-    def are_few(self) -> bool:
-        """Whether near duplicates are looked for, as far as is known without reading texts: a token
-        has a character or more."""
-        tokens = (
-            int(rows.lengths("prompt_ids").sum()) for rows in self._batches if "prompt_ids" in rows
-        )
-        return len(self) <= MAX_NEAR_ROWS and sum(tokens) <= MAX_NEAR_CHARACTERS
-
-    def keys(self) -> npt.NDArray[np.int64]:
-        return np.concatenate([compute_text_keys(rows, self._tokenizer) for rows in self._batches])
-
-
-def _find_pairs(texts: _PromptTexts) -> _DuplicatePairs:
-    if not texts.are_few:
-        return _DuplicatePairs(_find_equal_keys(texts.keys()), None)
-    plain = list(map(normalize_text, texts))
+def _find_pairs(batches: Sequence[Batch], tokenizer: Any) -> _DuplicatePairs:
+    tokens = sum(int(b.lengths("prompt_ids").sum()) for b in batches if "prompt_ids" in b)
+    if tokens > MAX_NEAR_CHARACTERS or sum(map(len, batches)) > MAX_NEAR_ROWS:
+        keys = np.concatenate([compute_text_keys(rows, tokenizer) for rows in batches])
+        return _DuplicatePairs(_find_equal_keys(keys), None)
+    plain = [
+        normalize_text(text) for rows in batches for text in read_prompt_texts(rows, tokenizer)
+    ]
     exact = _find_equal_keys(hash_texts(plain))
     if sum(map(len, plain)) > MAX_NEAR_CHARACTERS:
         return _DuplicatePairs(exact, None)
@@ -221,7 +206,7 @@ def _filter_pairs(found: _DuplicatePairs, wanted: Any) -> _DuplicatePairs:
     return _DuplicatePairs([pair for pair in found.exact if wanted(*pair)], near)
 
 
-def _format_figures(found: _DuplicatePairs, texts: Sequence[str]) -> dict[str, Any]:
+def _format_figures(found: _DuplicatePairs, texts: _PromptTexts) -> dict[str, Any]:
     kinds = {"exact": found.exact, "near": found.near}
     return {
         f"{name}_duplicates": None if pairs is None else len(pairs) for name, pairs in kinds.items()
@@ -240,7 +225,7 @@ def _format_counts(found: _DuplicatePairs) -> str:
     return f"{len(found.exact)}" if found.exact else f"{near} (nearly)"
 
 
-def _format_examples(found: _DuplicatePairs, texts: Sequence[str]) -> str:
+def _format_examples(found: _DuplicatePairs, texts: _PromptTexts) -> str:
     shown = [texts[later] for later, _ in _choose_examples(found)]
     return "; ".join(repr(text if len(text) <= 60 else f"{text[:60]}...") for text in shown)
 

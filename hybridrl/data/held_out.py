@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
-from hybridrl.data.row_keys import compute_tokens_keys, number_keys
+from hybridrl.data.row_keys import compute_tokens_keys
 from hybridrl.data.supervised_examples import CONVERSATION
 
 MAX_HELD_OUT_SHARE = 0.2
@@ -65,10 +65,12 @@ def sample_batch_rows(rows: Batch, number: int, seed: int) -> Batch:
 
 
 def _number_prompts(rows: Batch) -> npt.NDArray[np.int64]:
-    """Return a number for each row that is the same for rows with the same prompt."""
+    """Return a number for each row that is the same for rows with the same prompt; they count from
+    0 in the order of first appearance."""
     keys = compute_tokens_keys(rows)
     if CONVERSATION in rows:  # whose rows have several prompts, each the beginning of the next
         heads = rows[CONVERSATION].numpy()
         _, first, inverse = np.unique(heads, return_index=True, return_inverse=True)
         keys = keys[first[inverse]]
-    return number_keys(keys)
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]

@@ -201,17 +201,19 @@ def _is_name(value: Any) -> bool:
 
 
 def _concat_sources(parts: Sequence[Batch]) -> Batch | None:
+    """Concatenate the batches; columns missing in a source are null there."""
+    if not parts:
+        return None
     is_small = all(len(part.pieces) < 2 for part in parts)
-    return concat_mixed(parts, "sources", in_one_piece=is_small) if parts else None
+    kept = without_mixed_columns(parts, "sources")
+    return Batch.concat(kept, fill_missing=True, in_one_piece=is_small)
 
 
-def concat_mixed(parts: Sequence[Batch], what: str, *, in_one_piece: bool) -> Batch:
-    """Concatenate the batches; columns missing in one are null there, columns of different types
-    are dropped with a warning.
+def without_mixed_columns(parts: Sequence[Batch], what: str) -> list[Batch]:
+    """Drop columns of different types with a warning.
 
     Args:
         what: Has these values, for the warning.
-        in_one_piece: As of `Batch.concat`.
     """
     names = dict.fromkeys(name for part in parts for name in part.columns)
     schemas = {part.table.schema: None for part in parts}
@@ -222,8 +224,7 @@ def concat_mixed(parts: Sequence[Batch], what: str, *, in_one_piece: bool) -> Ba
             f"column `{mixed[0]}` is" if len(mixed) == 1 else f"columns {', '.join(mixed)} are",
             what,
         )
-    kept = [part.select([name for name in part.columns if name not in mixed]) for part in parts]
-    return Batch.concat(kept, fill_missing=True, in_one_piece=in_one_piece)
+    return [part.select([name for name in part.columns if name not in mixed]) for part in parts]
 
 
 def _have_one_type(name: str, schemas: Sequence[pa.Schema]) -> bool:

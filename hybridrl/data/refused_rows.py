@@ -79,11 +79,12 @@ class RefusedRows:
         before: int | None = None,
     ) -> None:
         self.place, self.origin = place, origin
-        self._drop, self._limit, self._before = drop, limit, before
+        self.is_part, self.first = before is not None, before or 0
+        self._drop, self._limit = drop, limit
         self._errors: dict[int, DataError] = {}
         self._rows = 0
-        self._counts_of: dict[tuple[Any, ...], list[int]] = {}
-        self._doubts: list[str | None] = []
+        self._sums: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
+        self._doubts: list[str] = []
 
     def refuse(self, number: int, error: DataError) -> None:
         """Note that a row, counted from 1, is refused; the first error of a row counts."""
@@ -107,19 +108,6 @@ class RefusedRows:
         """Return a row by its number, for sentences about it."""
         return DataRow(number + self.first, self.origin)
 
-    @property
-    def first(self) -> int:
-        """The number of rows before the first one."""
-        return self._before or 0
-
-    @property
-    def is_part(self) -> bool:
-        return self._before is not None
-
-    def describe_range(self, rows: int) -> str:
-        """Return which rows of the data a number of them counts; empty for a whole table."""
-        return f" from row {self.first + 1} to {self.first + rows}" if self.is_part else ""
-
     def warn(
         self, sentence: str, numbers: Sequence[int], *words: Any, unless_all: bool = False
     ) -> None:
@@ -128,7 +116,7 @@ class RefusedRows:
         logged if there are none; nor, with `unless_all`, if that are all of the second number."""
         if self.is_part:
             key = (sentence, unless_all, *(w if isinstance(w, int) else str(w) for w in words))
-            self._add(key, numbers)
+            self._sums[key] = self._sums.get(key, 0) + np.array(numbers)
         elif numbers[0] and not (unless_all and numbers[0] == numbers[1]):
             _log.warning(sentence, *numbers, *words)
 
@@ -141,33 +129,26 @@ class RefusedRows:
 
     def export(self) -> dict[str, Any]:
         """Return what is known of a part, as plain data."""
-        errors = [
-            [n + self.first, str(e), e.reason if isinstance(e, RowError) else None]
-            for n, e in self._errors.items()
-        ]
-        counts = [[list(key), numbers] for key, numbers in self._counts_of.items()]
-        doubt = self._doubts[0] if self._doubts else None
-        return {"rows": self._rows, "errors": errors, "counts": counts, "doubt": doubt}
+        return {
+            "rows": self._rows,
+            "errors": [[n + self.first, str(e), _reason(e)] for n, e in self._errors.items()],
+            "sums": [[key, numbers.tolist()] for key, numbers in self._sums.items()],
+            "doubts": self._doubts[:1],
+        }
 
     def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
         """Take over what is known of the parts of this table (`export`), and raise and log what
         holds for the whole."""
+        sums: dict[tuple[Any, ...], Any] = {}
         for part in parts:
-            for number, text, reason in part["errors"]:
-                error = DataError(text) if reason is None else RowError(text, reason)
-                self._errors[number] = error
-            self._doubts.append(part["doubt"])
-            for key, numbers in part["counts"]:
-                self._add(tuple(key), numbers)
+            self._errors |= {n: RowError(text, reason) for n, text, reason in part["errors"]}
+            for key, numbers in part["sums"]:
+                sums[tuple(key)] = sums.get(tuple(key), 0) + np.array(numbers)
         self.kept(sum(part["rows"] for part in parts))
-        for (sentence, unless_all, *words), numbers in self._counts_of.items():
-            self.warn(sentence, numbers, *words, unless_all=unless_all)
-        if self._doubts and None not in self._doubts:
-            raise DataError(self._doubts[0])
-
-    def _add(self, key: tuple[Any, ...], numbers: Sequence[int]) -> None:
-        known = self._counts_of.get(key, [0] * len(numbers))
-        self._counts_of[key] = [a + int(b) for a, b in zip(known, numbers, strict=True)]
+        for (sentence, unless_all, *words), numbers in sums.items():
+            self.warn(sentence, numbers.tolist(), *words, unless_all=unless_all)
+        if all(part["doubts"] for part in parts):
+            raise DataError(*parts[0]["doubts"])
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the numbers, from 0, of the rows that are not refused.
@@ -186,8 +167,7 @@ class RefusedRows:
             few = refused < rows and refused <= self._limit * rows
             cure = f" {self.origin / 'bad_rows'}=drop leaves them out." if few else ""
             raise type(first)(
-                f"{str(first).rstrip()} ({count} refused of {rows}{self.describe_range(rows)}: "
-                f"{self._counts()}.{cure})"
+                f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}.{cure})"
             ) from first
         if not self.is_part and (refused > self._limit * rows or (refused and refused == rows)):
             raise DataError(
@@ -226,8 +206,7 @@ class RefusedRows:
         found: dict[str, list[int]] = {}
         for number in sorted(self._errors):
             error = self._errors[number]
-            reason = error.reason if isinstance(error, RowError) else "malformed"
-            found.setdefault(reason, []).append(number)
+            found.setdefault(_reason(error), []).append(number)
         return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     def _counts(self) -> str:
@@ -235,3 +214,7 @@ class RefusedRows:
 
     def _examples(self) -> str:
         return " ".join(str(self._errors[rows[0]]) for rows in self._by_reason().values())
+
+
+def _reason(error: DataError) -> str:
+    return error.reason if isinstance(error, RowError) else "malformed"

@@ -4,6 +4,7 @@ take too much memory."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -26,12 +27,8 @@ def compute_tokens_keys(rows: Batch) -> Keys:
 
 def compute_text_keys(rows: Batch, tokenizer: Any) -> Keys:
     """Return the key of each row's prompt, by its text without case, spaces and punctuation."""
-
-    def compute(piece: Batch) -> Keys:
-        texts = map(normalize_text, read_prompt_texts(piece, tokenizer))
-        return hash_texts(texts)
-
-    return _find_keys(rows, TEXT_KEY, compute)
+    read = partial(read_prompt_texts, tokenizer=tokenizer)
+    return _find_keys(rows, TEXT_KEY, lambda piece: hash_texts(map(normalize_text, read(piece))))
 
 
 def add_keys(rows: Batch, tokenizer: Any) -> Batch:
@@ -43,13 +40,6 @@ def add_keys(rows: Batch, tokenizer: Any) -> Batch:
 def remove_keys(rows: Batch) -> Batch:
     """Return the rows without the columns of keys."""
     return rows.select(name for name in rows.columns if name not in (TOKENS_KEY, TEXT_KEY))
-
-
-def number_keys(keys: Keys) -> Keys:
-    """Return a number for each key, which is the same for equal keys; they count from 0 in the
-    order of first appearance."""
-    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[inverse]
 
 
 def read_prompt_texts(rows: Batch, tokenizer: Any) -> list[str]:

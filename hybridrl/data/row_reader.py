@@ -179,8 +179,7 @@ class RowReader:
             number = first + 1 if numbers is None else numbers[first]
             raise DataError(
                 f"{self.refused.row(number)} has a {what} of {lengths[first]} tokens, more than "
-                f"`{setting}` ({limit}); {dropped} of {len(mine)} rows"
-                f"{self.refused.describe_range(len(encoded))} are too long, the "
+                f"`{setting}` ({limit}); {dropped} of {len(mine)} rows are too long, the "
                 f"longest has {mine.max()}. Raise `{setting}`, or set `{drop}=drop`. The {what} "
                 f"begins: {quote_excerpt(texts[first])}"
             )
