@@ -130,7 +130,8 @@ def make_data(folder: Path, seed: int) -> None:
 def measure_rewards(folder: Path, steps: int) -> None:
     # With a hundred characters an answer ends seldom, so that lengths are spread up to the limit.
     tokenizer = build_character_tokenizer(PRINTABLE_CHARACTERS)
-    model = make_tiny_model(folder / "random", tokenizer, seed=0, **SHAPE)
+    shape = SHAPE | {"layers": 12}  # so deep that generation takes longer than the rewards
+    model = make_tiny_model(folder / "random", tokenizer, seed=0, **shape)
     prompts = [json.dumps({"prompt": f"Tell me of {number}"}) for number in range(400)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
     streams = worker_groups._scores_beside
