@@ -49,6 +49,7 @@ COMMANDS = {
         "timeline_command",
         "what each device of a run did and waited for, and a trace of it for ui.perfetto.dev",
     ),
+    "cache": ("cache_command", "lists what the cache of runs holds, and prunes it"),
     "whatif": ("whatif_command", "how long a step of a run would take if something were different"),
     "completion": (
         "completion",

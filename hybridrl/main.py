@@ -126,7 +126,7 @@ def run(
     ):
         interrupts.on_terminate = end_now
         with (
-            Job(config, view.phase, data=data, is_whole=True) as job,
+            Job(config, view.phase, data=data, is_whole=True, bar=view.phase_progress) as job,
             _report_error_before_closing(view, interrupts),
         ):
             # It brings in the libraries of the models, which the job imports while Ray starts.
@@ -149,6 +149,8 @@ def run(
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:
                     view.message(notice)
+            if job.trainer_class.TRAINS:
+                view.expect_steps(job.config.trainer.steps)
             loop = RunLoop(job, view)
             interrupts.on_terminate, interrupts.on_interrupt = loop.preempt, loop.interrupt
             summary = loop.run()

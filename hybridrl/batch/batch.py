@@ -9,6 +9,8 @@ refuse to be changed in place (see `arrow_columns`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,10 @@ def sampled_tokens(batch: Batch) -> torch.Tensor:
     return found
 
 
+_MIN_RUN = 8
+"""Average length of runs of rows that are worth a slice each."""
+
+
 class Batch:
     """An immutable table of samples.
 
@@ -139,13 +145,16 @@ class Batch:
 
     def array(self, name: str) -> pa.Array:
         """Return the column as one Arrow array."""
+        self._check_name(name)
+        column = self.table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    def _check_name(self, name: str) -> None:
         if name not in self:
             raise DataError(
                 f"The batch has no column `{name}`; it has {', '.join(self.columns)}."
                 + suggest_name(name, self.columns)
             )
-        column = self.table.column(name)
-        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
     def __getitem__(self, name: str) -> Any:
         array = self.array(name)
@@ -166,7 +175,15 @@ class Batch:
 
     def lengths(self, name: str) -> npt.NDArray[np.int64]:
         """Return the number of values in each row of the token-level column `name`, `[rows]`."""
+        if len(self.pieces) > 1:
+            return np.concatenate([piece.lengths(name) for piece in self.pieces])
         return np.asarray(self.ragged(name).lengths.numpy(), dtype=np.int64)
+
+    @cached_property
+    def pieces(self) -> list[Batch]:
+        """The rows in batches whose columns lie in one piece of memory each, without a copy: those
+        of a table that is mapped from a file and larger than the memory."""
+        return [Batch(pa.Table.from_batches([piece])) for piece in self.table.to_batches()]
 
     def padded(self, name: str, fill: float = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the column as `[rows, longest]`, left-aligned, and the bool mask of its real
@@ -183,7 +200,7 @@ class Batch:
         """Return a batch of these columns only."""
         names = list(names)
         for name in names:
-            self.array(name)
+            self._check_name(name)
         return Batch(self.table.select(names))
 
     def with_columns(self, columns: Mapping[str, Any]) -> Batch:
@@ -208,19 +225,32 @@ class Batch:
         rows = resolve_row_numbers(rows, len(self))
         if len(rows) and (np.diff(rows) == 1).all():
             return self.slice(int(rows[0]), int(rows[-1]) + 1)
+        if len(self.pieces) > 1:
+            return self._take_of_pieces(rows)
         return Batch(self.table.take(pa.array(rows)).combine_chunks())
+
+    def _take_of_pieces(self, rows: npt.NDArray[np.int64]) -> Batch:
+        """Arrow's own `take` would first put all pieces together in memory. Long runs are not
+        copied."""
+        ends = [0, *(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]
+        runs = [self.table.slice(rows[a], b - a) for a, b in pairwise(ends) if b]
+        table = pa.concat_tables([self.table.slice(0, 0), *runs])
+        return Batch(table if _MIN_RUN * len(runs) < len(rows) else table.combine_chunks())
 
     def slice(self, start: int, stop: int) -> Batch:
         """Return rows `start` to `stop` (exclusive) without copying."""
         return Batch(self.table.slice(start, stop - start))
 
     @staticmethod
-    def concat(batches: Sequence[Batch], *, fill_missing: bool = False) -> Batch:
+    def concat(
+        batches: Sequence[Batch], *, fill_missing: bool = False, in_one_piece: bool = True
+    ) -> Batch:
         """Concatenate batches row-wise.
 
         Args:
             fill_missing: A column that some batches do not have is NaN there if it holds numbers
                 with a fraction, and empty otherwise. Without it all must have the same columns.
+            in_one_piece: Copy the rows to one piece of memory; see `pieces`.
 
         Raises:
             DataError: if there is no batch, or the columns are not the same; names them.
@@ -251,7 +281,7 @@ class Batch:
             if pa.types.is_floating(table.schema.field(name).type):
                 filled = pc.fill_null(table.column(name), float("nan"))
                 table = table.set_column(table.column_names.index(name), name, filled)
-        return Batch(table.combine_chunks())
+        return Batch(table.combine_chunks() if in_one_piece else table)
 
     def to_pylist(self) -> list[dict[str, Any]]:
         """Return one dictionary per row."""

@@ -68,6 +68,8 @@ class CallRecord:
         metrics: Figures that the worker reported; they add up over ranks and calls, but of those
             named `*_max` the largest counts.
         beside: Whether it ran on its host's second thread, beside the calls of other roles.
+        loads: By phase name, what it took of the cores (see `hybridrl.system.core_pins`); empty
+            unless `resources=auto`.
         call, host, reads: The number of the call, in the order in which the driver made them, the
             number of the device that it ran on, and the calls whose results it was given; the
             driver adds them.
@@ -91,6 +93,7 @@ class CallRecord:
     notices: list[str] = field(default_factory=list)
     choices: list[str] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
+    loads: dict[str, dict[str, float]] = field(default_factory=dict)
     call: int = 0
     host: int = -1
     reads: tuple[int, ...] = ()

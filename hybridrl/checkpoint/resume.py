@@ -157,7 +157,7 @@ def find_resume_point(
             f"does not. {'Fork' if source.forks else 'Resume'} with the algorithm and roles of "
             "that run."
         )
-    if config.trainer.steps <= step:
+    if config.trainer.known_steps <= step:
         notices.append(
             f"Step {step} is done already, and trainer.steps={config.trainer.steps} asks for no "
             "more."

@@ -20,6 +20,10 @@ from hybridrl.errors import ConfigError
 GENERATION_PLAN, PRECISION_PLAN = "generation", "precision"
 """What else is planned, by the first word after `hybridrl plan`."""
 
+_AUTO_RESOURCES_NOTICE = (
+    "resources=auto: cores are chosen by measuring steps. The run tells what it chose, what it "
+    "expects of that and what came of it."
+)
 _AUTO_PLACEMENT_NOTICE = (
     "With placement=auto a start searches for a placement; this is the plan of flattening. Add "
     "--search for what it would find."
@@ -152,7 +156,8 @@ def _plan_job(chosen: argparse.Namespace, settings: list[str]) -> None:
         else:
             said = f"Chosen: {', '.join(format_settings(left))}." if left else ""
             searched = _AUTO_PLACEMENT_NOTICE if config.placement.strategy == "auto" else ""
-            notices = filter(None, (unnamed, said, searched, plan.notice, *unseen))
+            cores = _AUTO_RESOURCES_NOTICE if config.resources == "auto" else ""
+            notices = filter(None, (unnamed, said, cores, searched, plan.notice, *unseen))
             print_for_people(*table.format_step_sizes(plan), *notices)
             for shown in table.build_plan_tables(plan):
                 print_for_people("", shown)

@@ -77,6 +77,14 @@ def compose_config(overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
     for override in read:  # of a preset all settings that presets of its group set
         keys += list_preset_settings(override.key) if override.is_preset else [override.key]
     config = build_config(composed)
+    named = {override.key for override in read}
+    if "trainer.steps" in named:
+        if "trainer.epochs" in named and config.trainer.epochs is not None:
+            raise ConfigError(
+                f"trainer.steps={config.trainer.steps} and trainer.epochs={config.trainer.epochs} "
+                "are two lengths of one run. Leave one of them out."
+            )
+        keys.append("trainer.epochs")  # in place of those of the run that is resumed
     if is_served(config.rollout, config.environment) and not any(map(_names_functions, read)):
         config = _without_default_function(config)
     if instead:

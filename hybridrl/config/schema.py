@@ -11,6 +11,7 @@ derived (samples per step, context length, devices) is derived, and printed at t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -163,6 +164,14 @@ class TrainerConfig:
     """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
     steps: PositiveInt = 100
     """Each generates for `data.prompts_per_step` prompts and learns from them."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training rows, in place of `steps`, which follows from them: 0.5 is half of
+    the rows; null: as many as `steps` makes."""
+
+    @property
+    def known_steps(self) -> float:
+        """The number of steps; with `epochs`, before the number of rows is known, no bound."""
+        return self.steps if self.epochs is None else math.inf
 
 
 @dataclass
@@ -259,6 +268,23 @@ class ObserveConfig:
     """Steps between two samples on the console; 0: none."""
 
 
+CACHED_KINDS = ("log_probs", "verdicts", "judgements")
+
+
+@dataclass
+class CacheConfig:
+    """The cache of values that are expensive to compute, and of the token ids of large files, which
+    runs share; see docs/data.md."""
+
+    use: list[Annotated[str, OneOf(*CACHED_KINDS)]] = field(default_factory=list)
+    """What is cached: `log_probs` of a reference that does not learn; `verdicts` of reward
+    functions that have an attribute `cache`, as `passes_tests` has; `judgements` of a judge."""
+    folder: NameOrPath | None = None
+    """Where it lies; null: `$XDG_CACHE_HOME/hybridrl`, or `~/.cache/hybridrl`."""
+    max_gib: Annotated[PositiveFloat, AppliesIf("cache.use")] = 8.0
+    """Size of all entries on disk but token ids; the oldest are removed beyond it."""
+
+
 @dataclass
 class Config:
     """The settings of a whole job."""
@@ -268,6 +294,10 @@ class Config:
     """`cpu`, `cuda`, or `auto`: every GPU, or two CPU slots where there is none."""
     num_devices: PositiveInt | None = None
     """null: every GPU; two CPU slots (one with `executor=inline`)."""
+    resources: Annotated[str, OneOf("fixed", "auto")] = "fixed"
+    """The cores of what works at the same time, such as generation, rewards and environments:
+    `fixed`: all share all; `auto`: after the first steps, which are measured, each gets cores of
+    its own where that makes steps quicker. Nothing that is learned depends on it."""
     executor: Annotated[str, OneOf("ray", "inline")] = "ray"
     """`ray`, or `inline`: one device, in the driver's process, without Ray."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -309,6 +339,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     recover: RecoveryConfig = field(default_factory=RecoveryConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)

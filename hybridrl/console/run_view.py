@@ -116,6 +116,10 @@ class RunView(ABC):
     def phase(self, text: str) -> None:
         """Start a phase, such as `starting 2 workers`; this ends the phase before it."""
 
+    def expect_steps(self, total: int) -> None:
+        """Set the number of steps, which is known only when the data is."""
+        self._readings.total_steps = total
+
     @abstractmethod
     def phase_progress(self, done: int, total: int, note: str = "") -> None:
         """Show the progress of the current phase."""

@@ -37,6 +37,7 @@ from hybridrl.controller.worker import WorkerContext
 from hybridrl.controller.worker_host import WorkerHost
 from hybridrl.errors import ConfigError, DataError, WorkerError
 from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, resolve_devices
+from hybridrl.system.core_pins import PINS, PoolCores
 
 MAX_RECORDS = 50_000
 """The number of newest records that are kept until they are collected."""
@@ -203,6 +204,16 @@ class Executor(ABC):
         self._records.extend((number, record) for number, record in kept if number > step)
         return [record for number, record in kept if number <= step]
 
+    @property
+    def is_busy(self) -> bool:
+        """True while calls are under way."""
+        return bool(self._pending)
+
+    def assign_cores(self, cores: Sequence[Mapping[str, PoolCores]]) -> list[frozenset[int]]:
+        """Keep the pools of each host to these cores in its phases, and measure what these take;
+        return the cores that each host may use. Empty if not all hosts answer."""
+        return []
+
     def clocks_ahead(self) -> dict[int, float]:
         """Return by device how many seconds the clock of its machine is ahead of the driver's.
         Devices of the driver's machine, and devices that do not answer, may be missing."""
@@ -281,6 +292,9 @@ class InlineExecutor(Executor):
 
     def wait(self, calls: Sequence[GroupCall], limit: float | None = None) -> bool:
         return True  # every call is done when it returns
+
+    def assign_cores(self, cores: Sequence[Mapping[str, PoolCores]]) -> list[frozenset[int]]:
+        return [PINS.assign(one) for one in cores]
 
     def close(self) -> None:
         self.takes_calls = False

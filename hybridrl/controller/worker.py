@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
@@ -19,6 +19,7 @@ import torch
 from hybridrl.batch.call_record import CallRecord, PhaseSpan, number_of
 from hybridrl.layout.rank_mesh import MeshCoordinate
 from hybridrl.system.collective_waits import read_wait_seconds
+from hybridrl.system.core_pins import PINS
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -165,7 +166,8 @@ class Worker:
         begin, start, waited = time.perf_counter(), time.time(), read_wait_seconds()
         before, self.record.phase = self.record.phase, name
         try:
-            yield
+            with nullcontext() if self.is_beside else PINS.phase(name, self.record.loads):
+                yield
         finally:
             self.record.phase = before
             seconds = time.perf_counter() - begin

@@ -45,6 +45,7 @@ from hybridrl.controller.transfer_protocol import MethodTransfer, PartialTable, 
 from hybridrl.controller.worker import Rendezvous, Worker, WorkerContext
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.system.collective_waits import count_gpu_operations, read_wait_seconds
+from hybridrl.system.core_pins import PINS
 from hybridrl.system.redaction import redact
 
 _CallOutput = tuple[Batch | None, Any, ShardInfo | None]
@@ -228,6 +229,7 @@ class WorkerHost:
     def close(self) -> None:
         """Close every worker, the last one first; one that fails to close does not keep the others
         from closing."""
+        PINS.assign(None)
         with ExitStack() as closing:
             for worker in self._workers.values():
                 closing.callback(worker.close)

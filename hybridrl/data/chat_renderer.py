@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,12 +24,12 @@ from hybridrl.errors import RowError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hybridrl.data.refused_rows import RefusedRows
+
 _THOUGHTS = {"reasoning_content", "reasoning", "thinking"}
 """Keys under which messages have what the model thought."""
 _MARK = "hybridrl5e27mark"
 """Stands in the place of a content, to be looked for in what the template makes of it."""
-
-_log = logging.getLogger(__name__)
 
 
 class _Conversation(NamedTuple):
@@ -132,48 +131,49 @@ class ChatRenderer:
             self._counts["renderings"] += len(found)
         return found[::-1]
 
-    def tell(self) -> None:
-        """Log what the template does not show the model."""
+    def tell(self, refused: RefusedRows) -> None:
+        """Log what the template does not show the model.
+
+        Args:
+            refused: Of the rows that it has rendered.
+        """
         name, counts = self._tokenizer.name_or_path, self._counts
-        if counts["conversations"]:
-            _log.warning(
-                "%d conversations became %d rows, for the chat template of `%s` does not show all "
-                "their answers as the model generates them (it leaves out earlier thoughts, say). "
-                "%s=last learns the last answer of each alone.",
-                counts["conversations"],
-                counts["renderings"],
-                name,
-                self._origin / "learn",
-            )
+        refused.warn(
+            "%d conversations became %d rows, for the chat template of `%s` does not show all "
+            "their answers as the model generates them (it leaves out earlier thoughts, say). "
+            "%s=last learns the last answer of each alone.",
+            (counts["conversations"], counts["renderings"]),
+            name,
+            self._origin / "learn",
+        )
         shows = "tools" in template_variables(self._tokenizer)
-        if shows and counts["tools"]:
-            _log.warning("%d rows have tools, which their prompts show.", counts["tools"])
+        if shows:
+            refused.warn("%d rows have tools, which their prompts show.", [counts["tools"]])
         if unshown := counts["unshown"] + (0 if shows else counts["tools"]):
             cause = "the prompts are plain text"
             if not counts["unshown"]:
                 cause = f"the chat template of `{name}` does not read them"
-            _log.warning(
+            refused.warn(
                 "%d rows have tools in the column `%s` (`%s`) that the model is not shown: %s.",
-                unshown,
+                [unshown],
                 self._column,
                 self._origin / "tools_column",
                 cause,
             )
         for key in sorted(_THOUGHTS & counts.keys()):
-            _log.warning(
+            refused.warn(
                 "%d rows have messages with `%s`, which the chat template of `%s` does not read, "
                 "so the model does not see it.",
-                counts[key],
+                [counts[key]],
                 key,
                 name,
             )
-        if counts["calls"]:
-            _log.warning(
-                "%d rows call tools that their prompts do not have, so the model learns to call "
-                "functions that it is not shown. Name the column of the tools by %s.",
-                counts["calls"],
-                self._origin / "tools_column",
-            )
+        refused.warn(
+            "%d rows call tools that their prompts do not have, so the model learns to call "
+            "functions that it is not shown. Name the column of the tools by %s.",
+            [counts["calls"]],
+            self._origin / "tools_column",
+        )
 
     def _read_tools(self, row: DataRow, cell: Any) -> list[ToolSchema]:
         """Return the functions of a cell of `data.tools_column`; refuse anything else."""

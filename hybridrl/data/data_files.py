@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 
 from hybridrl.config.setting import Setting
-from hybridrl.data.json_lines import read_json_lines
+from hybridrl.data.json_lines import list_json_lines, read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.table_columns import add_nested_columns, check_required_columns, replace_column
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
 
-TableReader = Callable[[Path, Mapping[str, str]], pa.Table]
+TableReader = Callable[[Path, Mapping[str, str]], Iterable[pa.Table]]
 
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -79,17 +79,58 @@ def read_rows(
             is missing (with the nearest one), or there are no rows.
         MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
     """
-    required = required or {}
-    origin = DATA if refused is None else refused.origin
-    files = find_data_files(path, split, origin=origin)
-    table = (
-        _read_files(files, required, texts, refused, origin / "path")
-        if files
-        else _read_from_hub(path, split, origin / "path")
-    )
+    refused = refused or RefusedRows()
+    files = find_data_files(path, split, origin=refused.origin)
+    found = files or load_hub_dataset(path, split, refused.origin / "path")
+    return read_found_rows(found, path, required or {}, texts, refused)
+
+
+def read_found_rows(
+    found: Any,
+    path: str,
+    required: Mapping[str, str],
+    texts: Collection[str],
+    refused: RefusedRows,
+) -> pa.Table:
+    """Read all rows of the files, or of the `datasets.Dataset`, that were found for `path`; see
+    `read_rows`."""
+    setting = refused.origin / "path"
+    if isinstance(found, list):
+        table = _read_files(found, required, texts, refused, setting)
+    else:
+        table = found.with_format("arrow")[:].combine_chunks()
     if table.num_rows == 0:
-        raise DataError(f"`{origin / 'path'}` is `{path}`, which holds no rows.")
+        raise DataError(f"`{setting}` is `{path}`, which holds no rows.")
     return _add_required_columns(table, required, f"`{path}`")
+
+
+def iterate_tables(
+    files: list[Path], required: Mapping[str, str], setting: Setting
+) -> Iterator[pa.Table]:
+    """Yield the rows of files that are not JSON: of Parquet in tables of moderate size, of others
+    in one for each file.
+
+    Args:
+        required, setting: As of `read_rows`; `setting` names the files.
+
+    Raises:
+        DataError: as `read_rows`.
+    """
+    for file in files:
+        kind, read = _READERS[str(_find_format(file.name))]
+        try:
+            for table in read(file, required):
+                yield _add_required_columns(table, required, f"`{file}`")
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"`{file}` (`{setting}`) is no readable {kind} file: {error}"
+            ) from error
+
+
+def find_common_format(files: list[Path]) -> str | None:
+    """Return `jsonl`, `csv`, `parquet` or `arrow` if all files are of this format."""
+    kinds = {_find_format(file.name) for file in files}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def may_be_hub_name(path: str) -> bool:
@@ -215,14 +256,14 @@ def _read_files(
     files: list[Path],
     required: Mapping[str, str],
     texts: Collection[str],
-    refused: RefusedRows | None,
+    refused: RefusedRows,
     setting: Setting,
 ) -> pa.Table:
-    kinds = {_find_format(file.name) for file in files}
-    if kinds == {"jsonl"}:
-        return read_json_lines(files, required, texts, refused)
-    if len(kinds) == 1 and (reader := _READERS.get(str(*kinds))) is not None:
-        tables = [_read_table(file, *reader, required, setting) for file in files]
+    kind = find_common_format(files)
+    if kind == "jsonl":
+        return read_json_lines(list_json_lines(files, setting), required, texts, refused)
+    if kind is not None:
+        tables = list(iterate_tables(files, required, setting))
         return _concat_tables(files, tables, required, setting)
     unknown = next((file for file in files if _find_format(file.name) is None), None)
     if unknown is not None:
@@ -237,21 +278,11 @@ def _read_files(
     )
 
 
-def _read_table(
-    file: Path, kind: str, read: TableReader, required: Mapping[str, str], setting: Setting
-) -> pa.Table:
-    try:
-        table = read(file, required)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"`{file}` (`{setting}`) is no readable {kind} file: {error}") from error
-    return _add_required_columns(table, required, f"`{file}`")
-
-
-def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_csv(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
     """Read a table whose first line names the columns. Those of prompts and answers are texts as
     they are written; others become numbers where they can."""
     texts = [column for name, column in required.items() if not name.endswith(".margin_column")]
-    return csv.read_csv(
+    yield csv.read_csv(
         file,
         parse_options=csv.ParseOptions(
             delimiter="\t" if ".tsv" in file.suffixes else ",", newlines_in_values=True
@@ -260,18 +291,20 @@ def _read_csv(file: Path, required: Mapping[str, str]) -> pa.Table:
     )
 
 
-def _read_parquet(file: Path, required: Mapping[str, str]) -> pa.Table:
-    return pq.ParquetFile(file).read()
+def _read_parquet(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
+    with pq.ParquetFile(file) as opened:
+        yield opened.schema_arrow.empty_table()  # columns, also of no rows
+        yield from (pa.Table.from_batches([rows]) for rows in opened.iter_batches(1024))
 
 
-def _read_arrow(file: Path, required: Mapping[str, str]) -> pa.Table:
+def _read_arrow(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
     """Read an Arrow stream, as `datasets` writes it, or an Arrow file."""
     with pa.memory_map(str(file)) as source:
         try:
             table = pa.ipc.open_stream(source).read_all()
         except pa.ArrowInvalid:
             table = pa.ipc.open_file(source).read_all()
-    return table.replace_schema_metadata(None)
+    yield table.replace_schema_metadata(None)
 
 
 _READERS: dict[str, tuple[str, TableReader]] = {
@@ -320,7 +353,13 @@ def _retyped(table: pa.Table, name: str, kind: pa.DataType) -> pa.Table:
     return replace_column(table, name, pa.array(table.column(name).to_pylist(), kind))
 
 
-def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
+def load_hub_dataset(path: str, split: str | None, setting: Setting) -> Any:
+    """Return the `datasets.Dataset` of the hub, its files in the hub's cache on this machine.
+
+    Raises:
+        DataError: if there is none of the name.
+        MissingPackageError: if `datasets` is not installed.
+    """
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -337,7 +376,7 @@ def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
         )
     load: Callable[..., Any] = load_dataset
     try:
-        dataset = load(name, configuration or None, split=split or "train")
+        return load(name, configuration or None, split=split or "train")
     except Exception as error:  # the hub's client raises a dozen unrelated kinds
         reason = str(error).strip().split("\n")[0]
         raise DataError(
@@ -345,4 +384,3 @@ def _read_from_hub(path: str, split: str | None, setting: Setting) -> pa.Table:
             f"Hugging Face hub (split `{split or 'train'}`) failed: {type(error).__name__}: "
             f"{reason}. Check the spelling and the network, or give the path of a local file."
         ) from error
-    return dataset.with_format("arrow")[:].combine_chunks()

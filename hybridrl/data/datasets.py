@@ -16,12 +16,19 @@ import pyarrow.compute as pc
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
-from hybridrl.data.answer_formats import extract_reference_answers
-from hybridrl.data.data_files import TRAIN_SPLIT, list_splits, read_rows
+from hybridrl.data.block_program import RowRecipe
+from hybridrl.data.data_files import (
+    TRAIN_SPLIT,
+    find_data_files,
+    list_splits,
+    load_hub_dataset,
+    read_found_rows,
+)
 from hybridrl.data.held_out import DataSplits, sample_batch_rows, split_held_out
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
-from hybridrl.data.refused_rows import RefusedRows, check_rows
+from hybridrl.data.refused_rows import RefusedRows
+from hybridrl.data.row_blocks import estimate_large_size
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import (
@@ -31,6 +38,7 @@ from hybridrl.data.supervised_examples import (
 )
 from hybridrl.data.table_columns import replace_column
 from hybridrl.data.tasks import list_tasks, load_task
+from hybridrl.data.token_cache import load_token_rows
 from hybridrl.errors import ConfigError, HybridRLError
 
 if TYPE_CHECKING:
@@ -208,16 +216,17 @@ def _load_splits(
         for name, column in columns.items()
         if column is not None and name not in optional
     }
-    answers = columns.get("answer_column")
-    texts = [] if answers is None else [answers]
 
     def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
-        drop, limit = config.bad_rows == "drop", config.bad_rows_limit
-        refused = RefusedRows(path, drop=drop, limit=limit, origin=origin)
-        rows = read_rows(path, split, required=required, texts=texts, refused=refused)
-        rows = extract_reference_answers(rows, config.answer_format, answers, refused)
-        check_rows(config, rows, refused)
-        batch = tokenized(rows, refused)
+        recipe = RowRecipe(config, origin, path, tokenize, columns, required)
+        found = find_data_files(path, split, origin=origin)
+        found = found or load_hub_dataset(path, split, origin / "path")
+        if size := estimate_large_size(found):
+            rows = load_token_rows(recipe, found, size, tokenizer)
+            if rows is not None:
+                return rows
+        refused = recipe.refused()
+        batch = recipe.make(partial(read_found_rows, found, path), tokenizer, refused)
         refused.tell()
         return batch
 

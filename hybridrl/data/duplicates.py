@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
+from hybridrl.data.row_keys import (
+    compute_text_keys,
+    hash_texts,
+    normalize_text,
+    read_prompt_texts,
+)
 
 HELD_OUT_NAME = "held_out"
 MAX_NEAR_ROWS = 100_000
@@ -27,7 +34,6 @@ MAX_NGRAM_TEXTS = 50
 """A piece that more texts have is of a template, and says nothing of a text."""
 MAX_SKETCH_NGRAMS = 2_000_000
 """About so many pieces are compared; of more, those with the smallest fingerprints."""
-_NO_WORD = str.maketrans(dict.fromkeys("!\"#$%&'(),:;?@[\\]_`{|}~", " "))
 _BASE = np.uint64(0x100000001B3)
 _NUMBER = re.compile(r"\d+")
 
@@ -64,14 +70,11 @@ def find_duplicates(
         tokenizer: Decodes prompts of rows that have no text.
         repeats: Whether a prompt that comes twice is worth a remark: with two answers it is not.
     """
-    texts = _prompt_texts(training, tokenizer)
-    learned = len(texts)
-    places = {}
-    for name, rows in kept.items():
-        begin = len(texts)
-        texts += _prompt_texts(rows, tokenizer)
-        places[name] = range(begin, len(texts))
-    found = _find_pairs(texts)
+    batches = [training, *kept.values()]
+    ends = np.cumsum([len(rows) for rows in batches]).tolist()
+    places = {name: range(a, b) for name, (a, b) in zip(kept, pairwise(ends), strict=True)}
+    learned, texts = len(training), _PromptTexts(batches, tokenizer)
+    found = _find_pairs(batches, tokenizer)
     inside = _filter_pairs(found, lambda later, first: later < learned)
     figures: dict[str, Any] = {"training": {"rows": learned, **_format_figures(inside, texts)}}
     remarks = []
@@ -99,32 +102,48 @@ def find_duplicates(
             f"more than {MAX_NEAR_ROWS} rows or {MAX_NEAR_CHARACTERS} characters"
         )
         remarks.append(
-            f"Of {len(texts)} prompts it was not looked for near duplicates: that takes too long "
+            f"Of {ends[-1]} prompts it was not looked for near duplicates: that takes too long "
             f"from {MAX_NEAR_ROWS} rows, or {MAX_NEAR_CHARACTERS} characters, on."
         )
     return DuplicateReport(figures, remarks)
 
 
-def _prompt_texts(rows: Batch, tokenizer: Any) -> list[str]:
-    if "prompt" in rows.columns:
-        return list(rows["prompt"])
-    ids = rows.ragged("prompt_ids").rows()
-    return list(tokenizer.batch_decode([row.tolist() for row in ids])) if len(rows) else []
+class _PromptTexts:
+    """The prompts of several batches as texts, each read when it is asked for."""
+
+    def __init__(self, batches: Sequence[Batch], tokenizer: Any) -> None:
+        self._batches, self._tokenizer = batches, tokenizer
+        self._begins = np.cumsum([0, *map(len, batches)])
+
+    def __getitem__(self, place: int) -> str:
+        number = int(np.searchsorted(self._begins, place, side="right")) - 1
+        row = self._batches[number].take([place - int(self._begins[number])])
+        return read_prompt_texts(row, self._tokenizer)[0]
 
 
-def _find_pairs(texts: Sequence[str]) -> _DuplicatePairs:
-    plain = [" ".join(text.lower().translate(_NO_WORD).split()) for text in texts]
-    first: dict[str, int] = {}
-    exact = [
-        (place, earlier)
-        for place, text in enumerate(plain)
-        if (earlier := first.setdefault(text, place)) != place
+def _find_pairs(batches: Sequence[Batch], tokenizer: Any) -> _DuplicatePairs:
+    tokens = sum(int(b.lengths("prompt_ids").sum()) for b in batches if "prompt_ids" in b)
+    if tokens > MAX_NEAR_CHARACTERS or sum(map(len, batches)) > MAX_NEAR_ROWS:
+        keys = np.concatenate([compute_text_keys(rows, tokenizer) for rows in batches])
+        return _DuplicatePairs(_find_equal_keys(keys), None)
+    plain = [
+        normalize_text(text) for rows in batches for text in read_prompt_texts(rows, tokenizer)
     ]
-    if len(plain) > MAX_NEAR_ROWS or sum(map(len, plain)) > MAX_NEAR_CHARACTERS:
+    exact = _find_equal_keys(hash_texts(plain))
+    if sum(map(len, plain)) > MAX_NEAR_CHARACTERS:
         return _DuplicatePairs(exact, None)
-    different = np.array(sorted(first.values()), np.int64)
-    near = _find_near_pairs([plain[place] for place in different.tolist()])
-    return _DuplicatePairs(exact, [(int(different[a]), int(different[b])) for a, b in near])
+    repeated = {place for place, _ in exact}
+    different = [place for place in range(len(plain)) if place not in repeated]
+    near = _find_near_pairs([plain[place] for place in different])
+    return _DuplicatePairs(exact, [(different[a], different[b]) for a, b in near])
+
+
+def _find_equal_keys(keys: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the rows whose key an earlier row has, each with the first such row."""
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    earlier = first[inverse]
+    later = np.flatnonzero(earlier != np.arange(len(keys)))
+    return list(zip(later.tolist(), earlier[later].tolist(), strict=True))
 
 
 def _find_near_pairs(texts: Sequence[str]) -> list[tuple[int, int]]:
@@ -187,7 +206,7 @@ def _filter_pairs(found: _DuplicatePairs, wanted: Any) -> _DuplicatePairs:
     return _DuplicatePairs([pair for pair in found.exact if wanted(*pair)], near)
 
 
-def _format_figures(found: _DuplicatePairs, texts: Sequence[str]) -> dict[str, Any]:
+def _format_figures(found: _DuplicatePairs, texts: _PromptTexts) -> dict[str, Any]:
     kinds = {"exact": found.exact, "near": found.near}
     return {
         f"{name}_duplicates": None if pairs is None else len(pairs) for name, pairs in kinds.items()
@@ -206,7 +225,7 @@ def _format_counts(found: _DuplicatePairs) -> str:
     return f"{len(found.exact)}" if found.exact else f"{near} (nearly)"
 
 
-def _format_examples(found: _DuplicatePairs, texts: Sequence[str]) -> str:
+def _format_examples(found: _DuplicatePairs, texts: _PromptTexts) -> str:
     shown = [texts[later] for later, _ in _choose_examples(found)]
     return "; ".join(repr(text if len(text) <= 60 else f"{text[:60]}...") for text in shown)
 

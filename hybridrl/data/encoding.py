@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hybridrl.data.refused_rows import RefusedRows
-
-_log = logging.getLogger(__name__)
 
 _control_tokens: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
@@ -42,14 +39,13 @@ def encode_prompts(
     """
     plain = [text for text, chatty in zip(texts, is_chat, strict=True) if text and not chatty]
     holding = sum(bool(special_token_pattern(tokenizer).search(text)) for text in plain)
-    if 0 < holding < len(plain):  # of rendered chats, all hold some
-        _log.warning(
-            "%d of %d prompts hold control tokens of the tokenizer `%s` in their text, and are "
-            "read with them, because strings are taken as they are.",
-            holding,
-            len(plain),
-            tokenizer.name_or_path,
-        )
+    refused.warn(
+        "%d of %d prompts hold control tokens of the tokenizer `%s` in their text, and are read "
+        "with them, because strings are taken as they are.",
+        (holding, len(plain)),
+        tokenizer.name_or_path,
+        unless_all=True,  # of rendered chats, all hold some
+    )
     encoded: list[TokenIds] = [np.empty(0, np.int64)] * len(texts)
     for kind in (False, True):
         chosen = [number for number, chatty in enumerate(is_chat) if chatty is kind]
@@ -57,7 +53,7 @@ def encode_prompts(
             ids = tokenizer([texts[number] for number in chosen], add_special_tokens=not kind)
             for number, row in zip(chosen, ids["input_ids"], strict=True):
                 encoded[number] = np.asarray(row, dtype=np.int64)
-    _without_second_ends(encoded, texts, is_chat, tokenizer)
+    _without_second_ends(encoded, texts, is_chat, tokenizer, refused)
     numbers = range(1, len(texts) + 1) if numbers is None else numbers
     for number, ids, text in zip(numbers, encoded, texts, strict=True):
         if not len(ids):
@@ -66,7 +62,7 @@ def encode_prompts(
                 f"{refused.row(number)} {said}: {quote_excerpt(text)}", "with a prompt of no tokens"
             )
             refused.refuse(number, error)
-    _warn_unknown_tokens(encoded, tokenizer, "prompts")
+    _warn_unknown_tokens(encoded, tokenizer, refused, "prompts")
     return encoded
 
 
@@ -75,6 +71,7 @@ def _without_second_ends(
     texts: Sequence[str],
     is_chat: Sequence[bool],
     tokenizer: PreTrainedTokenizerBase,
+    refused: RefusedRows,
 ) -> None:
     """Take from plain prompts what the tokenizer adds wrongly: a beginning-of-sequence token
     before the one of a text that is rendered already, and an end-of-sequence token at the end,
@@ -91,24 +88,24 @@ def _without_second_ends(
         if end is not None and list(ids[-1 - ends :]) == [end] * (1 + ends):
             ids = ids[:-1]
         encoded[row] = ids
-    if twice:
-        _log.warning(
-            "%d of %d prompts begin with `%s` already, which the tokenizer `%s` puts before each "
-            "text: they get no second one.",
-            twice,
-            len(texts),
-            tokenizer.bos_token,
-            tokenizer.name_or_path,
-        )
+    refused.warn(
+        "%d of %d prompts begin with `%s` already, which the tokenizer `%s` puts before each text: "
+        "they get no second one.",
+        (twice, len(texts)),
+        tokenizer.bos_token,
+        tokenizer.name_or_path,
+    )
 
 
-def encode_turns(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[TokenIds]:
+def encode_turns(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, refused: RefusedRows
+) -> list[TokenIds]:
     """Tokenize each text as it stands, without adding special tokens."""
     if not texts:
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
     rows = [np.asarray(row, dtype=np.int64) for row in encoded]
-    _warn_unknown_tokens(rows, tokenizer, "answers")
+    _warn_unknown_tokens(rows, tokenizer, refused, "answers")
     return rows
 
 
@@ -157,18 +154,19 @@ def shorten_value(value: object) -> str:
 
 
 def _warn_unknown_tokens(
-    encoded: Sequence[TokenIds], tokenizer: PreTrainedTokenizerBase, what: str
+    encoded: Sequence[TokenIds],
+    tokenizer: PreTrainedTokenizerBase,
+    refused: RefusedRows,
+    what: str,
 ) -> None:
     if tokenizer.unk_token_id is None or tokenizer.unk_token_id == tokenizer.eos_token_id:
         return
     count = sum(bool((ids == tokenizer.unk_token_id).any()) for ids in encoded)
-    if count:
-        _log.warning(
-            "%d of %d %s hold text that the tokenizer `%s` does not know; the model sees `%s` in "
-            "its place.",
-            count,
-            len(encoded),
-            what,
-            tokenizer.name_or_path,
-            tokenizer.unk_token,
-        )
+    refused.warn(
+        "%d of %d %s hold text that the tokenizer `%s` does not know; the model sees `%s` in its "
+        "place.",
+        (count, len(encoded)),
+        what,
+        tokenizer.name_or_path,
+        tokenizer.unk_token,
+    )

@@ -3,13 +3,13 @@ side."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
+from hybridrl.data.row_keys import compute_tokens_keys
 from hybridrl.data.supervised_examples import CONVERSATION
 
 MAX_HELD_OUT_SHARE = 0.2
@@ -65,18 +65,12 @@ def sample_batch_rows(rows: Batch, number: int, seed: int) -> Batch:
 
 
 def _number_prompts(rows: Batch) -> npt.NDArray[np.int64]:
-    """Return a number for each row that is the same for rows with the same prompt."""
+    """Return a number for each row that is the same for rows with the same prompt; they count from
+    0 in the order of first appearance."""
+    keys = compute_tokens_keys(rows)
     if CONVERSATION in rows:  # whose rows have several prompts, each the beginning of the next
         heads = rows[CONVERSATION].numpy()
-        first = dict(zip(heads[::-1].tolist(), _prompt_keys(rows)[::-1], strict=True))
-        keys = [first[head] for head in heads.tolist()]
-    else:
-        keys = _prompt_keys(rows)
-    known: dict[bytes, int] = {}
-    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
-
-
-def _prompt_keys(rows: Batch) -> list[bytes]:
-    ids = rows.ragged("prompt_ids")
-    values, ends = ids.values.numpy(), ids.cu_seqlens.tolist()
-    return [values[a:b].tobytes() for a, b in pairwise(ends)]
+        _, first, inverse = np.unique(heads, return_index=True, return_inverse=True)
+        keys = keys[first[inverse]]
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[inverse]

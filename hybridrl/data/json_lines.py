@@ -8,7 +8,7 @@ import logging
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from hybridrl.data.table_columns import (
 from hybridrl.errors import DataError, RowError
 
 FileLine = tuple[Path, int]
+JsonLine = tuple[Path, int, bytes]
+"""File, number and text of a line, or of a value in a JSON document."""
 _GZIP_MAGIC = b"\x1f\x8b"
 _BETWEEN = re.compile(r"[\s,]*")
 """Between two values of an array."""
@@ -48,13 +50,25 @@ class NumberLiteral(float):
         return number
 
 
+def list_json_lines(files: list[Path], setting: Setting) -> Iterator[JsonLine]:
+    """Yield the lines of the files that are not empty.
+
+    Args:
+        setting: Names the files, for messages.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    return ((file, line, text) for file in files for line, text in _lines_of(file, setting))
+
+
 def read_json_lines(
-    files: list[Path],
+    lines: Iterable[JsonLine],
     required: Mapping[str, str],
     texts: Collection[str] = (),
     refused: RefusedRows | None = None,
 ) -> pa.Table:
-    """Read the files into one table; a missing key becomes null, empty lines are skipped.
+    """Read lines into one table; a missing key becomes null.
 
     A column that is not required, and whose values no column can hold together, is left out; the
     log says so.
@@ -73,17 +87,16 @@ def read_json_lines(
     refused = RefusedRows() if refused is None else refused
     rows: list[dict[str, Any]] = []
     locations: list[FileLine] = []
-    for file in files:
-        for line, text in _lines_of(file, refused.origin / "path"):
-            row: dict[str, Any] = {}
-            try:
-                read = _parse_row(file, line, text)
-                check_required_columns(read, required, f"{file}, line {line},")
-                row = read
-            except DataError as error:
-                refused.refuse(len(rows) + 1, error)
-            rows.append(row)
-            locations.append((file, line))
+    for file, line, text in lines:
+        row: dict[str, Any] = {}
+        try:
+            read = _parse_row(file, line, text)
+            check_required_columns(read, required, f"{file}, line {line},")
+            row = read
+        except DataError as error:
+            refused.refuse(len(rows) + 1, error)
+        rows.append(row)
+        locations.append((file, line))
     needed = set(required.values())
     columns: dict[str, pa.Array] = {}
     for name in dict.fromkeys([*(name for row in rows for name in row), *needed]):

@@ -22,7 +22,10 @@ from hybridrl.errors import ConfigError, DataError
 
 SOURCE_COLUMN = "source"
 """The column of the source of a row."""
-MIXTURE_SETTINGS = ("sources", "prompts_per_step", "shuffle", "sampler", "sampler_options")
+MIXTURE_SETTINGS = (
+    *("sources", "prompts_per_step", "shuffle", "order", "max_shuffle_error"),
+    *("sampler", "sampler_options"),
+)
 """Settings of the data that no source has for itself."""
 SOURCE_SETTINGS = ("weight", "reward", "eval_prompts")
 REASONING_GYM_TASK = "reasoning_gym"
@@ -152,7 +155,7 @@ class SourceProportions:
         return found
 
     def state(self) -> dict[str, Any]:
-        return {"shares": self._shares, "drawn": self._drawn}
+        return {"shares": self._shares, "drawn": [*self._drawn]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; if the weights have changed, count from zero."""
@@ -198,27 +201,36 @@ def _is_name(value: Any) -> bool:
 
 
 def _concat_sources(parts: Sequence[Batch]) -> Batch | None:
-    """Concatenate the batches; columns missing in a source are null there, columns of different
-    types are dropped with a warning."""
+    """Concatenate the batches; columns missing in a source are null there."""
     if not parts:
         return None
+    is_small = all(len(part.pieces) < 2 for part in parts)
+    kept = without_mixed_columns(parts, "sources")
+    return Batch.concat(kept, fill_missing=True, in_one_piece=is_small)
+
+
+def without_mixed_columns(parts: Sequence[Batch], what: str) -> list[Batch]:
+    """Drop columns of different types with a warning.
+
+    Args:
+        what: Has these values, for the warning.
+    """
     names = dict.fromkeys(name for part in parts for name in part.columns)
-    mixed = [
-        name for name in names if not _have_one_type([p.array(name) for p in parts if name in p])
-    ]
+    schemas = {part.table.schema: None for part in parts}
+    mixed = [name for name in names if not _have_one_type(name, list(schemas))]
     if mixed:
         _log.warning(
-            "The data's %s left out: sources have values of different types there.",
+            "The data's %s left out: %s have values of different types there.",
             f"column `{mixed[0]}` is" if len(mixed) == 1 else f"columns {', '.join(mixed)} are",
+            what,
         )
-    kept = [part.select([name for name in part.columns if name not in mixed]) for part in parts]
-    return Batch.concat(kept, fill_missing=True)
+    return [part.select([name for name in part.columns if name not in mixed]) for part in parts]
 
 
-def _have_one_type(arrays: Sequence[pa.Array]) -> bool:
+def _have_one_type(name: str, schemas: Sequence[pa.Schema]) -> bool:
     try:
-        schemas = [pa.schema([("column", array.type)]) for array in arrays]
-        pa.unify_schemas(schemas, promote_options="permissive")
+        own = [pa.schema([schema.field(name)]) for schema in schemas if name in schema.names]
+        pa.unify_schemas(own, promote_options="permissive")
     except pa.ArrowException:
         return False
     return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from typing import Any, NamedTuple
@@ -27,8 +26,6 @@ from hybridrl.data.table_columns import find_column
 from hybridrl.errors import DataError, RowError
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
-
-_log = logging.getLogger(__name__)
 
 
 class _PairTexts(NamedTuple):
@@ -96,15 +93,14 @@ def tokenize_preference_pairs(
             ids
             if pair.is_chat
             else append_end_token(ids, end)  # a chat's template says where turns end
-            for ids, pair in zip(encode_turns(side, reader.tokenizer), pairs, strict=True)
+            for ids, pair in zip(encode_turns(side, reader.tokenizer, refused), pairs, strict=True)
         ]
         for side in answers
     )
     read_rows = refused.kept(len(pairs))
     kept = read_rows[[pairs[row].chosen != pairs[row].rejected for row in read_rows]]
-    if dropped := len(read_rows) - len(kept):
-        said = "Dropped %d of %d pairs whose chosen and rejected responses are the same."
-        _log.warning(said, dropped, len(read_rows))
+    said = "Dropped %d of %d pairs whose chosen and rejected responses are the same."
+    refused.warn(said, (len(read_rows) - len(kept), len(read_rows)))
     for within in (
         reader.rows_within("prompt", prompt_ids, texts, read_rows),
         reader.rows_within("response", chosen_ids, answers[0], read_rows),
@@ -112,11 +108,13 @@ def tokenize_preference_pairs(
     ):
         kept = np.intersect1d(kept, within)
     if not len(kept):
-        raise DataError(
-            f"None of the {len(pairs)} pairs is left: in each, the responses in `{chosen_column}` "
-            f"(`{origin / 'chosen_column'}`) and `{rejected_column}` "
-            f"(`{origin / 'rejected_column'}`) are the same, or `{origin / 'too_long'}=drop` "
-            "dropped it."
+        refused.doubt(
+            DataError(
+                f"None of the {len(pairs)} pairs is left: in each, the responses in "
+                f"`{chosen_column}` (`{origin / 'chosen_column'}`) and `{rejected_column}` "
+                f"(`{origin / 'rejected_column'}`) are the same, or `{origin / 'too_long'}=drop` "
+                "dropped it."
+            )
         )
     columns_of_tokens = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "margin": margins}
     return only_rows(Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens}), kept)

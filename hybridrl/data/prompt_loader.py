@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import SOURCE_COLUMN, DataSource, SourceProportions, parse_sources
+from hybridrl.data.prefix_order import PrefixOrder
 from hybridrl.data.samplers import build_sampler, draw_rows
 from hybridrl.errors import ConfigError, DataError
 
@@ -33,7 +34,12 @@ class PromptLoader(Iterator[Batch]):
     Args:
         name: Of what it deals from, where several loaders share a seed; each name has an order of
             its own.
+
+    Attributes:
+        order: Of the rows of an epoch, in place of a random one; None: that.
     """
+
+    order: PrefixOrder | None = None
 
     def __init__(
         self,
@@ -80,13 +86,14 @@ class PromptLoader(Iterator[Batch]):
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data as a small JSON-able dictionary for a checkpoint."""
-        return {
+        found = {
             "position": self._position,
             "rows": len(self._prompts),
             "seed": self._seed,
             "shuffle": self._shuffle,
             "crc32": self._crc32,
         }
+        return found if self.order is None else found | self.order.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue where the loader that made `state` stopped; `prompts_per_step` may differ.
@@ -95,8 +102,11 @@ class PromptLoader(Iterator[Batch]):
             DataError: if the data set, the seed or the shuffling is not the one of `state`, which
                 would repeat some prompts and leave out others without a word.
         """
-        mine = self.state()
+        mine, state = ({"order": "random", **one} for one in (self.state(), state))
         names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
+        names["order"] = "data.order"
+        if self.order is not None:  # goes by the tokens
+            names["crc32"] = "CRC-32 of the prompts' tokens"
         for key, name in names.items():
             if state[key] != mine[key]:
                 raise DataError(
@@ -104,6 +114,9 @@ class PromptLoader(Iterator[Batch]):
                     f"{mine[key]}, so the order of the prompts cannot go on. Use the old data and "
                     "settings, or start a new run from the checkpoint's weights."
                 )
+        if self.order is not None:
+            self.order.load_state(state)
+            self._order_of_epoch = None
         if state.get("crc32") != mine["crc32"]:
             _log.warning(
                 "These prompts are not those that the checkpoint was made with: their number is "
@@ -118,13 +131,19 @@ class PromptLoader(Iterator[Batch]):
         """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens."""
         if "prompt_ids" not in self._prompts.columns:
             return None
-        return zlib.crc32(self._prompts.ragged("prompt_ids").values.numpy().data)
+        found = 0
+        for piece in self._prompts.pieces:
+            found = zlib.crc32(piece.ragged("prompt_ids").values.numpy().data, found)
+        return found
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:
             rows = len(self._prompts)
-            if self._shuffle:
-                order = np.random.default_rng([self._seed, epoch, *self._name]).permutation(rows)
+            random = np.random.default_rng([self._seed, epoch, *self._name])
+            if self.order is not None:
+                order = self.order.rows(random)
+            elif self._shuffle:
+                order = random.permutation(rows)
             else:
                 order = np.arange(rows)
             self._order_of_epoch = epoch, order
@@ -150,16 +169,20 @@ class RowSchedule:
 
     Args:
         source: Its name in a mixture, which has its order and its sampler draw by themselves.
+        share: Of the rows of a step.
 
     Attributes:
         loader: Gives each row once in an epoch; unless there is a sampler.
         sampler: See `hybridrl.data.samplers`; None without one.
     """
 
-    def __init__(self, config: Config, rows: Batch, source: str = "") -> None:
+    def __init__(self, config: Config, rows: Batch, source: str = "", share: float = 1.0) -> None:
         self._config, self._number = config, len(rows)
         data, seed = config.data, config.run.seed
         self.loader = PromptLoader(rows, data.prompts_per_step, seed, data.shuffle, source)
+        if data.order == "prefix":
+            step = max(1, round(share * data.prompts_per_step))
+            self.loader.order = PrefixOrder(rows, step, data.max_shuffle_error, seed)
         own = zlib.crc32(f"{seed} {source}".encode()) if source else seed
         self.sampler = build_sampler(config, rows, own)
 
@@ -201,11 +224,13 @@ class MixtureSchedule:
         self._decks: dict[str, RowSchedule] = {}
         self._rows: list[Rows] = []
         self._place = np.zeros(len(rows), np.int64)  # of a row among those of its source
+        whole = sum(source.weight for source in sources)
         for source in sources:
             mine = np.flatnonzero(pc.equal(of_rows, source.name).to_numpy())
             if not len(mine):
                 raise DataError(f"data.sources.{source.name} has no rows to learn from.")
-            self._decks[source.name] = RowSchedule(config, rows.take(mine), source.name)
+            share = source.weight / whole
+            self._decks[source.name] = RowSchedule(config, rows.take(mine), source.name, share)
             self._rows.append(mine)
             self._place[mine] = np.arange(len(mine))
         self._proportions = SourceProportions([source.weight for source in sources])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -65,6 +65,8 @@ class RefusedRows:
         drop: Leave refused rows out; otherwise they are an error.
         limit: The largest share of rows that may be left out.
         origin: The settings that they are read by.
+        before: Number of rows before those of a part of a table, of which only the whole can say
+            what is left; None: it is a whole table.
     """
 
     def __init__(
@@ -74,11 +76,15 @@ class RefusedRows:
         drop: bool = False,
         limit: float = 1.0,
         origin: RowOrigin = DATA,
+        before: int | None = None,
     ) -> None:
         self.place, self.origin = place, origin
+        self.is_part, self.first = before is not None, before or 0
         self._drop, self._limit = drop, limit
         self._errors: dict[int, DataError] = {}
         self._rows = 0
+        self._sums: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
+        self._doubts: list[str] = []
 
     def refuse(self, number: int, error: DataError) -> None:
         """Note that a row, counted from 1, is refused; the first error of a row counts."""
@@ -100,7 +106,49 @@ class RefusedRows:
 
     def row(self, number: int) -> DataRow:
         """Return a row by its number, for sentences about it."""
-        return DataRow(number, self.origin)
+        return DataRow(number + self.first, self.origin)
+
+    def warn(
+        self, sentence: str, numbers: Sequence[int], *words: Any, unless_all: bool = False
+    ) -> None:
+        """Log a sentence of the numbers and words, or, for a part, keep it until the numbers of all
+        parts are added up. The first number counts the rows that the sentence is about: it is not
+        logged if there are none; nor, with `unless_all`, if that are all of the second number."""
+        if self.is_part:
+            key = (sentence, unless_all, *(w if isinstance(w, int) else str(w) for w in words))
+            self._sums[key] = self._sums.get(key, 0) + np.array(numbers)
+        elif numbers[0] and not (unless_all and numbers[0] == numbers[1]):
+            _log.warning(sentence, *numbers, *words)
+
+    def doubt(self, error: DataError) -> None:
+        """Raise an error that holds if it holds for all rows; of a part, keep it until it is known
+        of all parts."""
+        if not self.is_part:
+            raise error
+        self._doubts.append(str(error))
+
+    def export(self) -> dict[str, Any]:
+        """Return what is known of a part, as plain data."""
+        return {
+            "rows": self._rows,
+            "errors": [[n + self.first, str(e), _reason(e)] for n, e in self._errors.items()],
+            "sums": [[key, numbers.tolist()] for key, numbers in self._sums.items()],
+            "doubts": self._doubts[:1],
+        }
+
+    def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what is known of the parts of this table (`export`), and raise and log what
+        holds for the whole."""
+        sums: dict[tuple[Any, ...], Any] = {}
+        for part in parts:
+            self._errors |= {n: RowError(text, reason) for n, text, reason in part["errors"]}
+            for key, numbers in part["sums"]:
+                sums[tuple(key)] = sums.get(tuple(key), 0) + np.array(numbers)
+        self.kept(sum(part["rows"] for part in parts))
+        for (sentence, unless_all, *words), numbers in sums.items():
+            self.warn(sentence, numbers.tolist(), *words, unless_all=unless_all)
+        if all(part["doubts"] for part in parts):
+            raise DataError(*parts[0]["doubts"])
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the numbers, from 0, of the rows that are not refused.
@@ -121,7 +169,7 @@ class RefusedRows:
             raise type(first)(
                 f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}.{cure})"
             ) from first
-        if refused > self._limit * rows or (refused and refused == rows):
+        if not self.is_part and (refused > self._limit * rows or (refused and refused == rows)):
             raise DataError(
                 f"{refused} of the {rows} rows of {self.place} are refused, more than "
                 f"{self.origin / 'bad_rows_limit'}={self._limit} allows to leave out: "
@@ -158,8 +206,7 @@ class RefusedRows:
         found: dict[str, list[int]] = {}
         for number in sorted(self._errors):
             error = self._errors[number]
-            reason = error.reason if isinstance(error, RowError) else "malformed"
-            found.setdefault(reason, []).append(number)
+            found.setdefault(_reason(error), []).append(number)
         return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
     def _counts(self) -> str:
@@ -167,3 +214,7 @@ class RefusedRows:
 
     def _examples(self) -> str:
         return " ".join(str(self._errors[rows[0]]) for rows in self._by_reason().values())
+
+
+def _reason(error: DataError) -> str:
+    return error.reason if isinstance(error, RowError) else "malformed"

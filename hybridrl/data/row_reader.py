@@ -3,7 +3,6 @@ pairs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 TooLongPolicy = Literal["error", "drop"]
 Learn = Literal["all", "last", "each"]
 Found = TypeVar("Found")
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class RowReader:
         tools = tools_cells(rows, self.tools_column, self.origin)
         found = self.refused.map(read, tools, *columns)
         self.refused.kept(len(found))
-        self.renderer.tell()
+        self.renderer.tell(self.refused)
         return found
 
     def is_chat(self, row: DataRow, tools: Any, *cells: tuple[str | None, str, Any]) -> bool:
@@ -180,19 +178,21 @@ class RowReader:
             first = int(among[mine > limit][0])
             number = first + 1 if numbers is None else numbers[first]
             raise DataError(
-                f"{DataRow(number, self.origin)} has a {what} of {lengths[first]} tokens, more "
-                f"than `{setting}` ({limit}); {dropped} of {len(mine)} rows are too long, the "
+                f"{self.refused.row(number)} has a {what} of {lengths[first]} tokens, more than "
+                f"`{setting}` ({limit}); {dropped} of {len(mine)} rows are too long, the "
                 f"longest has {mine.max()}. Raise `{setting}`, or set `{drop}=drop`. The {what} "
                 f"begins: {quote_excerpt(texts[first])}"
             )
         if not len(kept):
-            raise DataError(
-                f"`{drop}=drop` dropped all {dropped} rows: the shortest {what} has {mine.min()} "
-                f"tokens and `{setting}` is {limit}. Raise it."
+            shortest = mine.min() if len(mine) else 0
+            self.refused.doubt(
+                DataError(
+                    f"`{drop}=drop` dropped all {dropped} rows: the shortest {what} has {shortest} "
+                    f"tokens and `{setting}` is {limit}. Raise it."
+                )
             )
-        if dropped:
-            said = "Dropped %d of %d %ss that have more than %d tokens (`%s`)."
-            _log.warning(said, dropped, len(mine), what, limit, setting)
+        said = "Dropped %d of %d %ss that have more than %d tokens (`%s`)."
+        self.refused.warn(said, (dropped, len(mine)), what, limit, setting)
         return kept
 
 

@@ -80,10 +80,12 @@ def tokenize_examples(
     reader.check_system_prompt([example.is_chat for one in examples for example in one or ()])
     read_ones = [r for r, e in zip(responses, examples, strict=True) if e is not None]
     if read_ones and not any(map(_has_content, read_ones)):
-        raise DataError(
-            f"All responses of the data, in the column `{response_column}` "
-            f"(`{reader.origin / 'response_column'}`), are empty, so nothing would be learned but "
-            "to end. Name the column that holds them."
+        reader.refused.doubt(
+            DataError(
+                f"All responses of the data, in the column `{response_column}` "
+                f"(`{reader.origin / 'response_column'}`), are empty, so nothing would be learned "
+                "but to end. Name the column that holds them."
+            )
         )
     return _build_batch(reader, examples)
 
@@ -186,7 +188,7 @@ def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] |
     prompt_ids = reader.encode_prompts(prompts, is_chat, row_numbers)
     among = np.flatnonzero(np.isin(numbers, reader.refused.kept(len(found))))
     texts = [text for example in examples for text in example.texts[1:]]
-    encoded = iter(encode_turns(texts, reader.tokenizer))
+    encoded = iter(encode_turns(texts, reader.tokenizer, reader.refused))
     response_ids, masks = [], []
     for example in examples:
         turns = [next(encoded) for _ in example.texts[1:]]
@@ -200,8 +202,8 @@ def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] |
         "response_ids": response_ids,
         "response_mask": masks,
     }
-    if len(examples) > len(found):
-        columns[CONVERSATION] = numbers
+    if len(examples) > len(found) or reader.refused.is_part:  # another part may need it
+        columns[CONVERSATION] = numbers + reader.refused.first
     answers = [example.texts[1] for example in examples]
     kept = np.intersect1d(
         reader.rows_within("prompt", prompt_ids, prompts, among, row_numbers),
@@ -209,9 +211,12 @@ def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] |
     )
     if not len(kept):
         origin = reader.origin
-        raise DataError(
-            f"`{origin / 'too_long'}=drop` dropped all rows: each has a prompt longer than "
-            f"`{origin / 'max_prompt_tokens'}` ({reader.max_prompt_tokens}) or a response longer "
-            f"than `{origin / 'max_response_tokens'}` ({reader.max_response_tokens}). Raise them."
+        reader.refused.doubt(
+            DataError(
+                f"`{origin / 'too_long'}=drop` dropped all rows: each has a prompt longer than "
+                f"`{origin / 'max_prompt_tokens'}` ({reader.max_prompt_tokens}) or a response "
+                f"longer than `{origin / 'max_response_tokens'}` ({reader.max_response_tokens}). "
+                "Raise them."
+            )
         )
     return only_rows(Batch.from_columns(columns), kept)

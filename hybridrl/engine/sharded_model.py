@@ -61,6 +61,7 @@ class ShardedModel:
         cuts: Of parameters that are cut over tensor-parallel ranks.
         has_adapters: Whether only adapters are trained.
         source: The files that the model is of; None: it is of none that are known here.
+        loads: Number of times that weights were loaded in place of those it began with.
         forget_rounded: Drops what was rounded of the weights before they change, where a model that
             only scores computes in fewer bits.
     """
@@ -74,7 +75,7 @@ class ShardedModel:
         config: ActorConfig,
         files: TensorReader | None = None,
     ) -> None:
-        self.source = files
+        self.source, self.loads = files, 0
         self.config = config
         self.forget_rounded: Callable[[], None] = lambda: None
         self.device = device
@@ -258,6 +259,7 @@ class ShardedModel:
             share: Below 1: weights become this share of the folder's and the rest of their own. The
                 averages stay on the CPU in float32, or small steps would be rounded away.
         """
+        self.loads += 1
         self._drop_gathered()
         self.gather_anew()
         parts = [to_local(parameter.detach()) for parameter in self.model.parameters()]

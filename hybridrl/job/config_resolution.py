@@ -11,6 +11,7 @@ again.
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from hybridrl.system.formatting import format_seconds
 from hybridrl.trainers import load_trainer, register_program
 
 if TYPE_CHECKING:
+    from hybridrl.batch.batch import Batch
     from hybridrl.controller.executor import Executor
     from hybridrl.planner.search.proposals import PlacementProposal
     from hybridrl.planner.step.step_calls import SampleLengths
@@ -120,16 +122,28 @@ class KnownJob:
     Attributes:
         model_path: Where the model is, also a tiny one that the settings do not name.
         lengths: Of samples that are as long as the data and the settings let them be.
+        training: Rows to learn from.
     """
 
     cluster: ClusterSpec
     roles: Mapping[str, RoleSpec]
     model_path: str
     lengths: SampleLengths
+    training: Batch
 
     def with_model(self, config: Config) -> Config:
         """Return the settings, with the tiny model's folder if they name none."""
         return replace(config, model=replace(config.model, path=self.model_path))
+
+
+def resolve_steps(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Compute `trainer.steps` where `trainer.epochs` is set; the last step may reach into the next
+    epoch."""
+    if (epochs := config.trainer.epochs) is None:
+        return config, ""
+    steps = max(1, math.ceil(round(epochs * len(job.training) / config.data.prompts_per_step, 9)))
+    said = f"trainer.epochs={epochs:g} of {len(job.training):,} rows: {steps:,} steps."
+    return apply_changes(config, [("trainer.steps", steps)]), said
 
 
 def resolve_dtype(config: Config, job: KnownJob) -> tuple[Config, str]:
@@ -154,7 +168,30 @@ def resolve_automatic_settings(config: Config, job: KnownJob) -> tuple[Config, s
     return apply_changes(config, chosen or ()), said
 
 
-RESOLUTIONS = (resolve_dtype, resolve_automatic_settings)
+def resolve_prompt_order(config: Config, job: KnownJob) -> tuple[Config, str]:
+    """Choose `data.order` where it is `auto`, and say what the order of prefixes gains. vLLM keeps
+    prefixes on GPUs anyway; on CPUs for that order alone, unless experts are recorded, which nobody
+    knows of cached tokens."""
+    data, rollout = config.data, config.rollout
+    if data.order == "random":
+        return config, ""
+    from hybridrl.checks.settings.rollout_checks import find_order_obstacle
+    from hybridrl.data.prefix_order import BLOCK_TOKENS, compare_orders
+
+    pays, said = False, find_order_obstacle(config)
+    if not said:
+        response = rollout.samples_per_prompt * rollout.max_tokens
+        limits = data.prompts_per_step, data.max_shuffle_error, config.run.seed
+        pays, said = compare_orders(job.training, response, *limits)
+    order = "prefix" if pays or data.order == "prefix" else "random"
+    changes: list[tuple[str, Any]] = [("data.order", order)]
+    if order == "prefix" and job.cluster.kind == "cpu" and not rollout.routing_replay:
+        options = {"enable_prefix_caching": True, "block_size": BLOCK_TOKENS}
+        changes.append(("rollout.engine_options", options | rollout.engine_options))
+    return apply_changes(config, changes), f"data.order={order}: {said}."
+
+
+RESOLUTIONS = (resolve_steps, resolve_dtype, resolve_automatic_settings, resolve_prompt_order)
 
 
 def resolve_settings(config: Config, job: KnownJob) -> tuple[Config, list[str]]:

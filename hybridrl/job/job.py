@@ -31,7 +31,13 @@ from hybridrl.composition.load import config_to_dict, format_config_yaml
 from hybridrl.composition.secrets import redact_command_line
 from hybridrl.config.schema import Config
 from hybridrl.console.console_choice import progress_lines
-from hybridrl.errors import ConfigError, DataError, NotPlannedError, WorkerError
+from hybridrl.errors import (
+    ConfigError,
+    DataError,
+    HybridRLError,
+    NotPlannedError,
+    WorkerError,
+)
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
@@ -72,6 +78,23 @@ _log = logging.getLogger(__name__)
 UserFunction = Callable[..., Any]
 
 
+class _LoadingProgress:
+    """Passes on what loading tells, each text once, and ends it when the job has ended: it may take
+    an hour, in another thread than that which is interrupted."""
+
+    def __init__(self, progress: Callable[[str], None], bar: Callable[[int, int], None]) -> None:
+        self._progress, self._bar, self._text, self.is_ended = progress, bar, "", False
+
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
+        if self.is_ended:
+            raise HybridRLError("The job has ended.")
+        if text != self._text:
+            self._text = text
+            self._progress(text)
+        if total:
+            self._bar(done, total)
+
+
 class Job:
     """A run: its folder, model, data, executor and worker groups. Use it in a `with`.
 
@@ -89,6 +112,7 @@ class Job:
         trainer: A subclass of `hybridrl.trainers.trainer.Trainer`, in place of `trainer.name`.
         is_whole: The trainer is the whole program, so that reward functions can be held against
             the data, and tried, before workers start.
+        bar: Told how much is done of how much, where what `progress` was told takes long.
 
     Attributes:
         directory: The run's files.
@@ -126,9 +150,11 @@ class Job:
         data: Any = None,
         trainer: type[Trainer] | None = None,
         is_whole: bool = False,
+        bar: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
         if progress is None:
-            progress = progress_lines().phase
+            progress, bar = (view := progress_lines()).phase, view.phase_progress
+        self._bar = bar
         self.started = psutil.Process().create_time()
         self.command = redact_command_line(sys.orig_argv)
         config = apply_python_objects(config, reward, data, trainer)
@@ -198,9 +224,14 @@ class Job:
         with pause_garbage_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
-            loading = beside.submit(self._load, progress)
-            self.executor = self._start_executor()
-        loading.result()
+            loading_progress = _LoadingProgress(progress, self._bar)
+            loading = beside.submit(self._load, loading_progress)
+            try:
+                self.executor = self._start_executor()
+                loading.result()
+            except BaseException:
+                loading_progress.is_ended = True
+                raise
         asked = self.config
         self.config, self.settings_notices = resolve_settings(asked, self._known())
         self._chosen = asked, self.config, len(self.executor.cluster.devices)
@@ -223,7 +254,8 @@ class Job:
         from hybridrl.planner.step.step_calls import SampleLengths
 
         lengths = SampleLengths.alike(self.longest_prompt, self.longest_response)
-        return KnownJob(self.executor.cluster, self.roles, self.model_path, lengths)
+        known = self.executor.cluster, self.roles, self.model_path, lengths
+        return KnownJob(*known, self.training)
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Place the roles on the devices of the cluster."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
 from hybridrl.data.refused_rows import checked_by, collected
+from hybridrl.data.row_keys import remove_keys
+from hybridrl.data.token_cache import used_by
 from hybridrl.environments.rows import check_environment_loads
 from hybridrl.errors import ConfigError, ErrorCollector
 from hybridrl.evaluation.eval_sets import evaluates_held_out, needs_held_out_rows, resolve_eval_sets
@@ -75,7 +77,7 @@ def load_job_inputs(
     folder: Path,
     *,
     is_whole: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[..., None] = lambda *_: None,
 ) -> JobInputs:
     """Load the model's description, the tokenizer and the data, and check whether they fit each
     other and the settings.
@@ -84,7 +86,7 @@ def load_job_inputs(
         folder: Of the run: a tiny model is made in it.
         is_whole: The trainer is the whole program. Programs of the user's may add columns before
             they ask for rewards, so that nothing can be said of reward functions.
-        progress: Told what takes long.
+        progress: Told what takes long, and of tokenizing how much is done of how much.
 
     Raises:
         HybridRLError: with everything that is wrong with them.
@@ -127,7 +129,7 @@ def load_job_inputs(
                     remarks.append(said)
             check_chat_template(config, tokenizer)
             with collected() as refused, checked_by(check_tests(config, progress)):
-                rows, sets = load_job_rows(config, trainer.DATA, tokenizer)
+                rows, sets = load_job_rows(config, trainer.DATA, tokenizer, progress)
     if config.environment.name is not None and config.data.task != ENVIRONMENT_TASK:
         with problems.noted():  # whose own tasks would have loaded it
             check_environment_loads(config.environment)
@@ -136,6 +138,12 @@ def load_job_inputs(
         evaluated = longest_evaluated(config, sets)
         remarks += list_data_remarks(config, trainer.DATA, rows)
         report = _report_on(config, rows, sets, tokenizer)
+        rows = replace(
+            rows,
+            training=remove_keys(rows.training),
+            held_out=rows.held_out and remove_keys(rows.held_out),
+        )
+        sets = {name: one and remove_keys(one) for name, one in sets.items()}
         if refused:
             report.figures["left_out"] = {one.place: one.figures() for one in refused}
         is_ours = is_whole and trainer.__module__.startswith("hybridrl.")
@@ -159,13 +167,21 @@ def load_job_inputs(
 
 
 def load_job_rows(
-    config: Config, kind: str, tokenizer: Any
+    config: Config, kind: str, tokenizer: Any, progress: Callable[..., None] = lambda *_: None
 ) -> tuple[JobData, dict[str, Batch | None]]:
     """Read the rows that a job learns from or is evaluated on, and those of its sets.
 
     Args:
         kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+        progress: Told what takes long, and of tokenizing how much is done of how much.
     """
+    with used_by(config.cache, progress):
+        return _load_rows(config, kind, tokenizer)
+
+
+def _load_rows(
+    config: Config, kind: str, tokenizer: Any
+) -> tuple[JobData, dict[str, Batch | None]]:
     trains = load_trainer(config.trainer.name).TRAINS
     needs_rows = needs_held_out_rows(config, trains)
     if not needs_rows and not trains:  # the job's own data is the business of nobody

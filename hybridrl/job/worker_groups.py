@@ -192,6 +192,7 @@ def _make_actor_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
         "updates": steps * (config.actor.updates_per_step + learns_beside),
         "job": job.name,
         "generates": job.roles[role].generates and not separated,
+        "cache": config.cache,
     }
 
 
@@ -213,6 +214,7 @@ def _make_generator_keywords(job: PreparedJob) -> _WorkerKeywords:
         "seed": config.run.seed,
         "job": job.name,
         "in_flight": config.placement.in_flight,
+        "neighbours": config.data.order == "prefix",
     }
 
 
@@ -220,6 +222,7 @@ def _make_reference_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
         **_make_model_keywords(job, role),
         "temperature": _temperature(job),
+        "cache": job.config.cache,
     }
 
 
@@ -263,6 +266,7 @@ def _make_reward_keywords(job: PreparedJob, role: str, kind: str) -> _WorkerKeyw
             {name: one.reward for name, one in sets.items() if one.is_verified},
         ),
         "steps": kind == "reward" and job.config.algorithm.step_credit is not None,
+        "cache": job.config.cache,
     }
 
 

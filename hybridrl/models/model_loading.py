@@ -111,18 +111,24 @@ def _config_of(path: str, scalar: bool) -> PretrainedConfig:
     return config
 
 
+def find_local_folder(path: str) -> Path | None:
+    """Return the folder of a model, or of the hub's copy here; None if it was not kept, or `path`
+    is no name of the hub."""
+    if (folder := Path(path)).is_dir():
+        return folder
+    with contextlib.suppress(OSError, ValueError):
+        return Path(snapshot_download(path, local_files_only=True))
+    return None
+
+
 def _files_of(path: str, config: PretrainedConfig, model: PreTrainedModel) -> TensorReader | None:
     """Return the files that a model was read from: those of the folder, or of the hub's copy here.
 
     Raises:
         ConfigError: if the model had more than a language model, and it could not be saved with it.
     """
-    folder, is_plain = Path(path), not getattr(config, "quantization_config", None)
-    if is_plain and not folder.is_dir():
-        # If it was not kept, or is no name of the hub, its files stay unknown.
-        with contextlib.suppress(OSError, ValueError):
-            folder = Path(snapshot_download(path, local_files_only=True))
-    if is_plain and folder.is_dir() and (files := TensorReader(folder)).shapes:
+    folder = None if getattr(config, "quantization_config", None) else find_local_folder(path)
+    if folder is not None and (files := TensorReader(folder)).shapes:
         return files
     if decoder_of(model) is not model.base_model:
         raise ConfigError(

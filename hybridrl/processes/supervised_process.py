@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from hybridrl.processes import launcher
 from hybridrl.processes.child import Messages
+from hybridrl.system.core_pins import PINS
 from hybridrl.system.memory_cgroup import make_memory_cgroup
 
 MARK = "HYBRIDRL_PROCESS"
@@ -108,6 +109,7 @@ class SupervisedProcess:
                 start_new_session=True,  # Ctrl-C in the terminal does not reach it
                 env={**spec.environment, MARK: self._mark},
             )
+        PINS.add_child(f"{spec.name}es", self._process.pid)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._output = source
         if source >= 0:
@@ -189,6 +191,7 @@ class SupervisedProcess:
 
     def close(self) -> None:
         """End the process and release its descriptors and its memory group."""
+        PINS.pools.pop(self._process.pid, None)  # while the number is nobody else's
         self.kill()
         self._socket.close()
         if self._pidfd >= 0:

@@ -51,6 +51,7 @@ from hybridrl.ray_backend.relay_transport import RelayTransport
 from hybridrl.ray_backend.remote_result import ResultRefs
 from hybridrl.system import user_code
 from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, DeviceSpec, resolve_devices
+from hybridrl.system.core_pins import PoolCores
 from hybridrl.system.deferred_interrupts import interrupts_deferred
 
 HOST_CLOSE_SECONDS = 4.0
@@ -291,6 +292,14 @@ class RayExecutor(Executor):
                 return all(call.is_done for call in calls)
             self._check()
         return True
+
+    def assign_cores(self, cores: Sequence[Mapping[str, PoolCores]]) -> list[frozenset[int]]:
+        asked = [h.assign_cores.remote(one) for h, one in zip(self._hosts, cores, strict=True)]
+        try:
+            found: list[frozenset[int]] = ray.get(asked, timeout=self._heartbeat)
+        except ray.exceptions.RayError:  # whoever waits for their calls notices it
+            return []
+        return found
 
     def clocks_ahead(self) -> dict[int, float]:
         return self._supervision.clocks_ahead()

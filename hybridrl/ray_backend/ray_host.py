@@ -9,7 +9,7 @@ import ipaddress
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from hybridrl.ray_backend.call_messages import (
 )
 from hybridrl.ray_backend.ray_import import actor_method, ignore_interrupts, ray
 from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
-from hybridrl.system import device_traits
+from hybridrl.system import core_pins, device_traits
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.garbage_collection import pause_garbage_collection
 from hybridrl.system.host_environment import THREADS, derive_host_environment
@@ -162,6 +162,10 @@ class RayHost:
     @actor_method(concurrency_group="health")
     def status(self) -> HostStatus:
         return self._busiest().status()
+
+    @actor_method(concurrency_group="health")
+    def assign_cores(self, of_phases: Mapping[str, core_pins.PoolCores]) -> frozenset[int]:
+        return core_pins.PINS.assign(of_phases)  # by its module: Ray copies objects with this class
 
     @actor_method(concurrency_group="health")
     def clock(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError
+from hybridrl.rewards.returned_scores import TransientScore
 from hybridrl.sandbox.checked_tests import check_test
 from hybridrl.sandbox.python_runner import (
     SandboxLimits,
@@ -76,14 +77,30 @@ def passes_tests(
     wall_s = min(_WALL_SECONDS_PER_CPU_SECOND * cpu_s, total_s)
     limits = SandboxLimits(wall_s=wall_s, cpu_s=cpu_s, memory_mib=memory_mib)
     if not all(isinstance(test, str) for test in tests):
-        passed = run_inputs(program, [_read_input_test(test) for test in tests], limits, total_s)
-        return {"score": passed / len(tests)}
-    verdict = judge_program(program, tests, limits)
-    return {
-        "score": sum(verdict.passed) / len(tests),
-        "vacuous": sum(verdict.vacuous) / len(tests),
-        "slow_verdicts": float(verdict.is_slow),
-    }
+        read = [_read_input_test(test) for test in tests]
+        passed, is_repeatable = run_inputs(program, read, limits, total_s)
+        found = {"score": passed / len(tests)}
+    else:
+        verdict = judge_program(program, tests, limits)
+        found = {
+            "score": sum(verdict.passed) / len(tests),
+            "vacuous": sum(verdict.vacuous) / len(tests),
+            "slow_verdicts": float(verdict.is_slow),
+        }
+        is_repeatable = verdict.is_repeatable
+    # Without namespaces others' threads and files leave a program less room.
+    is_alone = find_confinement().namespaces != "none" or found["score"] == 1.0
+    return found if is_repeatable and is_alone else TransientScore(found)
+
+
+def _list_verdict_inputs(response: str, tests: Any, **row: Any) -> list[Any]:
+    """All that a verdict depends on: not what the response says around its program, and nothing
+    else of the row."""
+    limits = [row.get(name) for name in ("cpu_s", "memory_mib", "total_s")]
+    return [extract_program(response), tests, limits, str(find_confinement())]
+
+
+passes_tests.cache = _list_verdict_inputs  # type: ignore[attr-defined]
 
 
 def check_reward(
@@ -171,18 +188,20 @@ def _check_runs(test: str) -> None:
 
 def run_inputs(
     program: str, tests: Sequence[tuple[str, str]], limits: SandboxLimits, total_s: float
-) -> int:
-    begin, passed = time.monotonic(), 0
+) -> tuple[int, bool]:
+    """Return how many tests a program passes, and whether it would do so on a slower machine."""
+    begin, passed, is_repeatable = time.monotonic(), 0, True
     for given, expected in tests:
         left = total_s - (time.monotonic() - begin)
         if left <= 0:
-            break
+            return passed, False
         of_test = dataclasses.replace(limits, wall_s=min(left, limits.wall_s))
         outcome = run_python(program, given, limits=of_test)
+        is_repeatable &= outcome.is_repeatable(of_test)
         passed += outcome.ended == "ok" and _normalized_lines(outcome.stdout) == _normalized_lines(
             expected
         )
-    return passed
+    return passed, is_repeatable
 
 
 def _read_input_test(test: Any) -> tuple[str, str]:

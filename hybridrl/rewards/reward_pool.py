@@ -5,6 +5,7 @@ one for each source of rows whose `data.sources.<name>.reward` replaces `reward.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import Any
 from hybridrl.config.schema import RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError, suggest_name
-from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError
+from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.rewards.loading import (
     PickledFunction,
@@ -28,8 +29,9 @@ from hybridrl.rewards.loading import (
     resolve_functions,
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
-from hybridrl.rewards.returned_scores import StepRewards
+from hybridrl.rewards.returned_scores import RowScore, StepRewards
 from hybridrl.rewards.scoring_round import RewardResult, ScoringRound
+from hybridrl.system.content_cache import ContentCache
 from hybridrl.system.secret_variables import passing_hint, without_secrets
 
 __all__ = ["RewardPool", "RewardResult"]
@@ -61,6 +63,7 @@ class RewardPool:
         watched: number of the last functions, which are only recorded; their weights are 0.
         settings: the names of the settings that the functions come from.
         env: environment variables with secrets that the processes get (see `without_secrets`).
+        cache: of the scores of functions with an attribute `cache`; None: every row is scored.
 
     Attributes:
         remarks: what the functions' modules have to say to the user, by `check_reward`; known
@@ -82,6 +85,7 @@ class RewardPool:
         watched: int = 0,
         env: Collection[str] = (),
         settings: FunctionSettings = REWARD,
+        cache: ContentCache | None = None,
     ) -> None:
         group = settings.group
         functions = list(functions)
@@ -101,13 +105,15 @@ class RewardPool:
         self._timeout_s, self._on_error, self._error_value = timeout_s, on_error, error_value
         self.remarks: list[str] = []
         self._asked: set[str] = set()
+        self._cache, self._is_cached = cache, False
+        self._waiting: dict[int, list[WorkItem]] = {}
         self._lock = threading.Lock()
         given = resolve_options(self._names, options, settings)
         named_by = settings.of_each(len(functions), watched)
         spec = ProcessSpec(
             "reward process",
             [sys.executable, "-m", "hybridrl.rewards.reward_program"],
-            (self._specs, sys.path, timeout_s, given, settings, named_by),
+            (self._specs, sys.path, timeout_s, given, settings, named_by, cache is not None),
             without_secrets(os.environ, env),
             functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL),
             pickle.loads,
@@ -162,8 +168,9 @@ class RewardPool:
             modes = self._wait_until_ready(_IMPORT_S, any)
             how = (self._on_error, self._error_value, groups, self._watched)
             work = ScoringRound(rows, self._names, modes, *how, self._settings.group)
-            self._pool.submit(work.items(min(self._timeout_s, within_s)))
+            items = work.items(min(self._timeout_s, within_s))
             try:
+                self._pool.submit(self._recall(work, items))
                 while not work.is_done:
                     for result in self._poll():
                         self._take(work, result)
@@ -192,8 +199,32 @@ class RewardPool:
         except ProcessStartError as error:
             raise self._refusal(error) from error
         modes: list[tuple[bool, str]]
-        modes, self.remarks, self._asked = ready
+        modes, self.remarks, self._asked, self._is_cached = ready
         return modes
+
+    def _recall(self, work: ScoringRound, items: Sequence[WorkItem]) -> Sequence[WorkItem]:
+        """Score the calls whose results are cached, and return the others, of equal ones the first:
+        the rest wait for its result. A reward process computes the keys, because only they import
+        functions."""
+        self._waiting = {}
+        if self._cache is None or not self._is_cached:
+            return items
+        payloads = [work.payload(item.key) for item in items]
+        self._pool.submit([WorkItem(0, lambda _: payloads, _IMPORT_S, is_blocking=True)])
+        (answer,) = self._poll()
+        if answer.status == "error":
+            raise RewardError(
+                "The keys of rows in the cache (cache.use=[verdicts]) could not be computed. "
+                f"Correct the attribute `cache` of the reward function.\n{answer.value}"
+            )
+        if answer.status != "ok":  # the process was lost
+            return items
+        found, unknown = self._cache.recall(answer.value)
+        for place, value in found.items():
+            work.score(items[place].key, [RowScore(*row) for row in json.loads(value)])
+        for first, *others in unknown:
+            self._waiting[items[first].key] = [items[place] for place in others]
+        return [items[places[0]] for places in unknown]
 
     def _poll(self) -> list[ItemResult]:
         try:
@@ -219,8 +250,18 @@ class RewardPool:
         return _ERRORS.get(error.status, RewardError)(said)
 
     def _take(self, work: ScoringRound, result: ItemResult) -> None:
+        equal = self._waiting.pop(result.key, [])
         if result.status == "ok":
-            work.score(result.key, result.value)
+            scores, key = result.value
+            work.score(result.key, scores)
+            if key is not None and self._cache is not None:
+                self._cache.put_many({key: json.dumps(scores).encode()})
+                self._cache.hits += len(equal)
+                for item in equal:
+                    work.score(item.key, scores)
+                return
+        self._pool.submit(equal)
+        if result.status == "ok":
             return
         if result.status == "machine":
             raise UnsupportedMachineError(result.value)
@@ -282,7 +323,12 @@ class SourceRewardPools:
     """A `RewardPool` for each source with functions of its own, and one for all other rows. Rows
     whose settings name no function score 0, for a model or a judge to add to."""
 
-    def __init__(self, settings: SourceSettings, group: Setting = REWARD.group) -> None:
+    def __init__(
+        self,
+        settings: SourceSettings,
+        group: Setting = REWARD.group,
+        cache: ContentCache | None = None,
+    ) -> None:
         self._pools: dict[str | None, RewardPool | None] = {}
         self._columns: list[str] = []
         for name, config in settings.items():
@@ -292,7 +338,7 @@ class SourceRewardPools:
             self._columns += [f"reward/{function}" for function in rewarded]
             self._columns += [f"check/{function}" for function in watched]
             self._pools[name] = (
-                _build_pool(config, FunctionSettings.of(group, name)) if every else None
+                _build_pool(config, FunctionSettings.of(group, name), cache) if every else None
             )
 
     def __bool__(self) -> bool:
@@ -366,7 +412,9 @@ class SourceRewardPools:
         return found
 
 
-def _build_pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
+def _build_pool(
+    config: RewardConfig, settings: FunctionSettings, cache: ContentCache | None
+) -> RewardPool:
     functions, weights = resolve_functions(config)
     return RewardPool(
         functions,
@@ -379,4 +427,5 @@ def _build_pool(config: RewardConfig, settings: FunctionSettings) -> RewardPool:
         watched=len(functions) - len(parse_function_list(config.function)),
         env=config.env,
         settings=settings,
+        cache=cache,
     )

@@ -97,10 +97,11 @@ class ScoringRound:
         items = []
         for task in self._tasks:
             is_async, _ = self._modes[task % len(self._names)]
-            items.append(WorkItem(task, partial(self._payload, task), limit_s, not is_async))
+            items.append(WorkItem(task, partial(self.payload, task), limit_s, not is_async))
         return items
 
-    def _payload(self, task: int, attempt: int) -> tuple[int, dict[str, Any]]:
+    def payload(self, task: int, attempt: int = 0) -> tuple[int, dict[str, Any]]:
+        """Return the function of a call, and the row or merged rows that it gets."""
         row, function = divmod(task, len(self._names))
         kind = self._called_for[function]
         if kind == "row":

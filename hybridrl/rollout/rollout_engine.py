@@ -331,7 +331,8 @@ class RolloutEngine(RequestQueue):
 
     def counts(self) -> dict[str, int]:
         """Return what the engine counted since it was asked last: `drafted_tokens`, guessed ahead
-        of the model, and `accepted_tokens` of these, if it guesses."""
+        of the model, and `accepted_tokens` of these, if it guesses; `prompt_tokens` of its requests
+        and `cached_tokens` of these, found in its cache, if it keeps prefixes."""
         return {}
 
     awaits_weights = False

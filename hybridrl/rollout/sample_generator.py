@@ -2,13 +2,15 @@
 finish. It has an engine, whose weights and memory are the engine's own affair. A sample of the
 `SingleTurnGenerator` is one response of the engine's.
 
-Where several replicas generate a batch, the prompts are dealt out longest first. Each replica
-begins with as many as it can run at a time; what is left is claimed one prompt at a time by
-whichever replica has room, so that none waits while another is behind.
+Where several replicas generate a batch, each has a part of the prompts: they are dealt out longest
+first, or, with `data.order=prefix`, each gets neighbours, which begin alike. It starts as many as
+it can run at a time. What is left is claimed one prompt at a time by whichever replica has room,
+its own part's before those of others, so that none waits while another is behind.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -42,13 +44,15 @@ class ReplicaShare(NamedTuple):
 
     Attributes:
         index, replicas: Which of how many.
-        claim: Gives numbers from 0 on, each to one replica only. The ranks of a replica call it
-            together, and get the same.
+        claim: Gives numbers from 0 on, each to one replica only, for each queue by its number. The
+            ranks of a replica call it together, and get the same.
+        neighbours: Each has neighbouring prompts, for these begin alike.
     """
 
     index: int
     replicas: int
-    claim: Callable[[], int]
+    claim: Callable[[int], int]
+    neighbours: bool = False
 
 
 class GenerationTask(NamedTuple):
@@ -241,15 +245,27 @@ class SingleTurnStream(SampleStream):
 
     def _shared_out(self, task: GenerationTask) -> Iterator[Request]:
         """Yield this replica's requests, in the order in which they begin."""
-        requests = list(requests_of(task.batch, task.sampling, task.seeds))
-        requests.sort(key=lambda request: -len(request.prompt_ids))
+        in_order = list(requests_of(task.batch, task.sampling, task.seeds))
+        requests = sorted(in_order, key=lambda request: -len(request.prompt_ids))
         if (share := task.share) is None:
             yield from requests
             return
+        parts = [requests[index :: share.replicas] for index in range(share.replicas)]
+        if share.neighbours:
+            parts = _cut_evenly(in_order, share.replicas)
         largest = max((request.samples for request in requests), default=1)
-        first = share.replicas * max(1, self._engine.max_sequences // largest)
-        yield from requests[share.index : first : share.replicas]
-        if first >= len(requests):
-            return
-        while (number := first + share.claim()) < len(requests):
-            yield requests[number]
+        room = max(1, self._engine.max_sequences // largest)
+        yield from parts[share.index][:room]
+        for queue in (*range(share.index, share.replicas), *range(share.index)):
+            left = parts[queue][room:]
+            while left and (number := share.claim(queue)) < len(left):
+                yield left[number]
+
+
+def _cut_evenly(requests: Sequence[Request], parts: int) -> list[list[Request]]:
+    """Cut requests into parts of neighbours with about equally many tokens, if responses are as
+    long as they may be."""
+    costs = [len(one.prompt_ids) + one.samples * one.sampling.max_tokens for one in requests]
+    middles = np.cumsum(costs) - np.array(costs) / 2
+    cuts = np.searchsorted(middles, sum(costs) * np.arange(parts + 1) / parts)
+    return [list(requests[start:stop]) for start, stop in itertools.pairwise(cuts)]

@@ -7,6 +7,7 @@ given the same prompts and make the same choices. Importing this module needs vL
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -80,6 +81,10 @@ class VLLMEngine(RolloutEngine):
         self._groups.enter()
         further = {} if self._adapters is None else self._adapters.options
         self._llm = start_vllm(setup, config, further)
+        cache = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+        self._prefix_counts: Counter[str] = Counter()
+        if cache.enable_caching:
+            cache.record_prefix_cache_stats = self._count_prefix
         if self._replays:
             self.routes_dtype = vllm_routes.find_routes_dtype(self._worker.get_model())
         if self._replays and setup.device.type == "cpu":
@@ -180,14 +185,23 @@ class VLLMEngine(RolloutEngine):
         if self._recorder is not None:
             self._recorder.forget(names)
 
+    def _count_prefix(self, request: Any, cached_tokens: int) -> None:
+        """Count what vLLM's scheduler found of a request in the prefix cache, in place of its own
+        statistics, which would also count every token."""
+        if not request.num_preemptions:  # else it finds what it has made itself
+            self._prefix_counts.update(
+                prompt_tokens=request.num_prompt_tokens, cached_tokens=cached_tokens
+            )
+
     def counts(self) -> dict[str, int]:
-        if not self._guesses:
-            return {}
-        now = {
-            metric.name: metric.value for metric in self._llm.get_metrics() if metric.name in DRAFTS
-        }
-        before, self._counted = self._counted, now
-        return {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+        found = dict(self._prefix_counts)
+        self._prefix_counts.clear()
+        if self._guesses:
+            metrics = self._llm.get_metrics()
+            now = {metric.name: metric.value for metric in metrics if metric.name in DRAFTS}
+            before, self._counted = self._counted, now
+            found |= {DRAFTS[name]: value - before.get(name, 0) for name, value in now.items()}
+        return found
 
     @contextmanager
     def _first_time(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ from hybridrl.run.recovery import RunRecovery
 from hybridrl.run.run_end import RunEnd
 from hybridrl.run.step_runner import PendingStep, StepRunner, list_measured_choices
 from hybridrl.run.warmup import warm_up
+from hybridrl.run.watchers.core_isolation import CoreIsolation
 from hybridrl.run.watchers.evaluation_watchers import AccuracyDeclineWatcher, EarlyStopWatcher
 from hybridrl.run.watchers.nan_guard import NanGuard
 from hybridrl.run.watchers.tripwires import TripwireWatcher
@@ -107,6 +108,7 @@ class RunLoop(RunEnd):
             *([tripwires] if tripwires.window else []),
             self._decline,
             EarlyStopWatcher(self.config.eval.stop, self.summary),
+            *([CoreIsolation(job.executor)] if self.config.resources == "auto" else []),
         ]
         watches: dict[str, NanGuard | TripwireWatcher] = {
             "guard": self._guard,

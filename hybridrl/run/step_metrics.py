@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hybridrl.batch.batch import LIBRARY_PREFIXES
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.batch.turn import EPISODE_FAILURES
+from hybridrl.config.schema import CACHED_KINDS
 from hybridrl.console.phase_colors import STEP_PHASES
 from hybridrl.trainers.data_feed import compute_source_metrics
 from hybridrl.trainers.policy_trainer import mean_of_updates
@@ -52,7 +53,7 @@ _MISMATCH_METRICS = {
 }
 OF_SAMPLES = ("samples", "reward_count", "cost_count")
 """What a call reports that makes samples, or scores them."""
-OF_STEP = ("sync_", "behind_")
+OF_STEP = ("sync_", "behind_", "cache_")
 """How figures begin that are of the step whatever samples a call makes."""
 OTHER = "other"
 """Samples that are not of the step, and that the program gives no name."""
@@ -90,6 +91,9 @@ def compute_step_metrics(
     if "sync_received" in of_step:  # weights went to the generator box by box
         metrics |= {f"sync/{name}_bytes": of_step[f"sync_{name}"] for name in _SYNC_METRICS}
     metrics |= _weight_sync_metrics(of_step)
+    for kind in CACHED_KINDS:
+        if asked := of_step.get(f"cache_{kind}_asked"):
+            metrics[f"cache/{kind}_hit_rate"] = of_step[f"cache_{kind}_hits"] / asked
     of_users = {name: name for update in updates for name in update if "/" in name}
     for name, written in (_UPDATE_METRICS | of_users).items():
         if any(name in update for update in updates):
@@ -219,6 +223,8 @@ def _response_metrics(total: Mapping[str, float]) -> dict[str, float]:
     if "drafted_tokens" in total:
         drafted = total["drafted_tokens"]
         figures["response/accepted_drafts"] = total["accepted_tokens"] / max(1.0, drafted)
+    if total.get("prompt_tokens"):
+        figures["prompt/cached"] = total["cached_tokens"] / total["prompt_tokens"]
     if "episode_turns" in total:  # an environment plays
         figures["episode/turns"] = total["episode_turns"] / samples
         figures["episode/branches"] = total["episode_branches"] / samples

@@ -20,7 +20,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.run.step_metrics import compute_step_metrics
 from hybridrl.run.watchers.watcher import FinishedStep
 from hybridrl.run_files.metric_writers import RunSummary
-from hybridrl.run_files.recorded_steps import DRIVER_RECORDING, RecordedStep, StepRecordWriter
+from hybridrl.run_files.recorded_steps import DATA, DRIVER_RECORDING, RecordedStep, StepRecordWriter
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import SHAPED
 
@@ -77,6 +77,8 @@ class StepRunner:
         """Make the calls of a step."""
         begin, first = time.perf_counter(), self.job.feed.numbered
         result = _result_of(self.trainer)
+        if self.job.executor.is_busy:  # else nothing would go on meanwhile
+            self.job.feed.prefetch()
         called_in = self.job.executor.end_step()
         return PendingStep(number, begin, result, called_in, range(first, self.job.feed.numbered))
 
@@ -97,7 +99,9 @@ class StepRunner:
         records = job.executor.take_records(step.called_in)
         for record in records:
             record.metrics = checked.figures(record.metrics, f"`{record.role}.{record.method}`")
-        metrics = compute_step_metrics(records, updates, self.ended - self._began, step.drawn())
+        seconds, for_data = self.ended - self._began, job.beside.seconds(DATA)
+        metrics = compute_step_metrics(records, updates, seconds, step.drawn())
+        metrics |= {"time/data": for_data, "share/data": for_data / seconds}
         for scored in result.scored_samples or [result.batch]:
             metrics |= job.feed.learn_scores(scored)
         job.feed.forget_groups(step.groups.stop)

@@ -65,6 +65,10 @@ class DriverActivity:
         finally:
             self._spans.append(PhaseSpan(what, begin, time.time()))
 
+    def seconds(self, what: str) -> float:
+        """Return the seconds spent on something since the last recorded step."""
+        return sum(span.end - span.start for span in self._spans if span.phase == what)
+
     def called(self, records: Sequence[CallRecord]) -> Sequence[CallRecord]:
         """Add the records of calls that belong to no step; return them."""
         self._records += records

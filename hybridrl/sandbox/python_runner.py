@@ -126,6 +126,7 @@ class SandboxResult:
         stdout, stderr: what it wrote, up to the limit, with U+FFFD for what is not UTF-8.
         seconds: from its start to its end.
         cpu_s, program_cpu_s: processor seconds, and those of a program that was tested.
+        was_killed: whether a program that was tested ended by a signal, and not by ours.
     """
 
     ended: Literal["ok", "error", "memory", "wall_time", "cpu_time", "output", "signal"]
@@ -135,6 +136,14 @@ class SandboxResult:
     seconds: float
     cpu_s: float = 0.0
     program_cpu_s: float = 0.0
+    was_killed: bool = False
+
+    def is_repeatable(self, limits: SandboxLimits) -> bool:
+        """Return whether it would end like this on a machine half as fast and short of memory, too:
+        far from the time limits, and not by a signal, which the system may have sent."""
+        share = max(self.cpu_s, self.program_cpu_s) / limits.cpu_s
+        is_quick = max(share, self.seconds / limits.wall_s) < 0.5
+        return is_quick and not self.was_killed and self.ended in ("ok", "error", "output")
 
 
 @dataclass(frozen=True)
@@ -147,12 +156,14 @@ class Verdict:
         vacuous: of each test, whether a comparison in it would have held of anything.
         is_slow: whether the tests, not the program, took longer than the limits allow, so that they
             were stopped; those that were not reached are not passed.
+        is_repeatable: see `SandboxResult`.
     """
 
     passed: list[bool]
     reasons: list[str]
     vacuous: list[bool] = dataclasses.field(default_factory=list)
     is_slow: bool = False
+    is_repeatable: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,7 +231,7 @@ def judge_program(
         passed[number], vacuous[number], reasons[number] = has_passed, found > 0, reason
     is_stopped = outcome.ended in ("wall_time", "cpu_time")
     is_slow = is_stopped and outcome.cpu_s >= outcome.program_cpu_s
-    return Verdict(passed, reasons, vacuous, is_slow)
+    return Verdict(passed, reasons, vacuous, is_slow, outcome.is_repeatable(limits))
 
 
 def find_confinement() -> SandboxConfinement:
@@ -331,8 +342,8 @@ def _build_result(
         ended = "cpu_time"
     elif code == 1 and stderr.rstrip().rpartition("\n")[2].startswith("MemoryError"):
         ended = "memory"
-    times = (report["seconds"], report["cpu_s"], report["program_cpu_s"])
-    return SandboxResult(ended, abs(code), stdout, stderr, *times)
+    figures = [report[name] for name in ("seconds", "cpu_s", "program_cpu_s", "was_killed")]
+    return SandboxResult(ended, abs(code), stdout, stderr, *figures)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,14 @@ _MAX_DRAWS = 1000
 Rows = npt.NDArray[np.int64]
 
 
+class _PreparedBatch(NamedTuple):
+    """A batch that the workers can read, and that is not dealt yet."""
+
+    groups: Rows
+    rows: Rows
+    batch: BatchRef
+
+
 class DataFeed:
     """Batches of the training data in the order of the row schedule, and the scores that come back
     for them.
@@ -127,6 +135,8 @@ class DataFeed:
         self.deck = build_row_schedule(config, data)
         self._of_sources = SourceMetrics(config, data)
         self._examples = None if examples is None else PromptLoader(examples, number, seed)
+        self._ahead: _PreparedBatch | None = None
+        self._position: dict[str, Any] = {}  # of the row schedule, before `_ahead`
         self._numbered = 0
         self._row_of: dict[int, int] = {}  # by group, of prompts whose scores are not known yet
         self._deals: deque[tuple[Rows, Rows]] = deque(
@@ -139,21 +149,33 @@ class DataFeed:
         """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
         pairs as neighbouring rows."""
         with self._beside.doing(DATA):
-            return self._next_batch()
+            (groups, rows, batch), self._ahead = self._ahead or self._prepare(), None
+        self._numbered += len(groups)
+        self._deals.append((groups, rows))
+        if self._learns:
+            self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
+        return batch
 
-    def _next_batch(self) -> BatchRef:
+    def prefetch(self) -> None:
+        """Prepare the next batch while the workers are at this one. It counts as dealt when
+        `next_batch` returns it. A sampler has to know the outcomes of this step first, and a
+        program that has asked for no batch so far may not want any."""
+        if self._ahead is None and self._deals and self.config.data.sampler is None:
+            self._position = self.deck.state()
+            try:
+                self._ahead = self._prepare()
+            except DataError:  # `next_batch` raises it again, should the batch be wanted
+                self.deck.load_state(self._position)
+
+    def _prepare(self) -> _PreparedBatch:
         from hybridrl.data.preference_pairs import split_pairs_into_samples
 
         rows = self._next_rows()
         batch = self.data.take(rows)
-        groups = np.arange(self._numbered, self._numbered + len(batch))
-        self._numbered += len(batch)
-        self._deals.append((groups, rows))
-        if self._learns:
-            self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
+        groups = np.arange(self._numbered, self._numbered + len(rows))
         if self.kind == "pairs":
-            return self.put(split_pairs_into_samples(batch))
-        return self.put(batch.with_columns({"group_id": groups}))
+            return _PreparedBatch(groups, rows, self.put(split_pairs_into_samples(batch)))
+        return _PreparedBatch(groups, rows, self.put(batch.with_columns({"group_id": groups})))
 
     def next_examples(self, coefficient: float = 1.0) -> BatchRef:
         """Return prompts with reference responses for one supervised update with this loss
@@ -215,6 +237,9 @@ class DataFeed:
         rows = [row[np.isin(group, groups)] for group, row in self._deals]
         found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
         self._left_out |= found
+        if self._ahead is not None:  # it may have some of them
+            self.deck.load_state(self._position)
+            self._ahead = None
         return len(found)
 
     @property
@@ -224,7 +249,8 @@ class DataFeed:
 
     def state(self) -> dict[str, Any]:
         """Return the position in the data, as plain data."""
-        found: dict[str, Any] = {**self.deck.state(), "numbered": self._numbered}
+        position = self._position if self._ahead else self.deck.state()
+        found: dict[str, Any] = {**position, "numbered": self._numbered}
         if self._examples is not None:
             found["examples"] = self._examples.state()
         if self._held:
@@ -240,6 +266,7 @@ class DataFeed:
             DataError: if the data or its order is another.
         """
         self.deck.load_state(state)
+        self._ahead = None
         self._deals.clear()
         self._numbered = int(state["numbered"])
         if self._examples is not None and "examples" in state:

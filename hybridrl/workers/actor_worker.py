@@ -22,6 +22,7 @@ from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.config.schema import (
     ActorConfig,
+    CacheConfig,
     EnvironmentConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -65,6 +66,7 @@ from hybridrl.workers.generation import (
     report_weights_received,
     report_weights_sent,
 )
+from hybridrl.workers.log_prob_cache import LogProbCache
 from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.rollout_engines import build_rollout_engine, find_trained_shapes, setup_of
 from hybridrl.workers.training_engines import ModelSource, build_policy_engine
@@ -93,6 +95,7 @@ class ActorWorker(TrainedModelWorker):
         job: A name that no other job on this machine has.
         generates: Whether a rollout engine is needed.
         environment: What plays the samples; None, or without a name: nothing does.
+        cache: Of `compute_ref_log_prob`; None: there is none.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class ActorWorker(TrainedModelWorker):
         job: str,
         generates: bool = True,
         environment: EnvironmentConfig | None = None,
+        cache: CacheConfig | None = None,
     ) -> None:
         super().__init__(context, source)
         self._config = config
@@ -121,6 +125,7 @@ class ActorWorker(TrainedModelWorker):
         self._rollout_place = mesh.coordinates(context.rank)
         train = build_policy_engine(context, source, config, rollout_tp=share)
         train.start_optimizer(config.optimizer, updates)
+        self._cache = LogProbCache(cache, train, source, temperature)
         engine = None
         if generates:
             coming = find_trained_shapes(source, train)
@@ -209,8 +214,8 @@ class ActorWorker(TrainedModelWorker):
         """`ref_log_probs` of the responses under the model before training: with LoRA the
         actor is its own reference."""
         with self.phase("score"), self._engine.train.untrained():
-            scored = self._engine.train.forward(batch, temperature=self._temperature)
-        return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
+            scored = self._cache.score(self, batch)
+        return Batch.from_columns({"ref_log_probs": scored})
 
     @transfer(UPDATE, reads=_list_update_columns, may_read=any_column, follows=_routes)
     def update_actor(self, batch: Batch) -> dict[str, float]:

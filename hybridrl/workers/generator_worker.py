@@ -58,6 +58,7 @@ class GeneratorWorker(ModelWorker):
         seed: Of all sampling.
         job: A name that no other job on this machine has.
         in_flight: Take new weights between two tokens, when they come.
+        neighbours: See `ReplicaShare`.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class GeneratorWorker(ModelWorker):
         job: str,
         in_flight: bool = False,
         environment: EnvironmentConfig | None = None,
+        neighbours: bool = False,
     ) -> None:
         super().__init__(context)
         self._config = rollout
         self._dtype = DTYPES[source.dtype]
         self._seeds = SampleSeeds(seed)
-        self._in_flight = in_flight
+        self._in_flight, self._neighbours = in_flight, neighbours
         self._started = 0
         self._version = 0
         self._samples: SampleStream
@@ -172,7 +174,8 @@ class GeneratorWorker(ModelWorker):
         self._total = len(batch)
         self._begun = None if sampling.partial is None else batch
         self._started += 1
-        share = ReplicaShare(place.index, place.size, partial(self._claim, self._started))
+        claim = partial(self._claim, self._started)
+        share = ReplicaShare(place.index, place.size, claim, self._neighbours)
         task = GenerationTask(batch, sampling, seeds, self._version, share)
         self._samples = self._generator.begin(task)
 
@@ -224,13 +227,13 @@ class GeneratorWorker(ModelWorker):
         self._version, cost = self._channel.receive()
         report_weights_received(self, cost)
 
-    def _claim(self, generation: int) -> int:
-        """The next number that no replica has; see `ReplicaShare`."""
+    def _claim(self, generation: int, queue: int) -> int:
+        """Return the next number of a queue that no replica has; see `ReplicaShare`."""
         number = 0
         if self._leads:
             assert self._world is not None
             store = process_group.find_store(self._world)
-            number = store.add(f"claimed/{generation}", 1) - 1
+            number = store.add(f"claimed/{generation}/{queue}", 1) - 1
         return self._first_says(number)
 
     def _first_says(self, number: int) -> int:

@@ -19,12 +19,13 @@ from hybridrl.config.schema import JudgeConfig, RolloutConfig, RolloutParallelCo
 from hybridrl.config.setting import Setting
 from hybridrl.controller import WorkerContext
 from hybridrl.conversations.rendering import TemplateContext, render_chat
-from hybridrl.models.model_loading import load_tokenizer
+from hybridrl.models.model_loading import find_local_folder, load_tokenizer
 from hybridrl.parallel.process_group import join_group_world
 from hybridrl.rewards.rubrics import load_rubric, read_row_rubric, rubric_score
 from hybridrl.rewards.scoring_round import group_neighbors
 from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.rollout_engine import RolloutEngine
+from hybridrl.system.content_cache import ContentCache, compute_key, hash_plain
 from hybridrl.workers.engine_process import EngineProcess
 from hybridrl.workers.rollout_engines import build_inference_engine, setup_of
 from hybridrl.workers.training_engines import ModelSource
@@ -136,6 +137,7 @@ class LLMJudge:
 
     Args:
         config: Template, pattern of the grade, scale.
+        cache: Of its answers; None: it is asked each time.
 
     Attributes:
         pattern: Of what is looked for in its texts.
@@ -147,6 +149,7 @@ class LLMJudge:
         setup: JudgeSetup,
         config: JudgeConfig,
         setting: Setting = Setting("reward.judge"),
+        cache: ContentCache | None = None,
     ) -> None:
         source, rollout, job = setup
         self._config, self._setting = config, setting
@@ -174,12 +177,17 @@ class LLMJudge:
             plan=None,
             memory_share=config.memory_share,
         )
+        options = [settings, self._sampling, context.device_kind]
+        known = None if cache is None else _identify_model(source, options)
         of_engine = setup_of(source, join_group_world(context), 0, f"{job}-judge")
         self._engine: EngineProcess | RolloutEngine
         if settings.engine == "vllm" and context.device_kind != "cpu":
             self._engine = EngineProcess(context, of_engine, settings)
         else:
             self._engine = build_inference_engine(of_engine, settings)
+        # Files that have changed meanwhile were read as they are, or as they were.
+        is_same = known is not None and known == _identify_model(source, options)
+        self._cache, self._model = cache if is_same else None, known
 
     def grade(
         self, rows: Sequence[Mapping[str, Any]], groups: Sequence[int] | None = None
@@ -246,13 +254,23 @@ class LLMJudge:
         prompts = [self._encode(parts) for parts in requests]
         fits = [n for n, ids in enumerate(prompts) if len(ids) <= self._longest_prompt]
         written = [""] * len(requests)
-        if fits:
-            batch = Batch.from_columns({"prompt_ids": [prompts[n] for n in fits]})
+        found, unknown = dict[int, bytes](), [[place] for place in range(len(fits))]
+        if self._cache is not None:  # it never samples, so equal requests have equal answers
+            keys = [compute_key(self._model, prompts[n].numpy().tobytes()) for n in fits]
+            found, unknown = self._cache.recall(keys)
+        for place, value in found.items():
+            written[fits[place]] = value.decode()
+        if unknown:
+            batch = Batch.from_columns({"prompt_ids": [prompts[fits[one[0]]] for one in unknown]})
             answers = self._engine.generate(batch, self._sampling, seed=0)
             ids = [row.tolist() for row in answers["response_ids"].rows()]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            for n, text in zip(fits, texts, strict=True):
-                written[n] = text
+            for places, text in zip(unknown, texts, strict=True):
+                for place in places:
+                    written[fits[place]] = text
+            if self._cache is not None:
+                new = zip(unknown, texts, strict=True)
+                self._cache.put_many({keys[places[0]]: text.encode() for places, text in new})
         return written
 
     def close(self) -> None:
@@ -268,6 +286,19 @@ class LLMJudge:
         return torch.tensor(
             encode_judge_prompt(self._tokenizer, self._template, known, self._context)
         )
+
+
+def _identify_model(source: ModelSource, options: Sequence[Any]) -> bytes | None:
+    """Hash the files of a model, with the times of their last change, which programs cannot set,
+    and all that its answers depend on beside them. None if the files are not on this machine."""
+    found = [source.dtype, source.context_length, source.eos_token_ids, *options]
+    for folder in (find_local_folder(path) for path in (source.path, source.tokenizer)):
+        if folder is None:
+            return None
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            stat = path.stat()
+            found += [str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+    return hash_plain("judgements", repr(found))
 
 
 def _shuffle_by_content(members: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> list[int]:

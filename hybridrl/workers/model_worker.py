@@ -13,6 +13,7 @@ from hybridrl.checkpoint.tensors.rank_manifest import SaveResult
 from hybridrl.controller import ONE_TO_ALL, Worker, WorkerContext, transfer
 from hybridrl.models.model_loading import load_tokenizer, read_stored_dtype
 from hybridrl.parallel import process_group
+from hybridrl.system.content_cache import ContentCache
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.locations import parse_location
 from hybridrl.workers.training_engines import ModelSource
@@ -55,6 +56,13 @@ class ModelWorker(Worker):
         if engine.fault is not None:
             self.record.faults.append(engine.fault)
             engine.fault = None
+
+    def report_cache(self, cache: ContentCache) -> None:
+        """Report lookups and hits since the last report, and once why nothing is written any
+        more."""
+        self.report(**cache.take_counts())
+        self.record.notices += cache.faults
+        cache.faults.clear()
 
     @property
     def takes_memory(self) -> bool:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
-from hybridrl.config.schema import ActorConfig
+from hybridrl.config.schema import ActorConfig, CacheConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.workers.generation import SAMPLE_COLUMNS
+from hybridrl.workers.log_prob_cache import LogProbCache
 from hybridrl.workers.model_worker import ModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
@@ -22,6 +23,7 @@ class ReferenceWorker(ModelWorker):
         config: Micro-batch budget and offload.
         temperature: At which responses are scored.
         top_k: Of `compute_top_log_probs`.
+        cache: Of `compute_ref_log_prob`; None: there is none.
     """
 
     def __init__(
@@ -31,10 +33,12 @@ class ReferenceWorker(ModelWorker):
         config: ActorConfig,
         temperature: float,
         top_k: int = 0,
+        cache: CacheConfig | None = None,
     ) -> None:
         super().__init__(context)
         self._temperature, self._top_k = temperature, top_k
         self._engine = build_policy_engine(context, source, config, trains=False)
+        self._cache = LogProbCache(cache, self._engine, source, temperature)
 
     @property
     def model_engine(self) -> TrainEngine:
@@ -50,8 +54,8 @@ class ReferenceWorker(ModelWorker):
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """Compute the `ref_log_probs` of the responses."""
         with self.phase("score"):
-            scored = self._engine.forward(batch, temperature=self._temperature)
-        return Batch.from_columns({"ref_log_probs": scored.ragged("log_probs")})
+            scored = self._cache.score(self, batch)
+        return Batch.from_columns({"ref_log_probs": scored})
 
     @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
     def compute_top_log_probs(self, batch: Batch) -> Batch:

@@ -12,7 +12,7 @@ import torch
 from hybridrl.algorithms import TokenSegments
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, is_user_column, sampled_tokens
-from hybridrl.config.schema import ActorConfig, RewardConfig
+from hybridrl.config.schema import ActorConfig, CacheConfig, RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
@@ -24,6 +24,7 @@ from hybridrl.rewards.returned_scores import StepRewards
 from hybridrl.rewards.reward_pool import COLUMN as SOURCE
 from hybridrl.rewards.reward_pool import SourceRewardPools, resolve_source_settings
 from hybridrl.rewards.signature import TOKEN_IDS_ENTRY, UPDATES_ENTRY
+from hybridrl.system.content_cache import open_cache
 from hybridrl.workers.generation import report_column_sums
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
 from hybridrl.workers.model_worker import ModelWorker
@@ -102,6 +103,7 @@ class RewardWorker(ModelWorker):
         kind: What the score is: a reward or a cost.
         sources: The sources of rows, and sets to evaluate on.
         steps: Whether rewards of steps are told of, in the columns `STEP_COLUMNS`.
+        cache: Of verdicts and of the judge's answers; None: there is none.
     """
 
     def __init__(
@@ -115,10 +117,12 @@ class RewardWorker(ModelWorker):
         kind: Literal["reward", "cost"],
         sources: ScoredSources | None = None,
         steps: bool = False,
+        cache: CacheConfig | None = None,
     ) -> None:
         super().__init__(context)
         self._sources, own_functions, self._verifiers = sources or ScoredSources()
         self._pools: dict[str, SourceRewardPools] = {}
+        self._caches = {kind: open_cache(cache, kind) for kind in ("verdicts", "judgements")}
         self._steps = steps
         self._config = config
         self._kind = kind
@@ -133,11 +137,13 @@ class RewardWorker(ModelWorker):
         settings = resolve_source_settings(config, own_functions, self._sources, self._group)
         self._pool = None
         if self._answers and any(resolve_functions(one)[0] for one in settings.values()):
-            self._pool = SourceRewardPools(settings, self._group)
+            self._pool = SourceRewardPools(settings, self._group, self._caches["verdicts"])
         self._tokenizer = load_tokenizer(tokenizer)
         self._judge = None
         if judge is not None:
-            self._judge = LLMJudge(context, judge, config.judge, self._group / "judge")
+            self._judge = LLMJudge(
+                *(context, judge, config.judge, self._group / "judge", self._caches["judgements"])
+            )
         if self._pool is not None:
             self._pool.start()
 
@@ -205,6 +211,8 @@ class RewardWorker(ModelWorker):
         self._report_sources(batch, scores, outcomes)
         report_column_sums(self, columns)
         self._report_copies(rows, groups)
+        for cache in filter(None, self._caches.values()):
+            self.report_cache(cache)
         return self._answer(texts, scores, outcomes, steps, columns)
 
     def _verified(self, batch: Batch, verifier: str) -> Batch:
@@ -218,7 +226,9 @@ class RewardWorker(ModelWorker):
             if self._answers:
                 if verifier not in self._pools:
                     group = Setting("eval.sets") / verifier / "reward"
-                    self._pools[verifier] = SourceRewardPools({None: config}, group)
+                    self._pools[verifier] = SourceRewardPools(
+                        {None: config}, group, self._caches["verdicts"]
+                    )
                 rows, groups = _build_function_rows(batch, texts), _list_prompt_numbers(batch)
                 scores, outcomes, _, columns = self._by_functions(
                     *(self._pools[verifier], rows, batch, ids, groups)

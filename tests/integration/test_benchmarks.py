@@ -20,7 +20,7 @@ SECONDS = {
         "packing",
         "paper_placements",
     ),
-    *("plan_at_size", "reshard", "sandbox", "unwaited_generation", "weight_sync"),
+    *("content_cache", "plan_at_size", "reshard", "sandbox", "unwaited_generation", "weight_sync"),
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
@@ -30,6 +30,8 @@ SMALLEST = {
     "auto_choice": (["1", "--steps", "4"], HOSTS),
     "checkpoint": (["--rounds", "1"],),
     "codecs": (["--values", "65536", "--rounds", "1"],),
+    "core_isolation": (["--rounds", "1"], HOSTS),
+    "content_cache": ([],),
     "curriculum": (["--seeds", "0", "--steps", "4"],),
     "dispatch": ([],),
     "distillation": ([],),
@@ -53,6 +55,7 @@ SMALLEST = {
     "placement": (["--only", "overlap", "--rounds", "1", "--steps", "3"],),
     "plan": (["grpo, small model, one micro-batch"],),
     "plan_at_size": ([],),
+    "prefix_order": ([],),
     "quantised_generation": (["--rounds", "1", "--seeds"],),
     "recovery": (["--minutes", "1", "--fault-every", "30"],),
     "reshard": (["--rounds", "1", "--no-vllm"],),
@@ -66,6 +69,7 @@ SMALLEST = {
         ),
     ),
     "slow_link": (["--rounds", "1", "--steps", "4"], HOSTS),
+    "streamed_data": ([],),
     "timeline": (["--steps", "5"],),
     "unwaited_generation": (["--only", "partial"],),
     "versus_trl": (

@@ -228,6 +228,7 @@ VALUES: dict[str, tuple] = {
     "warmup.learning_rate": (1e-4, "warmup.steps=3"),
     "trainer.name": ("remax",),
     "observe.samples_every": (1,),
+    "cache.use": ("[log_probs]", *KL, "cache.folder=cached"),
     "guard.most_mismatch": "a generator that is far off ends a job: test_generator_check.py",
     "observe.show_every": (1,),
     "model.path": ("other", "model.path=model"),
@@ -267,6 +268,9 @@ EXCEPTIONS = {
     "guard.on_nan": "what becomes of a loss that is not finite: test_bad_steps.py",
     "guard.most_skipped": "how many such losses end a job: test_bad_steps.py",
     "guard.most_mismatch": "a generator that is far off ends a job: test_generator_check.py",
+    "resources": "speed and the console alone: test_core_isolation.py, test_pinned_stages.py",
+    "cache.folder": "where values are kept: test_content_cache.py",
+    "cache.max_gib": "how many values are kept: test_content_cache.py",
     "observe.show_every": "the console alone: test_observe_console.py",
     "rollout.serve": "such a job waits for programs that others start: test_environment_jobs.py",
 }
@@ -274,7 +278,7 @@ EXCEPTIONS = {
 BY_GROUP = {
     **{"cost": SAFE, "preference": DPO, "expert": EXPERT, "distillation": TEACHER, "critic": PPO},
     **dict.fromkeys(("algorithm", "reward", "rollout", "actor", "data", "eval", "warmup"), ()),
-    **dict.fromkeys(("trainer", "observe", "guard", "model", "checkpoint"), ()),
+    **dict.fromkeys(("trainer", "observe", "cache", "guard", "model", "checkpoint"), ()),
 }
 """The groups whose settings are flipped, and the job in which they count."""
 CODE = """

@@ -89,6 +89,56 @@ def make_requests(rank, tmp_path):
 
 
 @pytest.mark.vllm
+def test_a_prefix_in_the_cache_changes_no_sample_and_is_counted(tmp_path):
+    from hybridrl.data.character_tokenizer import build_character_tokenizer
+    from hybridrl.models.model_loading import make_tiny_model
+
+    make_tiny_model(
+        *(tmp_path / "model", build_character_tokenizer()),
+        **{"seed": 3, "hidden_size": 64, "layers": 2, "heads": 2, "context": 160},
+    )
+    ((without, nothing),) = run_ranks(sample_alike, tmp_path, 1, tmp_path / "model", {})
+    options = {"enable_prefix_caching": True, "block_size": 32}
+    ((samples, counts),) = run_ranks(sample_alike, tmp_path, 1, tmp_path / "model", options)
+    assert samples == without and nothing == [{}, {}]
+    # Five prompts of 70 tokens, two samples of each; the first sample finds nothing, whether or not
+    # a prompt was there before the weights were new.
+    expected = {"prompt_tokens": 10 * 70, "cached_tokens": 9 * 64}
+    assert counts == [expected, expected]
+
+
+def sample_alike(rank, folder, options):
+    """Samples of prompts that begin alike, twice, with new weights in between."""
+    from safetensors.torch import load_file
+
+    from hybridrl.batch.batch import Batch
+    from hybridrl.config.schema import RolloutConfig
+    from hybridrl.rollout.rollout_engine import SamplingSettings
+    from hybridrl.rollout.vllm_engine import VLLMEngine
+    from hybridrl.system.shared_memory import remove_shared_memory
+
+    job = f"hybridrl-{os.getpid()}-1"
+    setup = {"context_length": 96, "eos_token_ids": [1], "device": torch.device("cpu"), "job": job}
+    engine = VLLMEngine(
+        EngineSetup(*(str(folder), str(folder), "float32"), **setup),
+        RolloutConfig(kv_cache_gib=0.05, engine_options=options),
+    )
+    prompts = [[2 + place % 7 for place in range(66)] + [3 + row] * 4 for row in range(5)]
+    batch = Batch.from_columns({"prompt_ids": [ids for ids in prompts for _ in range(2)]})
+    try:
+        found, counts = [], []
+        for _ in range(2):
+            engine.load(iter(load_file(folder / "model.safetensors").items()))
+            made = engine.generate(batch, SamplingSettings(8, min_tokens=8), seed=4)
+            found.append([row.tolist() for row in made["response_ids"].rows()])
+            counts.append(engine.counts())
+        return found, counts
+    finally:
+        engine.close()
+        remove_shared_memory(job)
+
+
+@pytest.mark.vllm
 def test_a_token_under_way_changes_no_sample(tmp_path):
     """With asynchronous scheduling vLLM plans a step while the one before runs. It has none on
     CPUs, so that its switch and the streams of a GPU are put in their places here."""

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "parallel": {
         *("layout", "system", "compress", "models"),
     },
-    "data": {"batch", "system", "conversations", "environments"},
+    "data": {"batch", "system", "conversations", "environments", "processes"},
     "rollout": {"quantization", "batch", "layout", "system", "models"},
     "serving": {"batch", "system", "conversations", "environments", "rollout"},
     "weights": {

@@ -2,14 +2,16 @@
 what it writes. The model is a function of the request's text."""
 
 import math
+import os
 import re
 
 import pytest
 import torch
 
 from hybridrl.batch.batch import Batch
-from hybridrl.config.schema import JudgeConfig, RolloutConfig
+from hybridrl.config.schema import CacheConfig, JudgeConfig, RolloutConfig
 from hybridrl.controller import WorkerContext
+from hybridrl.system.content_cache import ContentCache
 from hybridrl.workers import llm_judge as judging
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
 from hybridrl.workers.training_engines import ModelSource
@@ -31,7 +33,7 @@ class Characters:
 
 @pytest.fixture
 def make(monkeypatch):
-    def make(write, **settings):
+    def make(write, cache=None, model="judge", **settings):
         asked = []
 
         class Engine:
@@ -44,11 +46,11 @@ def make(monkeypatch):
         monkeypatch.setattr(judging, "build_inference_engine", lambda *_: Engine())
         monkeypatch.setattr(judging, "load_tokenizer", lambda _: Characters())
         monkeypatch.setattr(judging, "join_group_world", lambda _: None)
-        source = ModelSource("judge", "judge", "float32", 4096, (0,))
-        config = JudgeConfig(path="judge", **settings)
-        return LLMJudge(
-            WorkerContext("reward", 0, 1), JudgeSetup(source, RolloutConfig(), "job"), config
-        ), asked
+        source = ModelSource(model, model, "float32", 4096, (0,))
+        config = JudgeConfig(path=model, **settings)
+        setup = JudgeSetup(source, RolloutConfig(), "job")
+        judge = LLMJudge(WorkerContext("reward", 0, 1), setup, config, cache=cache)
+        return judge, asked
 
     return make
 
@@ -134,3 +136,60 @@ def test_on_a_gpu_the_vllm_of_a_judge_shares_no_process(kind, engine, built, mon
     setup = JudgeSetup(source, RolloutConfig(engine=engine), "job")
     context = WorkerContext("reward", 0, 1, device_kind=kind)
     assert LLMJudge(context, setup, JudgeConfig(path="judge"))._engine == built
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge" / "weights").write_bytes(b"123")
+    return tmp_path / "judge"
+
+
+def test_a_judge_with_a_cache_writes_each_answer_once(make, tmp_path, model):
+    """Neither within a call nor in another run; and another model, request or option is asked."""
+
+    def grade(*responses, write=lambda text: f"Score: {text.count('x')}", **settings):
+        cache = ContentCache(CacheConfig(folder=str(tmp_path / "cache")), "judgements")
+        judge, asked = make(write, cache=cache, model=str(model), **settings)
+        return judge.grade(rows(*responses)).tolist(), len(asked), cache.take_counts()
+
+    counts = {"cache_judgements_asked": 3, "cache_judgements_hits": 0}
+    assert grade("x", "xx", "x") == (pytest.approx([0.1, 0.2, 0.1]), 2, counts)
+    assert grade("xx", "xxx", "x")[:2] == (pytest.approx([0.2, 0.3, 0.1]), 1)
+    assert grade("xx", max_tokens=100)[1] == 1
+    assert grade("xx", scale=5)[:2] == (pytest.approx([0.4]), 0)
+    assert grade()[:2] == ([], 0)
+    status = (model / "weights").stat()
+    (model / "weights").write_bytes(b"124")
+    os.utime(model / "weights", ns=(status.st_atime_ns, status.st_mtime_ns))  # as if unchanged
+    assert grade("xx", write=lambda _: "Score: 7")[:2] == (pytest.approx([0.7]), 1)
+    assert grade("xx", "y", write=lambda _: "")[1] == 1  # what is no grade is an answer, too
+    assert grade("y", write=lambda _: "Score: 7")[1] == 0
+
+
+def test_a_judge_whose_files_change_while_they_are_read_has_no_cache(
+    make, monkeypatch, tmp_path, model
+):
+    class Engine:
+        def __init__(self):
+            (model / "weights").write_bytes(b"125")
+
+    cache = ContentCache(CacheConfig(folder=str(tmp_path / "cache")), "judgements")
+    judge, _ = make(lambda _: "Score: 7", cache=cache, model=str(model))
+    assert judge._cache is cache
+    monkeypatch.setattr(judging, "build_inference_engine", lambda *_: Engine())
+    source = ModelSource(str(model), str(model), "float32", 4096, (0,))
+    setup = JudgeSetup(source, RolloutConfig(), "job")
+    for path, kept in ((str(model), False), ("no/such-judge", False)):
+        setup = setup._replace(source=ModelSource(path, path, "float32", 4096, (0,)))
+        judge = LLMJudge(WorkerContext("reward", 0, 1), setup, JudgeConfig(path=path), cache=cache)
+        assert (judge._cache is cache) == kept
+
+
+def test_the_tokenizer_of_a_judge_counts(make, tmp_path, model):
+    """It makes the text of the tokens that are written."""
+    (tmp_path / "tokens").mkdir()
+    source = ModelSource(str(model), str(tmp_path / "tokens"), "float32", 4096, (0,))
+    first = judging._identify_model(source, [])
+    (tmp_path / "tokens" / "vocab").write_text("1")
+    assert judging._identify_model(source, []) != first

@@ -46,6 +46,13 @@ def test_shares_are_exact_at_any_time(weights):
         assert max(abs(counts[i] - wanted[i]) for i in range(len(weights))) < len(weights)
 
 
+def test_a_position_stays_what_it_was():
+    proportions = SourceProportions([1.0, 2.0])
+    before = proportions.state()
+    proportions.next(5)
+    assert before["drawn"] == [0, 0]
+
+
 def test_each_source_has_epochs_of_its_own_and_goes_on_where_it_stopped():
     first, second = deck(), deck()
     dealt = np.concatenate([first.deal(8) for _ in range(4)])

@@ -1,6 +1,7 @@
 """What driver programs have their workers do, step by step, and what they learn from."""
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,11 +10,15 @@ import torch
 from settings import configured
 
 from hybridrl.batch.batch import Batch
+from hybridrl.controller import BatchRef
+from hybridrl.errors import DataError
 from hybridrl.job import worker_groups as roles
+from hybridrl.run.step_runner import StepRunner
 from hybridrl.trainers import grpo
 from hybridrl.trainers.data_feed import DataFeed
 from hybridrl.trainers.distillation import teacher_advantages
 from hybridrl.trainers.policy_trainer import PolicyTrainer
+from hybridrl.trainers.trainer import StepResult
 
 PTX = "algorithm.ptx_coefficient=0.25"
 
@@ -125,11 +130,14 @@ def test_a_student_is_drawn_to_what_its_teacher_finds_likelier():
     assert found["advantages"].values.tolist() == pytest.approx([0.0, -1.0, 0.0, 1.0], abs=1e-6)
 
 
-def feed_of(rows, examples=None, **settings):
+MIXED = {"data.sources": "{one: {task: calculator, weight: 2}, two: {task: calculator}}"}
+
+
+def feed_of(rows, examples=None, kind="prompts", **settings):
     config = configured([f"{name}={value}" for name, value in settings.items()])
     config.data.prompts_per_step = 2
     beside = SimpleNamespace(doing=lambda kind: contextlib.nullcontext())
-    return DataFeed(config, "prompts", rows, examples, None, lambda batch: batch, beside)
+    return DataFeed(config, kind, rows, examples, None, lambda batch: batch, beside)
 
 
 def test_examples_weigh_as_much_as_their_coefficient():
@@ -142,6 +150,98 @@ def test_examples_weigh_as_much_as_their_coefficient():
     assert weights == pytest.approx([0.25 / len(weights)] * len(weights))
     whole = feed.next_examples(1.0).ragged("loss_weights").values
     assert float(whole.sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"data.shuffle": "false"}, {"data.order": "prefix"}, MIXED],
+    ids=["shuffled", "in order", "by prefixes", "mixed"],
+)
+@pytest.mark.parametrize("number", [1, 2, 7])
+def test_what_is_prefetched_is_what_would_have_come(settings, number):
+    sources = [["one", "two"][row % 2] for row in range(number)]
+    if settings == MIXED and len(set(sources)) < 2:
+        return
+    ids = torch.arange(number)[:, None]
+    rows = Batch.from_columns({"prompt_ids": ids, "source": sources})
+    plain, ahead = feed_of(rows, **settings), feed_of(rows, **settings)
+    for step in range(9):  # over the ends of epochs
+        wanted, found = plain.next_batch(), ahead.next_batch()
+        assert found.table.equals(wanted.table) and ahead.numbered == plain.numbered
+        kept = ahead.state()
+        state = json.loads(json.dumps(kept))
+        ahead.prefetch()
+        ahead.prefetch()  # no second one
+        assert ahead.state() == state == plain.state()  # it does not count as dealt
+        assert kept == state  # nor does a checkpoint that is being written change
+        assert ahead.numbered == 2 * (step + 1)
+        resumed = feed_of(rows, **settings)
+        resumed.load_state(state)
+        assert resumed.next_batch().table.equals(feed_after(plain, settings, rows).table)
+
+
+def feed_after(feed, settings, rows):
+    """The next batch of a feed, which stays as it is."""
+    copy = feed_of(rows, **settings)
+    copy.load_state(feed.state())
+    return copy.next_batch()
+
+
+def test_rows_that_are_left_out_leave_a_prefetched_batch_too():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(4)[:, None]})
+    feed = feed_of(rows, **{"data.shuffle": "false"})
+    feed.next_batch(), feed.next_batch()
+    feed.prefetch()  # rows 0 and 1 again
+    assert feed.leave_out([0]) == 1
+    assert [row.tolist() for row in feed.next_batch()["prompt_ids"].rows()] == [[1]]
+
+
+def test_nothing_is_prefetched_that_outcomes_decide_or_nobody_wants():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(4)[:, None]})
+    feed = feed_of(rows)
+    feed.prefetch()
+    assert feed._ahead is None  # no batch was asked for
+    learns = feed_of(rows, **{"data.sampler": "pass_rate"})
+    learns.next_batch()
+    learns.prefetch()
+    assert learns._ahead is None
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_the_next_batch_is_prefetched_while_workers_are_busy(is_busy):
+    done = []
+    job = SimpleNamespace(
+        feed=SimpleNamespace(numbered=0, prefetch=lambda: done.append("prefetch")),
+        executor=SimpleNamespace(is_busy=is_busy, end_step=lambda: done.append("end")),
+    )
+    result = StepResult(BatchRef(None, None), [])
+    trainer = SimpleNamespace(step=lambda: done.append("step") or result)
+    runner = SimpleNamespace(job=job, trainer=trainer)
+    StepRunner.begin(runner, 1)
+    assert done == ["step", *(["prefetch"] if is_busy else []), "end"]
+
+
+def test_pairs_are_prefetched_as_samples():
+    columns = ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")
+    rows = Batch.from_columns({name: torch.ones(4, 2, dtype=torch.uint8) for name in columns})
+    rows = rows.with_columns({"prompt_ids": torch.arange(4)[:, None]})
+    plain, ahead = (feed_of(rows, kind="pairs") for _ in range(2))
+    for step in range(3):
+        assert ahead.next_batch().table.equals(plain.next_batch().table)
+        ahead.prefetch()
+        assert ahead.numbered == 2 * (step + 1)  # pairs, not samples
+
+
+def test_a_prefetch_without_rows_waits_until_they_are_wanted():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(2)[:, None]})
+    feed = feed_of(rows)
+    feed.next_batch()
+    feed.leave_out([0, 1])
+    state = feed.state()
+    feed.prefetch()
+    assert feed.state() == state
+    with pytest.raises(DataError, match="are left out"):
+        feed.next_batch()
 
 
 def test_groups_are_numbered_on_after_a_resume():

@@ -1,6 +1,7 @@
 """SingleTurnStream: samples as they finish, dealt out to replicas, from weights that change."""
 
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
@@ -55,12 +56,20 @@ class Engine(RolloutEngine):
         raise NotImplementedError
 
 
-def stream(engine, lengths, *, index=0, replicas=1, claim=None, at_a_time=100, copies=1):
+def count_up():
+    """A claim: the next number of each queue."""
+    queues = defaultdict(itertools.count)
+    return lambda queue: next(queues[queue])
+
+
+def stream(
+    engine, lengths, *, index=0, replicas=1, claim=None, at_a_time=100, copies=1, neighbours=False
+):
     prompts = [[n] * n for n in lengths for _ in range(copies)]
-    share = ReplicaShare(index, replicas, claim or itertools.count().__next__)
+    share = ReplicaShare(index, replicas, claim or count_up(), neighbours)
     seeds = range(1000, 1000 + len(prompts))
     engine.max_sequences = at_a_time
-    batch = Batch.from_columns({"prompt_ids": prompts})
+    batch = Batch.from_columns({"prompt_ids": [*prompts, [1]]}).take(range(len(prompts)))  # typed
     return SingleTurnStream(engine, GenerationTask(batch, SAMPLING, seeds, 3, share))
 
 
@@ -93,7 +102,7 @@ def test_a_group_larger_than_what_fits_still_runs():
 
 
 def test_replicas_share_the_rows_and_the_faster_one_takes_more():
-    claim = itertools.count().__next__
+    claim = count_up()
     lengths = [9, 9, *[1] * 10]
     slow, fast = (
         stream(Engine(), lengths, index=i, replicas=2, claim=claim, at_a_time=1) for i in (0, 1)
@@ -105,6 +114,52 @@ def test_replicas_share_the_rows_and_the_faster_one_takes_more():
             found["fast"] += fast.next_samples(1)[1].tolist()
     assert sorted(found["slow"] + found["fast"]) == list(range(12))
     assert len(found["fast"]) > 2 * len(found["slow"])
+
+
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5])
+@pytest.mark.parametrize("at_a_time", [2, 6, 100])
+def test_each_prompt_is_on_one_replica_which_helps_others_at_the_end(
+    replicas, at_a_time, neighbours
+):
+    claim, lengths = count_up(), [3, 9, 1, 4, 6, 2, 8, 5, 1, 7]
+    engines = [Engine() for _ in range(replicas)]
+    common = {"claim": claim, "at_a_time": at_a_time, "copies": 2, "neighbours": neighbours}
+    streams = [
+        stream(engine, lengths, index=index, replicas=replicas, **common)
+        for index, engine in enumerate(engines)
+    ]
+    found = {}
+    for _ in range(100):
+        for one in streams:
+            samples, rows = one.next_samples(1)
+            found |= zip(rows.tolist(), samples["response_ids"].rows(), strict=True)
+    assert sorted(found) == list(range(20)), "each row on one replica"
+    assert all(set(ids.tolist()) == {1000 + row} for row, ids in found.items())
+    begun = [engine.order for engine in engines]
+    assert sorted(itertools.chain(*begun)) == list(range(0, 20, 2))
+    if at_a_time < 100:
+        return
+    if neighbours:  # and as they come, so that what one has computed is still there for the next
+        assert list(itertools.chain(*begun)) == list(range(0, 20, 2))
+        assert max(map(len, begun)) - min(map(len, begun)) <= 1
+    else:
+        longest_first = [2, 12, 18, 8, 14, 6, 0, 10, 4, 16]
+        assert begun == [longest_first[index::replicas] for index in range(replicas)]
+
+
+def test_neighbours_are_divided_by_their_tokens():
+    engines = [Engine(), Engine()]
+    for index, engine in enumerate(engines):
+        one = stream(engine, [400, 1, 2, 3, 4, 5], index=index, replicas=2, neighbours=True)
+        one.next_samples(6)
+    assert [engine.order for engine in engines] == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_a_replica_without_prompts():
+    for neighbours in (False, True):
+        samples = stream(Engine(), [], index=1, replicas=3, neighbours=neighbours)
+        assert len(samples.next_samples(1)[0]) == 0
 
 
 def test_tokens_tell_which_weights_made_them():

@@ -248,3 +248,12 @@ def test_only_rewards_that_are_known_to_need_no_device_run_beside_others():
     assert RewardWorker.runs_beside({"model": None, "judge": None})
     assert not RewardWorker.runs_beside({"model": "folder", "judge": None})
     assert not WithOwnModel.runs_beside({"model": None, "judge": None})
+
+
+def test_the_hit_rate_of_a_cache_is_of_all_calls_of_a_step():
+    first, second = (Worker(WorkerContext("reference", rank, 2)) for rank in range(2))
+    first.report(cache_log_probs_asked=6, cache_log_probs_hits=3, cache_verdicts_asked=0)
+    second.report(cache_log_probs_asked=4, cache_log_probs_hits=4)
+    metrics = compute_step_metrics([first.record, second.record], [], 1.0)
+    rates = {name: value for name, value in metrics.items() if name.startswith("cache")}
+    assert rates == {"cache/log_probs_hit_rate": 0.7}

@@ -268,6 +268,15 @@ def test_sleeping_and_waking_is_as_vllm_has_it(vllm):
     assert tags == {"weights", "kv_cache"} and all(f"'{tag}'" in text for tag in tags)
 
 
+def test_hits_of_the_prefix_cache_are_recorded_as_vllm_does_it(vllm):
+    module = "vllm.v1.core.kv_cache_manager"
+    method = vllm.method(module, vllm.find(module, "KVCacheManager"), "record_prefix_cache_stats")
+    assert parameters(method) == {"self", "request", "num_hits"}
+    scheduler = ast.unparse(vllm.find("vllm.v1.core.sched.scheduler", "Scheduler"))
+    (given,) = re.findall(r"record_prefix_cache_stats\((.*?)\)", scheduler)
+    assert len(given.split(",")) == 2
+
+
 def test_the_external_launcher_still_asks_where_to_meet(vllm):
     module = "vllm.v1.executor.uniproc_executor"
     launcher = vllm.find(module, "ExecutorWithExternalLauncher")

@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -265,7 +266,8 @@ def _check_reference_answers(
     compared = [name for name in resolve_functions(settings)[0] if name in _STRICT_COMPARERS]
     for name in compared if settings.on_error == "fail" else ():
         check = partial(load_reward_function(name), prompt="", response="")
-        for answer, prompt in zip(prompts["answer"], prompts["prompt"], strict=True):
+        pairs = (zip(rows["answer"], rows["prompt"], strict=True) for rows in prompts.pieces)
+        for answer, prompt in itertools.chain.from_iterable(pairs):
             try:
                 check(answer=answer)
             except ValueError as error:

@@ -47,7 +47,7 @@ def _check_sets(config: Config) -> None:
 
 
 def _check_interval(config: Config, one: ResolvedEvalSet) -> None:
-    steps, own = config.trainer.steps, one.own
+    steps, own = config.trainer.known_steps, one.own
     if not load_trainer(config.trainer.name).TRAINS or own.at_start or own.at_end:
         return
     if not one.every or one.every > steps:
@@ -100,7 +100,7 @@ def _check_stop(config: Config) -> None:
             "eval.stop.patience=<evaluations>, or eval.stop.target=<value>."
         )
     every = _check_metric_exists(config, "eval.stop.metric", stop.metric)
-    if not every or every >= config.trainer.steps:
+    if not every or every >= config.trainer.known_steps:
         raise ConfigError(
             f"{setting}: it is evaluated every {every} steps (0: never between the first and the "
             f"last), and the run has {config.trainer.steps}, so it would end nothing. Evaluate "
@@ -114,7 +114,7 @@ def _check_best(config: Config) -> None:
 
 
 def _check_tripwires(config: Config) -> None:
-    window, steps = config.guard.tripwires, config.trainer.steps
+    window, steps = config.guard.tripwires, config.trainer.known_steps
     if not window:
         return
     if not any(spec.generates for spec in load_roles(config).values()):

@@ -7,6 +7,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.rollout.episode_class import check_episode_class
 from hybridrl.rollout.vllm_options import check_engine_options
 from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
+from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import has_lossy_weight_sync
 
 
@@ -145,6 +146,27 @@ def _check_partial(config: Config) -> None:
             )
 
 
+def find_order_obstacle(config: Config) -> str:
+    """Return the setting with which prompts cannot be dealt out in the order of their prefixes, or
+    would gain nothing, and why; else an empty text."""
+    data, rollout, trainer = config.data, config.rollout, load_trainer(config.trainer.name)
+    samples = trainer.DATA == "prompts" and trainer.TRAINS
+    keeps = rollout.engine_options.get("enable_prefix_caching", True)
+    obstacles = {
+        f"data.sampler={data.sampler} chooses the rows": data.sampler is not None,
+        "data.shuffle=false keeps the order of the file": not data.shuffle,
+        f"trainer.name={config.trainer.name} learns from no samples of prompts": not samples,
+        f"rollout={rollout.engine} computes each prompt as a whole": rollout.engine != "vllm",
+        "rollout.engine_options.enable_prefix_caching=false forgets prefixes": not keeps,
+    }
+    return next((said for said, holds in obstacles.items() if holds), "")
+
+
+def _check_prompt_order(config: Config) -> None:
+    if config.data.order == "prefix" and (obstacle := find_order_obstacle(config)):
+        raise ConfigError(f"data.order=prefix: {obstacle}. Leave one of the two out.")
+
+
 ROLLOUT_CHECKS = (
     _check_sampling,
     _check_engine,
@@ -152,4 +174,5 @@ ROLLOUT_CHECKS = (
     _check_episode,
     _check_routing_replay,
     _check_partial,
+    _check_prompt_order,
 )

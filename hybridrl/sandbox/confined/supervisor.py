@@ -168,8 +168,8 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
 
     Returns:
         `status` as of `wait`, `cpu_s` and `seconds` used, `stopped` (`wall`, `parent` or None) of
-        the one it waits for; `program_cpu_s`, used by a program that is judged; and `landlock`, the
-        version of it.
+        the one it waits for; `program_cpu_s`, used by a program that is judged, and `was_killed`,
+        whether that ended by a signal before; and `landlock`, the version of it.
     """
     waited_for = program if judge is None else judge
     ended = os.pidfd_open(waited_for)
@@ -179,6 +179,7 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
     poll.register(0, 0)  # reports the closing of the pipe, asked or not
     poll.register(ended, select.POLLIN)
     events = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
+    gone = os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     os.kill(program, _KILL)  # it is not reaped yet, so the id is still its own
     os.kill(waited_for, _KILL)
     _, status, usage = os.wait4(waited_for, 0)
@@ -190,6 +191,7 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
         "status": status,
         "cpu_s": usage.ru_utime + usage.ru_stime,
         "program_cpu_s": others.ru_utime + others.ru_stime,
+        "was_killed": judge is not None and gone is not None and gone.si_code != os.CLD_EXITED,
         "seconds": time.monotonic() - begin,
         "stopped": ("parent" if events else "wall") if by_us else None,
         "landlock": landlock.find_landlock_version(),

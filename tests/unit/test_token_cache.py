@@ -1,0 +1,457 @@
+"""Large data is tokenized in blocks by processes and kept in files, and equals small data."""
+
+import errno
+import json
+import logging
+import os
+import pickle
+import signal
+import time
+import zlib
+from itertools import pairwise
+
+import datasets as hub
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hybridrl.batch.batch import Batch
+from hybridrl.checkpoint.run_state import DataIdentity
+from hybridrl.config.schema import CacheConfig, DataConfig
+from hybridrl.data import datasets, row_blocks, token_cache
+from hybridrl.data.block_program import BlockProgram, RowRecipe
+from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
+from hybridrl.data.duplicates import find_duplicates
+from hybridrl.data.prompt_loader import PromptLoader
+from hybridrl.data.refused_rows import checked_by
+from hybridrl.data.row_keys import remove_keys
+from hybridrl.data.row_origin import DATA
+from hybridrl.errors import DataError, HybridRLError, StorageError
+from hybridrl.processes.pool import ItemResult
+from hybridrl.system.content_cache import ContentCache
+
+WITH_PROCESSES = (
+    "test_processes_make_the_same_rows",
+    "test_rows_with_tests_are_read_in_one_table",
+    "test_what_ends_a_process_is_told",
+    "test_a_bad_row_is_named_and_stops_the_rest",
+)
+LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_preference_pairs}
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}-{{ m.content }}<eos> {% endfor %}"
+    "{% if add_generation_prompt %}a-{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = build_character_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+class PoolInside:
+    """Does what a pool's processes do, in this one."""
+
+    def __init__(self, spec, *_):
+        self._program, self._results = BlockProgram(), []
+        log = logging.getLogger("hybridrl")
+        self._log = log.handlers, log.propagate
+        self._program.start(spec.setup, None)
+
+    def submit(self, items):
+        for item in items:
+            try:
+                block = pickle.loads(pickle.dumps(item.payload(0)))
+                done = "ok", self._program.run_blocking(block)
+            except Exception as error:
+                done = self._program.explain(error)
+            self._results.append(ItemResult(item.key, *pickle.loads(pickle.dumps(done))))
+
+    def poll(self, wait_s):
+        found, self._results = self._results, []
+        return found
+
+    def close(self):
+        log = logging.getLogger("hybridrl")
+        log.handlers, log.propagate = self._log
+
+
+@pytest.fixture
+def load(monkeypatch, tokenizer, request, tmp_path):
+    """Load rows in blocks of a few, or in one go."""
+    if request.node.originalname not in WITH_PROCESSES:
+        monkeypatch.setattr(token_cache, "ProcessPool", PoolInside)
+    monkeypatch.setattr(row_blocks, "BLOCK_BYTES", 1500)
+    monkeypatch.setattr(token_cache, "count_usable_cores", lambda: 1)
+
+    def load(kind, config, small=False, progress=lambda *_: None):
+        monkeypatch.setattr(row_blocks, "SMALL_BYTES", 1 << 30 if small else 0)
+        with token_cache.used_by(CacheConfig(folder=str(tmp_path / "cache")), progress):
+            return LOADERS[kind](config, tokenizer, held_out=4, seed=0)
+
+    return load
+
+
+@pytest.fixture
+def no_processes(monkeypatch):
+    """Return a function after whose call no process starts."""
+
+    def refuse(*_):
+        raise AssertionError("a process is started")
+
+    return lambda: monkeypatch.setattr(token_cache, "ProcessPool", refuse)
+
+
+def write(file, rows):
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return str(file)
+
+
+def rows_of(kind, number=90):
+    if kind == "prompts":
+        rows = [{"prompt": f"{n % 70}+1=", "answer": n + 1, "kind": n} for n in range(number)]
+        rows[-1]["weight"] = 0.5  # which blocks before the last one do not have
+        return rows
+    if kind == "pairs":
+        return [
+            {"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n + n % 2}"}
+            for n in range(number)
+        ]
+    asked = ({"role": "user", "content": f"{n}+1=" + "1+" * (n % 30)} for n in range(number))
+    return [{"messages": [one, {"role": "assistant", "content": "2"}]} for one in asked]
+
+
+def settings_of(kind, folder, rows=None, **more):
+    columns = {"messages_column": "messages"} if kind == "examples" else {}
+    return DataConfig(
+        path=write(folder / "rows.jsonl", rows or rows_of(kind)), **{**columns, **more}
+    )
+
+
+def entries_of(folder):
+    return list((folder / "cache" / "rows").iterdir())
+
+
+def messages_of(caplog):
+    found = sorted(record.getMessage() for record in caplog.records)
+    caplog.clear()
+    return found
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_rows_in_blocks_are_those_of_one_table(kind, load, no_processes, tmp_path, caplog):
+    rows = rows_of(kind)
+    rows[10:10] = ['{"prompt": "cut']
+    rows[50:50] = [{}]  # without any column
+    rows[60:60] = [{**rows[0], "tools": [{"name": "f"}]}]  # which the template does not show
+    how = {"bad_rows": "drop", "too_long": "drop", "max_prompt_tokens": 50}
+    config = settings_of(kind, tmp_path, rows, **how)
+    with caplog.at_level(logging.WARNING):
+        small = load(kind, config, small=True)
+        said = messages_of(caplog)
+        assert len(said) >= 2
+        first = load(kind, config)
+        assert messages_of(caplog) == said
+        no_processes()
+        second = load(kind, config)
+        assert messages_of(caplog) == said
+    for found in (first, second):
+        assert len(found.training.pieces) > 3
+        for mine, expected in zip(found[:2], small[:2], strict=True):
+            assert remove_keys(mine).to_pylist() == expected.to_pylist()
+
+
+def test_processes_make_the_same_rows(load, tmp_path):
+    config = settings_of("pairs", tmp_path)
+    found, expected = load("pairs", config), load("pairs", config, small=True)
+    assert remove_keys(found.training).to_pylist() == expected.training.to_pylist()
+
+
+def test_other_formats_in_blocks_are_those_of_one_table(load, tmp_path):
+    table = pa.Table.from_pylist(rows_of("prompts"))
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    pa.csv.write_csv(table, tmp_path / "a.csv")
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.csv", "a.arrow"):
+        config = DataConfig(path=str(tmp_path / name))
+        found, expected = load("prompts", config), load("prompts", config, small=True)
+        assert remove_keys(found.training).to_pylist() == expected.training.to_pylist()
+
+
+def test_a_data_set_of_the_hub_in_blocks_is_that_of_one_table(
+    load, monkeypatch, no_processes, tmp_path
+):
+    def offer(rows, name):
+        hub.Dataset.from_list(rows).save_to_disk(tmp_path / name)
+        found = hub.load_from_disk(tmp_path / name)
+        monkeypatch.setattr(datasets, "load_hub_dataset", lambda *_: found)
+
+    config, rows = DataConfig(path="owner/name"), rows_of("prompts", 3000)
+    offer(rows, "one")
+    expected = load("prompts", config, small=True).training.to_pylist()
+    first = load("prompts", config).training
+    assert len(first.pieces) > 3
+    assert remove_keys(first).to_pylist() == expected
+    no_processes()
+    assert load("prompts", config).training.to_pylist() == first.to_pylist()
+    offer(rows[1:], "other")
+    with pytest.raises(AssertionError, match="a process is started"):
+        load("prompts", config)
+
+
+def test_no_rows_and_one_row(load, tmp_path):
+    with pytest.raises(DataError, match="holds no rows"):
+        load("prompts", settings_of("prompts", tmp_path, ["", " "]))
+    config = settings_of("prompts", tmp_path, rows_of("prompts", 1))
+    rows, expected = load("prompts", config), load("prompts", config, small=True)
+    assert remove_keys(rows.training).to_pylist() == expected.training.to_pylist()
+    assert len(rows.training) == 1
+    assert rows.held_out is None
+
+
+def test_rows_with_tests_are_read_in_one_table(load, tmp_path):
+    rows = [{**row, "tests": "assert f(1) == 2"} for row in rows_of("prompts")]
+    config, checked = settings_of("prompts", tmp_path, rows), []
+    with checked_by(lambda settings, table, refused: checked.append(table.num_rows)):
+        found = load("prompts", config).training
+    assert len(found.pieces) == 1
+    assert checked[-1] == len(rows)
+    assert entries_of(tmp_path) == []
+
+
+def test_a_bad_row_is_named_and_stops_the_rest(load, tmp_path):
+    rows = rows_of("prompts")
+    rows[45]["answer"] = None
+    config = settings_of("prompts", tmp_path, rows)
+    with pytest.raises(DataError) as small:
+        load("prompts", config, small=True)
+    with pytest.raises(DataError) as large:
+        load("prompts", config)
+    assert "Row 46 of the data" in str(small.value)
+    assert (
+        str(large.value).partition(" (1 row is refused of ")[0]
+        == (str(small.value).partition(" (1 row is refused of ")[0])
+    )
+    assert entries_of(tmp_path) == []
+
+
+def test_more_bad_rows_than_the_limit_are_an_error(load, tmp_path):
+    rows = rows_of("prompts")
+    for row in rows[:20]:  # all of the first blocks
+        row["answer"] = None
+    config = settings_of("prompts", tmp_path, rows, bad_rows="drop", bad_rows_limit=0.1)
+    with pytest.raises(DataError, match=r"20 of the 90 rows of .* are refused, more than"):
+        load("prompts", config)
+    assert (
+        len(
+            load(
+                "prompts",
+                settings_of("prompts", tmp_path, rows, bad_rows="drop", bad_rows_limit=0.5),
+            ).training
+        )
+        == 66
+    )
+
+
+def test_rows_that_are_all_too_long_are_an_error(load, tmp_path):
+    config = settings_of("examples", tmp_path, too_long="drop", max_prompt_tokens=2)
+    with pytest.raises(DataError, match="too_long=drop` dropped all"):
+        load("examples", config)
+
+
+def key_of(config, tokenizer, file):
+    recipe = RowRecipe(config, DATA, "p", load_prompts, {}, {})
+    hashes = ContentCache(CacheConfig(folder=str(file.parent / "cache")), "files")
+    content = [token_cache._hash_file(hashes, file, lambda *_: None)]
+    return token_cache._compute_key(recipe, tokenizer, content)
+
+
+def test_what_tokens_depend_on_is_in_the_key(tokenizer, tmp_path):
+    file, config = tmp_path / "a.jsonl", DataConfig(path="a", date="2026-01-01")
+    file.write_text("abc")
+    keys = [key_of(config, tokenizer, file)]
+    os.utime(file, (1, 1))
+    assert key_of(config, tokenizer, file) == keys[0]
+    assert key_of(DataConfig(path="b", date="2026-01-02"), tokenizer, file) == keys[0]
+    file.write_text("abd")
+    os.utime(file, (2, 2))
+    keys.append(key_of(config, tokenizer, file))
+    for changed in ({"chat": True}, {"system_prompt": "x"}, {"max_prompt_tokens": 9}):
+        keys.append(key_of(DataConfig(path="a", **changed), tokenizer, file))
+    keys.append(key_of(config, build_character_tokenizer("0123456789"), file))
+    for template in ("{{ messages }}", "{{ strftime_now('%d') }}"):
+        tokenizer.chat_template = template
+        keys.append(key_of(config, tokenizer, file))
+    keys.append(key_of(DataConfig(date="2026-01-02"), tokenizer, file))
+    assert len(set(keys)) == len(keys) == 9
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "entry", "gone"])
+def test_a_damaged_entry_is_made_again(damage, load, tmp_path, caplog):
+    config = settings_of("prompts", tmp_path)
+    expected = load("prompts", config).training.to_pylist()
+    (rows,) = (tmp_path / "cache").glob("rows/*/rows.arrow")
+    data = bytearray(rows.read_bytes())
+    if damage == "entry":
+        rows.with_name("entry.json").write_text('{"size": 3')
+    elif damage == "gone":
+        rows.unlink()
+    else:
+        size, begin = json.loads(rows.with_name("entry.json").read_text())["blocks"][1]["place"]
+        data[begin + size // 2] ^= 1
+        rows.write_bytes(data[:-9] if damage == "cut" else data)
+        os.utime(rows, (1, 1))
+    with caplog.at_level(logging.WARNING):
+        assert load("prompts", config).training.to_pylist() == expected
+    assert "is damaged" in caplog.text
+
+
+def test_a_copied_entry_is_good(load, no_processes, tmp_path):
+    config = settings_of("prompts", tmp_path)
+    expected = load("prompts", config).training.to_pylist()
+    (rows,) = (tmp_path / "cache").glob("rows/*/rows.arrow")
+    os.utime(rows, (1, 1))
+    no_processes()
+    assert load("prompts", config).training.to_pylist() == expected
+
+
+def test_two_jobs_that_fill_the_cache_at_once_agree(load, monkeypatch, tmp_path):
+    config, found = settings_of("prompts", tmp_path), []
+    fill = token_cache._fill
+
+    def fill_twice(*given):
+        monkeypatch.setattr(token_cache, "_fill", fill)
+        found.append(load("prompts", config).training)  # the other job, which is quicker
+        return fill(*given)
+
+    monkeypatch.setattr(token_cache, "_fill", fill_twice)
+    found.append(load("prompts", config).training)
+    assert found[0].to_pylist() == found[1].to_pylist()
+    assert len(entries_of(tmp_path)) == 1
+
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_ends_a_process_is_told(load, monkeypatch, tmp_path):
+    config = settings_of("prompts", tmp_path)
+    monkeypatch.setattr(datasets, "tokenize_prompts", kill)
+    with pytest.raises(HybridRLError, match=r"from row 1 on could not be tokenized.*SIGKILL"):
+        load("prompts", config)
+    assert entries_of(tmp_path) == []
+
+
+def test_a_full_disk_is_told(load, monkeypatch, tmp_path):
+    def fill_disk(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = settings_of("prompts", tmp_path)
+    monkeypatch.setattr(os, "fsync", fill_disk)
+    with pytest.raises(StorageError, match=r"disk is full.*cache\.folder"):
+        load("prompts", config)
+    assert entries_of(tmp_path) == []
+
+
+def test_what_progress_raises_ends_it(load, tmp_path):
+    told = []
+
+    def end(*given):
+        told.append(given)
+        if len(told) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load("examples", settings_of("examples", tmp_path), progress=end)
+    assert told[0] == ("reading rows.jsonl",)
+    assert told[1] == (f"tokenizing {tmp_path / 'rows.jsonl'} (MiB)", 0, 1)
+    assert entries_of(tmp_path) == []
+
+
+def test_what_no_job_opens_is_removed(load, tmp_path):
+    folder = tmp_path / "cache" / "rows"
+    load("prompts", settings_of("prompts", tmp_path))
+    (used,) = entries_of(tmp_path)
+    names = "another", ".part-killed", ".part-busy"
+    for name, days in zip(names, (31, 2, 0), strict=True):
+        (folder / name).mkdir()
+        seconds = time.time() - days * 86400
+        os.utime(folder / name, (seconds, seconds))
+    os.utime(used, (1, 1))
+    load("pairs", settings_of("pairs", tmp_path))
+    assert not used.exists()
+    kept = {place.name for place in entries_of(tmp_path)}
+    assert len(kept) == 2 and ".part-busy" in kept
+
+
+@pytest.mark.parametrize(("cores", "blocks", "count"), [(8, 3, 3), (2, 5, 2), (4, 0, 1)])
+def test_no_process_starts_that_has_nothing_to_do(
+    cores, blocks, count, load, monkeypatch, tmp_path
+):
+    started = []
+
+    class CountingPool(PoolInside):
+        def __init__(self, spec, count, *_):
+            started.append(count)
+            super().__init__(spec)
+
+    config = settings_of("examples", tmp_path)
+    monkeypatch.setattr(token_cache, "ProcessPool", CountingPool)
+    monkeypatch.setattr(token_cache, "count_usable_cores", lambda: cores)
+    size = (tmp_path / "rows.jsonl").stat().st_size
+    monkeypatch.setattr(token_cache, "BLOCK_BYTES", size // blocks if blocks else 2 * size)
+    load("examples", config)
+    assert started == [count]
+
+
+def in_pieces(batch, *ends):
+    bounds = [0, *ends, len(batch)]
+    parts = [batch.table.slice(a, b - a) for a, b in pairwise(bounds)]
+    return Batch(pa.concat_tables(parts))
+
+
+def test_rows_in_pieces_are_read_as_one_table(tokenizer):
+    random = np.random.default_rng(0)
+    ids = [random.integers(0, 40, n) for n in random.integers(1, 9, 500)]
+    whole = Batch.from_columns({"prompt_ids": ids, "answer": [str(n) for n in range(500)]})
+    parts = in_pieces(whole, 3, 3, 200, 201)
+    rows = random.integers(0, 500, 64)
+    for chosen in (rows, [], [4], range(10, 400), np.delete(np.arange(500), [7, 300]), [499, 0]):
+        assert parts.take(chosen).to_pylist() == whole.take(chosen).to_pylist()
+    assert parts.lengths("prompt_ids").tolist() == whole.lengths("prompt_ids").tolist()
+    states = [PromptLoader(rows, 8, seed=0).state() for rows in (whole, parts)]
+    assert states[0] == states[1]
+    assert states[0]["crc32"] == zlib.crc32(np.concatenate(ids).tobytes())
+    assert DataIdentity(parts, tokenizer).fingerprint == DataIdentity(whole, tokenizer).fingerprint
+    assert find_duplicates(parts, {}, tokenizer) == find_duplicates(whole, {}, tokenizer)
+
+
+def test_mapped_rows_take_no_memory(load, tmp_path):
+    config = settings_of("examples", tmp_path, rows_of("examples", 3000))
+    load("examples", config)
+    before = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(before)
+    pa.set_memory_pool(pool)
+    try:
+        rows = remove_keys(load("examples", config).training)
+        rows.take(range(0, 3000, 97))
+    finally:
+        pa.set_memory_pool(before)
+    assert pool.max_memory() < 0.05 * rows.nbytes
+
+
+def test_epochs_continue_in_the_middle_of_the_second(load, tmp_path):
+    config = settings_of("examples", tmp_path)
+    rows = load("examples", config).training
+    loader = PromptLoader(rows, 16, seed=3)
+    for _ in range(8):  # of 86 rows
+        next(loader)
+    assert 1 < loader.epoch < 2
+    other = PromptLoader(load("examples", config).training, 16, seed=3)
+    other.restore(loader.state())
+    for _ in range(10):
+        assert next(other).to_pylist() == next(loader).to_pylist()
