@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
@@ -98,7 +99,8 @@ def _row(name: str, group: Any, key: str) -> str:
 def _where(hint: Any, group: str, name: str = "") -> str:
     """The sentence that says with which other settings a setting of the group is used at all."""
     needed = (str(one).replace("`.", f"`{group}") for one in find_condition(hint))
-    said = " and ".join(one for one in needed if f"`{name}`" not in one)
+    of_itself = re.compile(f"`{re.escape(name)}[`=]")
+    said = " and ".join(one for one in needed if not of_itself.search(one))
     return f"Only used with {said}." if said else ""
 
 

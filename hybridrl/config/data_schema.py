@@ -27,6 +27,7 @@ RENDERED = AppliesIf(
     *("reward.judge.path", "cost.judge.path"),
 )
 _ANSWER_FORMATS = ("gsm8k", "boxed", "mbpp", "humaneval", "apps", "livecodebench")
+_WITH_PREFIXES = AppliesIf(".order=prefix", ".order=auto")
 _WITH_REASONING_GYM = AppliesIf("data.task=reasoning_gym")
 
 
@@ -113,11 +114,11 @@ class DataConfig:
     """Prompts, examples or pairs that a step learns from."""
     shuffle: Annotated[bool, AppliesIf("data.sampler=null")] = True
     """Another order in each epoch; false: that of the file."""
-    order: Annotated[str, OneOf("random", "prefix", "auto")] = "random"
+    order: Annotated[str, OneOf("random", "prefix", "auto"), _WITH_PREFIXES] = "random"
     """Which prompts come in the same step: `random` ones, or `prefix`, those that begin with the
     same tokens (system prompts, examples, documents), for which vLLM then computes these once; or
     `auto`: `prefix` if that spares a quarter of all tokens that are computed. See docs/data.md."""
-    max_shuffle_error: Annotated[Probability, AppliesIf(".order=prefix", ".order=auto")] = 0.05
+    max_shuffle_error: Annotated[Probability, _WITH_PREFIXES] = 0.05
     """With `data.order=prefix`, how much further the sources, difficulties and lengths of a step's
     prompts may be from those of all prompts than with a random order: total variation distance,
     mean of many steps."""

@@ -164,7 +164,7 @@ class TrainerConfig:
     """A module of `hybridrl.trainers`, or a class of yours: `path/to/file.py:Name`."""
     steps: PositiveInt = 100
     """Each generates for `data.prompts_per_step` prompts and learns from them."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[PositiveFloat | None, AppliesIf("trainer.epochs")] = None
     """Passes over the training rows, in place of `steps`, which follows from them: 0.5 is half of
     the rows; null: as many as `steps` makes."""
 
@@ -276,10 +276,12 @@ class CacheConfig:
     """The cache of values that are expensive to compute, and of the token ids of large files, which
     runs share; see docs/data.md."""
 
-    use: list[Annotated[str, OneOf(*CACHED_KINDS)]] = field(default_factory=list)
+    use: Annotated[list[Annotated[str, OneOf(*CACHED_KINDS)]], AppliesIf("cache.use")] = field(
+        default_factory=list
+    )
     """What is cached: `log_probs` of a reference that does not learn; `verdicts` of reward
     functions that have an attribute `cache`, as `passes_tests` has; `judgements` of a judge."""
-    folder: NameOrPath | None = None
+    folder: Annotated[NameOrPath | None, AppliesIf("cache.use", "cache.folder")] = None
     """Where it lies; null: `$XDG_CACHE_HOME/hybridrl`, or `~/.cache/hybridrl`."""
     max_gib: Annotated[PositiveFloat, AppliesIf("cache.use")] = 8.0
     """Size of all entries on disk but token ids; the oldest are removed beyond it."""
@@ -294,7 +296,7 @@ class Config:
     """`cpu`, `cuda`, or `auto`: every GPU, or two CPU slots where there is none."""
     num_devices: PositiveInt | None = None
     """null: every GPU; two CPU slots (one with `executor=inline`)."""
-    resources: Annotated[str, OneOf("fixed", "auto")] = "fixed"
+    resources: Annotated[str, OneOf("fixed", "auto"), AppliesIf("resources=auto")] = "fixed"
     """The cores of what works at the same time, such as generation, rewards and environments:
     `fixed`: all share all; `auto`: after the first steps, which are measured, each gets cores of
     its own where that makes steps quicker. Nothing that is learned depends on it."""

@@ -90,7 +90,8 @@ class LogProbCache:
         for name, part in [*engine.local_parameters().items(), *inner.named_buffers()]:
             if not (skips_adapters and ".lora_" in name):
                 digest.update(repr((name, part.dtype, tuple(part.shape))).encode())
-                digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                raw = part.detach().cpu().contiguous().flatten().view(torch.uint8)
+                digest.update(raw.numpy().data)
         weights, group = [digest.digest()], engine.mesh.group()
         if group is not None:
             weights = all_gather_distinct(weights[0], group)
