@@ -1,9 +1,11 @@
-"""`hybridrl cache`: list the entries that runs with `cache.use` share, and prune them."""
+"""`hybridrl cache`: list the values and the token ids that runs share, and prune them."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections import Counter
+from pathlib import Path
 
 from rich.table import Table
 
@@ -13,8 +15,8 @@ from hybridrl.system.content_cache import (
     ContentCache,
     find_cache_folder,
     list_segments,
-    prune_segments,
 )
+from hybridrl.system.row_folders import KIND, list_row_folders, remove_unused_folders
 from hybridrl.system.storage import explain_write_errors
 
 
@@ -38,11 +40,31 @@ def run(chosen: argparse.Namespace) -> int:
     folder = find_cache_folder(config)
     if chosen.prune is not None:
         with explain_write_errors(folder, "--folder"):
-            prune_segments(folder, chosen.prune * 2**30)
+            _prune(folder, chosen.prune * 2**30)
     sizes = Counter[str]()
     for path, stat in list_segments(folder):
         sizes[path.parent.name] += stat.st_size
     table = Table("kind", "entries", "MiB")
     for kind, size in sizes.items():
         table.add_row(kind, f"{ContentCache(config, kind).index():,}", f"{size / 2**20:,.1f}")
+    if row_folders := list_row_folders(folder):
+        size = sum(one.size for one in row_folders)
+        table.add_row(KIND, f"{len(row_folders):,}", f"{size / 2**20:,.1f}")
     return print_for_people(f"{folder}:", table)
+
+
+def _prune(folder: Path, max_bytes: float) -> None:
+    """Remove what was written, or of token ids opened, the longest ago, until the rest takes at
+    most `max_bytes`."""
+    remove_unused_folders(folder)
+    oldest = [(stat.st_mtime_ns, path, stat.st_size) for path, stat in list_segments(folder)]
+    oldest += [(one.opened, one.path, one.size) for one in list_row_folders(folder)]
+    total = sum(size for *_, size in oldest)
+    for _, path, size in sorted(oldest, key=lambda one: (one[0], one[1].name)):
+        if not total > max_bytes:
+            return
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        total -= size

@@ -20,7 +20,6 @@ import os
 import pickle
 import shutil
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,10 +46,11 @@ from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.bounded_files import parse_json, read_text
 from hybridrl.system.content_cache import ContentCache, find_cache_folder
 from hybridrl.system.cpu_cores import count_usable_cores
+from hybridrl.system.row_folders import KIND, PART, remove_unused_folders
 from hybridrl.system.secret_variables import without_secrets
 from hybridrl.system.storage import explain_write_errors
 
-ROWS, ENTRY, KIND = "rows.arrow", "entry.json", "rows"
+ROWS, ENTRY = "rows.arrow", "entry.json"
 _OF_NO_ROW = {
     *("task", "tasks", "task_options", "rows", "path", "sources", "eval_path", "eval_split"),
     *("prompts_per_step", "shuffle", "order", "max_shuffle_error", "sampler", "sampler_options"),
@@ -59,9 +59,6 @@ _OF_NO_ROW = {
 """Settings of the data that change no token of a row: the files are known by what they hold, and
 the date counts only where the chat template asks for it."""
 _PACKAGES = ("pyarrow", "transformers", "tokenizers", "jinja2")
-_PART = ".part-"
-_MOST_UNUSED_S, _MOST_PART_S = 30 * 86400.0, 86400.0
-"""Folders that no job has opened, or that one has left incomplete, for so long are removed."""
 _TICK_S = 1.0
 _MOST_ENTRY = 4 << 30
 _MOST_WAITING = 8
@@ -105,10 +102,10 @@ def load_token_rows(recipe: RowRecipe, found: Any, size: int, tokenizer: Any) ->
     content = [_hash_file(hashes, file, progress) for file in files] or found._fingerprint
     folder = cache / _compute_key(recipe, tokenizer, content)
     with explain_write_errors(cache, "cache.folder"):
-        _remove_old(cache)
+        remove_unused_folders(cache.parent)
         if (entry := _check_entry(folder)) is None:
             cache.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(prefix=_PART, dir=cache, ignore_cleanup_errors=True) as name:
+            with TemporaryDirectory(prefix=PART, dir=cache, ignore_cleanup_errors=True) as name:
                 part = Path(name, "entry")
                 part.mkdir()
                 try:
@@ -196,14 +193,6 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
     _log.warning("%s of the cache is damaged (%s), and is made again.", folder, why)
     shutil.rmtree(folder, ignore_errors=True)
     return None
-
-
-def _remove_old(cache: Path) -> None:
-    for folder in cache.glob("*"):
-        most = _MOST_PART_S if folder.name.startswith(_PART) else _MOST_UNUSED_S
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > most:
-                shutil.rmtree(folder)
 
 
 def _fill(

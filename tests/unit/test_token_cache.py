@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import signal
 import time
 import zlib
@@ -17,6 +18,7 @@ import pytest
 
 from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.run_state import DataIdentity
+from hybridrl.cli import main
 from hybridrl.config.schema import CacheConfig, DataConfig
 from hybridrl.data import datasets, row_blocks, token_cache
 from hybridrl.data.block_program import BlockProgram, RowRecipe
@@ -455,3 +457,32 @@ def test_epochs_continue_in_the_middle_of_the_second(load, tmp_path):
     other.restore(loader.state())
     for _ in range(10):
         assert next(other).to_pylist() == next(loader).to_pylist()
+
+
+def test_the_command_lists_and_prunes_token_ids(load, tokenizer, tmp_path, capsys):
+    folder, used = tmp_path / "cache", {}
+    for name in ("old", "new"):
+        rows = [{"prompt": f"{name} {n}", "answer": str(n)} for n in range(40)]
+        before = set((folder / "rows").glob("*"))
+        load("prompts", DataConfig(path=write(tmp_path / f"{name}.jsonl", rows)))
+        (used[name],) = set((folder / "rows").glob("*")) - before
+    ContentCache(CacheConfig(folder=str(folder)), "verdicts").put_many({bytes(32): b"value"})
+    for age, path in enumerate([used["new"], *folder.glob("verdicts/*"), used["old"]]):
+        os.utime(path, (time.time() - 3600 * age,) * 2)
+    part = folder / "rows" / ".part-of-another-job"
+    part.mkdir()
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as end:
+            main(["cache", "--folder", str(folder), *arguments])
+        assert end.value.code == 0
+        return dict(re.findall(r"(\w+) +│ +([\d,]+) +│", capsys.readouterr().out))
+
+    assert run() == {"files": "2", "verdicts": "1", "rows": "2"}
+    total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    assert run("--prune", str(total / 2**30))["rows"] == "2"
+    assert run("--prune", str((total - 1) / 2**30))["rows"] == "1"
+    assert used["new"].exists() and not used["old"].exists()
+    assert run("--prune", "0") == {} and part.exists()
+    os.utime(part, (0, 0))
+    assert run("--prune", "1") == {} and not part.exists()
