@@ -125,6 +125,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
+def attention_of(model: PreTrainedModel) -> str:
+    """Return the name under which transformers knows the model's attention."""
+    return str(model.config._attn_implementation)
+
+
 def without_towers(model: PreTrainedModel) -> PreTrainedModel:
     """Remove everything but decoder and head from a model, in place, and return it.
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hybridrl.errors import DataError
-from hybridrl.models.language_model import decoder_of
+from hybridrl.models.language_model import attention_of, decoder_of
 from hybridrl.models.log_probs import LogitScale, soft_cap_of
 from hybridrl.models.packed_attention import PACKED_ATTENTION
 from hybridrl.models.packed_models import PackingMetadata
@@ -121,7 +121,7 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     assert isinstance(weight, Tensor)
     device = weight.device
     further: dict[str, Any] = {}
-    if model.config._attn_implementation == PACKED_ATTENTION:
+    if attention_of(model) == PACKED_ATTENTION:
         further["packing"] = PackingMetadata.of(torch.tensor([0, len(ids)]), device)
     outputs = decoder_of(model)(input_ids=ids.to(device)[None], use_cache=False, **further)
     states: Tensor = outputs.last_hidden_state[0]

@@ -12,6 +12,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CacheConfig
 from hybridrl.controller import THREE_D
 from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.models.language_model import attention_of
 from hybridrl.parallel.collectives import all_gather_distinct
 from hybridrl.system.content_cache import compute_key, open_cache
 from hybridrl.workers.model_worker import ModelWorker
@@ -97,7 +98,7 @@ class LogProbCache:
             weights = all_gather_distinct(weights[0], group)
         found = [
             *("log_probs", weights, inner.config.to_dict() | {"_name_or_path": None}),
-            *(inner.config._attn_implementation, engine.model.rows, source.dtype, source.precision),
+            *(attention_of(inner), engine.model.rows, source.dtype, source.precision),
             *(self._temperature, config.parallel, config.compile),
             torch.get_float32_matmul_precision(),
             config.lora if engine.begins_with_adapters else None,

@@ -58,7 +58,7 @@ KNOWN = {
     "_actions": ("commands/completion.py",),
     "_SubParsersAction": ("commands/completion.py",),
     # transformers and peft
-    "_attn_implementation": ("quantization/output_kl.py",),
+    "_attn_implementation": ("models/language_model.py",),
     "_from_config": ("models/language_model.py",),  # of classes; public of the auto classes only
     "_gradient_checkpointing_func": ("models/activation_checkpointing.py",),
     "_is_hf_initialized": ("models/meta_model.py",),
@@ -75,13 +75,14 @@ KNOWN = {
     "_apply_weights_onednn": ("rollout/vllm_quantization.py",),
     "_use_zentorch": ("rollout/vllm_weights.py",),
     "vllm._custom_ops": ("rollout/vllm_weights.py",),
-    # Python, Ray, fsspec
+    # Python, Ray, fsspec, datasets
     "_SHM_NAME_PREFIX": ("rollout/vllm_startup.py",),  # 3.11 to 3.13
     "_SHM_SAFE_NAME_LENGTH": ("rollout/vllm_startup.py",),
     "_current_frames": ("controller/host_health.py", "rollout/user_code_loop.py"),
     "_json": ("sandbox/confined/object_exchange.py",),  # 3.11 to 3.13
     "_thread": ("sandbox/confined/object_exchange.py",),
     "_private": ("ray_backend/connection.py",),
+    "_fingerprint": ("data/token_cache.py",),  # of a `datasets.Dataset`, which has no other
     "_global_node": ("ray_backend/connection.py",),
 }
 DOCUMENTED = {"_exit", "_asdict", "_replace", "_fields", "_make"}

@@ -87,7 +87,7 @@ def replica(rank, ranks, engine):
             self._seeds, self._generator = SampleSeeds(7), engine
             self._place = RankMesh({"rollout_dp": ranks, "rollout_tp": 1}).coordinates(rank)
             self._version = self._started = 0
-            self._peers, self._in_flight = None, False
+            self._peers, self._in_flight, self._neighbours = None, False, False
 
         def draw(self, batch, sampling):
             self.start_sequences(batch, sampling)
