@@ -35,6 +35,11 @@ JOB = [
 """A second of work whose scores differ; paths are in the folder of the module."""
 PLAN = ["model.tiny.hidden_size=256", "model.tiny.heads=8", "model.tiny.layers=4", "warmup.steps=0"]
 """A job that is only planned."""
+FULL_CACHE = [
+    *("data.prompts_per_step=4096", "rollout.max_tokens=16000", "rollout.max_sequences=4096"),
+    "model.tiny.context=32768",
+]
+"""More tokens at once than vLLM's cache on a GPU holds, even of a tiny model."""
 FILE = ["data=jsonl", "data.path=rows.jsonl", "model.path=model"]
 CHAT = [*FILE, "data.chat=true"]
 GYM = [
@@ -252,7 +257,7 @@ PLANNED: dict[str, tuple] = {
     "actor.parallel.weights": ("int4_difference",),
     "rollout.parallel.tp": (2,),
     "rollout.memory_share": (0.2,),
-    "rollout.kv_cache": ("fp8",),
+    "rollout.kv_cache": ("fp8", *FULL_CACHE),
     "rollout.cuda_graphs": (False,),
     "rollout.quantization": ("fp8",),
     "rollout.max_sequences": (4,),
