@@ -32,6 +32,7 @@ from hybridrl.models.activation_checkpointing import (
 )
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.lora import add_adapters
+from hybridrl.models.tensor_plan import read_tensor_plan
 from hybridrl.models.token_bytes import (
     META_ATTENTION,
     UNIFORM_LAYER_TYPES,
@@ -162,7 +163,8 @@ def compute_model_shape(
         scalar: With a scalar head instead of logits.
         checkpointing: As `actor.gradient_checkpointing`.
         lora: Adapters; None trains all.
-        splits_tokens: Between attention and MLPs each of the ranks has its own tokens.
+        splits_tokens: Between attention and MLPs each of the ranks has its own tokens, if the
+            model's plan cuts whole layers.
     """
     lora = lora if lora and lora.rank else None
     known = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
@@ -201,6 +203,9 @@ def _count(
     kinds = [_kind_of(layer, n, whole) for n, layer in enumerate(layers)]
     depths = _depths(kinds)
     shallow, deep = (_build(narrow_config(whole, 1, n), dtype, scalar, lora) for n in depths)
+    plan = read_tensor_plan(decoder_of(model), whole.get_text_config().base_model_tp_plan or {})
+    if not plan.cuts_whole_layers(decoder_of(model)):
+        token_parts = 1
     if token_parts > 1:
         for few, depth in zip((shallow, deep), depths, strict=True):
             split_tokens_between(few, _layers(few, depth), token_parts)

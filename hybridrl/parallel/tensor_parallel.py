@@ -10,7 +10,6 @@ The vocabulary is cut as well.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +25,14 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard
 from hybridrl.models.packed_models import CausalPolicy, PackedModel, SampleLayout
+from hybridrl.models.tensor_plan import (
+    EXPERTS_STYLE,
+    TIED_EMBEDDING_STYLE,
+    TensorPlan,
+    lies_in,
+    plan_style,
+    read_tensor_plan,
+)
 from hybridrl.parallel.collectives import (
     copy_to_region,
     gather_tokens,
@@ -34,13 +41,10 @@ from hybridrl.parallel.collectives import (
 )
 from hybridrl.parallel.process_group import ParallelMesh
 
-_EXPERTS_STYLE, _PACKED_STYLE = "moe_tp_experts", "packed_colwise"
-"""A module that holds all experts of a layer, and in it the parameter that holds two matrices of
-every expert one after the other."""
-_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", _EXPERTS_STYLE, _PACKED_STYLE)
+_PACKED_STYLE = "packed_colwise"
+"""What a plan says of a parameter that holds two matrices of every expert one after the other."""
+_STYLES = ("colwise", "rowwise", "replicated_with_grad_allreduce", EXPERTS_STYLE, _PACKED_STYLE)
 """What a plan may say of a module or, of experts, a parameter."""
-_TIED_EMBEDDING_STYLE = "embedding_rowwise"
-"""What it says of a tied embedding, which is cut along the vocabulary here, as untied ones are."""
 _EXPERT_ALIGNMENT = 8
 """Columns of an expert: torch's grouped matrix product wants rows of whole 16 bytes."""
 _KEY_VALUE_MODULES = ("k_proj", "v_proj")
@@ -115,12 +119,12 @@ def check_tensor_parallel_heads(config: PretrainedConfig, size: int, path: str) 
             f"{path} nor is divided by them, so ranks would share parts of heads."
         )
     plan = getattr(config, "base_model_tp_plan", None)
-    if not plan or set(plan.values()) - {*_STYLES, _TIED_EMBEDDING_STYLE}:
+    if not plan or set(plan.values()) - {*_STYLES, TIED_EMBEDDING_STYLE}:
         raise ConfigError(
             f"actor.parallel.tp={size}: transformers has no plan of {', '.join(_STYLES[:2])} "
             f"layers for {config.model_type} models ({path}). Set actor.parallel.tp=1."
         )
-    if _EXPERTS_STYLE in plan.values():
+    if EXPERTS_STYLE in plan.values():
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         if width % (size * _EXPERT_ALIGNMENT):
             raise ConfigError(
@@ -143,19 +147,17 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
     shared = max(1, size // key_value_heads)
     names = {module: name for name, module in inner.named_modules()}
     base, plan = decoder_of(inner), config.base_model_tp_plan
-    styles = {path: style for path, _ in base.named_modules() if (style := _style(plan, path))}
-    mixtures = {_parent(path) for path, style in styles.items() if style == _EXPERTS_STYLE}
-    parents = dict.fromkeys(_parent(path) for path, style in styles.items() if style == "colwise")
-    regions = {path for path in parents if not _is_in(path, mixtures)} | mixtures
+    cuts = read_tensor_plan(base, plan)
+    styles, mixtures, regions = cuts.styles, cuts.mixtures, cuts.regions
     copy, add = partial(copy_to_region, group=group), partial(reduce_from_region, group=group)
     enter, leave = copy, add
-    if splits := _may_split_tokens(model, mesh, regions):
+    if splits := _may_split_tokens(model, mesh, cuts):
         enter = partial(gather_tokens, group=group, summed=True)
         leave = partial(split_tokens, group=group, summed=True)
     for path, style in styles.items():
         module = base.get_submodule(path)
         name = names[module]
-        if style == _EXPERTS_STYLE:
+        if style == EXPERTS_STYLE:
             _cut_experts(module, path, name, plan, mesh, done)
             continue
         if style == "replicated_with_grad_allreduce":
@@ -165,16 +167,16 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
         parts = size // shared if is_shared else size
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if style == "rowwise" and leaf == "bias":
-                done.partial += [f"{name}.{leaf}"] if splits and not _is_in(path, mixtures) else []
+                done.partial += [f"{name}.{leaf}"] if splits and not lies_in(path, mixtures) else []
                 continue
             found = _even_cut(tuple(parameter.shape), 0 if style == "colwise" else 1, size, parts)
             done.keep_part(module, leaf, name, found, rank)
             if is_shared:
                 done.partial.append(f"{name}.{leaf}")
         if style == "rowwise":
-            _sum_output(module, add if _is_in(path, mixtures) else leave)
-    for path in parents:
-        hook = _change_input(copy if _is_in(path, mixtures) else enter)
+            _sum_output(module, add if lies_in(path, mixtures) else leave)
+    for path in cuts.parents:
+        hook = _change_input(copy if lies_in(path, mixtures) else enter)
         base.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
     if splits:
         _split_tokens_between(regions, mixtures, model, group, names, done)
@@ -182,30 +184,12 @@ def apply_tensor_parallel(model: PackedModel, mesh: ParallelMesh) -> TensorParal
     return done
 
 
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
-
-
-def _is_in(path: str, modules: Iterable[str]) -> bool:
-    return any(path == module or path.startswith(f"{module}.") for module in modules)
-
-
-def _may_split_tokens(model: PackedModel, mesh: ParallelMesh, regions: set[str]) -> bool:
+def _may_split_tokens(model: PackedModel, mesh: ParallelMesh, cuts: TensorPlan) -> bool:
     """Return whether each rank has its own part of the tokens between attention and MLPs: where no
-    other axis cuts model or tokens, and the plan cuts every part of the layers but norms. What it
-    leaves whole, as attention with latent keys, would see the rank's own tokens alone."""
+    other axis cuts model or tokens, and the plan cuts whole layers."""
     alone = mesh.size("pp") * mesh.size("ring", "ulysses") == 1
-    if not alone or model.rows is not SampleLayout.PACKED:
-        return False
-    base, stacks = decoder_of(model.inner), {_parent(_parent(path)) for path in regions}
-    parts = {
-        f"{stack}.{layer}.{part}"
-        for stack in stacks
-        for layer, of in base.get_submodule(stack).named_children()
-        for part, module in of.named_children()
-        if any(module.children())
-    }
-    return parts == regions
+    packed = model.rows is SampleLayout.PACKED
+    return alone and packed and cuts.cuts_whole_layers(decoder_of(model.inner))
 
 
 def _split_tokens_between(
@@ -237,15 +221,10 @@ def _split_tokens_between(
     base.register_forward_hook(gather_output)
     model.multiple = group.size()
     for path, module in base.named_modules():
-        if not _is_in(path, regions) and module is not model.inner.get_input_embeddings():
+        if not lies_in(path, regions) and module is not model.inner.get_input_embeddings():
             own = [leaf for leaf, _ in module.named_parameters(recurse=False)]
             done.partial += [f"{names[module]}.{leaf}" for leaf in own]
     done.partial = list(dict.fromkeys(done.partial))
-
-
-def _style(plan: dict[str, str], path: str) -> str | None:
-    found = (style for pattern, style in plan.items() if fnmatch.fnmatch(path, pattern))
-    return next((style for style in found if style != _TIED_EMBEDDING_STYLE), None)
 
 
 def _even_cut(
@@ -276,7 +255,7 @@ def _cut_experts(
     ranks have, is a sum as well."""
     group, size, rank = mesh.group("tp"), mesh.size("tp"), mesh.index("tp")
     for leaf, parameter in list(experts.named_parameters(recurse=False)):
-        style, shape = _style(plan, f"{path}.{leaf}"), tuple(parameter.shape)
+        style, shape = plan_style(plan, f"{path}.{leaf}"), tuple(parameter.shape)
         if style not in (_PACKED_STYLE, "rowwise") or getattr(experts, "is_transposed", False):
             raise ConfigError(
                 f"actor.parallel.tp={size}: the experts of {type(experts).__name__} keep `{leaf}` "

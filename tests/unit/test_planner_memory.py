@@ -8,7 +8,13 @@ import transformers
 from published_models import PUBLISHED
 from settings import configured
 from tiers import few_of
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CHECKPOINTING_MODES, LoraAdapterConfig
@@ -124,6 +130,30 @@ def test_between_layers_a_tensor_parallel_rank_has_its_own_tokens():
     # At the peak of a forward two states are held, before and after the norm: half of each is gone.
     assert whole.scoring.fixed - own.scoring.fixed == 2 * 4 * 64 / 2
     assert own.crosswise == (64 * 64 + 64 * 256) / 2  # projections out of attention and MLP
+
+
+@pytest.mark.parametrize("make", [DeepseekV3Config, Qwen3MoeConfig])
+def test_tokens_are_counted_as_split_only_where_the_plan_cuts_whole_layers(make):
+    """Attention with latent keys is left whole by the plan of transformers, so that every rank has
+    all tokens; of a mixture with common attention each has its own."""
+    config = make(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+        **{"num_attention_heads": 4, "num_key_value_heads": 4, "moe_intermediate_size": 32},
+        **{"num_experts_per_tok": 2, "max_position_embeddings": 64},
+        **(
+            {"n_routed_experts": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1}
+            | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+            | {"qk_nope_head_dim": 8, "v_head_dim": 16}
+            if make is DeepseekV3Config
+            else {"num_experts": 4, "head_dim": 16}
+        ),
+    )
+    whole, own = (
+        compute_model_shape(config, "float32", tp=2, checkpointing="full", splits_tokens=splits)
+        for splits in (False, True)
+    )
+    factor = 1 if make is DeepseekV3Config else 2
+    assert own.training.per_layer == whole.training.per_layer / factor
 
 
 def plan_of(*overrides, devices=1, lengths=(16, 48), tmp_path):
