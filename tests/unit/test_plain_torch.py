@@ -18,6 +18,7 @@ QUICK = [
     ("ppo", ["temperature", "two updates", "KL in the reward", "supervised"]),
     ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
     ("sampled", ["temperature", "two updates"]),
+    ("distillation", ["temperature", "two updates"]),
 ]
 
 
