@@ -19,7 +19,7 @@ from typing import Any
 
 from hybridrl.config.setting import Setting
 from hybridrl.errors import ConfigError
-from hybridrl.rewards.returned_scores import TransientScore
+from hybridrl.rewards.transient_score import TransientScore
 from hybridrl.sandbox.checked_tests import check_test
 from hybridrl.sandbox.python_runner import (
     SandboxLimits,

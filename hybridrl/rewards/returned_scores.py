@@ -31,11 +31,6 @@ class RowScore(NamedTuple):
     steps: Sequence[tuple[int, float]] = ()
 
 
-class TransientScore(dict[str, Any]):
-    """The dictionary that a reward function returns when another call might score the same response
-    differently, such as after a timeout: it is not cached."""
-
-
 def parse_row_score(returned: Any, response: str) -> RowScore | str:
     """Parse what a function returned for one row: a number, or a dictionary with `score`, `steps`
     and further numbers. Return the end of an error sentence if it is neither."""

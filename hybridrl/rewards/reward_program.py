@@ -25,7 +25,6 @@ from hybridrl.rewards.loading import (
 from hybridrl.rewards.options import FunctionSettings, check_function_options, read_parameters
 from hybridrl.rewards.returned_scores import (
     RowScore,
-    TransientScore,
     parse_batch_scores,
     parse_row_score,
 )
@@ -35,6 +34,7 @@ from hybridrl.rewards.signature import (
     list_needed_entries,
     select_arguments,
 )
+from hybridrl.rewards.transient_score import TransientScore
 from hybridrl.system.content_cache import compute_key, hash_loaded_code, hash_plain
 from hybridrl.system.redaction import redact, redact_output
 

@@ -6,8 +6,8 @@ import pytest
 from hybridrl.config.schema import CacheConfig
 from hybridrl.errors import RewardError
 from hybridrl.rewards import code
-from hybridrl.rewards.returned_scores import TransientScore
 from hybridrl.rewards.reward_pool import RewardPool
+from hybridrl.rewards.transient_score import TransientScore
 from hybridrl.sandbox.python_runner import SandboxConfinement, Verdict
 from hybridrl.system.content_cache import ContentCache
 
@@ -17,7 +17,7 @@ import sys
 import types
 from pathlib import Path
 import neighbour
-from hybridrl.rewards.returned_scores import TransientScore
+from hybridrl.rewards.transient_score import TransientScore
 
 LOG = Path(__file__).parent / "calls.txt"
 
