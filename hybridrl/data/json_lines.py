@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import re
 import zlib
 from bisect import bisect_left
@@ -35,8 +34,6 @@ _BETWEEN = re.compile(r"[\s,]*")
 """Between two values of an array."""
 _CONVERSION_ERRORS = (pa.ArrowException, OverflowError, UnicodeError, RecursionError)
 """What Arrow raises of values that no column can hold together."""
-
-_log = logging.getLogger(__name__)
 
 
 class NumberLiteral(float):
@@ -110,9 +107,8 @@ def read_json_lines(
             complaint = _explain_misfit(name, values, locations, error)
             if name in needed:
                 raise DataError(complaint) from error
-            _log.warning(
-                "The data's column `%s` is left out. %s", escape_surrogates(name), complaint
-            )
+            shown = escape_surrogates(name)
+            refused.leave_out(shown, f"The data's column `{shown}` is left out. {complaint}")
     refused.kept(len(rows))
     return pa.table(columns)
 

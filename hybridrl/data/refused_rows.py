@@ -67,6 +67,9 @@ class RefusedRows:
         origin: The settings that they are read by.
         before: Number of rows before those of a part of a table, of which only the whole can say
             what is left; None: it is a whole table.
+
+    Attributes:
+        left_out: Columns that are left out of the table, each with the sentence that says why.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class RefusedRows:
         self._rows = 0
         self._sums: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
         self._doubts: list[str] = []
+        self.left_out: dict[str, str] = {}
 
     def refuse(self, number: int, error: DataError) -> None:
         """Note that a row, counted from 1, is refused; the first error of a row counts."""
@@ -127,6 +131,13 @@ class RefusedRows:
             raise error
         self._doubts.append(str(error))
 
+    def leave_out(self, name: str, why: str) -> None:
+        """Note that a column is left out, and log the sentence that says why; of several parts, the
+        first one's."""
+        if name not in self.left_out and not self.is_part:
+            _log.warning("%s", why)
+        self.left_out.setdefault(name, why)
+
     def export(self) -> dict[str, Any]:
         """Return what is known of a part, as plain data."""
         return {
@@ -134,6 +145,7 @@ class RefusedRows:
             "errors": [[n + self.first, str(e), _reason(e)] for n, e in self._errors.items()],
             "sums": [[key, numbers.tolist()] for key, numbers in self._sums.items()],
             "doubts": self._doubts[:1],
+            "left_out": self.left_out,
         }
 
     def merge(self, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -142,6 +154,8 @@ class RefusedRows:
         sums: dict[tuple[Any, ...], Any] = {}
         for part in parts:
             self._errors |= {n: RowError(text, reason) for n, text, reason in part["errors"]}
+            for name, why in part["left_out"].items():
+                self.leave_out(name, why)
             for key, numbers in part["sums"]:
                 sums[tuple(key)] = sums.get(tuple(key), 0) + np.array(numbers)
         self.kept(sum(part["rows"] for part in parts))

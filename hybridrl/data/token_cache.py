@@ -281,6 +281,14 @@ def _open_rows(file: Path, blocks: list[dict[str, Any]], recipe: RowRecipe) -> B
     buffer = pa.memory_map(str(file)).read_buffer()
     streams = (buffer.slice(begin, size) for size, begin in (block["place"] for block in blocks))
     parts = [Batch(pa.ipc.open_stream(stream).read_all()) for stream in streams]
+    # Other blocks could hold it, unless the rows have it of another column.
+    left_out = {
+        name
+        for part, block in zip(parts, blocks, strict=True)
+        for name in block["refused"]["left_out"]
+        if name not in part
+    }
+    parts = [part.select(n for n in part.columns if n not in left_out) for part in parts]
     tables = [part.table for part in without_mixed_columns(parts, recipe.place)]
     rows = Batch(pa.concat_tables(tables, promote_options="permissive"))
     if CONVERSATION in rows and (rows[CONVERSATION].diff() != 0).all():  # each has one row

@@ -241,6 +241,29 @@ def test_a_bad_row_is_named_and_stops_the_rest(load, tmp_path):
     assert entries_of(tmp_path) == []
 
 
+def test_a_column_that_a_block_cannot_hold_is_left_out_of_all(load, tmp_path, caplog):
+    rows = rows_of("prompts")
+    for number, row in enumerate(rows):  # of several blocks each holds one that is too large
+        row["extra"] = number if number < 40 or number % 5 else 2**70
+    config = settings_of("prompts", tmp_path, rows)
+    with caplog.at_level(logging.WARNING):
+        expected = load("prompts", config, small=True).training
+        said = messages_of(caplog)
+        assert len(said) == 1 and "`extra` is left out" in said[0]
+        for _ in range(2):
+            found = remove_keys(load("prompts", config).training)
+            assert messages_of(caplog) == said
+            assert found.to_pylist() == expected.to_pylist()
+
+
+def test_a_column_that_rows_have_by_another_name_stays(load, tmp_path):
+    rows = [{"q": f"{n}+1=", "right": n, "answer": 2**70 * (n % 2)} for n in range(90)]
+    named = {"prompt_column": "q", "answer_column": "right"}
+    config = settings_of("prompts", tmp_path, rows, **named)
+    expected, found = (load("prompts", config, small=small).training for small in (True, False))
+    assert remove_keys(found).to_pylist() == expected.to_pylist()
+
+
 def test_more_bad_rows_than_the_limit_are_an_error(load, tmp_path):
     rows = rows_of("prompts")
     for row in rows[:20]:  # all of the first blocks
