@@ -129,6 +129,11 @@ def format_step_sizes(plan: JobPlan) -> list[str]:
         f"{sizes.prompt_tokens:.4g} + {sizes.response_tokens:.4g} tokens{longest} = "
         f"{sizes.tokens:,} tokens, {sizes.updates} update(s)",
     ]
+    if plan.config.rollout.partial is not None:
+        lines.append(
+            "            The plan does not count rollout.partial: it assumes that each step waits "
+            "for all its samples."
+        )
     for (role, phase), batch in plan.batches.items():
         if phase == "train":
             lines.append(

@@ -144,6 +144,7 @@ class DataFeed:
         )  # groups, and their rows
         self._left_out: set[int] = set()
         self._held: set[int] = set()
+        self._returned: list[int] = []  # rows to be dealt before those of the row schedule
 
     def next_batch(self) -> BatchRef:
         """Return the prompts of the next step, numbered in the column `group_id`; or examples; or
@@ -152,7 +153,8 @@ class DataFeed:
             (groups, rows, batch), self._ahead = self._ahead or self._prepare(), None
         self._numbered += len(groups)
         self._deals.append((groups, rows))
-        if self._learns:
+        del self._returned[: len(rows)]
+        if self._learns or self.config.rollout.partial is not None:
             self._row_of.update(zip(groups.tolist(), rows.tolist(), strict=True))
         return batch
 
@@ -227,9 +229,10 @@ class DataFeed:
         }
 
     def hold(self, groups: set[int]) -> None:
-        """Remember the rows of these groups until their scores come, in a later step than that of
-        their batch."""
-        self._held |= groups.intersection(self._row_of)
+        """Remember the rows of these groups, which partial rollouts keep for a later step: where
+        scores are needed until these come, else until they are held no longer."""
+        known = groups.intersection(self._row_of)
+        self._held = self._held | known if self._learns else known
 
     def leave_out(self, groups: Sequence[int]) -> int:
         """Exclude the prompts (examples, pairs) of these groups from all later batches, and return
@@ -237,10 +240,17 @@ class DataFeed:
         rows = [row[np.isin(group, groups)] for group, row in self._deals]
         found = {int(row) for row in np.concatenate([*rows, np.empty(0, np.int64)])}
         self._left_out |= found
+        self._returned = [row for row in self._returned if row not in found]
         if self._ahead is not None:  # it may have some of them
             self.deck.load_state(self._position)
             self._ahead = None
         return len(found)
+
+    @property
+    def returned(self) -> int:
+        """The number of prompts of a checkpoint whose samples were unfinished and that are still to
+        be dealt again."""
+        return len(self._returned)
 
     @property
     def numbered(self) -> int:
@@ -255,12 +265,15 @@ class DataFeed:
             found["examples"] = self._examples.state()
         if self._held:
             found["held"] = {str(group): self._row_of[group] for group in sorted(self._held)}
+        if self._returned:
+            found["returned"] = list(self._returned)
         if self._left_out:
             found["left_out"] = sorted(self._left_out)
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where the feed that returned `state` stopped.
+        """Continue where the feed that returned `state` stopped. Prompts that partial rollouts held
+        are dealt again, first and with new numbers, if this run has no `rollout.partial`.
 
         Raises:
             DataError: if the data or its order is another.
@@ -274,12 +287,23 @@ class DataFeed:
         self._row_of = {int(group): row for group, row in state.get("held", {}).items()}
         self._held = set(self._row_of)
         self._left_out |= set(state.get("left_out", ()))  # also what was found since
+        returned = list(state.get("returned", ()))
+        if self.config.rollout.partial is None:
+            returned += self._row_of.values()
+            self._row_of, self._held = {}, set()
+        self._returned = [row for row in returned if row not in self._left_out]
 
     def _next_rows(self) -> Rows:
-        """Return the next rows that are not excluded, at least one."""
+        """Return the next rows that are not excluded, at least one, beginning with those that were
+        returned."""
+        number = self.config.data.prompts_per_step
+        first = np.array(self._returned[:number], np.int64)
+        if len(first) == number:
+            return first
         for _ in range(_MAX_DRAWS):
-            rows = self.deck.deal(self.config.data.prompts_per_step)
-            if len(rows := rows[~np.isin(rows, list(self._left_out))]):
+            rows = self.deck.deal(number - len(first))
+            rows = np.concatenate([first, rows[~np.isin(rows, list(self._left_out))]])
+            if len(rows):
                 return rows
         raise DataError(
             f"{len(self._left_out)} of the {len(self.data)} rows of the data are left out, because "

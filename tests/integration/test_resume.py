@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pyarrow.parquet import read_table
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -175,6 +177,39 @@ def test_three_steps_and_three_more_are_six(run, program):
     assert_same_run(resumed, whole)
     assert any(row.get("policy/grad_norm", 0) > 0 for row in rows_of(whole)), "it learned"
     assert steps_of(resumed) == ["step-000003", "step-000006"]
+
+
+def prompts_of(folder):
+    """How many samples were learned from of each prompt, in the order of its first step."""
+    files = sorted((folder / "samples").glob("step-*.parquet"))
+    return Counter(prompt for file in files for prompt in read_table(file)["prompt"].to_pylist())
+
+
+def test_prompts_that_partial_rollouts_kept_come_first_in_a_run_resumed_without(run):
+    settings = ["rollout.max_tokens=12", "warmup.steps=0", "eval.every=0"]
+    plain, _ = run("plain", *settings, "trainer.steps=5")
+    dealt = list(prompts_of(plain))
+    folder, _ = run("run", *settings, "rollout.partial=0.5", "trainer.steps=3")
+    trained = prompts_of(folder)
+    kept = set(dealt[:12]) - set(trained)
+    assert kept
+    _, said = run.resume(f"resume={folder}", "rollout.partial=null", "trainer.steps=5")
+    told = f"Prompts that rollout.partial had kept with unfinished samples: {len(kept)}. They are "
+    assert [line for line in said if line.startswith(told)]
+    found = prompts_of(folder)
+    assert set(list(found)[len(trained) :][: len(kept)]) == kept
+    assert set(found) == set(dealt[: len(found)]) and len(found) == len(trained) + 8
+    assert set(found.values()) == {2}, "none is dealt twice"
+
+
+@pytest.mark.more
+def test_partial_rollouts_begin_in_a_run_that_went_without(run):
+    settings = ["rollout.max_tokens=12", "warmup.steps=0", "eval.every=0"]
+    folder, _ = run("run", *settings, "trainer.steps=3")
+    _, said = run.resume(f"resume={folder}", "rollout.partial=0.5", "trainer.steps=6")
+    assert not [line for line in said if "unfinished" in line]
+    assert any(row.get("partial/carried") for row in rows_of(folder))
+    assert set(prompts_of(folder).values()) == {2}
 
 
 def fails_in_step(monkeypatch, number):

@@ -236,6 +236,18 @@ def test_more_devices_are_faster():
     assert step(8) > 1.5 * step(16)
 
 
+def test_a_plan_says_that_it_does_not_count_partial_rollouts(capsys):
+    for value in ("null", "0.5"):
+        with pytest.raises(SystemExit):
+            given = ["model.path=llama-7b", *PAPER, f"rollout.partial={value}"]
+            main(["plan", *given, "--devices", "16xH100"])
+        shown = " ".join(capsys.readouterr().out.split())
+        told = (
+            "does not count rollout.partial: it assumes that each step waits for all its samples."
+        )
+        assert (told in shown) == (value != "null")
+
+
 def test_the_command(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "model.path=llama-7b", *PAPER, "--json", "--devices", "16xH100"])

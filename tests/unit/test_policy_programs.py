@@ -180,6 +180,59 @@ def test_what_is_prefetched_is_what_would_have_come(settings, number):
         assert resumed.next_batch().table.equals(feed_after(plain, settings, rows).table)
 
 
+def dealt(feed):
+    return feed.next_batch()["group_id"].tolist(), feed._deals[-1][1].tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, MIXED, {"data.sampler": "pass_rate"}])
+def test_held_prompts_are_dealt_first_and_once_where_nothing_holds_them_any_more(settings):
+    sources = [["one", "two"][row % 2] for row in range(40)]
+    rows = Batch.from_columns({"prompt_ids": torch.arange(40)[:, None], "source": sources})
+    partial = settings | {"rollout.partial": 0.5}
+    before = feed_of(rows, **partial)
+    of_group = {}
+    for held in ({0, 1}, {0, 1, 3}, {1, 3, 5}):
+        of_group.update(zip(*dealt(before), strict=True))
+        before.hold(held)
+        before.forget_groups(before.numbered)
+    if before._learns:
+        before._held.discard(0)  # its scores came
+    wanted = [of_group[group] for group in (1, 3, 5)]
+    state = json.loads(json.dumps(before.state()))
+    assert list(state["held"].values()) == wanted
+    plain, resumed = feed_of(rows, **settings), feed_of(rows, **settings)
+    resumed.load_state(state)
+    assert resumed.returned == 3
+    resumed.prefetch()
+    assert dealt(resumed) == ([6, 7], wanted[:2]) and resumed.returned == 1
+    resumed.prefetch()  # it does not count as dealt
+    state = json.loads(json.dumps(resumed.state()))
+    assert state["returned"] == wanted[2:] and "held" not in state
+    plain.deck.load_state(state)
+    again = feed_of(rows, **partial)
+    again.load_state(state)
+    for feed in (resumed, again):
+        groups, found = dealt(feed)
+        assert groups == [8, 9] and found[0] == wanted[2] and not feed.returned
+        if "data.sampler" not in settings and feed is resumed:
+            assert found[1] == plain.deck.deal(1)[0]
+        assert "returned" not in feed.state()
+
+
+def test_a_held_prompt_that_is_left_out_is_not_dealt_again():
+    rows = Batch.from_columns({"prompt_ids": torch.arange(9)[:, None]})
+    before = feed_of(rows, **{"rollout.partial": 0.5})
+    groups, of_groups = dealt(before)
+    before.hold(set(groups))
+    state = before.state()
+    feed = feed_of(rows)
+    feed.load_state(state)
+    assert dealt(feed) == ([2, 3], of_groups)
+    assert feed.leave_out([2]) == 1
+    feed.load_state(state)
+    assert feed.returned == 1 and dealt(feed)[1][0] == of_groups[1]
+
+
 def feed_after(feed, settings, rows):
     """The next batch of a feed, which stays as it is."""
     copy = feed_of(rows, **settings)
