@@ -94,8 +94,8 @@ def passes_tests(
 
 
 def _list_verdict_inputs(response: str, tests: Any, **row: Any) -> list[Any]:
-    """All that a verdict depends on: not what the response says around its program, and nothing
-    else of the row."""
+    """Return what a verdict depends on: the program without the text around it, the tests and the
+    limits, and none of the row's other columns."""
     limits = [row.get(name) for name in ("cpu_s", "memory_mib", "total_s")]
     return [extract_program(response), tests, limits, str(find_confinement())]
 
