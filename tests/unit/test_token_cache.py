@@ -1,6 +1,7 @@
 """Large data is tokenized in blocks by processes and kept in files, and equals small data."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -305,6 +306,10 @@ def test_what_tokens_depend_on_is_in_the_key(tokenizer, tmp_path):
     file.write_text("abd")
     os.utime(file, (2, 2))
     keys.append(key_of(config, tokenizer, file))
+    for name in ("a.json", "a.csv", "a.tsv", "a.jsonl.gz"):  # the same bytes, other rows
+        renamed = file.with_name(name)
+        renamed.write_bytes(file.read_bytes())
+        keys.append(key_of(config, tokenizer, renamed))
     for changed in ({"chat": True}, {"system_prompt": "x"}, {"max_prompt_tokens": 9}):
         keys.append(key_of(DataConfig(path="a", **changed), tokenizer, file))
     keys.append(key_of(config, build_character_tokenizer("0123456789"), file))
@@ -312,7 +317,7 @@ def test_what_tokens_depend_on_is_in_the_key(tokenizer, tmp_path):
         tokenizer.chat_template = template
         keys.append(key_of(config, tokenizer, file))
     keys.append(key_of(DataConfig(date="2026-01-02"), tokenizer, file))
-    assert len(set(keys)) == len(keys) == 9
+    assert len(set(keys)) == len(keys) == 13
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "entry", "gone"])
@@ -492,8 +497,12 @@ def test_the_command_lists_and_prunes_token_ids(load, tokenizer, tmp_path, capsy
     ContentCache(CacheConfig(folder=str(folder)), "verdicts").put_many({bytes(32): b"value"})
     for age, path in enumerate([used["new"], *folder.glob("verdicts/*"), used["old"]]):
         os.utime(path, (time.time() - 3600 * age,) * 2)
-    part = folder / "rows" / ".part-of-another-job"
-    part.mkdir()
+    part, killed = (folder / "rows" / f".part-{name}" for name in ("of-another-job", "killed"))
+    for path in (part / "entry", killed / "entry"):
+        path.mkdir(parents=True)
+        (path / "rows.arrow").write_bytes(bytes(1000))
+    busy = (part / "entry" / "rows.arrow").open("rb")
+    fcntl.flock(busy, fcntl.LOCK_EX)
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
@@ -501,11 +510,16 @@ def test_the_command_lists_and_prunes_token_ids(load, tokenizer, tmp_path, capsy
         assert end.value.code == 0
         return dict(re.findall(r"(\w+) +│ +([\d,]+) +│", capsys.readouterr().out))
 
-    assert run() == {"files": "2", "verdicts": "1", "rows": "2"}
+    assert run() == {"files": "2", "verdicts": "1", "rows": "3"}
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    assert run("--prune", str(total / 2**30))["rows"] == "2"
+    total -= 1000  # of the job that still runs
+    assert run("--prune", str(total / 2**30))["rows"] == "3"
+    assert run("--prune", str((total - 1) / 2**30))["rows"] == "2" and not killed.exists()
+    total -= 1000
     assert run("--prune", str((total - 1) / 2**30))["rows"] == "1"
     assert used["new"].exists() and not used["old"].exists()
     assert run("--prune", "0") == {} and part.exists()
+    busy.close()
+    assert run() == {"rows": "1"}
     os.utime(part, (0, 0))
     assert run("--prune", "1") == {} and not part.exists()
