@@ -3,6 +3,7 @@ pairs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -184,13 +185,12 @@ class RowReader:
                 f"begins: {quote_excerpt(texts[first])}"
             )
         if not len(kept):
-            shortest = mine.min() if len(mine) else 0
-            self.refused.doubt(
-                DataError(
-                    f"`{drop}=drop` dropped all {dropped} rows: the shortest {what} has {shortest} "
-                    f"tokens and `{setting}` is {limit}. Raise it."
-                )
+            shortest = min(mine.tolist(), default=sys.maxsize)
+            error = DataError(
+                f"`{drop}=drop` dropped all rows: the shortest {what} has {shortest} tokens and "
+                f"`{setting}` is {limit}. Raise it."
             )
+            self.refused.doubt(error, shortest)
         said = "Dropped %d of %d %ss that have more than %d tokens (`%s`)."
         self.refused.warn(said, (dropped, len(mine)), what, limit, setting)
         return kept

@@ -36,9 +36,9 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CacheConfig
 from hybridrl.conversations.rendering import template_sources
 from hybridrl.data.block_program import RowRecipe
-from hybridrl.data.mixture import without_mixed_columns
 from hybridrl.data.row_blocks import BLOCK_BYTES, RowBlock, WholeTableError, iterate_blocks
 from hybridrl.data.supervised_examples import CONVERSATION
+from hybridrl.data.table_columns import without_mixed_columns
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
@@ -53,7 +53,7 @@ ENTRY = "entry.json"
 _OF_NO_ROW = {
     *("task", "tasks", "task_options", "rows", "path", "sources", "eval_path", "eval_split"),
     *("prompts_per_step", "shuffle", "order", "max_shuffle_error", "sampler", "sampler_options"),
-    *("date", "bad_rows_limit"),
+    *("date", "bad_rows", "bad_rows_limit"),
 }
 """Settings of the data that change no token of a row: the files are known by what they hold, and
 the date counts only where the chat template asks for it."""
@@ -288,8 +288,8 @@ def _open_rows(file: Path, blocks: list[dict[str, Any]], recipe: RowRecipe) -> B
         for name in block["refused"]["left_out"]
         if name not in part
     }
-    parts = [part.select(n for n in part.columns if n not in left_out) for part in parts]
-    tables = [part.table for part in without_mixed_columns(parts, recipe.place)]
+    tables = [part.select(n for n in part.columns if n not in left_out).table for part in parts]
+    tables = without_mixed_columns(tables, recipe.place, recipe.named)
     rows = Batch(pa.concat_tables(tables, promote_options="permissive"))
     if CONVERSATION in rows and (rows[CONVERSATION].diff() != 0).all():  # each has one row
         rows = rows.select(name for name in rows.columns if name != CONVERSATION)
