@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.batch.arrow_columns import json_column, python_values
-from hybridrl.data.row_origin import RowOrigin
 from hybridrl.errors import DataError, RowError, suggest_name
 
 TOOLS = "tools"
@@ -168,18 +167,6 @@ def find_column(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
             setting,
         )
     return column
-
-
-def tools_cells(rows: pa.Table, name: str | None, origin: RowOrigin) -> list[Any]:
-    """Return the cells of `data.tools_column`; None for each row where there is none. The column
-    `tools` may be missing.
-
-    Raises:
-        DataError: if another is.
-    """
-    if name is None or (name == TOOLS and name not in rows.column_names):
-        return [None] * rows.num_rows
-    return python_values(find_column(rows, name, origin / "tools_column"))
 
 
 def is_chat_in_text(cell: Any) -> bool:

@@ -335,6 +335,19 @@ def test_files_may_have_answers_of_several_types(answers, load, tmp_path):
     rows_of_both(load, "prompts", DataConfig(path=str(tmp_path)))
 
 
+def test_a_column_may_be_missing_in_a_block(load, tmp_path):
+    rows = rows_of("examples")
+    config = settings_of("examples", tmp_path, rows, tools_column="functions")
+    for small in (True, False):
+        with pytest.raises(DataError, match=r"`data.tools_column` is `functions`, but .* no such"):
+            load("examples", config, small=small)
+    for row in rows[70:]:
+        row["functions"] = [{"name": "f"}]
+    rows_of_both(
+        load, "examples", settings_of("examples", tmp_path, rows, tools_column="functions")
+    )
+
+
 @pytest.mark.parametrize("kind", LOADERS)
 def test_half_a_surrogate_pair_is_a_bad_row(kind, load, tmp_path):
     rows, half = rows_of(kind), "1\ud800"
