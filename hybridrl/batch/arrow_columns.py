@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,10 +162,14 @@ def is_ragged_type(arrow_type: pa.DataType) -> bool:
     return is_list and is_numeric_type(arrow_type.value_type)
 
 
-def json_column(values: Sequence[Any]) -> pa.Array:
-    """Build a column of lists of objects, kept as JSON: an Arrow struct would give each object the
-    keys of all, and each key one type and one place."""
-    texts = [None if value is None else json.dumps(value) for value in values]
+def json_column(values: Sequence[Any], convert: Callable[[Any], Any] | None = None) -> pa.Array:
+    """Build a column of values kept as JSON: an Arrow struct would give each object the keys of
+    all, and each key one type and one place.
+
+    Args:
+        convert: Called with what JSON cannot hold.
+    """
+    texts = [None if value is None else json.dumps(value, default=convert) for value in values]
     return pa.array(texts, pa.json_())
 
 

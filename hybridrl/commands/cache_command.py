@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -24,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", help="as cache.folder; without it the default folder")
     parser.add_argument(
         "--prune",
-        type=float,
+        type=_parse_gib,
         metavar="GIB",
         help="remove the oldest entries until the others take so much; 0: all",
     )
@@ -51,6 +53,13 @@ def run(chosen: argparse.Namespace) -> int:
         size = sum(one.size for one in row_folders)
         table.add_row(KIND, f"{len(row_folders):,}", f"{size / 2**20:,.1f}")
     return print_for_people(f"{folder}:", table)
+
+
+def _parse_gib(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is no number of GiB. Give one such as 2, or 0: all.")
 
 
 def _prune(folder: Path, max_bytes: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from hybridrl.batch.arrow_columns import python_values
 from hybridrl.data.encoding import shorten_value
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow
@@ -43,7 +44,7 @@ def extract_reference_answers(
     if answer_format in _TEST_FORMATS:
         columns, make = _TEST_FORMATS[answer_format]
         cells = [
-            find_column(rows, name, refused.origin / "answer_format").to_pylist()
+            python_values(find_column(rows, name, refused.origin / "answer_format"))
             for name in columns
         ]
         tests = refused.map(partial(_parse_cells, make), *cells)
@@ -60,7 +61,7 @@ def extract_reference_answers(
     if answer_format == "plain" or answer_column is None:
         return rows
     find = _parse_gsm8k_answer if answer_format == "gsm8k" else _parse_boxed_answer
-    cells = find_column(rows, answer_column, refused.origin / "answer_column").to_pylist()
+    cells = python_values(find_column(rows, answer_column, refused.origin / "answer_column"))
     found = refused.map(partial(_parse_cells, find), cells)
     refused.kept(rows.num_rows)
     return replace_column(rows, answer_column, pa.array(found, pa.large_string()))

@@ -40,16 +40,22 @@ class RowRecipe(NamedTuple):
     columns: Mapping[str, str | None]
     required: Mapping[str, str]
 
+    @property
+    def named(self) -> dict[str, bool]:
+        """Return the columns that settings name, and whether they are read as text."""
+        columns = {"tools_column": self.config.tools_column, **self.columns}
+        return {c: name == "answer_column" for name, c in columns.items() if c is not None}
+
     def refused(self, before: int | None = None) -> RefusedRows:
         """Return the record of refused rows of the table, or of the part after so many rows."""
         drop, limit = self.config.bad_rows == "drop", self.config.bad_rows_limit
-        return RefusedRows(self.place, drop=drop, limit=limit, origin=self.origin, before=before)
+        return RefusedRows(self.place, drop, limit, self.origin, before, waits=True)
 
     def make(self, read: Callable[..., pa.Table], tokenizer: Any, refused: RefusedRows) -> Batch:
         """Tokenize the rows that `read` returns; its arguments are the last three of
         `read_found_rows`."""
         answers = self.columns.get("answer_column")
-        rows = read(self.required, [answers] if answers else [], refused)
+        rows = read(self.required, self.named, refused)
         rows = extract_reference_answers(rows, self.config.answer_format, answers, refused)
         check_rows(self.config, rows, refused)
         return self.tokenize(RowReader.of(self.config, tokenizer, refused), rows, **self.columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,11 @@ from hybridrl.config.setting import Setting
 from hybridrl.data.json_lines import list_json_lines, read_json_lines
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DATA, RowOrigin
-from hybridrl.data.table_columns import add_nested_columns, check_required_columns, replace_column
+from hybridrl.data.table_columns import (
+    add_nested_columns,
+    check_required_columns,
+    without_mixed_columns,
+)
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
 
@@ -50,7 +54,7 @@ def read_rows(
     split: str | None = None,
     *,
     required: Mapping[str, str] | None = None,
-    texts: Collection[str] = (),
+    named: Mapping[str, bool] | None = None,
     refused: RefusedRows | None = None,
 ) -> pa.Table:
     """Read all rows that `path` names.
@@ -70,8 +74,8 @@ def read_rows(
         required: columns that must be there, by the setting that names them, for instance
             `{"data.prompt_column": "question"}`. Dots lead into objects:
             `reward_model.ground_truth`.
-        texts: Of these, columns in which numbers are read as texts where the file has them as
-            such: JSON lines.
+        named: columns that settings name, and whether their values are read as text. Their values
+            may have several types, which each keeps; of JSON, texts are as the file spells them.
         refused: Gets lines that are no rows, see `read_json_lines`; None: they are an error.
 
     Raises:
@@ -82,21 +86,21 @@ def read_rows(
     refused = refused or RefusedRows()
     files = find_data_files(path, split, origin=refused.origin)
     found = files or load_hub_dataset(path, split, refused.origin / "path")
-    return read_found_rows(found, path, required or {}, texts, refused)
+    return read_found_rows(found, path, required or {}, named or {}, refused)
 
 
 def read_found_rows(
     found: Any,
     path: str,
     required: Mapping[str, str],
-    texts: Collection[str],
+    named: Mapping[str, bool],
     refused: RefusedRows,
 ) -> pa.Table:
     """Read all rows of the files, or of the `datasets.Dataset`, that were found for `path`; see
     `read_rows`."""
     setting = refused.origin / "path"
     if isinstance(found, list):
-        table = _read_files(found, required, texts, refused, setting)
+        table = _read_files(found, required, named, refused, setting)
     else:
         table = found.with_format("arrow")[:].combine_chunks()
     if table.num_rows == 0:
@@ -255,16 +259,17 @@ def _find_format(name: str) -> str | None:
 def _read_files(
     files: list[Path],
     required: Mapping[str, str],
-    texts: Collection[str],
+    named: Mapping[str, bool],
     refused: RefusedRows,
     setting: Setting,
 ) -> pa.Table:
     kind = find_common_format(files)
     if kind == "jsonl":
-        return read_json_lines(list_json_lines(files, setting), required, texts, refused)
+        return read_json_lines(list_json_lines(files, setting), required, named, refused)
     if kind is not None:
         tables = list(iterate_tables(files, required, setting))
-        return _concat_tables(files, tables, required, setting)
+        tables = without_mixed_columns(tables, refused.place, named)
+        return pa.concat_tables(tables, promote_options="permissive")
     unknown = next((file for file in files if _find_format(file.name) is None), None)
     if unknown is not None:
         raise DataError(
@@ -312,45 +317,6 @@ _READERS: dict[str, tuple[str, TableReader]] = {
     "parquet": ("Parquet", _read_parquet),
     "arrow": ("Arrow", _read_arrow),
 }
-
-
-def _concat_tables(
-    files: list[Path], tables: list[pa.Table], required: Mapping[str, str], setting: Setting
-) -> pa.Table:
-    """Concatenate the tables of several files. Columns whose types differ between files are brought
-    to one; where that is not possible, a column that no setting names is left out."""
-    for name in dict.fromkeys(name for table in tables for name in table.column_names):
-        mine = [table.select([name]) for table in tables if name in table.column_names]
-        try:
-            pa.concat_tables(mine, promote_options="permissive")
-            continue
-        except pa.ArrowException as error:
-            said = str(error)
-        try:  # objects with different keys, say
-            kind = pa.array([v for one in mine for v in one.column(name).to_pylist()]).type
-            merged = [_retyped(table, name, kind) for table in tables]
-        except (pa.ArrowException, OverflowError) as error:
-            if name in required.values():
-                raise DataError(
-                    f"The {len(files)} files of `{setting}`, from `{files[0]}` on, have values in "
-                    f"the column `{name}` that do not fit together: {said}"
-                ) from error
-            _log.warning(
-                "The data's column `%s` is left out: its values in the %d files from `%s` on do "
-                "not fit together.",
-                name,
-                len(files),
-                files[0],
-            )
-            merged = [t.drop_columns([name]) if name in t.column_names else t for t in tables]
-        tables = merged
-    return pa.concat_tables(tables, promote_options="permissive")
-
-
-def _retyped(table: pa.Table, name: str, kind: pa.DataType) -> pa.Table:
-    if name not in table.column_names:
-        return table
-    return replace_column(table, name, pa.array(table.column(name).to_pylist(), kind))
 
 
 def load_hub_dataset(path: str, split: str | None, setting: Setting) -> Any:

@@ -7,13 +7,14 @@ import json
 import re
 import zlib
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from hybridrl.batch.arrow_columns import json_column
 from hybridrl.config.setting import Setting
 from hybridrl.data.encoding import shorten_value
 from hybridrl.data.refused_rows import RefusedRows
@@ -30,6 +31,7 @@ FileLine = tuple[Path, int]
 JsonLine = tuple[Path, int, bytes]
 """File, number and text of a line, or of a value in a JSON document."""
 _GZIP_MAGIC = b"\x1f\x8b"
+_SURROGATE = re.compile(rb"\\ud[89a-f]", re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s,]*")
 """Between two values of an array."""
 _CONVERSION_ERRORS = (pa.ArrowException, OverflowError, UnicodeError, RecursionError)
@@ -62,26 +64,26 @@ def list_json_lines(files: list[Path], setting: Setting) -> Iterator[JsonLine]:
 def read_json_lines(
     lines: Iterable[JsonLine],
     required: Mapping[str, str],
-    texts: Collection[str] = (),
+    named: Mapping[str, bool] | None = None,
     refused: RefusedRows | None = None,
 ) -> pa.Table:
     """Read lines into one table; a missing key becomes null.
 
-    A column that is not required, and whose values no column can hold together, is left out; the
+    A column that no setting names, and whose values no column can hold together, is left out; the
     log says so.
 
     Args:
         required: The column that each setting names; every row must have it. Dots lead into
             objects: `reward_model.ground_truth`.
-        texts: Of these, columns in which numbers become texts, as they are written.
+        named: See `read_rows`.
         refused: Gets lines that are no JSON object or lack a required column, which are rows of
             nulls in the table; None: they are an error.
 
     Raises:
-        DataError: naming file and line, if a line is refused, or holds a value of another type than
-            the rows above it in a required column.
+        DataError: naming file and line, if a line is refused.
     """
-    refused = RefusedRows() if refused is None else refused
+    refused, named = RefusedRows() if refused is None else refused, named or {}
+    asked = dict.fromkeys([*required.values(), *named])
     rows: list[dict[str, Any]] = []
     locations: list[FileLine] = []
     for file, line, text in lines:
@@ -89,24 +91,26 @@ def read_json_lines(
         try:
             read = _parse_row(file, line, text)
             check_required_columns(read, required, f"{file}, line {line},")
+            for name in asked if _SURROGATE.search(text) else ():
+                _check_characters(file, line, name, *read_cells([read], name))
             row = read
         except DataError as error:
             refused.refuse(len(rows) + 1, error)
         rows.append(row)
         locations.append((file, line))
-    needed = set(required.values())
     columns: dict[str, pa.Array] = {}
-    for name in dict.fromkeys([*(name for row in rows for name in row), *needed]):
+    for name in dict.fromkeys([*(name for row in rows for name in row), *required.values()]):
         values = read_cells(rows, name)
-        if name in texts:
+        if named.get(name):
             values = refused.map(partial(_format_literal, name), values, locations)
+        # A value must not depend on which rows are read with it, as its Arrow type would.
+        is_text = all(isinstance(value, str | None) for value in values)
         try:
             name.encode()
-            columns[name] = arrow_column(values)
+            keeps_cells = name in asked and not is_text
+            columns[name] = json_column(values) if keeps_cells else arrow_column(values)
         except _CONVERSION_ERRORS as error:
             complaint = _explain_misfit(name, values, locations, error)
-            if name in needed:
-                raise DataError(complaint) from error
             shown = escape_surrogates(name)
             refused.leave_out(shown, f"The data's column `{shown}` is left out. {complaint}")
     refused.kept(len(rows))
@@ -198,6 +202,18 @@ def _parse_row(file: Path, line: int, text: bytes) -> dict[str, Any]:
     return row
 
 
+def _check_characters(file: Path, line: int, column: str, value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        shown = shorten_value(error.object[max(0, error.start - 40) : error.end])
+        raise RowError(
+            f"{file}, line {line}, has half of a surrogate pair, which is no character, in the "
+            f"column `{column}`, at the end of {shown}. Remove it.",
+            "with half of a surrogate pair",
+        ) from error
+
+
 def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object, refusing a key that occurs twice."""
     found = dict(pairs)
@@ -209,7 +225,8 @@ def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _format_literal(column: str, _: DataRow, value: Any, place: FileLine) -> Any:
-    """Return a number or boolean as the file spells it, and any other value unchanged.
+    """Return a number or boolean as the file spells it, an array or object as JSON text, and any
+    other value unchanged.
 
     Raises:
         DataError: for what is not a number.
@@ -223,7 +240,7 @@ def _format_literal(column: str, _: DataRow, value: Any, place: FileLine) -> Any
             "Leave the row out.",
             "with an answer that is no number",
         )
-    return json.dumps(value) if isinstance(value, bool | int) else value
+    return json.dumps(value) if isinstance(value, bool | int | list | dict) else value
 
 
 def _explain_misfit(

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import pyarrow as pa
-
 from hybridrl.batch.batch import Batch
 from hybridrl.config.role_models import check_group_names, parse_group
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
 from hybridrl.data.held_out import DataSplits
 from hybridrl.data.row_origin import DATA, RowOrigin
+from hybridrl.data.table_columns import without_mixed_columns
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import ConfigError, DataError
 
@@ -205,32 +204,5 @@ def _concat_sources(parts: Sequence[Batch]) -> Batch | None:
     if not parts:
         return None
     is_small = all(len(part.pieces) < 2 for part in parts)
-    kept = without_mixed_columns(parts, "sources")
-    return Batch.concat(kept, fill_missing=True, in_one_piece=is_small)
-
-
-def without_mixed_columns(parts: Sequence[Batch], what: str) -> list[Batch]:
-    """Drop columns of different types with a warning.
-
-    Args:
-        what: Has these values, for the warning.
-    """
-    names = dict.fromkeys(name for part in parts for name in part.columns)
-    schemas = {part.table.schema: None for part in parts}
-    mixed = [name for name in names if not _have_one_type(name, list(schemas))]
-    if mixed:
-        _log.warning(
-            "The data's %s left out: %s have values of different types there.",
-            f"column `{mixed[0]}` is" if len(mixed) == 1 else f"columns {', '.join(mixed)} are",
-            what,
-        )
-    return [part.select([name for name in part.columns if name not in mixed]) for part in parts]
-
-
-def _have_one_type(name: str, schemas: Sequence[pa.Schema]) -> bool:
-    try:
-        own = [pa.schema([schema.field(name)]) for schema in schemas if name in schema.names]
-        pa.unify_schemas(own, promote_options="permissive")
-    except pa.ArrowException:
-        return False
-    return True
+    kept = map(Batch, without_mixed_columns([part.table for part in parts], "sources"))
+    return Batch.concat([*kept], fill_missing=True, in_one_piece=is_small)

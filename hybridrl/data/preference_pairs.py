@@ -22,7 +22,6 @@ from hybridrl.data.message_cells import (
 )
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
-from hybridrl.data.table_columns import find_column
 from hybridrl.errors import DataError, RowError
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
@@ -110,7 +109,7 @@ def tokenize_preference_pairs(
     if not len(kept):
         refused.doubt(
             DataError(
-                f"None of the {len(pairs)} pairs is left: in each, the responses in "
+                "No pair is left: in each, the responses in "
                 f"`{chosen_column}` (`{origin / 'chosen_column'}`) and `{rejected_column}` "
                 f"(`{origin / 'rejected_column'}`) are the same, or `{origin / 'too_long'}=drop` "
                 "dropped it."
@@ -259,6 +258,5 @@ def _read_margins(reader: RowReader, rows: pa.Table, margin_column: str | None) 
             )
         return float(value)
 
-    values = find_column(rows, margin_column, reader.origin / "margin_column").to_pylist()
-    found = reader.refused.map(read, values)
+    found = reader.refused.map(read, reader.cells(rows, margin_column, "margin_column"))
     return np.array([math.nan if v is None else v for v in found], dtype=np.float32)

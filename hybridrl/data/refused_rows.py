@@ -67,6 +67,8 @@ class RefusedRows:
         origin: The settings that they are read by.
         before: Number of rows before those of a part of a table, of which only the whole can say
             what is left; None: it is a whole table.
+        waits: All stages read what they can before refused rows are an error, which then counts
+            those of all stages: `tell` raises it, or `merge` of several parts.
 
     Attributes:
         left_out: Columns that are left out of the table, each with the sentence that says why.
@@ -75,19 +77,20 @@ class RefusedRows:
     def __init__(
         self,
         place: str = "the data",
-        *,
         drop: bool = False,
         limit: float = 1.0,
         origin: RowOrigin = DATA,
         before: int | None = None,
+        *,
+        waits: bool = False,
     ) -> None:
         self.place, self.origin = place, origin
         self.is_part, self.first = before is not None, before or 0
-        self._drop, self._limit = drop, limit
+        self._drop, self._limit, self._waits = drop, limit, waits
         self._errors: dict[int, DataError] = {}
         self._rows = 0
         self._sums: dict[tuple[Any, ...], npt.NDArray[np.int64]] = {}
-        self._doubts: list[str] = []
+        self._doubts: list[tuple[int, str]] = []
         self.left_out: dict[str, str] = {}
 
     def refuse(self, number: int, error: DataError) -> None:
@@ -124,12 +127,14 @@ class RefusedRows:
         elif numbers[0] and not (unless_all and numbers[0] == numbers[1]):
             _log.warning(sentence, *numbers, *words)
 
-    def doubt(self, error: DataError) -> None:
-        """Raise an error that holds if it holds for all rows; of a part, keep it until it is known
-        of all parts."""
+    def doubt(self, error: DataError, least: int = 0) -> None:
+        """Raise an error that holds if it holds for all rows, unless refused rows are one; of a
+        part, keep it until it is known of all parts, of which that with the least number has its
+        sentence raised."""
         if not self.is_part:
+            self._check()
             raise error
-        self._doubts.append(str(error))
+        self._doubts.append((least, str(error)))
 
     def leave_out(self, name: str, why: str) -> None:
         """Note that a column is left out, and log the sentence that says why; of several parts, the
@@ -158,11 +163,12 @@ class RefusedRows:
                 self.leave_out(name, why)
             for key, numbers in part["sums"]:
                 sums[tuple(key)] = sums.get(tuple(key), 0) + np.array(numbers)
-        self.kept(sum(part["rows"] for part in parts))
+        self._rows = sum(part["rows"] for part in parts)
+        self._check()
         for (sentence, unless_all, *words), numbers in sums.items():
             self.warn(sentence, numbers.tolist(), *words, unless_all=unless_all)
         if all(part["doubts"] for part in parts):
-            raise DataError(*parts[0]["doubts"])
+            raise DataError(min(part["doubts"][0] for part in parts)[1])
 
     def kept(self, rows: int) -> npt.NDArray[np.int64]:
         """Return the numbers, from 0, of the rows that are not refused.
@@ -171,10 +177,15 @@ class RefusedRows:
             rows: Number of rows of the table.
 
         Raises:
-            DataError: if a row is refused and none may be left out, or more than `limit` allows.
+            DataError: as `tell`, unless this waits and a row is left.
         """
         self._rows = rows
-        refused = len(self._errors)
+        if not self.is_part and (not self._waits or len(self._errors) == rows):
+            self._check()
+        return np.array([n for n in range(rows) if n + 1 not in self._errors], np.int64)
+
+    def _check(self) -> None:
+        rows, refused = self._rows, len(self._errors)
         if refused and not self._drop:
             first = self._errors[min(self._errors)]
             count = "1 row is" if refused == 1 else f"{refused} rows are"
@@ -183,17 +194,21 @@ class RefusedRows:
             raise type(first)(
                 f"{str(first).rstrip()} ({count} refused of {rows}: {self._counts()}.{cure})"
             ) from first
-        if not self.is_part and (refused > self._limit * rows or (refused and refused == rows)):
+        if refused > self._limit * rows or (refused and refused == rows):
             raise DataError(
                 f"{refused} of the {rows} rows of {self.place} are refused, more than "
                 f"{self.origin / 'bad_rows_limit'}={self._limit} allows to leave out: "
                 f"{self._counts()}. {self._examples()}"
             )
-        return np.array([n for n in range(rows) if n + 1 not in self._errors], np.int64)
 
     def tell(self) -> None:
         """Log how many rows are left out, by reason, with the first row of each; whoever collects
-        them (`collected`) gets them."""
+        them (`collected`) gets them.
+
+        Raises:
+            DataError: if a row is refused and none may be left out, or more than `limit` allows.
+        """
+        self._check()
         if self._errors:
             if (found := _collected.get()) is not None:
                 found.append(self)

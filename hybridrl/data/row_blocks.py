@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -40,12 +40,12 @@ class RowBlock(NamedTuple):
     rows: list[JsonLine] | Batch
 
     def read(
-        self, required: Mapping[str, str], texts: Collection[str], refused: RefusedRows
+        self, required: Mapping[str, str], named: Mapping[str, bool], refused: RefusedRows
     ) -> pa.Table:
         """Return the rows as a table; the arguments are those of `read_rows`."""
         if isinstance(self.rows, Batch):
             return self.rows.table
-        return read_json_lines(self.rows, required, texts, refused)
+        return read_json_lines(self.rows, required, named, refused)
 
 
 def estimate_large_size(found: Any) -> int:

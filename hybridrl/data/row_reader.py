@@ -3,6 +3,7 @@ pairs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ from hybridrl.data.encoding import TokenIds, encode_prompts, quote_excerpt
 from hybridrl.data.message_cells import check_chat_allowed, check_no_nul
 from hybridrl.data.refused_rows import RefusedRows
 from hybridrl.data.row_origin import DataRow, RowOrigin
-from hybridrl.data.table_columns import TOOLS, find_column, tools_cells
+from hybridrl.data.table_columns import TOOLS, find_column
 from hybridrl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -91,9 +92,13 @@ class RowReader:
         """Return the cells of a column, which a setting of the data names.
 
         Raises:
-            DataError: if there is no such column.
+            DataError: if there is no such column; of parts of a table, in none of them.
         """
-        return python_values(find_column(rows, column, self.origin / setting))
+        try:
+            return python_values(find_column(rows, column, self.origin / setting))
+        except DataError as error:
+            self.refused.doubt(error)
+            return [None] * rows.num_rows
 
     def read(
         self, rows: pa.Table, read: Callable[..., Found], *columns: Sequence[Any]
@@ -103,7 +108,9 @@ class RowReader:
         Raises:
             DataError: if none may be left out, or too many are.
         """
-        tools = tools_cells(rows, self.tools_column, self.origin)
+        tools, name = [None] * rows.num_rows, self.tools_column
+        if name is not None and (name != TOOLS or name in rows.column_names):
+            tools = self.cells(rows, name, "tools_column")
         found = self.refused.map(read, tools, *columns)
         self.refused.kept(len(found))
         self.renderer.tell(self.refused)
@@ -184,13 +191,12 @@ class RowReader:
                 f"begins: {quote_excerpt(texts[first])}"
             )
         if not len(kept):
-            shortest = mine.min() if len(mine) else 0
-            self.refused.doubt(
-                DataError(
-                    f"`{drop}=drop` dropped all {dropped} rows: the shortest {what} has {shortest} "
-                    f"tokens and `{setting}` is {limit}. Raise it."
-                )
+            shortest = min(mine.tolist(), default=sys.maxsize)
+            error = DataError(
+                f"`{drop}=drop` dropped all rows: the shortest {what} has {shortest} tokens and "
+                f"`{setting}` is {limit}. Raise it."
             )
+            self.refused.doubt(error, shortest)
         said = "Dropped %d of %d %ss that have more than %d tokens (`%s`)."
         self.refused.warn(said, (dropped, len(mine)), what, limit, setting)
         return kept

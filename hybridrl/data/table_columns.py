@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybridrl.batch.arrow_columns import json_column, python_values
-from hybridrl.data.row_origin import RowOrigin
 from hybridrl.errors import DataError, RowError, suggest_name
 
 TOOLS = "tools"
 """What the column of tools is called unless `data.tools_column` says otherwise."""
 
+_LISTS_OF_OBJECTS = {pa.json_(), pa.list_(pa.null())}
+"""Types of a column of them, the second of rows whose lists are empty."""
 _log = logging.getLogger(__name__)
 
 
@@ -62,8 +63,8 @@ def arrow_column(values: Sequence[Any]) -> pa.Array:
     """Return the values as a column: lists of objects, such as messages and tools, as JSON."""
     listed = [value for value in values if value is not None]
     objects = [one for value in listed if isinstance(value, list) for one in value]
-    is_json = bool(objects) and all(isinstance(value, list) for value in listed)
-    if is_json and all(isinstance(one, dict) for one in objects):
+    is_json = any(objects) and all(isinstance(value, list) for value in listed)
+    if is_json and all(isinstance(one, dict | None) for one in objects):
         return json_column(values)
     return pa.array(values)
 
@@ -90,6 +91,53 @@ def add_nested_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
             continue
         table = table.append_column(name, found)
     return table
+
+
+def without_mixed_columns(
+    tables: Sequence[pa.Table], what: str, named: Mapping[str, bool] | None = None
+) -> list[pa.Table]:
+    """Drop columns of different types with a warning.
+
+    Args:
+        what: Has these values, for the warning.
+        named: See `hybridrl.data.data_files.read_rows`.
+    """
+    mixed, named = [], named or {}
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        mine = [table for table in tables if name in table.column_names]
+        kinds = {table.schema.field(name).type for table in mine} - {pa.null()}
+        if len(kinds) < 2 or all(map(_is_text, kinds)):
+            continue
+        if name in named or kinds == _LISTS_OF_OBJECTS:
+            tables = [_with_json_column(table, name, named.get(name)) for table in tables]
+            continue
+        try:
+            pa.concat_tables([t.select([name]) for t in mine], promote_options="permissive")
+        except (pa.ArrowException, OverflowError):
+            mixed.append(name)
+    if mixed:
+        _log.warning(
+            "The data's %s left out: %s have values of different types there.",
+            f"column `{mixed[0]}` is" if len(mixed) == 1 else f"columns {', '.join(mixed)} are",
+            what,
+        )
+    return [t.drop_columns([name for name in mixed if name in t.column_names]) for t in tables]
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _with_json_column(table: pa.Table, name: str, is_text: bool | None) -> pa.Table:
+    """Return the table with the column, if it has it, as JSON; of what JSON cannot hold as text, if
+    such values are read as text, else as null."""
+    if name not in table.column_names:
+        return table
+
+    def convert(value: Any) -> str | None:
+        return str(value) if is_text and not isinstance(value, bytes) else None
+
+    return replace_column(table, name, json_column(python_values(table.column(name)), convert))
 
 
 def replace_column(table: pa.Table, name: str, values: pa.Array | pa.ChunkedArray) -> pa.Table:
@@ -119,18 +167,6 @@ def find_column(rows: pa.Table, name: str, setting: str) -> pa.ChunkedArray:
             setting,
         )
     return column
-
-
-def tools_cells(rows: pa.Table, name: str | None, origin: RowOrigin) -> list[Any]:
-    """Return the cells of `data.tools_column`; None for each row where there is none. The column
-    `tools` may be missing.
-
-    Raises:
-        DataError: if another is.
-    """
-    if name is None or (name == TOOLS and name not in rows.column_names):
-        return [None] * rows.num_rows
-    return python_values(find_column(rows, name, origin / "tools_column"))
 
 
 def is_chat_in_text(cell: Any) -> bool:

@@ -27,8 +27,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 
@@ -37,24 +36,24 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import CacheConfig
 from hybridrl.conversations.rendering import template_sources
 from hybridrl.data.block_program import RowRecipe
-from hybridrl.data.mixture import without_mixed_columns
 from hybridrl.data.row_blocks import BLOCK_BYTES, RowBlock, WholeTableError, iterate_blocks
 from hybridrl.data.supervised_examples import CONVERSATION
+from hybridrl.data.table_columns import without_mixed_columns
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.system.bounded_files import parse_json, read_text
 from hybridrl.system.content_cache import ContentCache, find_cache_folder
 from hybridrl.system.cpu_cores import count_usable_cores
-from hybridrl.system.row_folders import KIND, PART, remove_unused_folders
+from hybridrl.system.row_folders import KIND, ROWS, create_part, remove_unused_folders
 from hybridrl.system.secret_variables import without_secrets
 from hybridrl.system.storage import explain_write_errors
 
-ROWS, ENTRY = "rows.arrow", "entry.json"
+ENTRY = "entry.json"
 _OF_NO_ROW = {
     *("task", "tasks", "task_options", "rows", "path", "sources", "eval_path", "eval_split"),
     *("prompts_per_step", "shuffle", "order", "max_shuffle_error", "sampler", "sampler_options"),
-    *("date", "bad_rows_limit"),
+    *("date", "bad_rows", "bad_rows_limit"),
 }
 """Settings of the data that change no token of a row: the files are known by what they hold, and
 the date counts only where the chat template asks for it."""
@@ -105,11 +104,9 @@ def load_token_rows(recipe: RowRecipe, found: Any, size: int, tokenizer: Any) ->
         remove_unused_folders(cache.parent)
         if (entry := _check_entry(folder)) is None:
             cache.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(prefix=PART, dir=cache, ignore_cleanup_errors=True) as name:
-                part = Path(name, "entry")
-                part.mkdir()
+            with create_part(cache) as (part, rows):
                 try:
-                    entry = _fill(part / ROWS, recipe, found, size, tokenizer, progress)
+                    entry = _fill(rows, recipe, found, size, tokenizer, progress)
                 except WholeTableError:
                     return None
                 if stamps != list(map(_read_stamp, files)):
@@ -163,17 +160,17 @@ def _read_stamp(file: Path) -> list[int]:
     return [stat.st_size, stat.st_ctime_ns, stat.st_ino]
 
 
-def _hash_file(hashes: ContentCache, file: Path, progress: Callable[..., None]) -> bytes:
-    """Return the hash of a file's bytes, which is known already of a file with this stamp."""
+def _hash_file(hashes: ContentCache, file: Path, progress: Callable[..., None]) -> tuple[Any, ...]:
+    """Return the endings of a file's name, which say how it is read, and the hash of its bytes,
+    which is known already of a file with this stamp."""
     named = repr([str(file.absolute()), _read_stamp(file)])
     key = hashlib.blake2b(named.encode(), digest_size=32).digest()
-    if (known := hashes.get_many([key])[0]) is not None:
-        return known
-    progress(f"reading {file.name}")
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "blake2b").digest()
-    hashes.put_many({key: found})
-    return found
+    if (found := hashes.get_many([key])[0]) is None:
+        progress(f"reading {file.name}")
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "blake2b").digest()
+        hashes.put_many({key: found})
+    return *file.suffixes, found
 
 
 def _check_entry(folder: Path) -> dict[str, Any] | None:
@@ -196,7 +193,7 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
 
 
 def _fill(
-    file: Path,
+    rows: BinaryIO,
     recipe: RowRecipe,
     found: Any,
     size: int,
@@ -223,7 +220,7 @@ def _fill(
     waiting: dict[int, RowBlock] = {}
     blocks = enumerate(iterate_blocks(found, recipe.required, recipe.origin / "path"))
     done = 0
-    with contextlib.closing(ProcessPool(spec, count, 1)) as pool, file.open("wb") as rows:
+    with contextlib.closing(ProcessPool(spec, count, 1)) as pool:
         while True:
             # Of several failures the first row's is told, so nothing is read after one.
             room = 0 if failed else count + min(count, _MOST_WAITING) - len(waiting)
@@ -252,7 +249,10 @@ def _fill(
             raise WholeTableError
         rows.flush()
         os.fsync(rows.fileno())
-    return {"stamp": _read_stamp(file), "blocks": [noted[number] for number in sorted(noted)]}
+    return {
+        "stamp": _read_stamp(Path(rows.name)),
+        "blocks": [noted[number] for number in sorted(noted)],
+    }
 
 
 def _hand_out(block: RowBlock, _: int) -> RowBlock:
@@ -288,8 +288,8 @@ def _open_rows(file: Path, blocks: list[dict[str, Any]], recipe: RowRecipe) -> B
         for name in block["refused"]["left_out"]
         if name not in part
     }
-    parts = [part.select(n for n in part.columns if n not in left_out) for part in parts]
-    tables = [part.table for part in without_mixed_columns(parts, recipe.place)]
+    tables = [part.select(n for n in part.columns if n not in left_out).table for part in parts]
+    tables = without_mixed_columns(tables, recipe.place, recipe.named)
     rows = Batch(pa.concat_tables(tables, promote_options="permissive"))
     if CONVERSATION in rows and (rows[CONVERSATION].diff() != 0).all():  # each has one row
         rows = rows.select(name for name in rows.columns if name != CONVERSATION)

@@ -332,7 +332,7 @@ CASES = [
     Case(
         "prompts of two types",
         with_good({"prompt": 7, "answer": "2"}),
-        "line 9, has 7 in the column `prompt`",
+        "Row 9 .* has 7 in the column `prompt`",
     ),
     Case(
         "a surrogate in a prompt",
@@ -353,7 +353,7 @@ CASES = [
     Case(
         "all prompts too long",
         lines({"prompt": "1" * 600, "answer": "2"}, overrides=(*SHORT, "data.too_long=drop")),
-        "dropped all 1 rows",
+        "dropped all rows",
     ),
     Case(
         "prompts longer than the model",
@@ -569,7 +569,7 @@ CASES = [
     Case(
         "pairs of equal answers",
         preferences({"prompt": "1", "chosen": "2", "rejected": "2"}),
-        "None of the 1 pairs is left",
+        "No pair is left",
     ),
     Case("no rejected answer", preferences({"prompt": "1", "chosen": "2"}), "no column `rejected`"),
     Case(

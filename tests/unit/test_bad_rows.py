@@ -75,7 +75,7 @@ def test_bad_rows_are_left_out_and_counted_by_reason(tokenizer, tmp_path, caplog
 def test_an_error_names_the_first_row_and_counts_the_others(tokenizer, tmp_path):
     config = config_of(tmp_path, [{"prompt": "1+1=", "answer": ""}, *GOOD, {"prompt": "x" * 3}])
     config.bad_rows = "error"
-    with pytest.raises(DataError, match=r"line 22, has no column `answer`.*1 row is refused of 22"):
+    with pytest.raises(DataError, match=r"Row 1 of the data has ''.*2 rows are refused of 22"):
         load_prompts(config, tokenizer, held_out=0, seed=0)
     config = config_of(tmp_path, [*GOOD, *[{"prompt": "1+1=", "answer": ""}] * 2])
     config.bad_rows = "error"

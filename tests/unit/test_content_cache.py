@@ -479,7 +479,17 @@ def test_the_command_lists_and_prunes(config, capsys):
 
     listed = re.findall(r"(\w+) +│ +([\d,]+) +│ +([\d.]+)", run())
     assert sorted(listed) == [("log_probs", "1", "0.0"), ("verdicts", "5", "0.0")]
-    assert run("--prune", "1") == run("--prune", "nan") == run()
+    assert run("--prune", "1") == run()
     pruned = run("--prune", str(100 / 2**30))
     assert "log_probs" in pruned and "verdicts" not in pruned
     assert "log_probs" not in run("--prune", "0") and not list(Path(config.folder).glob("*/*"))
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "-1", "2GiB"])
+def test_a_size_that_is_no_number_of_gib_is_an_error(config, capsys, given):
+    filled(config)
+    with pytest.raises(SystemExit) as end:
+        main(["cache", "--folder", config.folder, "--prune", given])
+    assert end.value.code == 2
+    assert f"--prune: {given} is no number of GiB" in capsys.readouterr().err
+    assert list(Path(config.folder).glob("*/*"))

@@ -121,7 +121,7 @@ def test_margins_and_pairs_of_equals(tokenizer, caplog):
     assert batch["margin"].tolist() == [2.0, 3.0]
     assert shown(batch, tokenizer)[1] == ("a", "c<eos>", "d<eos>")
     assert "Dropped 1 of 3 pairs" in caplog.text
-    with pytest.raises(DataError, match="None of the 1 pairs is left"):
+    with pytest.raises(DataError, match="No pair is left"):
         pairs(rows[1:2], tokenizer)
 
 
@@ -133,7 +133,7 @@ def test_lengths_are_limited(tokenizer):
         pairs(rows, tokenizer, max_response_tokens=3)
     batch = pairs(rows, tokenizer, max_response_tokens=3, too_long="drop")
     assert [row[0] for row in shown(batch, tokenizer)] == ["1+1=", "2+2="]
-    with pytest.raises(DataError, match="None of the 3 pairs is left"):
+    with pytest.raises(DataError, match="No pair is left"):
         pairs(
             rows, tokenizer, max_prompt_tokens=3, max_response_tokens=3, too_long="drop"
         )  # each limit alone leaves some

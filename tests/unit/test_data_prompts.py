@@ -90,7 +90,7 @@ def test_columns_that_the_library_makes_itself_are_left_out_and_named(tokenizer,
         ([{"prompt": "ab"}, {"prompt": "abcde"}], {"max_prompt_tokens": 4}, DataError,
          "Row 2 .* 5 tokens, more than `data.max_prompt_tokens` .4.; 1 of 2"),
         ([{"prompt": "abc"}], {"max_prompt_tokens": 2, "too_long": "drop"}, DataError,
-         "dropped all 1 rows"),
+         "dropped all rows: the shortest prompt has 3"),
     ],
 )  # fmt: skip
 def test_errors_are_sentences(tokenizer, rows, settings, error, message):

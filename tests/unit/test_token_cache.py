@@ -1,6 +1,7 @@
 """Large data is tokenized in blocks by processes and kept in files, and equals small data."""
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -9,6 +10,9 @@ import re
 import signal
 import time
 import zlib
+from dataclasses import replace
+from datetime import date
+from decimal import Decimal
 from itertools import pairwise
 
 import datasets as hub
@@ -37,7 +41,7 @@ WITH_PROCESSES = (
     "test_processes_make_the_same_rows",
     "test_rows_with_tests_are_read_in_one_table",
     "test_what_ends_a_process_is_told",
-    "test_a_bad_row_is_named_and_stops_the_rest",
+    "test_a_bad_row_is_named_and_all_are_counted",
 )
 LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_preference_pairs}
 TEMPLATE = (
@@ -225,20 +229,22 @@ def test_rows_with_tests_are_read_in_one_table(load, tmp_path):
     assert entries_of(tmp_path) == []
 
 
-def test_a_bad_row_is_named_and_stops_the_rest(load, tmp_path):
+def test_a_bad_row_is_named_and_all_are_counted(load, no_processes, tmp_path):
     rows = rows_of("prompts")
-    rows[45]["answer"] = None
-    config = settings_of("prompts", tmp_path, rows)
-    with pytest.raises(DataError) as small:
-        load("prompts", config, small=True)
-    with pytest.raises(DataError) as large:
-        load("prompts", config)
-    assert "Row 46 of the data" in str(small.value)
-    assert (
-        str(large.value).partition(" (1 row is refused of ")[0]
-        == (str(small.value).partition(" (1 row is refused of ")[0])
-    )
-    assert entries_of(tmp_path) == []
+    for row in rows[7:11] + rows[60:]:
+        row["answer"] = None
+    rows[45:45] = ['{"prompt"']
+    config = settings_of("prompts", tmp_path, rows, bad_rows_limit=0.5)
+    said = []
+    for small in (True, False):
+        with pytest.raises(DataError) as error:
+            load("prompts", config, small=small)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    assert said[0].startswith("Row 8 of the data has None")
+    assert "(35 rows are refused of 91: 34 without an answer, 1 that are no valid JSON." in said[0]
+    no_processes()
+    assert len(load("prompts", replace(config, bad_rows="drop")).training) == 52
 
 
 def test_a_column_that_a_block_cannot_hold_is_left_out_of_all(load, tmp_path, caplog):
@@ -262,6 +268,101 @@ def test_a_column_that_rows_have_by_another_name_stays(load, tmp_path):
     config = settings_of("prompts", tmp_path, rows, **named)
     expected, found = (load("prompts", config, small=small).training for small in (True, False))
     assert remove_keys(found).to_pylist() == expected.to_pylist()
+
+
+def rows_of_both(load, kind, config):
+    """Loads rows in one go and in blocks, and returns them if they are the same."""
+    expected, found = (load(kind, config, small=small).training for small in (True, False))
+    assert len(found.pieces) > 1
+    assert remove_keys(found).to_pylist() == expected.to_pylist()
+    return expected
+
+
+MIXED = [([0], [0.5]), ({"a": 1}, {"b": 0.5}), ([0], {"a": "x"}), ([], "x"), (2**70, [{"a": 1}])]
+
+
+@pytest.mark.parametrize("answers", MIXED)
+def test_an_answer_is_the_text_of_its_own_row(answers, load, tmp_path):
+    rows = [{"prompt": f"{n}+1=", "answer": answers[n >= 45]} for n in range(90)]
+    found = rows_of_both(load, "prompts", settings_of("prompts", tmp_path, rows))
+    texts = [one if isinstance(one, str) else json.dumps(one) for one in answers]
+    assert dict.fromkeys(found["answer"]) == dict.fromkeys(texts)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ([], [{"a": 1}]),
+        ([{"a": 1}], [None, {"b": 1}]),
+        ([None], [{"b": 1}]),
+        (2**60, 0.5),
+        *MIXED,
+    ],
+)
+def test_further_columns_of_all_blocks_have_one_type(values, load, tmp_path):
+    rows = [{"prompt": f"{n}+1=", "answer": "1", "more": values[n >= 45]} for n in range(90)]
+    rows_of_both(load, "prompts", settings_of("prompts", tmp_path, rows))
+    for row in rows[25:65]:  # so that no block has both
+        row["more"] = None
+    rows_of_both(load, "prompts", settings_of("prompts", tmp_path, rows))
+
+
+def test_prompts_may_be_texts_and_chats(load, tmp_path):
+    rows = [{"q": f"{n}+1=", "answer": "1"} for n in range(90)]
+    for row in rows[45:]:
+        row["q"] = [{"role": "user", "content": row["q"]}]
+    found = rows_of_both(load, "prompts", settings_of("prompts", tmp_path, rows, prompt_column="q"))
+    assert {type(one) for one in found["q"]} == {str, list}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        (1, "x"),
+        (1.0, "x"),
+        (True, 2),
+        (2**60, 0.5),
+        (Decimal("1.50"), "x"),
+        ([0], [0.5]),
+        ({"a": 1}, {"b": 2}),
+        (date(2026, 1, 1), 3),
+    ],
+)
+def test_files_may_have_answers_of_several_types(answers, load, tmp_path):
+    for number, answer in enumerate(answers):
+        rows = [{"prompt": f"{n}+1=", "answer": answer} for n in range(45)]
+        pa.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
+    rows_of_both(load, "prompts", DataConfig(path=str(tmp_path)))
+
+
+def test_a_column_may_be_missing_in_a_block(load, tmp_path):
+    rows = rows_of("examples")
+    config = settings_of("examples", tmp_path, rows, tools_column="functions")
+    for small in (True, False):
+        with pytest.raises(DataError, match=r"`data.tools_column` is `functions`, but .* no such"):
+            load("examples", config, small=small)
+    for row in rows[70:]:
+        row["functions"] = [{"name": "f"}]
+    rows_of_both(
+        load, "examples", settings_of("examples", tmp_path, rows, tools_column="functions")
+    )
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_half_a_surrogate_pair_is_a_bad_row(kind, load, tmp_path):
+    rows, half = rows_of(kind), "1\ud800"
+    key, text = list(rows[0].items())[-1 if kind == "pairs" else 0]
+    spoiled = half if isinstance(text, str) else [*text[:-1], {**text[-1], "content": half}]
+    rows[45][key] = spoiled
+    rows[50]["further"] = half  # which no setting names
+    config = settings_of(kind, tmp_path, rows, bad_rows="drop")
+    rows_of_both(load, kind, config)
+    rows[60]["tools"] = [{"name": half}]
+    config = settings_of(kind, tmp_path, rows)
+    words = rf"line 46, has half of a surrogate pair.*`{key}`.*\(2 rows are refused of 90"
+    for small in (True, False):
+        with pytest.raises(DataError, match=words):
+            load(kind, config, small=small)
 
 
 def test_more_bad_rows_than_the_limit_are_an_error(load, tmp_path):
@@ -305,6 +406,10 @@ def test_what_tokens_depend_on_is_in_the_key(tokenizer, tmp_path):
     file.write_text("abd")
     os.utime(file, (2, 2))
     keys.append(key_of(config, tokenizer, file))
+    for name in ("a.json", "a.csv", "a.tsv", "a.jsonl.gz"):  # the same bytes, other rows
+        renamed = file.with_name(name)
+        renamed.write_bytes(file.read_bytes())
+        keys.append(key_of(config, tokenizer, renamed))
     for changed in ({"chat": True}, {"system_prompt": "x"}, {"max_prompt_tokens": 9}):
         keys.append(key_of(DataConfig(path="a", **changed), tokenizer, file))
     keys.append(key_of(config, build_character_tokenizer("0123456789"), file))
@@ -312,7 +417,7 @@ def test_what_tokens_depend_on_is_in_the_key(tokenizer, tmp_path):
         tokenizer.chat_template = template
         keys.append(key_of(config, tokenizer, file))
     keys.append(key_of(DataConfig(date="2026-01-02"), tokenizer, file))
-    assert len(set(keys)) == len(keys) == 9
+    assert len(set(keys)) == len(keys) == 13
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "entry", "gone"])
@@ -492,8 +597,12 @@ def test_the_command_lists_and_prunes_token_ids(load, tokenizer, tmp_path, capsy
     ContentCache(CacheConfig(folder=str(folder)), "verdicts").put_many({bytes(32): b"value"})
     for age, path in enumerate([used["new"], *folder.glob("verdicts/*"), used["old"]]):
         os.utime(path, (time.time() - 3600 * age,) * 2)
-    part = folder / "rows" / ".part-of-another-job"
-    part.mkdir()
+    part, killed = (folder / "rows" / f".part-{name}" for name in ("of-another-job", "killed"))
+    for path in (part / "entry", killed / "entry"):
+        path.mkdir(parents=True)
+        (path / "rows.arrow").write_bytes(bytes(1000))
+    busy = (part / "entry" / "rows.arrow").open("rb")
+    fcntl.flock(busy, fcntl.LOCK_EX)
 
     def run(*arguments):
         with pytest.raises(SystemExit) as end:
@@ -501,11 +610,16 @@ def test_the_command_lists_and_prunes_token_ids(load, tokenizer, tmp_path, capsy
         assert end.value.code == 0
         return dict(re.findall(r"(\w+) +│ +([\d,]+) +│", capsys.readouterr().out))
 
-    assert run() == {"files": "2", "verdicts": "1", "rows": "2"}
+    assert run() == {"files": "2", "verdicts": "1", "rows": "3"}
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    assert run("--prune", str(total / 2**30))["rows"] == "2"
+    total -= 1000  # of the job that still runs
+    assert run("--prune", str(total / 2**30))["rows"] == "3"
+    assert run("--prune", str((total - 1) / 2**30))["rows"] == "2" and not killed.exists()
+    total -= 1000
     assert run("--prune", str((total - 1) / 2**30))["rows"] == "1"
     assert used["new"].exists() and not used["old"].exists()
     assert run("--prune", "0") == {} and part.exists()
+    busy.close()
+    assert run() == {"rows": "1"}
     os.utime(part, (0, 0))
     assert run("--prune", "1") == {} and not part.exists()
