@@ -2,9 +2,10 @@
 
 An entry of the cache is a folder, named by a hash of all that its rows depend on: the files' bytes,
 the settings, the tokenizer with its chat template, and the versions of the code. It holds
-`rows.arrow`, the blocks one after the other, each an Arrow stream, and `entry.json`: where they
-lie, in order, and what there is to say of the rows. A job fills a folder of its own and renames it
-when it is complete; of two that do so at once, the second takes the first one's.
+`rows.arrow`, the blocks one after the other, each an Arrow stream, and `entry.json`: a checksum
+over the name and what follows, where the blocks lie, in order, and what there is to say of the
+rows. A job fills a folder of its own and renames it when it is complete; of two that do so at once,
+the second takes the first one's.
 """
 
 from __future__ import annotations
@@ -98,8 +99,11 @@ def load_token_rows(recipe: RowRecipe, found: Any, size: int, tokenizer: Any) ->
     files = found if isinstance(found, list) else []
     stamps = list(map(_read_stamp, files))
     hashes = ContentCache(config, "files")
+    # By its name a file is read as text or unpacked, with commas or with tabs.
+    kind = find_common_format(files) if files else None
+    formats = [[kind, ".tsv" in file.suffixes, file.suffix == ".gz"] for file in files]
     content = [_hash_file(hashes, file, progress) for file in files] or found._fingerprint
-    folder = cache / _compute_key(recipe, tokenizer, content)
+    folder = cache / _compute_key(recipe, tokenizer, [formats, content])
     with explain_write_errors(cache, "cache.folder"):
         remove_unused_folders(cache.parent)
         if (entry := _check_entry(folder)) is None:
@@ -111,7 +115,8 @@ def load_token_rows(recipe: RowRecipe, found: Any, size: int, tokenizer: Any) ->
                     return None
                 if stamps != list(map(_read_stamp, files)):
                     raise DataError(f"{recipe.place} has changed while it was read. Start again.")
-                (part / ENTRY).write_text(json.dumps(entry))
+                text = json.dumps(entry)
+                (part / ENTRY).write_text(f"{_sign(folder.name, text)}\n{text}")
                 try:
                     part.rename(folder)
                 except OSError:  # another job was here first
@@ -133,7 +138,7 @@ def _compute_key(recipe: RowRecipe, tokenizer: Any, content: Any) -> str:
     if any("strftime_now" in template for template in templates):
         settings["date"] = recipe.config.date
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
+    words = _read_saved(tokenizer) if backend is None else backend.to_str()
     known = [
         *(content, settings, recipe.origin, recipe.tokenize.__qualname__, recipe.columns),
         *(recipe.required, templates, words, type(tokenizer).__qualname__),
@@ -141,6 +146,14 @@ def _compute_key(recipe: RowRecipe, tokenizer: Any, content: Any) -> str:
         sorted((name, repr(value)) for name, value in tokenizer.init_kwargs.items()),
     ]
     return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+
+
+def _read_saved(tokenizer: Any) -> list[tuple[str, bytes]]:
+    """Return the files that a tokenizer saves, which hold its merges and scores, too."""
+    with TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        files = sorted(file for file in Path(name).rglob("*") if file.is_file())
+        return [(file.name, file.read_bytes()) for file in files]
 
 
 @functools.cache
@@ -173,12 +186,20 @@ def _hash_file(hashes: ContentCache, file: Path, progress: Callable[..., None]) 
     return *file.suffixes, found
 
 
+def _sign(key: str, text: str) -> str:
+    """Return the checksum of what is noted of the entry with this key."""
+    return hashlib.blake2b(f"{key}\n{text}".encode(), digest_size=16).hexdigest()
+
+
 def _check_entry(folder: Path) -> dict[str, Any] | None:
     """Return what is noted of an entry; None if there is none. A damaged one is removed."""
     if not folder.exists():
         return None
     try:
-        entry: dict[str, Any] = parse_json(read_text(folder / ENTRY, _MOST_ENTRY))
+        checksum, _, text = read_text(folder / ENTRY, _MOST_ENTRY).partition("\n")
+        if checksum != _sign(folder.name, text):
+            raise ValueError("it is another entry's, or its notes are others")
+        entry: dict[str, Any] = parse_json(text)
         if _read_stamp(folder / ROWS) == entry["stamp"]:
             return entry
         with pa.memory_map(str(folder / ROWS)) as file:  # written since, or copied

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import re
+import shutil
 import signal
 import time
 import zlib
@@ -19,6 +20,7 @@ import datasets as hub
 import numpy as np
 import pyarrow as pa
 import pytest
+from transformers import CTRLTokenizer
 
 from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.run_state import DataIdentity
@@ -420,7 +422,22 @@ def test_what_tokens_depend_on_is_in_the_key(tokenizer, tmp_path):
     assert len(set(keys)) == len(keys) == 13
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "entry", "gone"])
+def test_the_merges_of_a_tokenizer_in_python_are_in_the_key(tmp_path):
+    (tmp_path / "a.jsonl").write_text("abc")
+    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "<unk>": 2, "ab": 3}))
+    keys = []
+    for merges in ("a b", "b a"):
+        (tmp_path / "merges.txt").write_text(f"#version\n{merges}\n")
+        files = [str(tmp_path / name) for name in ("vocab.json", "merges.txt")]
+        keys.append(key_of(DataConfig(), CTRLTokenizer(*files), tmp_path / "a.jsonl"))
+    assert keys[0] != keys[1]
+
+
+def notes_of(rows):
+    return json.loads(rows.with_name("entry.json").read_text().partition("\n")[2])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "entry", "place", "gone"])
 def test_a_damaged_entry_is_made_again(damage, load, tmp_path, caplog):
     config = settings_of("prompts", tmp_path)
     expected = load("prompts", config).training.to_pylist()
@@ -428,10 +445,13 @@ def test_a_damaged_entry_is_made_again(damage, load, tmp_path, caplog):
     data = bytearray(rows.read_bytes())
     if damage == "entry":
         rows.with_name("entry.json").write_text('{"size": 3')
+    elif damage == "place":  # it is JSON as before
+        entry = rows.with_name("entry.json")
+        entry.write_text(re.sub(r'"place": \[\d', '"place": [9', entry.read_text(), count=1))
     elif damage == "gone":
         rows.unlink()
     else:
-        size, begin = json.loads(rows.with_name("entry.json").read_text())["blocks"][1]["place"]
+        size, begin = notes_of(rows)["blocks"][1]["place"]
         data[begin + size // 2] ^= 1
         rows.write_bytes(data[:-9] if damage == "cut" else data)
         os.utime(rows, (1, 1))
@@ -447,6 +467,28 @@ def test_a_copied_entry_is_good(load, no_processes, tmp_path):
     os.utime(rows, (1, 1))
     no_processes()
     assert load("prompts", config).training.to_pylist() == expected
+
+
+@pytest.mark.parametrize("take", [os.rename, shutil.copytree])
+def test_an_entry_of_other_rows_is_made_again(take, load, tmp_path):
+    config = settings_of("prompts", tmp_path)
+    load("prompts", config)
+    (other,) = entries_of(tmp_path)
+    config = settings_of("prompts", tmp_path, rows_of("prompts", 60))
+    expected = load("prompts", config).training.to_pylist()
+    (mine,) = (one for one in entries_of(tmp_path) if one != other)
+    shutil.rmtree(mine)
+    take(other, mine)
+    assert load("prompts", config).training.to_pylist() == expected
+
+
+def test_a_file_of_another_format_has_other_rows(load, tmp_path):
+    file = tmp_path / "rows.csv"
+    lines = [f"a\t1{n}=\t{n}\tb,2{n}=,{n},c\n" for n in range(40)]
+    file.write_text("".join(["x\tprompt\tanswer\ty,prompt,answer,z\n", *lines]))
+    assert load("prompts", DataConfig(path=str(file))).training["prompt"][0][0] == "2"
+    file = file.rename(tmp_path / "rows.tsv")
+    assert load("prompts", DataConfig(path=str(file))).training["prompt"][0][0] == "1"
 
 
 def test_two_jobs_that_fill_the_cache_at_once_agree(load, monkeypatch, tmp_path):
