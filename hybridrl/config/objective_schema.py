@@ -333,7 +333,7 @@ class PreferenceConfig:
     """Of `dpo` and `online_dpo`: how hard the policy is held to the reference; with `simpo` (2 is
     usual) and `cpo` the scale of log-probabilities, with `orpo` the weight of the odds ratio."""
     margin: Annotated[NonNegativeFloat, DPO, AppliesIf(".loss=simpo")] = 1.0
-    """How far the chosen response has to be ahead (gamma in the paper): 0.1 to 1.6 times `beta`."""
+    """How far the chosen response has to be ahead (gamma in the paper); half of `beta` is usual."""
     length_normalised: Annotated[
         bool, DPO, AppliesIf(".loss=sigmoid", ".loss=ipo", ".loss=cpo")
     ] = False
