@@ -67,8 +67,13 @@ class PreferenceObjective:
         """The columns without which there is nothing to learn."""
         return () if self.loss in REFERENCE_FREE_LOSSES else ("ref_log_probs",)
 
-    def compute_rewards(self, totals: Tensor, tokens: Tensor) -> Tensor:
-        """Compute the implicit reward of each response, `[rows]`.
+    @property
+    def reward_scale(self) -> float:
+        """What scores are multiplied by to be rewards."""
+        return 1.0 if self.loss == "orpo" else self.beta
+
+    def compute_scores(self, totals: Tensor, tokens: Tensor) -> Tensor:
+        """Compute the implicit reward of each response over `reward_scale`, `[rows]`.
 
         Args:
             totals: `[rows]`, the sum over its tokens of their log-probabilities, or of their
@@ -81,7 +86,7 @@ class PreferenceObjective:
             # Near a probability of 1 the difference 1 - exp(x) would be 0.
             totals = totals.clamp(max=-1 / _MAXIMUM_ODDS)
             return totals - torch.log(-torch.expm1(totals))
-        return self.beta * totals
+        return totals
 
     def __call__(
         self, outputs: Mapping[str, Tensor], columns: Mapping[str, Tensor], segments: TokenSegments
@@ -91,11 +96,12 @@ class PreferenceObjective:
         log_probs = scored = outputs["log_probs"]
         if self.needs:
             scored = log_probs - columns["ref_log_probs"]
-        rewards = self.compute_rewards(segments.sum(scored), segments.lengths)
-        chosen, rejected = rewards.view(-1, 2).unbind(1)
-        ahead = chosen - rejected
+        scores = self.compute_scores(segments.sum(scored), segments.lengths)
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        h = chosen - rejected
+        ahead = self.reward_scale * h
         if self.loss == "ipo":
-            loss = ((ahead - 0.5) / self.beta).square()
+            loss = (h - 1 / (2 * self.beta)).square()
         else:
             loss = -F.logsigmoid(ahead - self.margin if self.loss == "simpo" else ahead)
         weight = self.nll_coefficient

@@ -51,7 +51,8 @@ class Trainer(base.Trainer):
             batch |= self.groups["reference"].compute_ref_log_prob(sample)
             totals = totals - _sum_column(batch, "ref_log_probs")["total"]
         objective = build_preference_objective(self.config)
-        return compute_pair_metrics(objective.compute_rewards(totals, policy["tokens"]))
+        scores = objective.compute_scores(totals, policy["tokens"])
+        return compute_pair_metrics(objective.reward_scale * scores)
 
 
 def update_on_pairs(groups: Mapping[str, WorkerGroup], pairs: BatchRef) -> tuple[BatchRef, Handle]:
