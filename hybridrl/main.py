@@ -99,6 +99,7 @@ def run(
         with TemporaryDirectory() as folder:
             _run_dry(config if data is None else with_rows(config, data, Path(folder)))
         return {}
+    from hybridrl.checks.settings.role_checks import find_ineffective_caches
     from hybridrl.checks.settings.training_checks import find_ineffective_encodings
     from hybridrl.console.console_choice import make_console
     from hybridrl.job.job import Job
@@ -145,6 +146,7 @@ def run(
             unused = (
                 *find_ineffective_settings(here),
                 *find_ineffective_encodings(config, job.roles, job.placement),
+                *find_ineffective_caches(config, job.roles),
             )
             for notice in (*unused, *choices, *job.remarks, *job.resumed.notices):
                 if notice:

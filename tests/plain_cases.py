@@ -65,17 +65,27 @@ GRPO = ("dr_grpo", "dapo", "cispo", "gspo", "sapo", "gmpo", "rloo", "opo", "pass
 PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 CRITICS = ("ppo", "remax", "safe_rlhf")
 TAUGHT = ("distillation", "forward", "sampled")
-GIVEN = ("sft", "dpo", "ipo", "reward_model", "offline_distillation", "offline_reverse")
+WITHOUT_REFERENCE = {
+    "simpo": ("preference.loss=simpo", "preference.beta=2.0", "preference.margin=0.7"),
+    "orpo": ("preference.loss=orpo", "preference.beta=0.4"),
+    "cpo": ("preference.loss=cpo", "preference.beta=0.3", "preference.nll_coefficient=0.6"),
+}
+"""Losses of `dpo` and `online_dpo` that need no reference model."""
+PAIRED = ("dpo", "ipo", *WITHOUT_REFERENCE, "reward_model")
+GIVEN = ("sft", *PAIRED, "offline_distillation", "offline_reverse")
 """Programs that learn from files."""
+ONLINE = tuple(f"online_{name}" for name in WITHOUT_REFERENCE)
 PROGRAMS = (
     *("grpo", *GRPO, *PLUS_PLUS, *CRITICS),
-    *("expert_iteration", "best_of_n", "online_dpo", *TAUGHT, *GIVEN),
+    *("expert_iteration", "best_of_n", "online_dpo", *ONLINE, *TAUGHT, *GIVEN),
 )
 SAME = {  # other names for programs with other settings
     "best_of_n": ("expert_iteration", "expert.choose=best", "expert.steps_kept=2"),
     "forward": ("distillation", "distillation.loss=forward"),
     "sampled": ("distillation", "distillation.loss=sampled"),
     "ipo": ("dpo", "preference.loss=ipo", "preference.length_normalised=true"),
+    **{name: ("dpo", *settings) for name, settings in WITHOUT_REFERENCE.items()},
+    **{f"online_{n}": ("online_dpo", *settings) for n, settings in WITHOUT_REFERENCE.items()},
     "offline_reverse": ("offline_distillation", "distillation.loss=reverse"),
 }
 CLIPPED = ("algorithm.clip_low=0.003", "algorithm.clip_high=0.005")
@@ -120,12 +130,12 @@ OPTIONS = {
     ),
     "dropped samples": ("reward.function={program}:holes", "reward.on_error=drop"),
 }
-CHOSEN = ("expert_iteration", "best_of_n", "online_dpo")
+CHOSEN = ("expert_iteration", "best_of_n", "online_dpo", *ONLINE)
 """Programs that learn from some of their samples, without advantages."""
 REFUSED = {
-    "two updates": ("online_dpo", "dpo", "ipo", "reward_model"),
+    "two updates": ("online_dpo", *ONLINE, *PAIRED),
     **dict.fromkeys(("KL in the loss", "KL in the reward"), (*CHOSEN, *TAUGHT, *GIVEN)),
-    **dict.fromkeys(("entropy", "correction"), (*CHOSEN, "sft", "dpo", "ipo", "reward_model")),
+    **dict.fromkeys(("entropy", "correction"), (*CHOSEN, "sft", *PAIRED)),
     "supervised": (*CHOSEN, *TAUGHT[:2], *GIVEN),
     **dict.fromkeys(("staleness", "tool tokens", "dropped samples"), GIVEN),
 }

@@ -288,11 +288,21 @@ def token_weights(mode, masks, longest):
 
 
 def pair_loss(settings, chosen, rejected, chosen_log_probs):
-    """DPO's, of two differences to the reference, by token."""
-    total = torch.mean if settings["length_normalised"] else torch.sum
-    h, beta = total(chosen) - total(rejected), settings["beta"]
-    loss = (h - 1 / (2 * beta)) ** 2 if settings["loss"] == "ipo" else -logsigmoid(beta * h)
-    return loss - settings["nll_coefficient"] * chosen_log_probs.mean(), beta * h.item()
+    """Of two answers' log-probabilities by token, for DPO and IPO less those of the reference; and
+    how far the chosen one is ahead."""
+    kind, beta, weight = settings["loss"], settings["beta"], settings["nll_coefficient"]
+    by_mean = settings["length_normalised"] or kind in ("simpo", "orpo")
+    one, other = ((x.mean() if by_mean else x.sum()) for x in (chosen, rejected))
+    nll = -chosen_log_probs.mean()
+    if kind == "orpo":
+        ahead = torch.log(one.exp() / (1 - one.exp()) / other.exp() * (1 - other.exp()))
+        return nll - beta * logsigmoid(ahead), ahead.item()
+    h = one - other
+    if kind == "ipo":
+        loss = (h - 1 / (2 * beta)) ** 2
+    else:
+        loss = -logsigmoid(beta * h - (settings["margin"] if kind == "simpo" else 0.0))
+    return loss + weight * nll, beta * h.item()
 
 
 def distance(student, teacher, kind, k):
@@ -519,10 +529,11 @@ class Job:
         for row in pairs:
             with torch.no_grad():
                 row["ref"] = self.log_probs(self.reference, row)
+        compares = settings["loss"] in ("sigmoid", "ipo")
         for chosen, rejected in zip(pairs[0::2], pairs[1::2], strict=True):
             likely = [self.log_probs(self.actor.model, row) for row in (chosen, rejected)]
             gaps = [
-                (x - row["ref"])[row["mask"]]
+                (x - row["ref"] if compares else x)[row["mask"]]
                 for x, row in zip(likely, (chosen, rejected), strict=True)
             ]
             one, margin = pair_loss(settings, *gaps, likely[0][chosen["mask"]])

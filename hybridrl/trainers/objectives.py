@@ -8,6 +8,7 @@ from typing import Any
 
 from hybridrl.algorithms import PolicyObjective, PreferenceObjective
 from hybridrl.algorithms.policy_objective import find_policy_loss, list_loss_options
+from hybridrl.algorithms.preference_losses import REFERENCE_FREE_LOSSES
 from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, AlgorithmConfig, Config, PreferenceConfig
 from hybridrl.systems.low_bits.precision_plan import find_precision_setting
 from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
@@ -94,7 +95,13 @@ def has_lossy_weight_sync(config: Config) -> bool:
 
 
 def build_preference_objective(config: Config) -> PreferenceObjective:
-    """Build the loss of DPO or IPO that `preference` describes."""
+    """Build the loss of pairs that `preference` describes."""
     preference = config.preference or PreferenceConfig()
     known = {f.name for f in fields(PreferenceObjective)} & {f.name for f in fields(preference)}
     return PreferenceObjective(**{name: getattr(preference, name) for name in sorted(known)})
+
+
+def list_reference_roles(config: Config) -> list[str]:
+    """Return `reference` if the loss of pairs compares the policy with that role, else nothing."""
+    preference = config.preference or PreferenceConfig()
+    return [] if preference.loss in REFERENCE_FREE_LOSSES else ["reference"]

@@ -7,7 +7,6 @@ model. A prompt whose samples score alike has no pair and teaches nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +16,12 @@ from torch import Tensor
 from hybridrl.algorithms import PreferenceObjective
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
-from hybridrl.trainers.objectives import build_preference_objective
+from hybridrl.trainers.dpo import update_on_pairs
+from hybridrl.trainers.objectives import build_preference_objective, list_reference_roles
 from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.role_spec import RoleSpec, standard_roles
-from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
-from hybridrl.trainers.update_columns import SHAPED, learned_scores, loss_weights
+from hybridrl.trainers.trainer import StepResult
+from hybridrl.trainers.update_columns import SHAPED, learned_scores
 
 
 class Trainer(PolicyTrainer):
@@ -32,25 +32,20 @@ class Trainer(PolicyTrainer):
 
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
-        return standard_roles("actor", "reference", "reward")
+        return standard_roles("actor", *list_reference_roles(config), "reward")
 
     @staticmethod
     def objective(config: Config) -> PreferenceObjective:
         return build_preference_objective(config)
 
     def step(self) -> StepResult:
-        actor, reference = self.groups["actor"], self.groups["reference"]
         samples = self.samples()
         samples = join_columns(samples, self.rewarded(samples))
         scores = learned_scores(samples.collect(["scores", SHAPED], partial=True))
         rows = select_best_and_worst(scores, self.config.rollout.samples_per_prompt)
         prompts = len(scores) // self.config.rollout.samples_per_prompt
         metrics = {"pairs/prompts": len(rows) / 2 / max(1, prompts)}
-        pairs = samples.take(rows)
-        pairs |= reference.compute_ref_log_prob(pairs.select(*SAMPLE_COLUMNS))
-        weigh = partial(loss_weights, mode="seq-mean-token-mean")
-        pairs |= pairs.apply(weigh, ["response_mask"], makes=["loss_weights"])
-        update = actor.update_preference(pairs.select(*UPDATE_COLUMNS, "ref_log_probs"))
+        _, update = update_on_pairs(self.groups, samples.take(rows))
         return StepResult(samples, [update], metrics)
 
 

@@ -138,6 +138,7 @@ VALUES: dict[str, tuple] = {
     "critic.warmup_steps": (1,),
     "preference.loss": ("ipo",),
     "preference.beta": (0.5,),
+    "preference.margin": (0.5, "preference.loss=simpo"),
     "preference.length_normalised": (True,),
     "preference.nll_coefficient": (1.0,),
     "preference.centre": (0.1, *PAIRS),

@@ -52,7 +52,11 @@ def worked_out(run, tmp_path, folders):
 
 @pytest.mark.ray
 @pytest.mark.parametrize(
-    ("program", "options"), [("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])]
+    ("program", "options"),
+    [
+        *(("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])),
+        *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo")),
+    ],
 )
 def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, options):
     """With generation on a device of its own, two ranks learn."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import plain_torch
 import pytest
-from plain_cases import make_folders, settings_of
+from plain_cases import ONLINE, WITHOUT_REFERENCE, make_folders, settings_of
 
 from hybridrl import main
 from hybridrl.job.config_resolution import load_config
@@ -19,6 +19,8 @@ QUICK = [
     ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
     ("sampled", ["temperature", "two updates"]),
     ("distillation", ["temperature", "two updates"]),
+    *((program, []) for program in WITHOUT_REFERENCE),
+    *((program, ["temperature"]) for program in ONLINE),
 ]
 
 

@@ -63,6 +63,8 @@ def recorded(overrides):
             [SYNC, GENERATE, REWARD, COST, OLD, VALUES, COST_VALUES, FIT, COST_FIT, LEARN],
         ),
         (["algorithm=dpo", *PAIRS], [REFERENCE, LEARN]),
+        (["algorithm=dpo", "preference.loss=orpo", *PAIRS], [LEARN]),
+        (["algorithm=online_dpo", "preference.loss=simpo"], [SYNC, GENERATE, REWARD, LEARN]),
         (["algorithm=sft", *PAIRS, "actor.updates_per_step=2"], [("actor", "train", 4, 2)]),
         (["algorithm=reward_model", *PAIRS], [("reward_model", "train", 8)]),
         (["trainer.name=evaluate"], [GENERATE, REWARD]),
@@ -163,3 +165,16 @@ def test_a_plan_counts_the_memory_of_a_teacher(own):
     assert parameters["teacher"] == parameters["actor"]
     # Two bytes each, as a teacher lies in bfloat16, over four devices: 3.15 GB.
     assert resident - less == pytest.approx(2 * (13.0e9 - 6.7e9) / 4, rel=0.05)
+
+
+def test_a_plan_counts_no_reference_where_the_loss_needs_none():
+    def planned(loss):
+        job = ["algorithm=dpo", f"preference.loss={loss}", "model.dtype=bfloat16", *PAIRS]
+        with materialize_named_models(configured([*SIZES, *job])) as config:
+            plan = build_job_plan(config, parse_cluster("4xH100"))
+        return plan.parameters, plan.fullest.fullest.parts["parameters"]
+
+    (compared, with_reference), (alone, without) = planned("sigmoid"), planned("simpo")
+    assert compared.keys() - alone.keys() == {"reference"}
+    # Two bytes each, as a reference lies in bfloat16, over four devices.
+    assert with_reference - without == pytest.approx(2 * alone["actor"] / 4, rel=0.05)

@@ -16,9 +16,12 @@ from hybridrl.algorithms import (
     TokenSegments,
     token_weights,
 )
+from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
 from hybridrl.batch.batch import Batch
+from hybridrl.checks.settings.role_checks import check_roles, find_ineffective_caches
+from hybridrl.config.effective_settings import find_ineffective_settings
 from hybridrl.errors import ConfigError
-from hybridrl.trainers import dpo
+from hybridrl.trainers import dpo, load_roles
 
 # Tokens of the answers of three pairs, the chosen one first.
 LENGTHS = [4, 2, 1, 6, 3, 3]
@@ -166,6 +169,82 @@ def test_the_gradient_is_that_of_the_mean_over_pairs(objective, output):
     torch.testing.assert_close(found, expected)
 
 
+def loss_without_reference(loss, log_probs, lengths, beta, margin, nll, is_mean):
+    """The mean loss over pairs of SimPO, ORPO and CPO, and how far each chosen answer is ahead, by
+    torch alone in double precision."""
+    losses, margins, rows = [], [], log_probs.double().split(lengths)
+    for chosen, rejected in in_pairs(rows):
+        means = [row.mean() for row in (chosen, rejected)]
+        if loss == "orpo":
+            one, other = (x - torch.log(-torch.expm1(x)) for x in means)
+            ahead = one - other
+            losses.append(-means[0] - beta * F.logsigmoid(ahead))
+        else:
+            totals = means if loss == "simpo" or is_mean else [chosen.sum(), rejected.sum()]
+            ahead = beta * (totals[0] - totals[1])
+            losses.append(-F.logsigmoid(ahead - (margin if loss == "simpo" else 0.0)))
+            losses[-1] = losses[-1] - nll * means[0]
+        margins.append(float(ahead.detach()))
+    return sum(losses) / len(losses), margins
+
+
+def assert_without_reference(loss, log_probs, lengths, nll=0.0, is_mean=False):
+    """Compare value, gradient and metrics of the objective with plain torch."""
+    beta, margin = {"simpo": 2.0, "orpo": 0.4, "cpo": 0.3}[loss], 0.6
+    segments = TokenSegments.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0))
+    objective = PreferenceObjective(beta, loss, is_mean, nll, margin)
+    assert objective.needs == (), "there is no reference to ask"
+    x, y = (log_probs.clone().requires_grad_() for _ in range(2))
+    result = objective({"log_probs": x}, {}, segments)
+    weights = token_weights(segments.mask, MODE, segments=segments)
+    found = (weights * result.loss).sum()
+    expected, margins = loss_without_reference(loss, y, lengths, beta, margin, nll, is_mean)
+    assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-7)
+    gradients = [torch.autograd.grad(value, of)[0] for value, of in ((found, x), (expected, y))]
+    assert gradients[0].isfinite().all()
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+    by_row = [margin for margin in margins for _ in range(2)]
+    ahead = result.metrics["pair_margin_by_row"].tolist()
+    assert ahead == pytest.approx(by_row, rel=1e-4, abs=1e-5)
+    assert result.metrics["pair_accuracy_by_row"].tolist() == [float(x > 0) for x in ahead]
+
+
+@pytest.mark.parametrize("nll", [0.0, 0.7])
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("lengths", [LENGTHS, [1, 1], [7, 1, 1, 31], []], ids=str)
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
+def test_losses_without_a_reference_equal_plain_torch(loss, lengths, is_mean, nll):
+    generator = torch.Generator().manual_seed(7)
+    if not lengths:
+        nothing, segments = torch.zeros(0), TokenSegments.from_cu_seqlens(torch.zeros(1).long())
+        assert not PreferenceObjective(loss=loss)({"log_probs": nothing}, {}, segments).loss.numel()
+        return
+    log_probs = -torch.rand(sum(lengths), generator=generator) * 3 - 0.01
+    assert_without_reference(loss, log_probs, lengths, nll, is_mean)
+
+
+# Mean log-probabilities of a chosen and a rejected answer.
+EXTREMES = [(-1e-8, -1e-8), (-1e-8, -50.0), (-50.0, -1e-8), (-0.5, -1e-6), (-90.0, -110.0)]
+
+
+@pytest.mark.parametrize("ends", EXTREMES, ids=str)
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
+def test_extreme_probabilities_equal_plain_torch(loss, ends):
+    lengths = [3, 2]
+    log_probs = torch.tensor(ends).repeat_interleave(torch.tensor(lengths))
+    assert_without_reference(loss, log_probs, lengths)
+
+
+def test_the_odds_of_a_certain_answer_are_finite():
+    segments = TokenSegments.from_cu_seqlens(torch.tensor([0, 2, 3]))
+    for log_probs in ([0.0, 0.0, 0.0], [0.0, 0.0, -1.0], [-1.0, -1.0, 0.0]):
+        x = torch.tensor(log_probs, requires_grad=True)
+        result = PreferenceObjective(loss="orpo")({"log_probs": x}, {}, segments)
+        (gradient,) = torch.autograd.grad(result.loss.sum(), x)
+        assert result.loss.isfinite().all() and gradient.isfinite().all()
+        assert all(metric.isfinite().all() for metric in result.metrics.values())
+
+
 def test_an_unknown_preference_loss_is_a_sentence():
     with pytest.raises(ConfigError, match=r"`preference\.loss` is `sigmod`.*`sigmoid`\?"):
         PreferenceObjective(loss="sigmod")
@@ -211,3 +290,45 @@ def test_pairs_are_evaluated_by_the_reward_that_is_trained(is_mean, margin):
     found = dpo.Trainer.evaluate(trainer, Here(Batch.from_columns(pair).table))
     assert found["eval/pair_margin"] == pytest.approx(margin)
     assert found["eval/pair_accuracy"] == float(margin > 0)
+    del trainer.groups["reference"]
+    odds = -1.0 - math.log(1 - math.exp(-1.0))
+    for loss, ahead in (("simpo", 0.0), ("orpo", odds - odds), ("cpo", 0.5 * (-2 + 4))):
+        config.preference.loss, config.preference.length_normalised = loss, False
+        found = dpo.Trainer.evaluate(trainer, Here(Batch.from_columns(pair).table))
+        assert found["eval/pair_margin"] == pytest.approx(ahead), loss
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "cpo"])
+def test_a_job_without_a_reference_has_no_such_role(loss):
+    for job in (
+        ["algorithm=dpo"],
+        ["algorithm=online_dpo"],
+        ["algorithm=dpo", "actor.lora.rank=2"],
+    ):
+        roles = load_roles(configured([*job, f"preference.loss={loss}"]))
+        assert "reference" in load_roles(configured(job)) and "reference" not in roles
+        config = configured([*job, f"preference.loss={loss}", "models.reference.path=other"])
+        with pytest.raises(ConfigError, match=r"models\.reference is set, .* no role `reference`"):
+            check_roles(config)
+    config = configured(["algorithm=dpo", f"preference.loss={loss}", "cache.use=[log_probs]"])
+    (said,) = find_ineffective_caches(config, load_roles(config))
+    assert said.startswith("cache.use=[log_probs]: log_probs does nothing in this job")
+    config.preference.loss = "ipo"
+    assert not find_ineffective_caches(config, load_roles(config))
+
+
+@pytest.mark.parametrize(
+    ("setting", "losses"),
+    [
+        ("margin=2.0", {"simpo"}),
+        ("length_normalised=true", {"sigmoid", "ipo", "cpo"}),
+        ("nll_coefficient=0.5", {"sigmoid", "ipo", "simpo", "cpo"}),
+    ],
+)
+def test_a_setting_that_a_loss_does_not_read_is_told(setting, losses):
+    silent = set()
+    for loss in PREFERENCE_LOSSES:
+        chosen = [f"preference.loss={loss}", f"preference.{setting}"]
+        said = find_ineffective_settings(configured(["algorithm=dpo", *chosen]))
+        silent |= set() if any("preference." in one for one in said) else {loss}
+    assert silent == losses

@@ -45,6 +45,19 @@ def check_roles(config: Config, roles: Mapping[str, RoleSpec] | None = None) -> 
         )
 
 
+def find_ineffective_caches(config: Config, roles: Mapping[str, RoleSpec]) -> list[str]:
+    """Return a sentence if `cache.use` names log-probabilities and no role scores with a model that
+    does not learn. Workers of the user's may cache what they like."""
+    scores = any(spec.worker == "reference" for spec in roles.values())
+    has_own = any(not isinstance(spec.worker, str) for spec in roles.values())
+    if "log_probs" not in config.cache.use or scores or has_own:
+        return []
+    return [
+        f"cache.use=[{','.join(config.cache.use)}]: log_probs does nothing in this job, which has "
+        f"no reference model; its roles are {', '.join(roles)}. Leave it out."
+    ]
+
+
 def check_role_models(
     config: Config, roles: Mapping[str, RoleSpec], but: Collection[str] = ()
 ) -> None:
