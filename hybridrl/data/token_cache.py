@@ -28,6 +28,7 @@ from contextvars import ContextVar
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -99,11 +100,8 @@ def load_token_rows(recipe: RowRecipe, found: Any, size: int, tokenizer: Any) ->
     files = found if isinstance(found, list) else []
     stamps = list(map(_read_stamp, files))
     hashes = ContentCache(config, "files")
-    # By its name a file is read as text or unpacked, with commas or with tabs.
-    kind = find_common_format(files) if files else None
-    formats = [[kind, ".tsv" in file.suffixes, file.suffix == ".gz"] for file in files]
     content = [_hash_file(hashes, file, progress) for file in files] or found._fingerprint
-    folder = cache / _compute_key(recipe, tokenizer, [formats, content])
+    folder = cache / _compute_key(recipe, tokenizer, content)
     with explain_write_errors(cache, "cache.folder"):
         remove_unused_folders(cache.parent)
         if (entry := _check_entry(folder)) is None:

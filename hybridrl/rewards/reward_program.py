@@ -35,7 +35,12 @@ from hybridrl.rewards.signature import (
     select_arguments,
 )
 from hybridrl.rewards.transient_score import TransientScore
-from hybridrl.system.content_cache import compute_key, hash_loaded_code, hash_plain
+from hybridrl.system.content_cache import (
+    compute_key,
+    hash_installed_code,
+    hash_loaded_code,
+    hash_plain,
+)
 from hybridrl.system.redaction import redact, redact_output
 
 _Answer = tuple[list[RowScore], bytes | None]
@@ -101,7 +106,7 @@ class _Function:
 
 
 def _compute_key(reads: bytes | None) -> bytes | None:
-    return None if reads is None else compute_key(reads, hash_loaded_code(len(sys.modules)))
+    return None if reads is None else compute_key(reads, hash_loaded_code())
 
 
 class RewardProgram:
@@ -124,6 +129,9 @@ class RewardProgram:
             check_function_options(name, function.parameters, options, setup.settings)
             check_call_signature(name, function.parameters)
             functions.append(function)
+        if setup.has_cache:  # what is replaced from now on is noticed
+            hash_installed_code()
+            hash_loaded_code()
         remarks = _remarks(setup, functions)
         self._functions = functions
         asked = set[str]().union(

@@ -44,6 +44,8 @@ _KNOWN_FOLDERS = (f"{_ROOT}/", f"{sysconfig.get_path('stdlib')}/")
 _LIBRARIES = ("torch", "transformers", "peft", "vllm", "tokenizers")
 _BEGAN = time.time()
 """Before a process loads the code of users. What changes later may be loaded as it was before."""
+_loaded: dict[str, tuple[list[int], bytes]] = {}
+"""Of files of users' modules: by what a file is known not to be another, and its hash."""
 
 
 @functools.cache
@@ -60,18 +62,37 @@ def hash_installed_code() -> bytes | None:
     return own and hash_plain(own, packages, sys.version, platform.machine())
 
 
-@functools.lru_cache(maxsize=1)
-def hash_loaded_code(modules: int) -> bytes | None:
-    """Hash the sources of all loaded modules that are of no installed package: the user's. None:
-    see `_hash_sources`.
+def hash_loaded_code() -> bytes | None:
+    """Hash the sources of all loaded modules that are of no installed package, which are the
+    user's, and the bytecode that Python may have run instead of them. None if a file cannot be
+    read, has changed since it was hashed first, or since this process began: call this as soon as
+    modules are loaded."""
+    found = []
+    for name, module in sorted([*sys.modules.items()]):
+        file = str(getattr(module, "__file__", ""))
+        # Some have the name of no file, such as `torch.ops`.
+        if file.startswith("/") and not _is_installed(file):
+            if (digest := _hash_loaded_file(file, getattr(module, "__cached__", None))) is None:
+                return None
+            found.append((name, digest))
+    return hash_plain(found)
 
-    Args:
-        modules: Their number, `len(sys.modules)`.
-    """
-    loaded = {name: str(getattr(one, "__file__", "")) for name, one in [*sys.modules.items()]}
-    # Some have the name of no file, such as `torch.ops`.
-    files = {name: file for name, file in loaded.items() if file.startswith("/")}
-    return _hash_sources({k: Path(file) for k, file in files.items() if not _is_installed(file)})
+
+def _hash_loaded_file(file: str, bytecode: str | None) -> bytes | None:
+    try:
+        stat = Path(file).stat()
+        stamp = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        if file not in _loaded:
+            if stat.st_ctime >= _BEGAN:
+                return None
+            known = hashlib.blake2b(Path(file).read_bytes())
+            if bytecode is not None and Path(bytecode).exists():
+                known.update(Path(bytecode).read_bytes())
+            _loaded[file] = stamp, known.digest()
+    except OSError:
+        return None
+    before, digest = _loaded[file]
+    return digest if stamp == before else None
 
 
 def _is_installed(file: str) -> bool:

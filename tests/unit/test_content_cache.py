@@ -425,8 +425,8 @@ def test_loaded_code_is_what_users_have_imported(monkeypatch, tmp_path):
         module = types.ModuleType(name)
         module.__file__ = str(file)
         monkeypatch.setitem(sys.modules, name, module)
-        hash_loaded_code.cache_clear()
-        return hash_loaded_code(len(sys.modules))
+        content_cache._loaded.clear()
+        return hash_loaded_code()
 
     mine = tmp_path / "mine.py"
     mine.write_text("1")
@@ -439,6 +439,40 @@ def test_loaded_code_is_what_users_have_imported(monkeypatch, tmp_path):
     seen.append(loaded("other", mine))
     assert None not in seen and len(set(seen)) == 3
     assert loaded("gone", tmp_path / "gone.zip" / "gone.py") is None
+
+
+@pytest.fixture
+def own_module(monkeypatch, tmp_path):
+    """The only loaded module, in a folder of its own."""
+    (tmp_path / "mine").mkdir()
+    module = types.ModuleType("mine")
+    module.__file__ = str(tmp_path / "mine" / "mine.py")
+    module.__cached__ = str(tmp_path / "mine.pyc")
+    (tmp_path / "mine" / "mine.py").write_text("1")
+    monkeypatch.setattr(content_cache, "_BEGAN", math.inf)
+    monkeypatch.setattr(content_cache, "_loaded", {})
+    monkeypatch.setattr(sys, "modules", {"mine": module})
+    return tmp_path
+
+
+def test_a_loaded_file_that_is_replaced_is_not_known(own_module):
+    """Its own times may stay as they were, for instance if its folder is renamed."""
+    (own_module / "new").mkdir()
+    (own_module / "new" / "mine.py").write_text("2")
+    assert hash_loaded_code() == hash_loaded_code() is not None
+    (own_module / "mine").rename(own_module / "old")
+    assert hash_loaded_code() is None
+    (own_module / "new").rename(own_module / "mine")
+    assert hash_loaded_code() is None
+
+
+def test_the_bytecode_that_may_have_run_is_in_the_key(own_module):
+    seen = [hash_loaded_code()]
+    for content in (b"1", b"2"):
+        content_cache._loaded.clear()
+        (own_module / "mine.pyc").write_bytes(content)
+        seen.append(hash_loaded_code())
+    assert None not in seen and len(set(seen)) == 3
 
 
 def test_code_that_changes_while_a_process_has_it_is_not_known(monkeypatch, tmp_path):
