@@ -20,8 +20,8 @@ from hybridrl.algorithms.token_loss import TokenLoss
 REFERENCE_FREE_LOSSES = ("simpo", "orpo", "cpo")
 PREFERENCE_LOSSES = ("sigmoid", "ipo", *REFERENCE_FREE_LOSSES)
 _MAXIMUM_ODDS = 1e12
-"""Of a response whose tokens all have a probability of 1; the squares of their gradients must fit
-into float32."""
+"""The odds of a response whose tokens all have a probability of 1, so low that the squares of their
+gradients fit into float32."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class PreferenceObjective:
 
     @property
     def reward_scale(self) -> float:
-        """What scores are multiplied by to be rewards."""
+        """The factor that turns scores into rewards."""
         return 1.0 if self.loss == "orpo" else self.beta
 
     def compute_scores(self, totals: Tensor, tokens: Tensor) -> Tensor:

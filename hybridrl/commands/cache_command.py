@@ -59,7 +59,9 @@ def _parse_gib(text: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 <= (number := float(text)) < math.inf:
             return number
-    raise argparse.ArgumentTypeError(f"{text} is no number of GiB. Give one such as 2, or 0: all.")
+    raise argparse.ArgumentTypeError(
+        f"{text} is not a size in GiB. Give a number such as 2, or 0 to remove all entries."
+    )
 
 
 def _prune(folder: Path, max_bytes: float) -> None:

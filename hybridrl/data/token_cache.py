@@ -196,7 +196,7 @@ def _check_entry(folder: Path) -> dict[str, Any] | None:
     try:
         checksum, _, text = read_text(folder / ENTRY, _MOST_ENTRY).partition("\n")
         if checksum != _sign(folder.name, text):
-            raise ValueError("it is another entry's, or its notes are others")
+            raise ValueError("the checksum of its notes does not match")
         entry: dict[str, Any] = parse_json(text)
         if _read_stamp(folder / ROWS) == entry["stamp"]:
             return entry

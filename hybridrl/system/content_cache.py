@@ -95,6 +95,7 @@ def _hash_loaded_file(file: str, bytecode: str | None) -> bytes | None:
     return digest if stamp == before else None
 
 
+@functools.cache  # asked of every module for every key
 def _is_installed(file: str) -> bool:
     is_package = not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
     return is_package or file.startswith(_KNOWN_FOLDERS)

@@ -525,5 +525,5 @@ def test_a_size_that_is_no_number_of_gib_is_an_error(config, capsys, given):
     with pytest.raises(SystemExit) as end:
         main(["cache", "--folder", config.folder, "--prune", given])
     assert end.value.code == 2
-    assert f"--prune: {given} is no number of GiB" in capsys.readouterr().err
+    assert f"--prune: {given} is not a size in GiB" in capsys.readouterr().err
     assert list(Path(config.folder).glob("*/*"))
