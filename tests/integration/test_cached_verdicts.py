@@ -277,9 +277,12 @@ def test_programs_that_a_signal_ends_are_judged_each_time(tmp_path):
     """The system may have sent it, for want of memory."""
     killed = "```python\nimport os\ndef f(x):\n    os.abort()\n```"
     at_once = "```python\nimport os\nos.abort()\n```"
+    after_its_pipes = killed.replace(
+        "os.abort()", "os.closerange(3, 64); __import__('time').sleep(0.3); os.abort()"
+    )
     wrong = "```python\n1 / 0\n```"
     for hits in (0, 1):
-        assert judge(tmp_path, killed, at_once) == ([0.0, 0.0], 0)
+        assert judge(tmp_path, killed, at_once, after_its_pipes) == ([0.0, 0.0, 0.0], 0)
         assert judge(tmp_path, at_once, tests=[{"input": "", "output": "4"}]) == ([0.0], 0)
         assert judge(tmp_path, wrong) == ([0.0], hits)
 

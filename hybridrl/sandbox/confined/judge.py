@@ -39,6 +39,8 @@ else:
 
 MODULES = ("solution", "program")
 """What tests may import the program as."""
+PROGRAM_IS_GONE = 3
+"""The exit code of a judge whose program has closed its pipes."""
 TESTS = "tests"  # the name of their module: what runs a program as a script does not run here
 _ABOUT_OTHERS = {*COMPARISONS, *ARITHMETIC, "contains"}
 # Methods of data that change it, or get what is in it, as `[]` does: objects may have their own.
@@ -235,7 +237,7 @@ def judge_tests(source: int, sink: int, given: int) -> NoReturn:
     try:
         of_program = {name for name in judge.receive() if isinstance(name, str)}
     except ProgramFailedError:
-        os._exit(0)
+        os._exit(PROGRAM_IS_GONE)
     names = TestNames(judge, of_program)
     names.update(__passed__=judge.checks.count, __same__=is_same)
     for name in MODULES:
@@ -244,7 +246,7 @@ def judge_tests(source: int, sink: int, given: int) -> NoReturn:
         passed, why = _passes(judge, names, *test)
         line = encode_message([number, passed, judge.checks.vacuous, why[:1000]])
         os.write(results, line + b"\n")
-    os._exit(0)
+    os._exit(PROGRAM_IS_GONE if judge.is_over else 0)
 
 
 def _passes(

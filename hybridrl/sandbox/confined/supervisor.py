@@ -179,6 +179,11 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
     poll.register(0, 0)  # reports the closing of the pipe, asked or not
     poll.register(ended, select.POLLIN)
     events = {descriptor for descriptor, _ in poll.poll(wall_s * 1000)}
+    if judge is not None and events == {ended} and _has_lost_its_program(judge):
+        # The kernel closes the pipes of a process before its parent can see how it ended.
+        poll.unregister(ended)
+        poll.register(os.pidfd_open(program), select.POLLIN)
+        poll.poll(max(0.0, begin + wall_s - time.monotonic()) * 1000)
     gone = os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     os.kill(program, _KILL)  # it is not reaped yet, so the id is still its own
     os.kill(waited_for, _KILL)
@@ -196,6 +201,13 @@ def _wait_for_end(program: int, started: int, wall_s: float, judge: int | None) 
         "stopped": ("parent" if events else "wall") if by_us else None,
         "landlock": landlock.find_landlock_version(),
     }
+
+
+def _has_lost_its_program(judge: int) -> bool:
+    from .judge import PROGRAM_IS_GONE
+
+    end = os.waitid(os.P_PID, judge, os.WEXITED | os.WNOWAIT)
+    return end is not None and (end.si_code, end.si_status) == (os.CLD_EXITED, PROGRAM_IS_GONE)
 
 
 def _confine(
