@@ -31,6 +31,7 @@ from hybridrl.batch.arrow_columns import (
     to_ragged,
     to_tensor,
 )
+from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.errors import DataError, suggest_name
 
 ROUTED_EXPERTS = "routed_experts"
@@ -52,7 +53,7 @@ LIBRARY_COLUMNS = frozenset(
         *("response", "episode", "branch", "branches", "carried"),
         *("branch_prompt_ids", "branch_prompt_lengths", "branch_response_lengths"),
         *("branch_response_ids", "branch_response_mask", "branch_rollout_log_probs"),
-        *("branch_turn", "branch_token_versions"),
+        *("branch_turn", "branch_token_versions", KEPT_SETS, f"branch_{KEPT_SETS}"),
         *("outcomes", "step_ends", "step_rewards"),
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +11,7 @@ import torch
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
+from hybridrl.batch.kept_sets import KEPT_SETS, restricts_sampling
 
 UNFINISHED = "unfinished"
 """The finish reason of a sample that goes on in a later generation."""
@@ -20,8 +22,14 @@ BEGUN_COLUMNS = (
 was kept."""
 
 
+def list_begun_columns(sampling: Any) -> tuple[str, ...]:
+    """Return `BEGUN_COLUMNS`, with `kept_sets` where sampling with these settings makes them."""
+    return (*BEGUN_COLUMNS, *([KEPT_SETS] if restricts_sampling(sampling) else []))
+
+
 def begin_rows(count: int) -> Batch:
-    """Return the `BEGUN_COLUMNS` of rows whose response has not begun."""
+    """Return the columns of rows whose response has not begun: those of `list_begun_columns`, and
+    `kept_sets`."""
     bounds = torch.zeros(count + 1, dtype=torch.int64)
     tokens = RaggedColumn(torch.empty(0, dtype=torch.int64), bounds)
     return Batch.from_columns(
@@ -31,6 +39,7 @@ def begin_rows(count: int) -> Batch:
             "token_versions": tokens,
             "finish_reason": [UNFINISHED] * count,
             "carried": torch.zeros(count, dtype=torch.int64),
+            KEPT_SETS: RaggedColumn(torch.empty(0, dtype=torch.int32), bounds),
         }
     )
 

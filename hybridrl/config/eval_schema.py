@@ -13,6 +13,7 @@ from hybridrl.config.constraints import (
     NonNegativeInt,
     NumberRange,
     PositiveInt,
+    Probability,
 )
 
 _WITH_EVAL_SETS = AppliesIf("eval.sets")
@@ -56,6 +57,8 @@ class EvalSetConfig:
     """Null: `rollout.top_p`."""
     top_k: NonNegativeInt | None = None
     """Null: `rollout.top_k`."""
+    min_p: Probability | None = None
+    """Null: `rollout.min_p`."""
     max_tokens: PositiveInt | None = None
     """Longest response; null: `rollout.max_tokens`."""
     metrics: Annotated[Any, NameOrNames()] = None

@@ -259,9 +259,13 @@ class RolloutConfig:
     """Of drawing, which the trainer's log-probabilities of samples follow; those of responses that
     the data brings are at 1."""
     top_p: Annotated[float, NumberRange(above=0, most=1)] = 1.0
-    """Share of the probability that tokens are drawn from; 1: all of it."""
+    """Share of the probability that tokens are drawn from; 1: all of it. With this and the next two
+    the trainer computes log-probabilities and entropy among the tokens that were left, which the
+    generator notes for each place: see docs/algorithms.md."""
     top_k: NonNegativeInt = 0
-    """0 switches it off."""
+    """So many of the likeliest tokens are drawn from; 0: all."""
+    min_p: Probability = 0.0
+    """Tokens are drawn from that have at least this share of the likeliest one's probability."""
     stop: list[Annotated[str, NotEmpty()]] = field(default_factory=list)
     """Texts that end a response; the end tokens of model, tokenizer and chat template always do."""
     episode: NameOrPath | None = None

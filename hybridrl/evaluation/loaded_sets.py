@@ -64,7 +64,7 @@ def resolve_set_sampling(settings: ResolvedEvalSet, training: SamplingSettings) 
     sampling = replace(training, max_tokens=limit, min_tokens=min(training.min_tokens, limit))
     if settings.is_greedy:
         return sampling.greedy()
-    named = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k")}
+    named = {name: getattr(own, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     return replace(sampling, **{name: one for name, one in named.items() if one is not None})
 
 

@@ -475,6 +475,7 @@ class Job:
             rollout.top_k,
             tuple(rollout.stop),
             rollout.min_tokens,
+            min_p=rollout.min_p,
         )
         self.eval_sets = {
             name: LoadedEvalSet(one, found.sets[name], self.sampling)

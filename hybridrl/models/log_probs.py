@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hybridrl.models.kept_tokens import KeptTokens
 from hybridrl.system.device_traits import has_mm_out_dtype, has_triton, logits_per_chunk
+
+_LEFT_OUT = -1e20
+"""The logit of a token that could not be chosen; unlike minus infinity it has differences."""
 
 
 class VocabularyShard(NamedTuple):
@@ -57,6 +61,7 @@ def token_log_probs(
     temperature: float = 1.0,
     vocabulary: VocabularyShard | None = None,
     soft_cap: float | None = None,
+    kept: KeptTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the log-probability of each target and the entropy of each distribution, in float32.
 
@@ -66,12 +71,13 @@ def token_log_probs(
         targets: `[tokens]`, token ids.
         temperature, soft_cap: See `LogitScale`.
         vocabulary: Which rows `weight` holds; None: all.
+        kept: Which tokens each distribution is over; None: all.
 
     Returns:
         log_probs `[tokens]` and entropy `[tokens]`; gradients flow through both.
     """
     scale = LogitScale(temperature, soft_cap)
-    return _TokenLogProbs.apply(hidden, weight, targets, scale, vocabulary)
+    return _TokenLogProbs.apply(hidden, weight, targets, scale, vocabulary, kept)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -91,6 +97,7 @@ class _TokenLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         scale: LogitScale,
         vocabulary: VocabularyShard | None,
+        kept: KeptTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         chunks, blocks = split_logits(len(hidden), weight)
         # By block of the vocabulary and token: the largest logit; and, with z the logits less the
@@ -105,8 +112,10 @@ class _TokenLogProbs(torch.autograd.Function):
                 products = compute_products(states[chunk], table.T)
                 local, mine = find_local_rows(targets[chunk, None], block, vocabulary)
                 chosen[chunk] += scale.apply(products.gather(1, local)) * mine
-                largest[part, chunk], sums[part, chunk] = _sum_exponentials(products, scale)
-                del products  # before the next ones are made
+                left_out = find_left_out(kept, chunk, block, vocabulary)
+                found = _sum_exponentials(products, scale, left_out)
+                largest[part, chunk], sums[part, chunk] = found
+                del products, left_out  # before the next ones are made
         most = largest.amax(0)
         sums = _shift(sums, largest - most).sum(0)
         if vocabulary is not None:
@@ -119,14 +128,14 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs = chosen.squeeze(1) - most - log_sum
         entropy = log_sum - sums[:, 1] / sums[:, 0]
         ctx.save_for_backward(hidden, weight, targets, most, log_sum, entropy)
-        ctx.scale, ctx.vocabulary = scale, vocabulary
+        ctx.scale, ctx.vocabulary, ctx.kept = scale, vocabulary, kept
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, *of_tokens = ctx.saved_tensors
         largest, log_sum, entropy = of_tokens
         nothing = torch.zeros_like(log_sum)
@@ -135,7 +144,8 @@ class _TokenLogProbs(torch.autograd.Function):
 
         def of_products(chunk: slice, block: slice, products: torch.Tensor) -> torch.Tensor:
             local, mine = find_local_rows(targets[chunk, None], block, ctx.vocabulary)
-            if has_triton(products.device.type):
+            left_out = find_left_out(ctx.kept, chunk, block, ctx.vocabulary)
+            if _runs_kernels(products, ctx.scale, left_out):
                 from hybridrl.models.head_kernels import differentiate_log_probs
 
                 places = torch.where(mine, local, -1)
@@ -154,25 +164,49 @@ class _TokenLogProbs(torch.autograd.Function):
                 return grad.scatter_add_(1, local, own * mine)
 
             return differentiate_logits(
-                products, ctx.scale, largest[chunk], log_sum[chunk], of_logits
+                products, ctx.scale, largest[chunk], log_sum[chunk], of_logits, left_out
             )
 
         grads = compute_head_gradients(
             hidden, weight, ctx.vocabulary, of_products, with_weight=ctx.needs_input_grad[1]
         )
-        return *grads, None, None, None
+        return *grads, None, None, None, None
+
+
+def find_left_out(
+    kept: KeptTokens | None, tokens: slice, rows: slice, vocabulary: VocabularyShard | None
+) -> torch.Tensor | None:
+    """Return `[tokens, rows]`, which of these rows of this rank's embedding stand for a token that
+    could not be chosen; None: all could."""
+    if kept is None:
+        return None
+    start = 0 if vocabulary is None else vocabulary.start
+    return kept.find_left_out(tokens, start + rows.start, start + rows.stop)
+
+
+def _runs_kernels(products: torch.Tensor, scale: LogitScale, left_out: torch.Tensor | None) -> bool:
+    """Return whether the Triton kernels take these products, which then lack what is left out."""
+    if not has_triton(products.device.type):
+        return False
+    if left_out is not None:
+        if scale.soft_cap is not None:
+            return False  # it would bound what is left out as well
+        products.masked_fill_(left_out, _LEFT_OUT)
+    return True
 
 
 def _sum_exponentials(
-    products: torch.Tensor, scale: LogitScale
+    products: torch.Tensor, scale: LogitScale, left_out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest logit of each token, and `[tokens, 2]`: with z the logits less the
     largest, the sums of exp(z) and of exp(z) z. The products are used up."""
-    if has_triton(products.device.type):
+    if _runs_kernels(products, scale, left_out):
         from hybridrl.models.head_kernels import sum_exponentials
 
         return sum_exponentials(products, *scale)
     logits = scale.apply(products)
+    if left_out is not None:
+        logits.masked_fill_(left_out, _LEFT_OUT)
     largest = logits.amax(1)
     logits -= largest[:, None]
     exponentials = logits.exp()
@@ -231,6 +265,7 @@ def differentiate_logits(
     largest: torch.Tensor,
     log_sum: torch.Tensor,
     of_logits: Callable[[torch.Tensor], torch.Tensor],
+    left_out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the gradient of products, which are used up.
 
@@ -238,9 +273,12 @@ def differentiate_logits(
         largest, log_sum: `[tokens]`, the largest logit of all, and the logarithm of the sum of
             exp(logit - largest).
         of_logits: From the log-softmax, to be used up, the gradient of the logits.
+        left_out: `[tokens, rows]`, which logits count for nothing.
     """
     logits = scale.apply(products)
     slope = scale.slope(logits)
+    if left_out is not None:
+        logits.masked_fill_(left_out, _LEFT_OUT)
     # Less the largest first: it may be large, and the rest is not.
     logits -= largest[:, None]
     logits -= log_sum[:, None]

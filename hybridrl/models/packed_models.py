@@ -16,7 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.errors import DataError
+from hybridrl.models.kept_tokens import KeptTokens
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
 from hybridrl.models.teacher_kl import TopTokens, find_top_tokens, teacher_kl_loss
@@ -151,6 +153,7 @@ class PackedSamples:
         targets: `[response tokens]`: the response tokens, in the order of the batch's own column.
         response_bounds: `[samples + 1]`: bounds of the samples in `targets`.
         candidates: What a teacher expected in the place of each response token.
+        kept: What each response token was chosen from; None: the whole vocabulary.
     """
 
     input_ids: torch.Tensor
@@ -159,6 +162,7 @@ class PackedSamples:
     targets: torch.Tensor
     response_bounds: torch.Tensor
     candidates: TopTokens | None = None
+    kept: KeptTokens | None = None
 
     @classmethod
     def of(
@@ -169,8 +173,8 @@ class PackedSamples:
         multiple: int = 1,
     ) -> PackedSamples:
         """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
-        `teacher_ids` and `teacher_log_probs` if it has them). A sample that nobody reads makes the
-        tokens of a packed row a multiple of a number.
+        `teacher_ids`, `teacher_log_probs` and `kept_sets` if it has them). A sample that nobody
+        reads makes the tokens of a packed row a multiple of a number.
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -200,6 +204,7 @@ class PackedSamples:
             targets=responses.values.to(device, copy=True),  # a plain tensor
             response_bounds=responses.cu_seqlens,
             candidates=_candidates(batch, device) if TEACHER_IDS in batch.columns else None,
+            kept=KeptTokens.of(batch, device) if KEPT_SETS in batch.columns else None,
         )
 
 
@@ -351,7 +356,8 @@ class CausalPolicy(PackedModel):
         top_k: int = 0,
         kind: str = "reverse",
     ) -> dict[str, torch.Tensor]:
-        """Return `log_probs` of response tokens and `entropy` of the distribution sampled from.
+        """Return `log_probs` of response tokens and `entropy` of the distribution sampled from:
+        over the tokens that were kept, where the samples say which (`kept_sets`).
 
         Args:
             top_k: With a number, so many `top_ids` and `top_log_probs` besides, of the likeliest
@@ -408,7 +414,7 @@ def _log_probs(
 ) -> dict[str, torch.Tensor]:
     """Compute the outputs of `CausalPolicy.forward` in the output embedding, in place of logits."""
     weight, cut = head.weight, (temperature, vocabulary, head.soft_cap)
-    log_probs, entropy = token_log_probs(hidden, weight, samples.targets, *cut)
+    log_probs, entropy = token_log_probs(hidden, weight, samples.targets, *cut, samples.kept)
     found = {"log_probs": log_probs, "entropy": entropy}
     if samples.candidates is not None:
         found["divergence"] = teacher_kl_loss(hidden, weight, samples.candidates, kind, *cut)

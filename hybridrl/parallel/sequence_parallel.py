@@ -111,6 +111,7 @@ class SequenceParallel:
             response_bounds=samples.response_bounds,
             candidates=samples.candidates
             and TopTokens(*(part[reading.mine] for part in samples.candidates)),
+            kept=samples.kept and samples.kept.select(reading.mine),
         )
 
     def gather(self, outputs: dict[str, Tensor], samples: PackedSamples) -> dict[str, Tensor]:

@@ -6,10 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hybridrl.batch.batch import Batch, RaggedColumn
-from hybridrl.rollout.rollout_engine import build_response_batch, ragged
+from hybridrl.batch.kept_sets import KEPT_SETS
+from hybridrl.rollout.rollout_engine import build_response_batch, concatenate_arrays, ragged
 from hybridrl.rollout.transcript import TokenTranscript
 
 
@@ -51,12 +53,14 @@ def build_episode_batch(
     prompts: RaggedColumn | Sequence[Sequence[int]],
     *,
     branching: bool,
+    keeps_sets: bool = False,
 ) -> Batch:
     """Build a batch with a row for each episode.
 
     Args:
         prompts: The prompt ids of the rows, which one without any branch keeps.
         branching: Whether episodes may have several branches, with prompts of their own.
+        keeps_sets: Whether there is a column `kept_sets`, too.
 
     Returns:
         `finish_reason`, `turns` (of the model), `turn_rewards`, `episode_rewards`, the columns of
@@ -72,6 +76,7 @@ def build_episode_batch(
         [transcript.response_ids for transcript in own],
         [transcript.log_probs for transcript in own],
         [sample.finish_reason for sample in samples],
+        kept=[transcript.kept for transcript in own] if keeps_sets else None,
     )
     turns = [sum(branch.sampled_turns for branch in sample.branches) for sample in samples]
     columns = {
@@ -85,6 +90,10 @@ def build_episode_batch(
     }
     if branching:
         columns |= _branches(samples, own, prompts)
+    if branching and keeps_sets:
+        encoded = [[branch.kept.encode() for branch in s.branches[:-1]] for s in samples]
+        rows = [np.concatenate([np.zeros(0, np.int32), *row]) for row in encoded]
+        columns[f"branch_{KEPT_SETS}"] = concatenate_arrays(rows, np.int32)
     return batch.with_columns(columns)
 
 

@@ -144,7 +144,8 @@ class EpisodeStream(SampleStream):
             for sample in map(self._samples.__getitem__, rows)
         ]
         numbers = np.array(rows, dtype=np.int64) + self._first_row
-        return build_episode_batch(samples, [], branching=False), numbers
+        keeps_sets = self._generator.engine.keeps_sets
+        return build_episode_batch(samples, [], branching=False, keeps_sets=keeps_sets), numbers
 
     def close(self) -> None:
         super().close()
@@ -165,7 +166,8 @@ class EpisodeStream(SampleStream):
         sample = self._samples[finished.key]
         versions = self._versions.end(finished.key, len(finished.token_ids))
         sample.transcript.add_sampled(
-            finished.prompt_ids, finished.token_ids, finished.log_probs, versions
+            *(finished.prompt_ids, finished.token_ids, finished.log_probs, versions),
+            kept=finished.kept,
         )
         sample.rewards.append(0.0)
         if finished.finish_reason == "length":

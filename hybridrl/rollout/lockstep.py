@@ -104,7 +104,9 @@ class LockstepFollower(SampleGenerator):
         self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
     ) -> Batch:
         super().generate(batch, sampling, seed)
-        return build_episode_batch([EMPTY_EPISODE] * len(batch), [], branching=False)
+        return build_episode_batch(
+            [EMPTY_EPISODE] * len(batch), [], branching=False, keeps_sets=self.engine.keeps_sets
+        )
 
 
 class FollowerStream(SampleStream):
@@ -120,7 +122,8 @@ class FollowerStream(SampleStream):
                 refresh()  # type: ignore[misc]
             else:
                 said.run(self._engine)
-        return build_episode_batch([], [], branching=False), np.zeros(0, np.int64)
+        empty = build_episode_batch([], [], branching=False, keeps_sets=self._engine.keeps_sets)
+        return empty, np.zeros(0, np.int64)
 
 
 def _broadcast_object(what: Any, peers: dist.ProcessGroup) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hybridrl.batch.begun_responses import UNFINISHED
+from hybridrl.batch.kept_sets import KEPT_SETS, decode_kept_sets
 from hybridrl.rollout.rollout_engine import (
     EngineOutput,
     PartialRollout,
@@ -80,6 +81,10 @@ class PartialStream(SampleStream):
         names = ("response_ids", "rollout_log_probs", "token_versions")
         begun = [[row.tolist() for row in batch.ragged(name).rows()] for name in names]
         self._begun = list(zip(*begun, strict=True))
+        self._sets = None
+        if engine.keeps_sets:
+            rows = zip(batch.ragged(KEPT_SETS).rows(), self._begun, strict=True)
+            self._sets = [next(decode_kept_sets(s, [len(begun[0])])) for s, begun in rows]
         # A run that is resumed with other settings may have a lower limit than they began with.
         self._reasons = [
             "length" if reason == UNFINISHED and len(tokens) >= sampling.max_tokens else reason
@@ -114,6 +119,7 @@ class PartialStream(SampleStream):
             [tokens for tokens, _, _ in found],
             [log_probs for _, log_probs, _ in found],
             [self._reasons[row] for row in rows],
+            kept=self._sets and [self._sets[row] for row in rows],
         ).with_columns({"token_versions": ragged([v for _, _, v in found], torch.int64)})
         return samples, np.array(rows, dtype=np.int64) + self._first_row
 
@@ -123,6 +129,8 @@ class PartialStream(SampleStream):
         versions = versions + self._versions.end(output.key, len(output.token_ids))
         added = tokens + output.token_ids, log_probs + output.log_probs
         self._begun[output.key] = *added, versions
+        if self._sets is not None and output.kept is not None:
+            self._sets[output.key].extend(output.kept)
         self._reasons[output.key] = output.finish_reason
         self._ended.append(output.key)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, RaggedColumn
 from hybridrl.batch.begun_responses import UNFINISHED
+from hybridrl.batch.kept_sets import KEPT_SETS, KeptSets
 from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter
 
@@ -46,7 +47,8 @@ class SamplingSettings:
         max_tokens: Longest response.
         min_tokens: No token that ends a response is chosen before this many.
         temperature: 0 is greedy.
-        top_p, top_k: Nucleus and top-k; 1.0 and 0 switch them off.
+        top_p, top_k, min_p: Nucleus, top-k, and the least probability as a share of the largest;
+            1.0, 0 and 0.0 switch them off.
         stop: Texts that end a response; the text itself stays in it.
         stop_token_ids: Tokens that end a response besides the model's own; they stay in it, too.
         series: Names what is drawn, such as an evaluation: its noise then depends on the name, and
@@ -63,11 +65,12 @@ class SamplingSettings:
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     series: str | None = None
+    min_p: float = 0.0
     partial: PartialRollout | None = None
 
     def greedy(self) -> SamplingSettings:
         """Return the same limits with the likeliest token at each place."""
-        return replace(self, temperature=0.0, top_p=1.0, top_k=0)
+        return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
 
 
 class Request(NamedTuple):
@@ -90,7 +93,7 @@ class Request(NamedTuple):
 
 class EngineOutput(NamedTuple):
     """The output for one sample of a request: its tokens, log-probabilities and finish reason.
-    `routes` if they are wanted."""
+    `routes` and `kept` sets if they are wanted."""
 
     key: int
     prompt_ids: list[int]
@@ -98,6 +101,7 @@ class EngineOutput(NamedTuple):
     log_probs: list[float]
     finish_reason: str
     routes: npt.NDArray[Any] | None = None
+    kept: KeptSets | None = None
 
 
 class RequestQueue(ABC):
@@ -173,7 +177,10 @@ def requests_of(
 
 
 def finished_batch(
-    done: Sequence[EngineOutput], routes_dtype: npt.DTypeLike | None = None
+    done: Sequence[EngineOutput],
+    routes_dtype: npt.DTypeLike | None = None,
+    *,
+    keeps_sets: bool = False,
 ) -> Batch:
     """Return finished requests as rows; see `RolloutEngine.generate` for the columns."""
     return build_response_batch(
@@ -182,6 +189,7 @@ def finished_batch(
         [finished.finish_reason for finished in done],
         [finished.routes for finished in done if finished.routes is not None],
         routes_dtype,
+        [finished.kept or KeptSets() for finished in done] if keeps_sets else None,
     )
 
 
@@ -191,21 +199,28 @@ def build_response_batch(
     finish_reasons: list[str],
     routes: list[npt.NDArray[Any]] | None = None,
     routes_dtype: npt.DTypeLike | None = None,
+    kept: Sequence[KeptSets] | None = None,
 ) -> Batch:
     """Return the batch that `RolloutEngine.generate` gives; with `routed_experts` if these have a
-    precision."""
-    batch = Batch.from_columns(
-        {
-            "response_ids": ragged(token_ids, torch.int64),
-            "rollout_log_probs": ragged(log_probs, torch.float32),
-            "finish_reason": pa.array(finish_reasons, pa.string()),
-        }
-    )
-    if routes is None or routes_dtype is None:
-        return batch
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(row.size for row in routes)])
-    values = np.concatenate([np.zeros(0, routes_dtype), *(row.reshape(-1) for row in routes)])
-    return batch.with_columns({ROUTED_EXPERTS: RaggedColumn(torch.from_numpy(values), cu_seqlens)})
+    precision, and with `kept_sets` if there are any."""
+    columns: dict[str, Any] = {
+        "response_ids": ragged(token_ids, torch.int64),
+        "rollout_log_probs": ragged(log_probs, torch.float32),
+        "finish_reason": pa.array(finish_reasons, pa.string()),
+    }
+    if routes is not None and routes_dtype is not None:
+        columns[ROUTED_EXPERTS] = concatenate_arrays(
+            [row.reshape(-1) for row in routes], routes_dtype
+        )
+    if kept is not None:
+        columns[KEPT_SETS] = concatenate_arrays([sets.encode() for sets in kept], np.int32)
+    return Batch.from_columns(columns)
+
+
+def concatenate_arrays(rows: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> RaggedColumn:
+    """Return a column of these rows, typed even where there are none."""
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(row.size for row in rows)])
+    return RaggedColumn(torch.from_numpy(np.concatenate([np.zeros(0, dtype), *rows])), cu_seqlens)
 
 
 def ragged(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> RaggedColumn:
@@ -264,10 +279,12 @@ class RolloutEngine(RequestQueue):
     Attributes:
         max_sequences: Samples that it runs at a time.
         routes_dtype: Of the column `routed_experts`; None: samples come without it.
+        keeps_sets: Whether samples come with the column `kept_sets`.
     """
 
     max_sequences: int = 256
     routes_dtype: npt.DTypeLike | None = None
+    keeps_sets: bool = False
 
     def generate(
         self, batch: Batch, sampling: SamplingSettings, seed: int | Sequence[int]
@@ -281,14 +298,17 @@ class RolloutEngine(RequestQueue):
         Returns:
             Columns `response_ids`, `rollout_log_probs` (of the distribution sampled from) and
             `finish_reason` (`stop` or `length`); with `rollout.routing_replay` also
-            `routed_experts`, which took each token of prompt and response but the last.
+            `routed_experts`, which took each token of prompt and response but the last; where
+            tokens are left out of the choice also `kept_sets`.
         """
         for request in requests_of(batch, sampling, row_seeds(seed, len(batch))):
             self.start(request)
         done: dict[int, EngineOutput] = {}
         while len(done) < len(batch):
             done |= {finished.key: finished for finished in self.poll()}
-        return finished_batch([done[row] for row in range(len(batch))], self.routes_dtype)
+        return finished_batch(
+            [done[row] for row in range(len(batch))], self.routes_dtype, keeps_sets=self.keeps_sets
+        )
 
     @abstractmethod
     def load(self, weights: Iterator[tuple[str, Tensor]]) -> None:

@@ -230,7 +230,9 @@ class SingleTurnStream(SampleStream):
                 self._running -= 1
                 done.append(finished)
                 versions.append(self._versions.end(finished.key, len(finished.token_ids)))
-        samples = finished_batch(done, self._engine.routes_dtype)
+        samples = finished_batch(
+            done, self._engine.routes_dtype, keeps_sets=self._engine.keeps_sets
+        )
         rows = np.array([finished.key for finished in done], dtype=np.int64)
         return samples.with_columns({"token_versions": ragged(versions, torch.int64)}), rows
 

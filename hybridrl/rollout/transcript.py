@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridrl.batch.kept_sets import WHOLE_VOCABULARY, KeptSets
 from hybridrl.errors import RolloutError
+
+_GROWING = (list, KeptSets)
 
 
 class TokenTranscript:
@@ -22,6 +25,7 @@ class TokenTranscript:
         turns: For each of them the turn of the model that it belongs to, from 0; a given token
             belongs to the turn before it.
         versions: For each of them the policy version that sampled it; 0 if it was given.
+        kept: For each of them what it was chosen from; a given token from the whole vocabulary.
         sampled_turns: How many turns of the model it has.
     """
 
@@ -32,6 +36,7 @@ class TokenTranscript:
         self.log_probs: list[float] = []
         self.turns: list[int] = []
         self.versions: list[int] = []
+        self.kept = KeptSets()
         self.sampled_turns = 0
         self._turn = -1
 
@@ -56,6 +61,7 @@ class TokenTranscript:
         log_probs: Sequence[float],
         versions: Sequence[int] | None = None,
         turn: int | None = None,
+        kept: KeptSets | None = None,
     ) -> None:
         """Append a turn of the model.
 
@@ -64,6 +70,7 @@ class TokenTranscript:
             versions: Of the policy, for each token; None: 0.
             turn: Its number in the episode, where that has other transcripts beside this one;
                 None: the one after the last of this one.
+            kept: What each token was chosen from; None: the whole vocabulary.
 
         Raises:
             RolloutError: if the tokens continued are not exactly those so far.
@@ -81,7 +88,7 @@ class TokenTranscript:
             )
         self._turn = self._turn + 1 if turn is None else turn
         self.sampled_turns += 1
-        self._append(token_ids, 1, log_probs, versions or [0] * len(token_ids))
+        self._append(token_ids, 1, log_probs, versions or [0] * len(token_ids), kept)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Append a turn of the environment or tool."""
@@ -89,13 +96,15 @@ class TokenTranscript:
 
     def mark(self) -> Mapping[str, Any]:
         """Return the current length of every list, for `return_to`."""
-        return {n: len(v) if isinstance(v, list) else v for n, v in vars(self).items()}
+        return {n: len(v) if isinstance(v, _GROWING) else v for n, v in vars(self).items()}
 
     def return_to(self, mark: Mapping[str, Any]) -> None:
         """Remove all that was appended since the snapshot."""
         for name, value in mark.items():
-            if isinstance(kept := getattr(self, name), list):
-                del kept[value:]
+            if isinstance(grown := getattr(self, name), KeptSets):
+                grown.cut(value)
+            elif isinstance(grown, list):
+                del grown[value:]
             else:
                 setattr(self, name, value)
 
@@ -105,9 +114,14 @@ class TokenTranscript:
         mask: int,
         log_probs: Sequence[float],
         versions: Sequence[int],
+        kept: KeptSets | None = None,
     ) -> None:
         self.response_ids += token_ids
         self.mask += [mask] * len(token_ids)
         self.log_probs += log_probs
         self.turns += [max(0, self._turn)] * len(token_ids)
         self.versions += versions
+        if kept is None:
+            self.kept.add(WHOLE_VOCABULARY, len(token_ids))
+        else:
+            self.kept.extend(kept)

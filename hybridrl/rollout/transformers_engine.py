@@ -7,11 +7,13 @@ The noise of a sample depends on the sample's own seed, not on the samples besid
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -19,6 +21,12 @@ from transformers import (
 )
 
 from hybridrl.batch.begun_responses import UNFINISHED
+from hybridrl.batch.kept_sets import (
+    WHOLE_VOCABULARY,
+    KeptSets,
+    find_token_sets,
+    restricts_sampling,
+)
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.layout.boxes import Piece, full_box
 from hybridrl.models.language_model import read_language_model
@@ -80,10 +88,18 @@ class TokenSampler:
         Returns:
             ``[samples]`` int64 and float32.
         """
+        return self.draw(self.compute_log_probs(logits, position), seeds, position)
+
+    def compute_log_probs(self, logits: Tensor, position: int) -> Tensor:
+        """Return the log-probabilities of all tokens, `[samples, vocabulary]`; minus infinity of
+        those that are left out."""
         logits = logits.float()
         if position < self._sampling.min_tokens:
             logits[:, self._eos] = -torch.inf
-        log_probs = torch.log_softmax(self._warpers(None, logits), dim=-1)
+        return torch.log_softmax(self._warpers(None, logits), dim=-1)
+
+    def draw(self, log_probs: Tensor, seeds: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Choose tokens like `choose`, from log-probabilities."""
         if self._sampling.temperature == 0:
             tokens = log_probs.argmax(-1, keepdim=True)
         else:
@@ -112,6 +128,8 @@ def _warpers(sampling: SamplingSettings) -> LogitsProcessorList:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        warpers.append(MinPLogitsWarper(sampling.min_p))
     return warpers
 
 
@@ -166,6 +184,7 @@ class TransformersEngine(BatchedEngine):
         self._device = setup.device
         self._tokenizer = load_tokenizer(setup.tokenizer)
         self.max_sequences = config.max_sequences
+        self.keeps_sets = restricts_sampling(config)
         self._eos = torch.tensor(setup.eos_token_ids, device=setup.device)
         path, model, as_is = setup.path, load_model_config(setup.path), DTYPES[setup.dtype]
         try:
@@ -190,7 +209,10 @@ class TransformersEngine(BatchedEngine):
             if self._generate(samples[start : start + self.max_sequences], enough):
                 break
         return [
-            EngineOutput(*sample.request[:2], sample.token_ids, sample.log_probs, sample.reason)
+            EngineOutput(
+                *(*sample.request[:2], sample.token_ids, sample.log_probs, sample.reason),
+                kept=sample.kept if self.keeps_sets else None,
+            )
             for sample in samples
         ]
 
@@ -249,18 +271,18 @@ class TransformersEngine(BatchedEngine):
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            tokens, chosen = chooser.choose(output.logits[:, -1], seeds_left, position)
-            for sample, token, log_prob, end in zip(
-                running,
-                tokens.tolist(),
-                chosen.tolist(),
-                chooser.ends(tokens),
-                strict=True,
+            log_probs = chooser.compute_log_probs(output.logits[:, -1], position)
+            tokens, chosen = chooser.draw(log_probs, seeds_left, position)
+            sets = find_token_sets(log_probs) if self.keeps_sets else repeat(WHOLE_VOCABULARY)
+            for sample, token, log_prob, end, found in zip(
+                *(running, tokens.tolist(), chosen.tolist(), chooser.ends(tokens), sets),
+                strict=False,
             ):
                 if sample.reason != UNFINISHED:
                     continue
                 sample.token_ids.append(token)
                 sample.log_probs.append(log_prob)
+                sample.kept.add(found)
                 if end or chooser.stops(sample.token_ids):
                     sample.reason = "stop"
                 elif len(sample.token_ids) >= sample.request.sampling.max_tokens:
@@ -289,4 +311,5 @@ class _Sample:
         self.request = request
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
+        self.kept = KeptSets()
         self.reason = UNFINISHED

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.batch.begun_responses import UNFINISHED
+from hybridrl.batch.kept_sets import filters_tokens, restricts_sampling
 from hybridrl.rollout.vllm_startup import VLLMProcessGroups, start_vllm
 
 # isort: split
@@ -37,6 +38,7 @@ from hybridrl.rollout.rollout_engine import (
     RolloutEngine,
     SamplingSettings,
 )
+from hybridrl.rollout.vllm_kept_tokens import SamplerRecorder
 from hybridrl.rollout.vllm_lora import VLLMAdapter
 from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION
 from hybridrl.rollout.weight_writer import WeightPieces, WeightWriter, find_weight_mismatches
@@ -71,7 +73,8 @@ class VLLMEngine(RolloutEngine):
         self._has_generated = False
         self._replays = config.routing_replay
         self._recorder: vllm_routes.RouteRecorder | None = None
-        self._running: dict[str, int] = {}  # samples of each request
+        self._sampler: SamplerRecorder | None = None
+        self._running: dict[str, Request] = {}
         self._dropped: set[int] = set()  # of these, where others of the same request go on
         self._weights = 0  # how often they have changed
         self._pieces: WeightPieces = {}
@@ -79,7 +82,11 @@ class VLLMEngine(RolloutEngine):
         self._counted: dict[str, int] = {}
         self._groups = VLLMProcessGroups()
         self._groups.enter()
-        further = {} if self._adapters is None else self._adapters.options
+        self.keeps_sets, filters = restricts_sampling(config), filters_tokens(config)
+        further = {} if self._adapters is None else dict(self._adapters.options)
+        is_on_cpu = setup.device.type == "cpu"
+        if filters and not is_on_cpu:
+            further["return_sampling_mask"] = True
         self._llm = start_vllm(setup, config, further)
         cache = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
         self._prefix_counts: Counter[str] = Counter()
@@ -87,8 +94,13 @@ class VLLMEngine(RolloutEngine):
             cache.record_prefix_cache_stats = self._count_prefix
         if self._replays:
             self.routes_dtype = vllm_routes.find_routes_dtype(self._worker.get_model())
-        if self._replays and setup.device.type == "cpu":
+        if self._replays and is_on_cpu:
             self._recorder = vllm_routes.RouteRecorder(self._llm.llm_engine, self._worker)
+        if self.keeps_sets:
+            self._sampler = SamplerRecorder(
+                *(self._llm.llm_engine, self._worker, self._eos_token_ids),
+                watches=filters and is_on_cpu,
+            )
 
     def start(self, request: Request) -> None:
         self._take_cache()
@@ -100,7 +112,7 @@ class VLLMEngine(RolloutEngine):
         ids = request.prompt_ids
         prompt = {"type": "token", "prompt_token_ids": ids, "cache_salt": self._salt()}
         self._llm.llm_engine.add_request(key, prompt, parameters, lora_request=self._lora)
-        self._running[key] = request.samples
+        self._running[key] = request
 
     def poll(self, enough: Enough | None = None) -> list[EngineOutput]:
         """Run one step of the engine: one more token for each running sample."""
@@ -110,12 +122,20 @@ class VLLMEngine(RolloutEngine):
             outputs = self._llm.llm_engine.step()
         for output in outputs:
             if output.finished:
-                samples = self._running.pop(output.request_id)
-                alike = samples // len(output.outputs)
+                request = self._running.pop(output.request_id)
+                alike = request.samples // len(output.outputs)
                 routes = {
                     answer.index: self._routes(output, answer)
                     for answer in output.outputs
                     if self._replays
+                }
+                kept = {
+                    answer.index: self._sampler.take(
+                        *(request.sampling, (output.request_id, answer.index)),
+                        *(len(answer.token_ids), getattr(answer.sampling_mask, "token_ids", ())),
+                    )
+                    for answer in output.outputs
+                    if self._sampler is not None
                 }
                 answers = [answer for answer in output.outputs for _ in range(alike)]
                 found += [
@@ -125,7 +145,7 @@ class VLLMEngine(RolloutEngine):
                         list(answer.token_ids),
                         list(answer.logprobs.logprobs),
                         answer.finish_reason,
-                        routes.get(answer.index),
+                        *(routes.get(answer.index), kept.get(answer.index)),
                     )
                     for number, answer in enumerate(answers)
                 ]
@@ -148,7 +168,13 @@ class VLLMEngine(RolloutEngine):
             tokens = list(state.detokenizer.output_token_ids)
             log_probs = list(state.logprobs_processor.logprobs.logprobs)
             prompt = list(request.prompt_token_ids)
-            found.append(EngineOutput(key, prompt, tokens, log_probs, UNFINISHED))
+            kept = None
+            if self._sampler is not None:
+                name = str(key)  # of a request of one sample
+                masks = [m for c in state.sampling_mask_chunks for m in c.to_nested_list()]
+                sampling = self._running[name].sampling
+                kept = self._sampler.take(sampling, (name, 0), len(tokens), masks)
+            found.append(EngineOutput(key, prompt, tokens, log_probs, UNFINISHED, None, kept))
         self.cancel()
         return found
 
@@ -166,8 +192,8 @@ class VLLMEngine(RolloutEngine):
     def abort(self, keys: Iterable[int]) -> None:
         keys = set(keys)
         over = []
-        for name, samples in self._running.items():
-            own = set(range(int(name), int(name) + samples))
+        for name, request in self._running.items():
+            own = set(range(int(name), int(name) + request.samples))
             self._dropped |= own & keys
             if own <= self._dropped:
                 over.append(name)
@@ -182,8 +208,8 @@ class VLLMEngine(RolloutEngine):
         self._llm.llm_engine.abort_request(names)
         for name in names:
             del self._running[name]
-        if self._recorder is not None:
-            self._recorder.forget(names)
+        for recorder in filter(None, (self._recorder, self._sampler)):
+            recorder.forget(names)
 
     def _count_prefix(self, request: Any, cached_tokens: int) -> None:
         """Count what vLLM's scheduler found of a request in the prefix cache, in place of its own
@@ -236,6 +262,7 @@ class VLLMEngine(RolloutEngine):
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
+            min_p=sampling.min_p,
             min_tokens=sampling.min_tokens,
             stop=list(sampling.stop) or None,
             include_stop_str_in_output=True,

@@ -39,6 +39,14 @@ def select_routes(model: nn.Module, routes: ExpertRoutes | None) -> ExpertRoutes
     return found.astype(find_routes_dtype(model))
 
 
+def find_sample(engine: Any, name: str) -> tuple[str, int]:
+    """Return request and number of a sample from the engine's own name of it."""
+    state = engine.output_processor.request_states[name]
+    if (parent := state.parent_req) is None:
+        return state.external_req_id, 0
+    return parent.external_req_id, int(name.split("_", 1)[0])  # the name begins with the number
+
+
 class RouteRecorder:
     """A recorder of the routers' choices, for an engine that takes no tokens from a cache.
 
@@ -54,7 +62,6 @@ class RouteRecorder:
         self._dtype = find_routes_dtype(worker.get_model())
         self._step: dict[int, Tensor] = {}
         self._of_samples: dict[tuple[str, int], list[ExpertRoutes]] = {}
-        self._keys: dict[str, tuple[str, int]] = {}
         for number, layer in enumerate(self._layers):
             layer.router.set_capture_fn(partial(self._step.__setitem__, number))
         self._execute = self._runner.execute_model
@@ -79,8 +86,6 @@ class RouteRecorder:
     def _watched(self, scheduled: Any, *args: Any, **options: Any) -> Any:
         self._step.clear()
         outcome = self._execute(scheduled, *args, **options)
-        for name in scheduled.finished_req_ids:
-            self._keys.pop(name, None)
         if scheduled.total_num_scheduled_tokens:
             self._note(scheduled.num_scheduled_tokens)
         return outcome
@@ -91,7 +96,7 @@ class RouteRecorder:
         chosen = np.stack([self._step[n].numpy() for n in range(len(self._layers))], axis=1)
         for place, name in enumerate(batch.req_ids):
             count = tokens[name]
-            held = self._of_samples.setdefault(self._key(name), [])
+            held = self._of_samples.setdefault(find_sample(self._engine, name), [])
             before = int(batch.num_computed_tokens_cpu[place])
             known = sum(map(len, held))
             if before > known:
@@ -105,13 +110,3 @@ class RouteRecorder:
                 held[:] = [np.concatenate(held)[:before]]  # that were guessed ahead were wrong
             held.append(chosen[at : at + count].astype(self._dtype))
             at += count
-
-    def _key(self, name: str) -> tuple[str, int]:
-        """Return request and number of a sample from the engine's name for it."""
-        if name not in self._keys:
-            state = self._engine.output_processor.request_states[name]
-            if (parent := state.parent_req) is None:
-                self._keys[name] = state.external_req_id, 0
-            else:  # the name begins with the number
-                self._keys[name] = parent.external_req_id, int(name.split("_", 1)[0])
-        return self._keys[name]

@@ -161,7 +161,11 @@ class AgentStream(SampleStream):
                 self._end(played)
         ended, self._ended = self._ended, {}
         prompts = [self._prompts[row] for row in ended]
-        batch = build_episode_batch(list(ended.values()), prompts, branching=True)
+        batch = build_episode_batch(
+            *(list(ended.values()), prompts),
+            branching=True,
+            keeps_sets=self._rollout.engine.keeps_sets,
+        )
         return batch, np.array(list(ended), dtype=np.int64) + self._first_row
 
     def close(self) -> None:
@@ -198,7 +202,7 @@ class AgentStream(SampleStream):
         for one in finished:
             versions = self._versions.end(one.key, len(one.token_ids))
             sampled = (one.prompt_ids, one.token_ids, one.log_probs)
-            turns[one.key] = SampledTurn(*sampled, versions, one.finish_reason)
+            turns[one.key] = SampledTurn(*sampled, versions, one.finish_reason, one.kept)
         self._exchange.answer(turns)
         if self._exchange.streams:
             self._exchange.grow(self._requests.partial())

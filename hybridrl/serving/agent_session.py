@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hybridrl.batch.kept_sets import KeptSets
 from hybridrl.rollout.rollout_engine import SamplingSettings
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.serving.request_parsing import EpisodeReport
@@ -31,6 +32,7 @@ class SampledTurn(NamedTuple):
         token_ids, log_probs: What it sampled.
         versions: The policy version of each of these.
         finish_reason: `stop` or `length`.
+        kept: What each of these was chosen from; None: the whole vocabulary.
     """
 
     prompt_ids: list[int]
@@ -38,6 +40,7 @@ class SampledTurn(NamedTuple):
     log_probs: list[float]
     versions: list[int]
     finish_reason: str
+    kept: KeptSets | None = None
 
 
 class TurnTokens(NamedTuple):
@@ -148,7 +151,8 @@ class AgentSession:
             recorded = RecordedTurn(branch, before, 0, branch.latest, key)
             transcript, branch.latest = branch.transcript, self._turns
             transcript.add_sampled(
-                *(turn.prompt_ids, turn.token_ids, turn.log_probs, turn.versions), branch.latest
+                *(turn.prompt_ids, turn.token_ids, turn.log_probs, turn.versions),
+                *(branch.latest, turn.kept),
             )
             self._turns += 1
             self.sampled += len(turn.token_ids)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
+from hybridrl.batch.kept_sets import KEPT_SETS, decode_kept_sets
 from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.controller import BatchRef, WorkerGroup
 
@@ -59,7 +60,7 @@ def unfold_episodes(
     rows = samples.take(episodes) | put(
         Batch.from_columns({"episode": first + episodes, "branch": branches})
     )
-    makes = ["prompt_ids", *filter(samples.columns.may_have, _BRANCH_COLUMNS)]
+    makes = ["prompt_ids", *filter(samples.columns.may_have, (*_BRANCH_COLUMNS, KEPT_SETS))]
     reads = [*_BRANCH_INPUTS, *makes, *(f"branch_{name}" for name in makes)]
     rows |= rows.apply(select_branch_tokens, reads, makes=makes, on=on, together=1)
     return UnfoldedEpisodes(rows, lambda batch: batch.take(episodes))
@@ -84,7 +85,23 @@ def select_branch_tokens(batch: Batch) -> Batch:
     found = {"prompt_ids": own("prompt_ids", "branch_prompt_lengths")}
     for name in filter(batch.__contains__, _BRANCH_COLUMNS):
         found[name] = own(name, "branch_response_lengths")
+    if KEPT_SETS in batch:
+        found[KEPT_SETS] = _select_kept_sets(batch)
     return Batch.from_columns(found)
+
+
+def _select_kept_sets(batch: Batch) -> RaggedColumn:
+    """Return the sets of each row's branch; those of a branch are as long as they say."""
+    further, last = batch.ragged(f"branch_{KEPT_SETS}").rows(), batch.ragged(KEPT_SETS)
+    lengths = batch.ragged("branch_response_lengths").rows()
+    rows = zip(batch["branch"].tolist(), further, lengths, last.rows(), strict=True)
+    found = [
+        torch.from_numpy([*decode_kept_sets(values, sizes.tolist())][number].encode())
+        if number < len(sizes)
+        else own
+        for number, values, sizes, own in rows
+    ]
+    return _make_ragged_column(found, last.values)
 
 
 def parts_of_groups(

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
-from hybridrl.batch.begun_responses import BEGUN_COLUMNS, begin_rows, find_complete_groups
+from hybridrl.batch.begun_responses import begin_rows, find_complete_groups, list_begun_columns
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.errors import ConfigError
@@ -35,6 +35,7 @@ class PartialRollouts:
         assert rollout.partial is not None
         self._limits = PartialRollout(rollout.partial, rollout.partial_steps)
         self._actor, self._feed = actor, feed
+        self._columns = list_begun_columns(rollout)
         self._kept: BatchRef | None = None
 
     def draw(self, prompts: BatchRef, sampling: SamplingSettings) -> BatchRef:
@@ -44,7 +45,8 @@ class PartialRollouts:
         Args:
             prompts: New ones, each as often as it has samples.
         """
-        begun = prompts | self._feed.put(begin_rows(len(prompts)))
+        fresh = begin_rows(len(prompts)).select(self._columns)
+        begun = prompts | self._feed.put(fresh)
         if self._kept is not None:
             order = self._spread(len(self._kept), len(begun))
             begun = BatchRef.concat([self._kept, begun]).take(order, copies=self._per_prompt)
@@ -59,7 +61,7 @@ class PartialRollouts:
             rest, of = samples.take(np.flatnonzero(~complete)), sorted(prompts.columns.certain)
             copy = partial(rest.apply, on=self._actor, together=self._per_prompt)
             self._kept = copy(_same, of, makes=of)
-            self._kept |= copy(_carry, BEGUN_COLUMNS, makes=BEGUN_COLUMNS)
+            self._kept |= copy(_carry, self._columns, makes=self._columns)
         self._feed.hold({g for g, done in zip(groups, complete, strict=True) if not done})
         return samples.take(np.flatnonzero(complete))
 
@@ -97,9 +99,9 @@ class PartialRollouts:
                     f"{prompts} prompts. Resume or fork with rollout.samples_per_prompt="
                     f"{len(rows) // prompts}."
                 )
-            of = [name for name in rows.columns if name not in BEGUN_COLUMNS]
+            of = [name for name in rows.columns if name not in self._columns]
             self._kept = self._feed.put(rows.select(of)) | self._feed.put(
-                rows.select(BEGUN_COLUMNS)
+                rows.select(self._columns)
             )
 
 

@@ -19,6 +19,7 @@ from hybridrl.algorithms import (
     negative_log_likelihood,
 )
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
+from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.config.schema import (
     ActorConfig,
@@ -59,7 +60,7 @@ from hybridrl.workers.generation import (
     add_policy_version,
     is_generation_input,
     keeps_prompts_whole,
-    list_begun_columns,
+    list_continued_columns,
     list_optional_columns,
     report_engine_counts,
     report_samples,
@@ -77,9 +78,10 @@ def _list_update_columns(built: Mapping[str, Any]) -> list[str]:
     return [*UPDATE_COLUMNS, *getattr(built["objective"], "needs", ())]
 
 
-def _routes(built: Mapping[str, Any]) -> list[str]:
-    """The columns of the experts that the forwards of these workers let take each token."""
-    return [ROUTED_EXPERTS] if built["rollout"].routing_replay else []
+def _list_drawn_columns(built: Mapping[str, Any]) -> list[str]:
+    """Return the columns that say how samples were drawn, which the forwards of these workers
+    repeat: which experts took each token, and what it was chosen from."""
+    return [KEPT_SETS, *([ROUTED_EXPERTS] if built["rollout"].routing_replay else [])]
 
 
 class ActorWorker(TrainedModelWorker):
@@ -161,7 +163,7 @@ class ActorWorker(TrainedModelWorker):
         makes=GENERATED_COLUMNS,
         may_make=list_optional_columns,
         copies_together=keeps_prompts_whole,
-        follows=list_begun_columns,
+        follows=list_continued_columns,
     )
     def generate_sequences(self, batch: Batch, sampling: SamplingSettings, parts: int = 1) -> Batch:
         """Generate one response for each row: `response_ids`, `response_mask`, `rollout_log_probs`,
@@ -203,13 +205,18 @@ class ActorWorker(TrainedModelWorker):
             report_engine_counts(self, self._engine.rollout)
         return PartialTable(samples, self._rows[rows], self._total)  # type: ignore[return-value]
 
-    @transfer(THREE_D, reads=SAMPLE_COLUMNS, follows=_routes, makes=("log_probs", "entropy"))
+    @transfer(
+        THREE_D,
+        reads=SAMPLE_COLUMNS,
+        follows=_list_drawn_columns,
+        makes=("log_probs", "entropy"),
+    )
     def compute_log_prob(self, batch: Batch) -> Batch:
         """Compute the `log_probs` of the responses under the current policy, and the `entropy`."""
         with self.phase("score"):
             return self._engine.train.forward(batch, temperature=self._temperature)
 
-    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("ref_log_probs",))
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, follows=(KEPT_SETS,), makes=("ref_log_probs",))
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """`ref_log_probs` of the responses under the model before training: with LoRA the
         actor is its own reference."""
@@ -217,7 +224,7 @@ class ActorWorker(TrainedModelWorker):
             scored = self._cache.score(self, batch)
         return Batch.from_columns({"ref_log_probs": scored})
 
-    @transfer(UPDATE, reads=_list_update_columns, may_read=any_column, follows=_routes)
+    @transfer(UPDATE, reads=_list_update_columns, may_read=any_column, follows=_list_drawn_columns)
     def update_actor(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on the objective, and return the metrics of the whole mini-batch.
 
@@ -237,7 +244,12 @@ class ActorWorker(TrainedModelWorker):
         )
         return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
 
-    @transfer(UPDATE_PAIRS, reads=_list_update_columns, may_read=any_column, follows=_routes)
+    @transfer(
+        UPDATE_PAIRS,
+        reads=_list_update_columns,
+        may_read=any_column,
+        follows=_list_drawn_columns,
+    )
     def update_preference(self, batch: Batch) -> dict[str, float]:
         """Take one optimizer step on pairs of rows, the chosen one first.
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch, is_user_column, sampled_tokens
-from hybridrl.batch.begun_responses import BEGUN_COLUMNS, UNFINISHED
+from hybridrl.batch.begun_responses import UNFINISHED, list_begun_columns
+from hybridrl.batch.kept_sets import KEPT_SETS, restricts_sampling
 from hybridrl.batch.turn import EPISODE_FAILURES
 from hybridrl.checkpoint.engine_state.training_state import read_state_numbers
 from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
@@ -56,6 +57,8 @@ def list_optional_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
         found += ["turn", "turns", "turn_rewards", "episode_rewards"]
     if rollout.routing_replay:
         found.append(ROUTED_EXPERTS)
+    if restricts_sampling(rollout):
+        found += [KEPT_SETS, *([f"branch_{KEPT_SETS}"] if has_branches(keywords) else [])]
     if not keywords.get("in_flight") and rollout.partial is None:
         return found
     return [
@@ -65,10 +68,11 @@ def list_optional_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
     ]
 
 
-def list_begun_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
+def list_continued_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
     """Return the columns of a response that a generation continues in workers built with these
     keywords."""
-    return () if keywords["rollout"].partial is None else BEGUN_COLUMNS
+    rollout = keywords["rollout"]
+    return () if rollout.partial is None else list_begun_columns(rollout)
 
 
 def keeps_prompts_whole(keywords: Mapping[str, Any]) -> bool:

@@ -37,7 +37,7 @@ from hybridrl.workers.generation import (
     SampleSeeds,
     add_policy_version,
     is_generation_input,
-    list_begun_columns,
+    list_continued_columns,
     list_optional_columns,
     report_engine_counts,
     report_samples,
@@ -165,7 +165,7 @@ class GeneratorWorker(ModelWorker):
         ONE_TO_ALL,
         reads=("prompt_ids",),
         may_read=is_generation_input,
-        follows=list_begun_columns,
+        follows=list_continued_columns,
     )
     def start_sequences(self, batch: Batch, sampling: SamplingSettings) -> None:
         """Start generating a response for each row; `take_sequences` returns them."""

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
+from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.config.schema import CacheConfig
 from hybridrl.controller import THREE_D
 from hybridrl.engine.train_engine import TrainEngine
@@ -24,7 +25,8 @@ class LogProbCache:
     the cache lacks.
 
     Keys contain the weights as each rank holds them, the model's configuration, precision,
-    temperature, parallelism and device, and the tokens of a row. All calls are collective.
+    temperature, parallelism and device, the tokens of a row, and what they were chosen from. All
+    calls are collective.
 
     Args:
         config: None: there is no cache.
@@ -77,7 +79,8 @@ class LogProbCache:
     def _compute_keys(self, batch: Batch) -> list[bytes | None]:
         if self._model[0] != self._engine.loads:
             self._model = self._engine.loads, self._identify_model()
-        ids = (batch.ragged(name).rows() for name in ("prompt_ids", "response_ids"))
+        names = ("prompt_ids", "response_ids", *([KEPT_SETS] if KEPT_SETS in batch else []))
+        ids = (batch.ragged(name).rows() for name in names)
         return [
             compute_key(self._model[1], *(part.long().numpy().tobytes() for part in row))
             for row in zip(*ids, strict=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.config.schema import ActorConfig, CacheConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, WorkerContext, transfer
 from hybridrl.engine.train_engine import TrainEngine
@@ -50,7 +51,13 @@ class ReferenceWorker(ModelWorker):
         move the model's weights towards them, as a moving average does."""
         self._engine.load(Path(folder), share)
 
-    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("ref_log_probs",), streams=True)
+    @transfer(
+        THREE_D,
+        reads=SAMPLE_COLUMNS,
+        follows=(KEPT_SETS,),
+        makes=("ref_log_probs",),
+        streams=True,
+    )
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
         """Compute the `ref_log_probs` of the responses."""
         with self.phase("score"):

@@ -309,20 +309,6 @@ def _check_on_policy_sampling(config: Config) -> None:
     algorithm, rollout = config.algorithm, config.rollout
     if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
         return  # it learns from samples whoever wrote them, or as it likes
-    for name, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
-        if value != whole:
-            raise ConfigError(
-                f"rollout.{name}={value} leaves tokens out when samples are drawn, and what is "
-                "learned are the probabilities among all tokens: the two would not fit. Set "
-                f"rollout.{name}={whole} for training; rollout.temperature fits."
-            )
-    if rollout.min_tokens and config.guard.most_mismatch is None:
-        raise ConfigError(
-            f"rollout.min_tokens={rollout.min_tokens} takes the end of a response out when samples "
-            "are drawn, and what is learned are the probabilities among all tokens: the two would "
-            "not fit. Set rollout.min_tokens=0 for training, and let the reward say that responses "
-            "are too short; or, to measure speed, guard.most_mismatch to what may not fit."
-        )
     if not is_off_policy(config) or resolve_correction(config) != "none":
         return
     if not uses_policy_ratio(algorithm.policy_loss):

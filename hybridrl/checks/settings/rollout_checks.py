@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from hybridrl.batch.kept_sets import filters_tokens, restricts_sampling
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.episode_class import check_episode_class
-from hybridrl.rollout.vllm_options import check_engine_options
+from hybridrl.rollout.vllm_options import SPECULATIVE_OPTION, check_engine_options
 from hybridrl.systems.unequal_generation.generation_plan import load_generation_plan
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.objectives import has_lossy_weight_sync
@@ -119,6 +120,27 @@ def _check_routing_replay(config: Config) -> None:
         )
 
 
+def _check_kept_sets(config: Config) -> None:
+    """Refuse to leave tokens out of the choice where the generator does not say which."""
+    rollout = config.rollout
+    learns = "algorithm.policy_loss" in load_trainer(config.trainer.name).USES
+    if not learns or not restricts_sampling(rollout):
+        return
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
+    name = next(name for name, none in whole.items() if getattr(rollout, name) != none)
+    shown = f"rollout.{name}={getattr(rollout, name)} leaves tokens out when samples are drawn"
+    if rollout.engine == "pipeline":
+        raise ConfigError(
+            f"{shown}, and rollout=pipeline does not say which, so that the trainer cannot leave "
+            f"them out, too. Set rollout.{name}={whole[name]} for training, or rollout=vllm."
+        )
+    if filters_tokens(rollout) and rollout.engine_options.get(SPECULATIVE_OPTION):
+        raise ConfigError(
+            f"{shown}, and vLLM does not say which of tokens that it guesses ahead "
+            f"(rollout.engine_options.{SPECULATIVE_OPTION}). Leave one of the two out."
+        )
+
+
 def _check_partial(config: Config) -> None:
     rollout = config.rollout
     if rollout.partial is None:
@@ -173,6 +195,7 @@ ROLLOUT_CHECKS = (
     _check_pipeline_plan,
     _check_episode,
     _check_routing_replay,
+    _check_kept_sets,
     _check_partial,
     _check_prompt_order,
 )

@@ -216,9 +216,6 @@ def check_generator(config: Config, metrics: Mapping[str, float]) -> None:
         TrainingError: if the generator is another model.
     """
     rollout = config.rollout
-    unlimited = config.guard.most_mismatch is None
-    if (rollout.min_tokens and unlimited) or rollout.top_p != 1 or rollout.top_k:
-        return  # tokens were left out when samples were drawn, which the trainer counts
     is_rough = has_lossy_weight_sync(config)
     if is_rough and config.guard.most_mismatch is None:
         return  # the generator has other weights, as far as the person wished
