@@ -115,6 +115,7 @@ OPTIONS = {
     "entropy": ("algorithm.entropy_coefficient=0.05",),
     "LoRA": ("actor.lora.path={adapters}",),
     "correction": ("algorithm.correction=truncate", "algorithm.correction_high=0.9"),
+    "kept sets": ("rollout.top_p=0.8", "rollout.top_k=7", "rollout.min_tokens=2"),
     "staleness": (
         "placement=separation",
         "placement.staleness=1",
@@ -137,7 +138,7 @@ REFUSED = {
     **dict.fromkeys(("KL in the loss", "KL in the reward"), (*CHOSEN, *TAUGHT, *GIVEN)),
     **dict.fromkeys(("entropy", "correction"), (*CHOSEN, "sft", *PAIRED)),
     "supervised": (*CHOSEN, *TAUGHT[:2], *GIVEN),
-    **dict.fromkeys(("staleness", "tool tokens", "dropped samples"), GIVEN),
+    **dict.fromkeys(("kept sets", "staleness", "tool tokens", "dropped samples"), GIVEN),
 }
 """By option, the programs that cannot have it: the library refuses it, or says that it does nothing
 there."""

@@ -83,6 +83,9 @@ class Model:
     def log_probs(self, row, temperature):
         """Of the response's tokens; and the entropy in the place of each."""
         found = self.distributions(row, temperature)
+        if "kept" in row:
+            found = found.masked_fill(~row["kept"], -math.inf).log_softmax(-1)
+            found = found.masked_fill(~row["kept"], -1e9)  # of probability 0, but no NaN
         chosen = -nll_loss(found, torch.tensor(row["response_ids"]), reduction="none")
         return chosen, -(found.exp() * found).sum(-1)
 
@@ -318,6 +321,10 @@ def distance(student, teacher, kind, k):
     return kl_div(q, p, reduction="none", log_target=True).sum(1)
 
 
+WHOLE = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
+"""The settings that leave tokens out of the choice, as they leave none."""
+
+
 class Job:
     """What a run's folder says, worked out again.
 
@@ -392,6 +399,8 @@ class Job:
             if math.isnan(row["scores"]):
                 row["mask"] = torch.zeros_like(row["mask"])
             with torch.no_grad():
+                if any(self.config["rollout"][x] != none for x, none in WHOLE.items()):
+                    row["kept"] = self.kept(row)
                 row["old"] = self.log_probs(self.actor.model, row)
                 row["rollout"] = self.log_probs(self.history[row["policy_version"]], row)
                 row["ref"] = self.log_probs(self.reference, row)
@@ -403,6 +412,22 @@ class Job:
                 found = torch.tensor(row["ref_log_probs"])[at]
                 self.compare("ref_log_probs", found, row["ref"][at], floor=1.0)
         return rows
+
+    def kept(self, row):
+        """The tokens that each token of the response was chosen from."""
+        rollout, sampled = self.config["rollout"], torch.tensor(row["response_mask"]).bool()
+        of = self.history[row["policy_version"]].distributions(row, self.temperature)
+        number = sampled.cumsum(0) - 1
+        of[number < rollout["min_tokens"], self.tokenizer.eos_token_id] = -math.inf
+        order = of.argsort(-1, descending=True)
+        probs = of.gather(1, order).softmax(-1)
+        if rollout["top_k"]:
+            probs[:, rollout["top_k"] :] = 0
+        probs /= probs.sum(-1, keepdim=True)
+        probs[probs.cumsum(-1) - probs >= rollout["top_p"]] = 0
+        probs[probs < rollout["min_p"] * probs[:, :1]] = 0
+        found = torch.zeros_like(of, dtype=torch.bool).scatter(1, order, probs > 0)
+        return found | ~sampled[:, None]
 
     def given_rows(self, step):
         """The tokens of what a step reads of the file of data."""
@@ -555,7 +580,9 @@ class Job:
             student = self.actor.model.distributions(row, self.temperature)
             far = distance(student, row["taught"], settings["loss"], settings["top_k"])
             loss = loss + weight * far[mask].sum()
-            entropy -= float((student.exp() * student).detach().sum(-1)[mask].sum())
+            entropy += float(
+                self.actor.model.log_probs(row, self.temperature)[1].detach()[mask].sum()
+            )
         norm, tokens = self.actor.step(loss), sum(int(mask.sum()) for mask in masks)
         self.history.append(self.actor.model.frozen())
         figures = {"policy/loss": loss.item(), "policy/grad_norm": norm}

@@ -18,6 +18,7 @@ TOGETHER = (
     ("temperature", "two updates", "KL in the loss", "entropy", "correction", "LoRA"),
     ("temperature", "KL in the reward", "tool tokens", "dropped samples"),
     ("two updates", "supervised"),
+    ("temperature", "two updates", "KL in the loss", "entropy", "tool tokens", "kept sets"),
     STALE,
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
@@ -55,6 +56,7 @@ def worked_out(run, tmp_path, folders):
     ("program", "options"),
     [
         *(("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])),
+        ("ppo", ["temperature", "two updates", "KL in the loss", "entropy", "kept sets"]),
         *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo")),
     ],
 )
