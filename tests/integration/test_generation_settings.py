@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pyarrow.parquet as pq
 import pytest
 
@@ -11,20 +13,20 @@ from hybridrl.job.config_resolution import load_config
 pytestmark = pytest.mark.more
 
 JOB = [
-    *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),
+    *("executor=inline", "devices=cpu", "warmup.steps=0"),
     *("model.tiny={hidden_size: 32, layers: 1, heads: 1}", "trainer.steps=1", "eval.prompts=1"),
     *("data.prompts_per_step=8", "rollout.samples_per_prompt=5", "observe.samples_every=1"),
 ]
 
 
 def samples(folder, *overrides):
-    main.run(load_config([*JOB, f"run.directory={folder}", *overrides]))
+    job = [*JOB, "rollout=transformers", f"run.directory={folder}", *overrides]
+    main.run(load_config(job))
     return pq.read_table(folder / "samples" / "step-000001.parquet").to_pylist()
 
 
 def test_numbers_lengths_and_ends_of_samples(tmp_path):
     limits = ["rollout.max_tokens=6", "rollout.min_tokens=3", "rollout.stop=['1','=2']"]
-    limits += ["guard.most_mismatch=10"]  # which is what training with a minimum has to say
     rows = samples(tmp_path / "run", *limits)
     assert len(rows) == 8 * 5 and len({row["prompt"] for row in rows}) == 8
     texts = [row["response"] for row in rows]
@@ -47,3 +49,27 @@ def test_one_of_the_likeliest_tokens_is_drawn(tmp_path):
     for row in two:
         firsts.setdefault(row["prompt"], set()).add(row["response"][:1])
     assert max(map(len, firsts.values())) == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["rollout=vllm", "rollout.top_p=0.8", "rollout.min_tokens=2", "actor.updates_per_step=2"],
+        ["rollout=vllm", "rollout.min_tokens=3"],
+        ["rollout=vllm", "rollout.min_p=0.3", "rollout.partial=0.5", "trainer.steps=3"],
+        [
+            "rollout=transformers",
+            "rollout.top_k=5",
+            "rollout.top_p=0.8",
+            "rollout.partial=0.5",
+            "trainer.steps=3",
+        ],
+    ],
+)
+def test_the_trainer_leaves_out_the_tokens_that_the_generator_left_out(tmp_path, settings):
+    """So that their log-probabilities of a first step are equal, at any temperature."""
+    main.run(load_config([*JOB, f"run.directory={tmp_path}", "rollout.temperature=0.7", *settings]))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    first, *others = [row for row in map(json.loads, lines) if "mismatch/k3" in row]
+    assert first["mismatch/k3"] < 1e-10 and first["mismatch/max_abs"] < 1e-4
+    assert all(row["mismatch/k3"] < 0.2 for row in others), "of begun samples older weights' too"

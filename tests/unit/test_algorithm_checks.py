@@ -200,8 +200,6 @@ WRONG = [
     (["data.sampler=pass_rate", "algorithm=sft"], "data.sampler=pass_rate", "learns from examples"),
     (["reward.check=exakt"], "`reward.check` holds `exakt`", "Did you mean"),
     # Samples that are not the policy's own.
-    (["rollout.top_p=0.9"], "rollout.top_p=0.9", "rollout.top_p=1.0"),
-    (["algorithm=ppo", "rollout.top_k=5"], "rollout.top_k=5", "rollout.top_k=0"),
     *(
         ([f"algorithm={name}", *STALE], "placement.staleness=1", "algorithm.correction=truncate")
         for name in ("opo", "rloo", "remax")
@@ -211,7 +209,6 @@ WRONG = [
         "placement.in_flight=True",
         "algorithm.policy_loss=ppo_clip",
     ),
-    (["rollout.min_tokens=4"], "rollout.min_tokens=4", "Set rollout.min_tokens=0"),
     (
         ["algorithm=rloo", "placement=separation", "rollout.weight_sync=int8"],
         "rollout.weight_sync=int8",
@@ -228,7 +225,9 @@ RIGHT = [
     ["algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
     ["algorithm=rloo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"],
     ["algorithm=evaluate", "rollout.min_tokens=4"],
-    ["rollout.min_tokens=4", "guard.most_mismatch=1"],
+    ["rollout.min_tokens=4"],
+    ["rollout.top_p=0.9"],
+    ["algorithm=ppo", "rollout.top_k=5", "rollout.min_p=0.1"],
     ["algorithm=rloo", "rollout.weight_sync=int8"],  # nothing travels
     ["rollout.verify_weights=true", "rollout.weight_sync=int4_delta"],
     ["algorithm=evaluate", "rollout.top_p=0.9"],
