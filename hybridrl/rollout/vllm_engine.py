@@ -88,6 +88,8 @@ class VLLMEngine(RolloutEngine):
         if filters and not is_on_cpu:
             further["return_sampling_mask"] = True
         self._llm = start_vllm(setup, config, further)
+        # Collected some time later, it would destroy the process groups of the engine then in use.
+        self._llm.llm_engine.engine_core._finalizer.detach()
         cache = self._llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
         self._prefix_counts: Counter[str] = Counter()
         if cache.enable_caching:
