@@ -116,9 +116,9 @@ class DataIdentity:
         if self.fingerprint != state.data:
             raise DataError(
                 f"{folder} was written by a run on other data than this one's {self.number} rows, "
-                "on other tokens of them, or with another run.seed, which deals them out."
-                f"{self._difference(state)} Resume with the data, tokenizer and seed of that run, "
-                "or train on from its model in a new run."
+                "on other tokens of them, or with others held out, which run.seed, eval.prompts "
+                f"and the weights of a mixture choose.{self._difference(state)} Resume with the "
+                "data, tokenizer and settings of that run, or train on from its model in a new run."
             )
 
     def _difference(self, state: RunState) -> str:

@@ -21,6 +21,7 @@ from hybridrl.data.table_columns import (
     add_nested_columns,
     check_required_columns,
     without_mixed_columns,
+    without_views,
 )
 from hybridrl.errors import DataError, MissingPackageError, pip_install
 from hybridrl.system.hub_access import find_hub_problem
@@ -175,6 +176,7 @@ def list_splits(path: str) -> list[str]:
 
 def _add_required_columns(table: pa.Table, required: Mapping[str, str], place: str) -> pa.Table:
     """Return the table with all required columns, including those nested in objects."""
+    table = without_views(table)
     if table.num_rows == 0:  # and perhaps no columns; another file may have some
         return table
     twice = [name for name, number in Counter(table.column_names).items() if number > 1]

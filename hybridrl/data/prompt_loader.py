@@ -21,6 +21,7 @@ from hybridrl.data.prefix_order import PrefixOrder
 from hybridrl.data.samplers import build_sampler, draw_rows
 from hybridrl.errors import ConfigError, DataError
 
+_TOKENS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 _log = logging.getLogger(__name__)
 
 
@@ -119,7 +120,7 @@ class PromptLoader(Iterator[Batch]):
             self._order_of_epoch = None
         if state.get("crc32") != mine["crc32"]:
             _log.warning(
-                "These prompts are not those that the checkpoint was made with: their number is "
+                "These rows are not those that the checkpoint was made with: their number is "
                 "the same, their tokens or which of them are held out are not (%s). The order goes "
                 "on with those that are here.",
                 "the data has changed" if "crc32" in state else "it is of an older version",
@@ -128,13 +129,12 @@ class PromptLoader(Iterator[Batch]):
 
     @cached_property
     def _crc32(self) -> int | None:
-        """Return the CRC-32 of the tokens of all prompts; None if the rows have no tokens."""
-        if "prompt_ids" not in self._prompts.columns:
-            return None
-        found = 0
-        for piece in self._prompts.pieces:
-            found = zlib.crc32(piece.ragged("prompt_ids").values.numpy().data, found)
-        return found
+        """Return the CRC-32 of the tokens of all rows; None if they have none."""
+        columns, found = [name for name in _TOKENS if name in self._prompts.columns], 0
+        for name in columns:
+            for piece in self._prompts.pieces:
+                found = zlib.crc32(piece.ragged(name).values.numpy().data, found)
+        return found if columns else None
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:

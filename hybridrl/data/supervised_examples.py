@@ -24,7 +24,7 @@ from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.data.table_columns import is_chat_in_text
 from hybridrl.errors import DataError, RowError
 
-CONVERSATION = "conversation"
+CONVERSATION = "conversation_number"
 """Where a conversation has become several rows: a number that they share."""
 
 
@@ -49,7 +49,7 @@ def tokenize_examples(
         A batch with the token-level columns `prompt_ids`, `response_ids` (everything after the
         prompt) and `response_mask` (uint8; 1 for the tokens to learn, the end included). Rows
         dropped as too long are counted in a log message. Where conversations have become several
-        rows, `conversation` says which belong together.
+        rows, `conversation_number` says which belong together.
 
     Raises:
         DataError: if a column is missing, a prompt or response is not usable, or the tokenizer has

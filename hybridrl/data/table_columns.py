@@ -18,6 +18,7 @@ TOOLS = "tools"
 
 _LISTS_OF_OBJECTS = {pa.json_(), pa.list_(pa.null())}
 """Types of a column of them, the second of rows whose lists are empty."""
+_OF_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 _log = logging.getLogger(__name__)
 
 
@@ -91,6 +92,22 @@ def add_nested_columns(table: pa.Table, names: Collection[str]) -> pa.Table:
             continue
         table = table.append_column(name, found)
     return table
+
+
+def without_views(table: pa.Table) -> pa.Table:
+    """Return the table without views, as which Polars writes texts: Arrow cannot take rows of
+    them."""
+    fields = [field.with_type(_type_without_views(field.type)) for field in table.schema]
+    return table if fields == list(table.schema) else table.cast(pa.schema(fields))
+
+
+def _type_without_views(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_type_without_views(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_list_view(kind):
+        inner = _type_without_views(kind.value_type)
+        return kind if inner == kind.value_type else pa.large_list(inner)
+    return _OF_VIEWS.get(kind, kind)
 
 
 def without_mixed_columns(

@@ -123,6 +123,7 @@ class KnownJob:
         model_path: Where the model is, also a tiny one that the settings do not name.
         lengths: Of samples that are as long as the data and the settings let them be.
         training: Rows to learn from.
+        done: Numbers of the steps, and of their rows, that a resumed run has behind it.
     """
 
     cluster: ClusterSpec
@@ -130,6 +131,7 @@ class KnownJob:
     model_path: str
     lengths: SampleLengths
     training: Batch
+    done: tuple[int, int] = (0, 0)
 
     def with_model(self, config: Config) -> Config:
         """Return the settings, with the tiny model's folder if they name none."""
@@ -138,10 +140,13 @@ class KnownJob:
 
 def resolve_steps(config: Config, job: KnownJob) -> tuple[Config, str]:
     """Compute `trainer.steps` where `trainer.epochs` is set; the last step may reach into the next
-    epoch."""
+    epoch. Steps before a resume may have had another size."""
     if (epochs := config.trainer.epochs) is None:
         return config, ""
-    steps = max(1, math.ceil(round(epochs * len(job.training) / config.data.prompts_per_step, 9)))
+    # Further prompts of a step are not counted: nobody knows how many there will be.
+    before, dealt = (0, 0) if config.algorithm.dynamic_sampling else job.done
+    left = (epochs * len(job.training) - dealt) / config.data.prompts_per_step
+    steps = max(1, before + math.ceil(round(left, 9)))
     said = f"trainer.epochs={epochs:g} of {len(job.training):,} rows: {steps:,} steps."
     return apply_changes(config, [("trainer.steps", steps)]), said
 

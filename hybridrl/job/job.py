@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,11 @@ import psutil
 from hybridrl.batch.call_record import FigureCheck
 from hybridrl.checkpoint.ownership import FolderOwnership
 from hybridrl.checkpoint.resume import find_resume_point
-from hybridrl.checkpoint.run_state import check_model_identity, describe_model_identity
+from hybridrl.checkpoint.run_state import (
+    RunState,
+    check_model_identity,
+    describe_model_identity,
+)
 from hybridrl.checkpoint.store import resolve_checkpoint_folder
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
@@ -255,7 +260,16 @@ class Job:
 
         lengths = SampleLengths.alike(self.longest_prompt, self.longest_response)
         known = self.executor.cluster, self.roles, self.model_path, lengths
-        return KnownJob(*known, self.training)
+        return KnownJob(*known, self.training, self._done)
+
+    @cached_property
+    def _done(self) -> tuple[int, int]:
+        """The numbers of the steps, and of their rows, before this job. Read once: later
+        checkpoints may take the place of the one that it resumes from."""
+        if self.resumed.folder is None:
+            return 0, 0
+        state = RunState.load(self.resumed.folder)
+        return state.step, int(state.feed["numbered"])
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Place the roles on the devices of the cluster."""

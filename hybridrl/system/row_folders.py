@@ -67,9 +67,12 @@ def list_row_folders(cache: Path) -> list[RowFolder]:
 def remove_unused_folders(cache: Path) -> None:
     """Remove folders that no job has opened for a month, and what killed jobs have left."""
     for path in (cache / KIND).glob("*"):
-        most = _MOST_PART_S if path.name.startswith(PART) else _MOST_UNUSED_S
+        is_part = path.name.startswith(PART)
         with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > most:
+            # A job that fills one for days writes to its file of rows.
+            files = path.rglob("*") if is_part and not _is_abandoned(path) else ()
+            unused = time.time() - max(place.stat().st_mtime for place in (path, *files))
+            if unused > (_MOST_PART_S if is_part else _MOST_UNUSED_S):
                 shutil.rmtree(path)
 
 

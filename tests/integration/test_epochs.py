@@ -49,6 +49,10 @@ def test_a_run_resumes_in_the_middle_of_the_second_epoch(tmp_path, monkeypatch):
     steps, resumed = trained("part", "trainer.epochs=2", "resume=auto")
     assert steps == 9
     _, in_memory = trained("memory", "trainer.steps=9", small_bytes=1 << 30)
+    # 24 of 72 rows are behind it.
+    assert trained("wider", "trainer.steps=3")[0] == 3
+    wider = ["trainer.epochs=2", "data.prompts_per_step=16", "resume=auto"]
+    assert trained("wider", *wider)[0] == 3 + 3
     for name, weights in whole.items():
         assert torch.equal(weights, resumed[name])
         assert torch.equal(weights, in_memory[name])

@@ -79,7 +79,7 @@ def test_all_rows_of_a_conversation_are_on_one_side(tmp_path):
     config = write(tmp_path / "rows.jsonl", rows)
     split = load_examples(config, tokenizer, held_out=4, seed=0)
     assert len(split.training) == 16 and len(split.held_out) == 4
-    sides = [set(side["conversation"].tolist()) for side in (split.training, split.held_out)]
+    sides = [set(side["conversation_number"].tolist()) for side in (split.training, split.held_out)]
     assert not sides[0] & sides[1] and sides[0] | sides[1] == set(range(10))
 
 

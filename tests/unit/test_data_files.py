@@ -234,6 +234,23 @@ def test_folders_that_save_to_disk_wrote(tmp_path):
         read_rows(str(tmp_path / "parts"), "dev")
 
 
+@pytest.mark.parametrize("end", ["arrow", "parquet"])
+def test_views_are_read_as_texts(tmp_path, end):
+    """Polars writes texts so."""
+    chats = pa.list_(pa.struct([("role", pa.string_view()), ("bytes", pa.binary_view())]))
+    kinds = {"prompt": pa.string_view(), "answer": pa.string_view(), "chat": chats, "n": pa.int8()}
+    rows = [{**row, "chat": [{"role": "user", "bytes": b"a"}], "n": 1} for row in ROWS]
+    table = pa.Table.from_pylist(rows, pa.schema(kinds))
+    if end == "parquet":
+        table = table.drop_columns("chat")  # which Arrow cannot write there
+        pq.write_table(table, tmp_path / "rows.parquet")
+    else:
+        with pa.ipc.new_file(str(tmp_path / "rows.arrow"), table.schema) as writer:
+            writer.write_table(table)
+    found = read_rows(str(tmp_path / f"rows.{end}"), required=REQUIRED)
+    assert found.take([1, 0]).to_pylist() == table.to_pylist()[::-1]
+
+
 def test_arrow_files_of_both_kinds(tmp_path):
     table = pa.Table.from_pylist(ROWS)
     for name, make in (("s.arrow", pa.ipc.new_stream), ("f.arrow", pa.ipc.new_file)):

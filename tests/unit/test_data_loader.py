@@ -75,9 +75,11 @@ def test_other_data_or_another_seed_cannot_go_on():
         PromptLoader(numbered(5), 2, seed=1).restore(state)
 
 
-def test_other_prompts_of_the_same_number_are_told_of(caplog):
+@pytest.mark.parametrize("column", ["prompt_ids", "response_ids", "chosen_ids", "rejected_ids"])
+def test_other_rows_of_the_same_number_are_told_of(caplog, column):
     def tokenized(first):
-        return Batch.from_columns({"prompt_ids": [np.array([first + n]) for n in range(5)]})
+        columns = {"prompt_ids": range(5), column: range(first, first + 5)}
+        return Batch.from_columns({k: [np.array([n]) for n in v] for k, v in columns.items()})
 
     state = PromptLoader(tokenized(0), 2, seed=0).state()
     PromptLoader(tokenized(0), 2, seed=0).restore(state)

@@ -149,7 +149,7 @@ def test_answers_are_learned_as_they_are_generated(learn, expected, caplog):
     assert shown(batch, build_character_tokenizer()) == [*expected, ("u-hi<eos> a-", "==yes<eos>")]
     assert ("1 conversations became 2 rows" in caplog.text) == (learn == "all")
     if learn == "all":
-        assert batch["conversation"].tolist() == [0, 0, 1]
+        assert batch["conversation_number"].tolist() == [0, 0, 1]
 
 
 def test_each_answer_in_a_row_of_its_own():
@@ -158,7 +158,7 @@ def test_each_answer_in_a_row_of_its_own():
         ("u-hi<eos> a-", "yes<eos>"),
         ("u-hi<eos> a-yes<eos> u-so<eos> a-", "no<eos>"),
     ]
-    assert "conversation" not in conversations([TALK], CLOSING).columns
+    assert "conversation_number" not in conversations([TALK], CLOSING).columns
 
 
 def test_only_the_answers_that_a_rendering_changes_need_another():

@@ -264,6 +264,19 @@ def test_a_column_that_a_block_cannot_hold_is_left_out_of_all(load, tmp_path, ca
             assert found.to_pylist() == expected.to_pylist()
 
 
+def test_columns_of_users_are_no_keys_of_prompts(load, tmp_path, caplog):
+    own = {"conversation": "hello", "conversation_number": 1, "prompt_tokens_key": 2}
+    rows = [{**row, **own, "prompt_text_key": "a"} for row in rows_of("prompts")]
+    config = settings_of("prompts", tmp_path, rows)
+    for small in (True, False):
+        found = load("prompts", config, small=small)
+        assert len(found.held_out) == 4
+        assert found.training.take([0])["conversation"] == ["hello"]
+        assert "conversation_number, prompt_text_key, prompt_tokens_key are left out" in caplog.text
+        assert "conversation_number" not in found.training
+        caplog.clear()
+
+
 def test_a_column_that_rows_have_by_another_name_stays(load, tmp_path):
     rows = [{"q": f"{n}+1=", "right": n, "answer": 2**70 * (n % 2)} for n in range(90)]
     named = {"prompt_column": "q", "answer_column": "right"}
@@ -554,10 +567,16 @@ def test_what_no_job_opens_is_removed(load, tmp_path):
         seconds = time.time() - days * 86400
         os.utime(folder / name, (seconds, seconds))
     os.utime(used, (1, 1))
-    load("pairs", settings_of("pairs", tmp_path))
+    long = folder / ".part-of-days" / "entry"
+    long.mkdir(parents=True)
+    with (long / "rows.arrow").open("wb") as rows:
+        fcntl.flock(rows, fcntl.LOCK_EX)
+        for place in (long, long.parent):
+            os.utime(place, (1, 1))
+        load("pairs", settings_of("pairs", tmp_path))
     assert not used.exists()
     kept = {place.name for place in entries_of(tmp_path)}
-    assert len(kept) == 2 and ".part-busy" in kept
+    assert len(kept) == 3 and {".part-busy", ".part-of-days"} < kept
 
 
 @pytest.mark.parametrize(("cores", "blocks", "count"), [(8, 3, 3), (2, 5, 2), (4, 0, 1)])
