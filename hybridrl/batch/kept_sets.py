@@ -32,12 +32,12 @@ class TokenSet(NamedTuple):
     """The tokens of one place, or those left out there.
 
     Attributes:
-        count: Positive: the number of `ids`, which are kept. Negative: so many `ids` are left out
+        size: Positive: the number of `ids`, which are kept. Negative: so many `ids` are left out
             of the vocabulary. 0: nothing is left out.
         ids: Token ids.
     """
 
-    count: int
+    size: int
     ids: Sequence[int]
 
 
@@ -60,7 +60,7 @@ class KeptSets:
 
     def add(self, found: TokenSet, times: int = 1) -> None:
         """Append the set of the next token, or the same one for several tokens."""
-        self.counts.extend([found.count] * times)
+        self.counts.extend([found.size] * times)
         self.ids.extend(list(found.ids) * times)
 
     def extend(self, other: KeptSets) -> None:

@@ -94,7 +94,7 @@ def test_few_are_listed_many_are_left_out_all_are_neither():
     log_probs[0, [2, 5]] = log_probs[1, [0, 1, 2, 3, 6]] = log_probs[2] = -1.0
     few, many, every = find_token_sets(log_probs)
     assert (few, many) == (TokenSet(2, [2, 5]), TokenSet(-2, [4, 5]))
-    assert (every.count, list(every.ids)) == (0, [])
+    assert (every.size, list(every.ids)) == (0, [])
     assert find_token_sets(log_probs[:0]) == []
 
 
