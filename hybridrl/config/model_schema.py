@@ -264,7 +264,7 @@ class RolloutConfig:
     generator notes for each place: see docs/algorithms.md."""
     top_k: NonNegativeInt = 0
     """So many of the likeliest tokens are drawn from; 0: all."""
-    min_p: Probability = 0.0
+    min_p: Annotated[Probability, AppliesIf(".min_p")] = 0.0
     """Tokens are drawn from that have at least this share of the likeliest one's probability."""
     stop: list[Annotated[str, NotEmpty()]] = field(default_factory=list)
     """Texts that end a response; the end tokens of model, tokenizer and chat template always do."""
