@@ -7,7 +7,6 @@ The noise of a sample depends on the sample's own seed, not on the samples besid
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -273,16 +272,17 @@ class TransformersEngine(BatchedEngine):
             cache = output.past_key_values
             log_probs = chooser.compute_log_probs(output.logits[:, -1], position)
             tokens, chosen = chooser.draw(log_probs, seeds_left, position)
-            sets = find_token_sets(log_probs) if self.keeps_sets else repeat(WHOLE_VOCABULARY)
+            sets = find_token_sets(log_probs) if self.keeps_sets else [WHOLE_VOCABULARY] * len(ids)
             for sample, token, log_prob, end, found in zip(
                 *(running, tokens.tolist(), chosen.tolist(), chooser.ends(tokens), sets),
-                strict=False,
+                strict=True,
             ):
                 if sample.reason != UNFINISHED:
                     continue
                 sample.token_ids.append(token)
                 sample.log_probs.append(log_prob)
-                sample.kept.add(found)
+                if self.keeps_sets:
+                    sample.kept.add(found)
                 if end or chooser.stops(sample.token_ids):
                     sample.reason = "stop"
                 elif len(sample.token_ids) >= sample.request.sampling.max_tokens:
