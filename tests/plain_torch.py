@@ -334,6 +334,7 @@ class Job:
         self.given = self.program in ("sft", "dpo", "reward_model", "offline_distillation")
         self.temperature = 1.0 if self.given else rollout["temperature"]
         self.splits = self.config["actor"]["updates_per_step"]
+        self.epochs, self.most = self.config["actor"]["epochs"], self.config["actor"]["max_kl"]
         self.tokenizer = AutoTokenizer.from_pretrained(self.config["model"]["path"])
         self.differences, self.metrics = {}, {}
         for line in (self.folder / "metrics.jsonl").read_text().splitlines():
@@ -341,19 +342,21 @@ class Job:
             self.metrics[row["step"]] = self.metrics.get(row["step"], {}) | row
         steps, path = self.config["trainer"]["steps"], self.config["model"]["path"]
         adapters = self.config["actor"]["lora"]["path"]
-        updates = steps * self.splits + (steps if self.algorithm["ptx_coefficient"] else 0)
+        updates = steps * self.splits * self.epochs
+        updates += steps if self.algorithm["ptx_coefficient"] else 0
         optimizer = self.config["actor"]["optimizer"]
         scalar = self.program == "reward_model"
         self.actor = Learner(Model(path, scalar=scalar, adapters=adapters), optimizer, updates)
         self.reference = self.actor.model.frozen()
         self.history = [self.reference]
         self.critics = {}
+        self.critic_epochs = self.config["critic"]["epochs"] or self.epochs
         prefixes = {"ppo": [""], "safe_rlhf": ["", "cost_"]}.get(self.program, [])
         for prefix in prefixes:
             own = self.config["models"].get(f"{prefix}critic") or {}
             start, of = own.get("path"), optimizer | own.get("optimizer", {})
             model = Model(start or path, scalar=True, adapters=None if start else adapters)
-            self.critics[prefix] = Learner(model, of, steps * self.splits)
+            self.critics[prefix] = Learner(model, of, steps * self.splits * self.critic_epochs)
         if "distillation" in self.program:
             self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()
         self.pool, self.costs = [], []
@@ -367,6 +370,10 @@ class Job:
         if found.numel():
             off = float(((found - expected).abs() / expected.abs().clamp(min=floor)).max())
             self.differences[name] = max(self.differences.get(name, 0.0), off)
+
+    def compare_written(self, name, expected):
+        """Compare with a metric of the step."""
+        self.compare(name, self.metrics[self.number][name], expected)
 
     def run(self):
         """Every step, and the weights at the end; the largest relative differences by name."""
@@ -426,9 +433,10 @@ class Job:
     def log_probs(self, model, row):
         return model.log_probs(row, self.temperature)[0]
 
-    def parts(self, rows, sampled=()):
-        """The rows of each mini-batch: whole groups, in an order drawn from the seed and from how
-        many groups there were by then; `sampled` are all rows of the step, if it left some out."""
+    def parts(self, rows, sampled=(), epoch=0):
+        """The rows of each mini-batch: whole groups, in an order drawn from the seed, from how
+        many groups there were by then and from the epoch; `sampled` are all rows of the step, if
+        it left some out."""
         if self.splits == 1:
             return [rows]
         groups = [row["group_id"] for row in rows]
@@ -436,7 +444,7 @@ class Job:
         if self.program == "expert_iteration" or len(set(groups)) < self.splits:
             groups = list(range(len(rows)))
         different = sorted(set(groups))
-        order = np.random.default_rng([self.config["run"]["seed"], 4, dealt, 0])
+        order = np.random.default_rng([self.config["run"]["seed"], 4, dealt, epoch])
         place = dict(zip(different, order.permutation(len(different)).tolist(), strict=True))
         edges = [len(different) * part // self.splits for part in range(self.splits + 1)]
         placed = [(place[group], row) for group, row in zip(groups, rows, strict=True)]
@@ -465,11 +473,16 @@ class Job:
         stale = flow["staleness"] > 0 or flow["in_flight"] or settings["replay_share"] > 0
         corrected = settings["correction"] in ("truncate", "mask")
         loss, sums, gaps = torch.zeros(()).double(), defaultdict(float), []
+        if self.over:
+            return self.leave_out()
         for row, mask, weight in zip(part, masks, weights, strict=True):
             if not mask.any():
                 continue
             log_probs, entropy = self.actor.model.log_probs(row, self.temperature)
             begun = row["old"] if old else log_probs.detach()
+            if old:
+                gone = (begun - log_probs.detach())[mask]
+                sums["policy/step_kl"] += float((torch.expm1(-gone) + gone).sum())
             base = row["rollout"] if stale and not corrected else begun
             token_loss = policy_loss(settings, log_probs, base, row["advantages"], mask)
             if corrected:
@@ -485,10 +498,20 @@ class Job:
             sums["policy/entropy"] += float(entropy.detach()[mask].sum())
             gaps.append((row["rollout"] - begun)[mask].detach())
         tokens = sum(int(mask.sum()) for mask in masks)
-        norm = self.actor.step(loss)
         means = {name: total / max(1, tokens) for name, total in sums.items()}
+        if self.most is not None and self.made and means["policy/step_kl"] > self.most:
+            self.over = True
+            self.compare_written("policy/step_kl_at_stop", means["policy/step_kl"])
+            return self.leave_out()
+        self.made += 1
+        norm = self.actor.step(loss)
         means |= {"policy/loss": loss.item(), "policy/grad_norm": norm}
         self.note(tokens, **means, gaps=torch.cat(gaps) if gaps else torch.zeros(0))
+        self.history.append(self.actor.model.frozen())
+
+    def leave_out(self):
+        """An update that is not made counts in the schedule and as a version."""
+        self.actor.done += 1
         self.history.append(self.actor.model.frozen())
 
     def learn_values(self, part, prefix):
@@ -591,7 +614,7 @@ class Job:
                 found = whitened(found, masks)
                 found = [a * (n not in alone) for n, a in enumerate(found)]
         self.credit(rows, found)
-        self.learn(rows, old=self.splits > 1 or kl)
+        self.learn(rows, old=self.splits * self.epochs > 1 or kl)
 
     def credit(self, rows, advantages):
         for row, found in zip(rows, advantages, strict=True):
@@ -628,10 +651,15 @@ class Job:
 
     def learn(self, rows, **options):
         """Updates of critics and policy, and one of given answers."""
-        for part in self.parts(rows):
-            for prefix in self.critics:
-                self.learn_values(part, prefix)
-            self.reinforce(part, **options)
+        self.over, self.made = False, 0
+        for epoch in range(max(self.epochs, self.critic_epochs if self.critics else 0)):
+            for part in self.parts(rows, epoch=epoch):
+                for prefix in self.critics if epoch < self.critic_epochs else ():
+                    self.learn_values(part, prefix)
+                if epoch < self.epochs:
+                    self.reinforce(part, **options)
+        if self.most is not None:
+            self.compare_written("policy/updates", self.made)
         if scale := self.algorithm["ptx_coefficient"]:
             self.imitate(self.examples(), "token-mean", scale)
 
@@ -788,10 +816,11 @@ class Job:
         if sampled:
             gains = [row["teacher"] - row["rollout"] for row in rows]
             self.credit(rows, whitened(gains, [row["mask"] for row in rows]))
-            self.learn(rows, old=self.splits > 1, towards="teacher")
+            self.learn(rows, old=self.splits * self.epochs > 1, towards="teacher")
             return
-        for part in self.parts(rows):
-            self.taught(part)
+        for epoch in range(self.epochs):
+            for part in self.parts(rows, epoch=epoch):
+                self.taught(part)
 
     def step_of_offline_distillation(self, rows):
         with torch.no_grad():

@@ -18,6 +18,8 @@ TOGETHER = (
     ("temperature", "two updates", "KL in the loss", "entropy", "correction", "LoRA"),
     ("temperature", "KL in the reward", "tool tokens", "dropped samples"),
     ("two updates", "supervised"),
+    ("temperature", "two updates", "two epochs", "critic epochs"),
+    ("temperature", "two updates", "KL limit"),
     STALE,
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
@@ -55,6 +57,8 @@ def worked_out(run, tmp_path, folders):
     ("program", "options"),
     [
         *(("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])),
+        ("grpo", ["temperature", "two updates", "KL limit"]),
+        ("ppo", ["temperature", "two updates", "two epochs", "critic epochs"]),
         *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo")),
     ],
 )
