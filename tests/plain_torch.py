@@ -25,6 +25,8 @@ FLOOR = 0.1
 """Differences are relative to the expected number, or to this if it is smaller: sums of terms of
 size 1 that cancel have the rounding of their terms."""
 
+STEP_KL, OF_KL = "policy/step_kl", 0.01
+"""What a step moves the policy by is small."""
 VAGUE = 1e-5
 """Of a tensor's largest gradient: smaller ones are mostly rounding."""
 
@@ -373,7 +375,7 @@ class Job:
 
     def compare_written(self, name, expected):
         """Compare with a metric of the step."""
-        self.compare(name, self.metrics[self.number][name], expected)
+        self.compare(name, self.metrics[self.number][name], expected, OF_KL)
 
     def run(self):
         """Every step, and the weights at the end; the largest relative differences by name."""
@@ -482,7 +484,7 @@ class Job:
             begun = row["old"] if old else log_probs.detach()
             if old:
                 gone = (begun - log_probs.detach())[mask]
-                sums["policy/step_kl"] += float((torch.expm1(-gone) + gone).sum())
+                sums[STEP_KL] += float((torch.expm1(-gone) + gone).sum())
             base = row["rollout"] if stale and not corrected else begun
             token_loss = policy_loss(settings, log_probs, base, row["advantages"], mask)
             if corrected:
@@ -499,9 +501,9 @@ class Job:
             gaps.append((row["rollout"] - begun)[mask].detach())
         tokens = sum(int(mask.sum()) for mask in masks)
         means = {name: total / max(1, tokens) for name, total in sums.items()}
-        if self.most is not None and self.made and means["policy/step_kl"] > self.most:
+        if self.most is not None and self.made and means[STEP_KL] > self.most:
             self.over = True
-            self.compare_written("policy/step_kl_at_stop", means["policy/step_kl"])
+            self.compare_written("policy/step_kl_at_stop", means[STEP_KL])
             return self.leave_out()
         self.made += 1
         norm = self.actor.step(loss)
@@ -841,7 +843,7 @@ class Job:
             weights = weights if weights.sum() else np.ones(len(found))
             mean = float(np.average([u[name] for u in found], weights=weights))
             if name in written:
-                self.compare(name, written[name], mean)
+                self.compare(name, written[name], mean, OF_KL if name == STEP_KL else FLOOR)
         self.kls = [u["policy/kl"] for u in self.updates if "policy/kl" in u]
         gaps = next((u["gaps"] for u in self.updates if "gaps" in u), torch.zeros(0))
         if len(gaps) and "mismatch/k3" in written:
