@@ -74,9 +74,10 @@ from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 def _list_update_columns(built: Mapping[str, Any]) -> list[str]:
     """Return the columns that updates need in workers built with these keywords."""
-    config: ActorConfig = built["config"]
-    old = ["log_probs"] if config.max_kl is not None and config.step_updates > 1 else []
-    return [*UPDATE_COLUMNS, *getattr(built["objective"], "needs", ()), *old]
+    config: ActorConfig = built.get("config", ActorConfig())
+    limited = config.max_kl is not None and config.step_updates > 1
+    needs = getattr(built["objective"], "needs", ())
+    return [*UPDATE_COLUMNS, *needs, *(["log_probs"] if limited else [])]
 
 
 def _routes(built: Mapping[str, Any]) -> list[str]:
