@@ -254,7 +254,7 @@ def overview(job: Job, plan: Sequence[str]) -> str:
         "examples": f"{prompts} examples",
         "pairs": f"{prompts} pairs",
     }[job.trainer_class.DATA]
-    step = f"step        {of_step}, {config.actor.updates_per_step} update(s)"
+    step = f"step        {of_step}, {config.actor.step_updates} update(s)"
     lines = [
         f"run         {job.directory.path}",
         f"model       {config.model.path or 'tiny, made from the seed'}, {config.model.dtype}",

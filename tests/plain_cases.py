@@ -110,6 +110,9 @@ OPTIONS = {
     "alone": (),
     "temperature": ("rollout.temperature=0.7",),
     "two updates": ("actor.updates_per_step=2",),
+    "two epochs": ("actor.epochs=2",),
+    "critic epochs": ("critic.epochs=3",),
+    "KL limit": ("actor.epochs=2", "actor.max_kl=1e-4"),
     "KL in the loss": ("algorithm.kl_coefficient=0.1",),
     "KL in the reward": ("algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"),
     "entropy": ("algorithm.entropy_coefficient=0.05",),
@@ -135,6 +138,9 @@ CHOSEN = ("expert_iteration", "best_of_n", "online_dpo", *ONLINE)
 """Programs that learn from some of their samples, without advantages."""
 REFUSED = {
     "two updates": ("online_dpo", *ONLINE, *PAIRED),
+    "two epochs": (*CHOSEN, *GIVEN),
+    "critic epochs": tuple(name for name in PROGRAMS if name not in ("ppo", "safe_rlhf")),
+    "KL limit": (*CHOSEN, *TAUGHT, *GIVEN),
     **dict.fromkeys(("KL in the loss", "KL in the reward"), (*CHOSEN, *TAUGHT, *GIVEN)),
     **dict.fromkeys(("entropy", "correction"), (*CHOSEN, "sft", *PAIRED)),
     "supervised": (*CHOSEN, *TAUGHT[:2], *GIVEN),

@@ -25,6 +25,8 @@ FLOOR = 0.1
 """Differences are relative to the expected number, or to this if it is smaller: sums of terms of
 size 1 that cancel have the rounding of their terms."""
 
+STEP_KL, OF_KL = "policy/step_kl", 0.01
+"""What a step moves the policy by is small."""
 VAGUE = 1e-5
 """Of a tensor's largest gradient: smaller ones are mostly rounding."""
 
@@ -341,6 +343,7 @@ class Job:
         self.given = self.program in ("sft", "dpo", "reward_model", "offline_distillation")
         self.temperature = 1.0 if self.given else rollout["temperature"]
         self.splits = self.config["actor"]["updates_per_step"]
+        self.epochs, self.most = self.config["actor"]["epochs"], self.config["actor"]["max_kl"]
         self.tokenizer = AutoTokenizer.from_pretrained(self.config["model"]["path"])
         self.differences, self.metrics = {}, {}
         for line in (self.folder / "metrics.jsonl").read_text().splitlines():
@@ -348,19 +351,21 @@ class Job:
             self.metrics[row["step"]] = self.metrics.get(row["step"], {}) | row
         steps, path = self.config["trainer"]["steps"], self.config["model"]["path"]
         adapters = self.config["actor"]["lora"]["path"]
-        updates = steps * self.splits + (steps if self.algorithm["ptx_coefficient"] else 0)
+        updates = steps * self.splits * self.epochs
+        updates += steps if self.algorithm["ptx_coefficient"] else 0
         optimizer = self.config["actor"]["optimizer"]
         scalar = self.program == "reward_model"
         self.actor = Learner(Model(path, scalar=scalar, adapters=adapters), optimizer, updates)
         self.reference = self.actor.model.frozen()
         self.history = [self.reference]
         self.critics = {}
+        self.critic_epochs = self.config["critic"]["epochs"] or self.epochs
         prefixes = {"ppo": [""], "safe_rlhf": ["", "cost_"]}.get(self.program, [])
         for prefix in prefixes:
             own = self.config["models"].get(f"{prefix}critic") or {}
             start, of = own.get("path"), optimizer | own.get("optimizer", {})
             model = Model(start or path, scalar=True, adapters=None if start else adapters)
-            self.critics[prefix] = Learner(model, of, steps * self.splits)
+            self.critics[prefix] = Learner(model, of, steps * self.splits * self.critic_epochs)
         if "distillation" in self.program:
             self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()
         self.pool, self.costs = [], []
@@ -374,6 +379,10 @@ class Job:
         if found.numel():
             off = float(((found - expected).abs() / expected.abs().clamp(min=floor)).max())
             self.differences[name] = max(self.differences.get(name, 0.0), off)
+
+    def compare_written(self, name, expected):
+        """Compare with a metric of the step."""
+        self.compare(name, self.metrics[self.number][name], expected, OF_KL)
 
     def run(self):
         """Every step, and the weights at the end; the largest relative differences by name."""
@@ -451,9 +460,10 @@ class Job:
     def log_probs(self, model, row):
         return model.log_probs(row, self.temperature)[0]
 
-    def parts(self, rows, sampled=()):
-        """The rows of each mini-batch: whole groups, in an order drawn from the seed and from how
-        many groups there were by then; `sampled` are all rows of the step, if it left some out."""
+    def parts(self, rows, sampled=(), epoch=0):
+        """The rows of each mini-batch: whole groups, in an order drawn from the seed, from how
+        many groups there were by then and from the epoch; `sampled` are all rows of the step, if
+        it left some out."""
         if self.splits == 1:
             return [rows]
         groups = [row["group_id"] for row in rows]
@@ -461,7 +471,7 @@ class Job:
         if self.program == "expert_iteration" or len(set(groups)) < self.splits:
             groups = list(range(len(rows)))
         different = sorted(set(groups))
-        order = np.random.default_rng([self.config["run"]["seed"], 4, dealt, 0])
+        order = np.random.default_rng([self.config["run"]["seed"], 4, dealt, epoch])
         place = dict(zip(different, order.permutation(len(different)).tolist(), strict=True))
         edges = [len(different) * part // self.splits for part in range(self.splits + 1)]
         placed = [(place[group], row) for group, row in zip(groups, rows, strict=True)]
@@ -490,11 +500,16 @@ class Job:
         stale = flow["staleness"] > 0 or flow["in_flight"] or settings["replay_share"] > 0
         corrected = settings["correction"] in ("truncate", "mask")
         loss, sums, gaps = torch.zeros(()).double(), defaultdict(float), []
+        if self.over:
+            return self.leave_out()
         for row, mask, weight in zip(part, masks, weights, strict=True):
             if not mask.any():
                 continue
             log_probs, entropy = self.actor.model.log_probs(row, self.temperature)
             begun = row["old"] if old else log_probs.detach()
+            if old:
+                gone = (begun - log_probs.detach())[mask]
+                sums[STEP_KL] += float((torch.expm1(-gone) + gone).sum())
             base = row["rollout"] if stale and not corrected else begun
             token_loss = policy_loss(settings, log_probs, base, row["advantages"], mask)
             if corrected:
@@ -510,10 +525,20 @@ class Job:
             sums["policy/entropy"] += float(entropy.detach()[mask].sum())
             gaps.append((row["rollout"] - begun)[mask].detach())
         tokens = sum(int(mask.sum()) for mask in masks)
-        norm = self.actor.step(loss)
         means = {name: total / max(1, tokens) for name, total in sums.items()}
+        if self.most is not None and self.made and means[STEP_KL] > self.most:
+            self.over = True
+            self.compare_written("policy/step_kl_at_stop", means[STEP_KL])
+            return self.leave_out()
+        self.made += 1
+        norm = self.actor.step(loss)
         means |= {"policy/loss": loss.item(), "policy/grad_norm": norm}
         self.note(tokens, **means, gaps=torch.cat(gaps) if gaps else torch.zeros(0))
+        self.history.append(self.actor.model.frozen())
+
+    def leave_out(self):
+        """An update that is not made counts in the schedule and as a version."""
+        self.actor.done += 1
         self.history.append(self.actor.model.frozen())
 
     def learn_values(self, part, prefix):
@@ -618,7 +643,7 @@ class Job:
                 found = whitened(found, masks)
                 found = [a * (n not in alone) for n, a in enumerate(found)]
         self.credit(rows, found)
-        self.learn(rows, old=self.splits > 1 or kl)
+        self.learn(rows, old=self.splits * self.epochs > 1 or kl)
 
     def credit(self, rows, advantages):
         for row, found in zip(rows, advantages, strict=True):
@@ -655,10 +680,15 @@ class Job:
 
     def learn(self, rows, **options):
         """Updates of critics and policy, and one of given answers."""
-        for part in self.parts(rows):
-            for prefix in self.critics:
-                self.learn_values(part, prefix)
-            self.reinforce(part, **options)
+        self.over, self.made = False, 0
+        for epoch in range(max(self.epochs, self.critic_epochs if self.critics else 0)):
+            for part in self.parts(rows, epoch=epoch):
+                for prefix in self.critics if epoch < self.critic_epochs else ():
+                    self.learn_values(part, prefix)
+                if epoch < self.epochs:
+                    self.reinforce(part, **options)
+        if self.most is not None:
+            self.compare_written("policy/updates", self.made)
         if scale := self.algorithm["ptx_coefficient"]:
             self.imitate(self.examples(), "token-mean", scale)
 
@@ -815,10 +845,11 @@ class Job:
         if sampled:
             gains = [row["teacher"] - row["rollout"] for row in rows]
             self.credit(rows, whitened(gains, [row["mask"] for row in rows]))
-            self.learn(rows, old=self.splits > 1, towards="teacher")
+            self.learn(rows, old=self.splits * self.epochs > 1, towards="teacher")
             return
-        for part in self.parts(rows):
-            self.taught(part)
+        for epoch in range(self.epochs):
+            for part in self.parts(rows, epoch=epoch):
+                self.taught(part)
 
     def step_of_offline_distillation(self, rows):
         with torch.no_grad():
@@ -839,7 +870,7 @@ class Job:
             weights = weights if weights.sum() else np.ones(len(found))
             mean = float(np.average([u[name] for u in found], weights=weights))
             if name in written:
-                self.compare(name, written[name], mean)
+                self.compare(name, written[name], mean, OF_KL if name == STEP_KL else FLOOR)
         self.kls = [u["policy/kl"] for u in self.updates if "policy/kl" in u]
         gaps = next((u["gaps"] for u in self.updates if "gaps" in u), torch.zeros(0))
         if len(gaps) and "mismatch/k3" in written:

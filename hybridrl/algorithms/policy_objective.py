@@ -210,6 +210,8 @@ class PolicyObjective:
         old = columns["rollout_log_probs"] if by_ratio else begun
         loss, metrics = self._policy_loss(log_probs, old, columns["advantages"], segments)
         metrics = {**metrics, "entropy": entropy.detach()}
+        if "log_probs" in columns:
+            metrics["step_kl"] = estimate_kl(begun, log_probs.detach(), "k3", mask=mask)
         if "rollout_log_probs" in columns:
             metrics |= self._mismatch(begun.detach(), columns["rollout_log_probs"], segments)
         if corrected:

@@ -134,6 +134,7 @@ def _values_given(arguments: Iterable[str]) -> dict[str, str]:
         for row, name in _matches(key):
             if len(ours := row.settings_for(name)) == 1 and not row.compute:
                 given.setdefault(ours[0], value)
+    given.setdefault("actor.epochs", "1")  # no preset has more
     return given
 
 

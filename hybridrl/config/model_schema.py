@@ -27,6 +27,7 @@ _WITH_TINY_MODEL = AppliesIf("model.path=null")
 ON_GPUS = AppliesIf("devices=auto", "devices=cuda")
 ON_CPUS = AppliesIf("devices=auto", "devices=cpu")
 VALUES = AppliesIf("trainer.name=ppo", "trainer.name=safe_rlhf")
+_REINFORCES = tuple(f"trainer.name={name}" for name in ("grpo", "ppo", "remax", "safe_rlhf"))
 _WITH_VLLM = AppliesIf("rollout.engine=vllm")
 _WITH_PIPELINE_ENGINE = AppliesIf("rollout.engine=pipeline")
 SERVED = AppliesIf("rollout.serve", "environment.name")
@@ -177,8 +178,18 @@ class ActorConfig:
     """Tokens, prompts included, of one forward and backward on one device; null: as many as its
     memory has room for, by the plan."""
     updates_per_step: PositiveInt = 1
-    """Optimizer updates on the samples of one step, each on its own part of them."""
-    router_loss_weight: NonNegativeFloat = 0.0
+    """Optimizer updates on the samples of one step, each on its own part of them; in each epoch."""
+    epochs: Annotated[PositiveInt, AppliesIf(*_REINFORCES, "trainer.name=distillation")] = 1
+    """How often the policy goes through the samples of a step, each time in another order."""
+    max_kl: Annotated[
+        PositiveFloat | None,
+        AppliesIf(*_REINFORCES),
+        AppliesIf("actor.epochs>1", "actor.updates_per_step>1"),
+    ] = None
+    """Largest KL divergence within a step, in nats a token: an update, other than the first, that
+    finds the policy further from where the step began is left out, with the rest of the step. null:
+    no limit."""
+    router_loss_weight: Annotated[NonNegativeFloat, AppliesIf(".router_loss_weight")] = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.expert_routing`; with it an update forwards its samples once more. 0: none."""
     gradient_checkpointing: Annotated[str, OneOf("auto", *CHECKPOINTING_MODES)] = "auto"
@@ -206,6 +217,11 @@ class ActorConfig:
         self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
         self.compile = str(self.compile).lower()
 
+    @property
+    def step_updates(self) -> int:
+        """The number of updates of a step, unless `max_kl` ends it early."""
+        return self.epochs * self.updates_per_step
+
 
 @dataclass
 class CriticConfig:
@@ -217,6 +233,8 @@ class CriticConfig:
     warmup_steps: Annotated[NonNegativeInt, VALUES] = 0
     """First steps, in which only the critic learns: the policy has its learning-rate schedule, and
     updates of `algorithm.ptx_coefficient`, behind them."""
+    epochs: Annotated[PositiveInt | None, VALUES, AppliesIf(".epochs")] = None
+    """How often the critic goes through the samples of a step; null: as often as the policy."""
 
 
 @dataclass
@@ -329,7 +347,7 @@ class RolloutConfig:
     """How the adapters of `actor.lora` get to vLLM: `merged` into the weights, which all travel; or
     `separate`, so that they alone travel, and vLLM computes with both: less time for each sync and
     more for each token."""
-    verify_weights: bool = False
+    verify_weights: Annotated[bool, AppliesIf(".verify_weights")] = False
     """Compare all weights of the generator with the trainer's after each sync; slow."""
     weight_sync: Annotated[
         str, OneOf("auto", "full", "delta", *LOSSY_WEIGHT_SYNCS), WITH_SEPARATE_GENERATOR

@@ -41,8 +41,8 @@ class HybridEngine:
         verify: Compare all weights after each sync; as slow as loading them.
 
     Attributes:
-        policy_version: Number of optimizer steps, and of loaded weights, so far. Every sample
-            carries the version that made it.
+        policy_version: Number of optimizer steps (also of those left out), and of loaded weights,
+            so far. Every sample carries the version that made it.
         cost: Of the sync before the last generation; None if there was none, or if weights went
             whole.
     """
@@ -129,6 +129,11 @@ class HybridEngine:
             synchronize_device(self.train.device)
         self.policy_version += 1
         return metrics
+
+    def leave_out_update(self) -> None:
+        """Count an update that is not made; see `TrainEngine.leave_out_update`."""
+        self.train.leave_out_update()
+        self.policy_version += 1
 
     def load(self, folder: Path) -> None:
         """Load the weights of a model folder; see `TrainEngine.load_weights`. They count as a new

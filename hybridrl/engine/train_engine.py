@@ -179,7 +179,13 @@ class TrainEngine(ShardedModel):
         )
 
     def update(
-        self, batch: Batch, loss: LossFunction, *, rows_together: int = 1, **options: Any
+        self,
+        batch: Batch,
+        loss: LossFunction,
+        *,
+        rows_together: int = 1,
+        limits: Mapping[str, float] | None = None,
+        **options: Any,
     ) -> dict[str, float]:
         """Run one optimizer step on the rows of all ranks together.
 
@@ -189,6 +195,8 @@ class TrainEngine(ShardedModel):
             loss: See `LossFunction`. With `actor.router_loss_weight` that of `ExpertRouters` is
                 added.
             rows_together: So many neighbouring rows share a micro-batch: 2 for a loss of pairs.
+            limits: Of metrics. An update with one above its limit makes no step, and returns only
+                those, as `over_<name>`.
             options: Of the model's forward, such as `temperature`.
 
         Returns:
@@ -233,9 +241,14 @@ class TrainEngine(ShardedModel):
         if self._pipeline is not None:
             metrics = self._pipeline.from_last(metrics)
         metrics |= found
-        metrics["grad_norm"] = self._step()
+        over = self._exceeding(metrics, limits or {})
+        if not over:
+            metrics["grad_norm"] = self._step()
         if self._measured is not None:
             self._measured.after_update()
+        if over:
+            self.leave_out_update()
+            return over
         if self.skipped_in_a_row:
             faults = (find_non_finite_in_batch(batch, gathered.loss), self.fault)
             self.fault = min(filter(None, faults), default=None)
@@ -244,6 +257,24 @@ class TrainEngine(ShardedModel):
         if not self.skipped_in_a_row:
             self.schedule.step()
         return metrics
+
+    def leave_out_update(self) -> None:
+        """Drop the gradients, and count an update in the schedule that is not made."""
+        self.optimizer.zero_grad()
+        self.schedule.step()
+
+    def _exceeding(
+        self, metrics: Mapping[str, float], limits: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Return the metrics above their limits as `over_<name>`, for all ranks alike: where one
+        rank's rounding differs, the ranks of a step must not."""
+        if not limits:
+            return {}
+        found = torch.tensor([metrics[name] for name in limits], dtype=torch.float64).nan_to_num(0)
+        if (group := self.mesh.group()) is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        values = zip(limits.items(), found.tolist(), strict=True)
+        return {f"over_{name}": value for (name, limit), value in values if value > limit}
 
     def _score(
         self,

@@ -189,7 +189,7 @@ def _make_actor_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
         "environment": config.environment,
         "objective": job.trainer_class.objective(config),
         "temperature": _temperature(job),
-        "updates": steps * (config.actor.updates_per_step + learns_beside),
+        "updates": steps * (config.actor.step_updates + learns_beside),
         "job": job.name,
         "generates": job.roles[role].generates and not separated,
         "cache": config.cache,
@@ -238,7 +238,7 @@ def _make_critic_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
         **_make_model_keywords(job, role),
         "value_clip": job.config.critic.value_clip,
         "prefix": "",
-        "updates": _count_updates(job.config),
+        "updates": _count_updates(job.config, job.config.critic.epochs),
     }
 
 
@@ -288,8 +288,9 @@ def _make_judge_source(job: PreparedJob, kind: str, config: JudgeConfig) -> Judg
     return JudgeSetup(source, job.config.rollout, job.name)
 
 
-def _count_updates(config: Config) -> int:
-    return config.trainer.steps * config.actor.updates_per_step
+def _count_updates(config: Config, epochs: int | None = None) -> int:
+    epochs = epochs or config.actor.epochs
+    return config.trainer.steps * config.actor.updates_per_step * epochs
 
 
 WORKER_BUILDERS: dict[str, tuple[type[Worker], Callable[[PreparedJob, str], _WorkerKeywords]]] = {

@@ -85,7 +85,7 @@ def find_small_microbatches(seen: RunEvidence) -> Iterator[RunAdvice]:
     if seen.config is None or share < _MIN_UPDATE_SHARE:
         return
     actor = seen.config.actor
-    tokens = _count_update_tokens(seen) / actor.updates_per_step
+    tokens = _count_update_tokens(seen) / actor.step_updates
     size = actor.tokens_per_microbatch or _SUGGESTED_MICROBATCH_TOKENS
     number = math.ceil(tokens / size)
     if size >= _SMALL_MICROBATCH_TOKENS or number < _MANY_MICROBATCHES:

@@ -19,6 +19,8 @@ _UPDATE_METRICS = {
     "entropy": "policy/entropy",
     "kl": "policy/kl",
     "approx_kl": "policy/approx_kl",
+    "step_kl": "policy/step_kl",
+    "over_step_kl": "policy/step_kl_at_stop",
     "clip_fraction": "policy/clip_fraction",
     "grad_norm": "policy/grad_norm",
     "learning_rate": "policy/learning_rate",
@@ -39,12 +41,13 @@ weighted by their tokens. One that has a slash in its name, as the metrics of a 
 have, is written as it is."""
 COUNTS = {
     "tokens": "policy/tokens",
+    "updates": "policy/updates",
     "skipped_updates": "policy/skipped_updates",
     "critic_skipped_updates": "critic/skipped_updates",
     "cost_critic_skipped_updates": "cost_critic/skipped_updates",
 }
-"""Metrics of an update that add up over the step: tokens learned from, and updates that were left
-out because their gradient was not finite."""
+"""Metrics of an update that add up over the step: tokens learned from, updates made (reported with
+`actor.max_kl`), and updates that were left out because their gradient was not finite."""
 _MISMATCH_METRICS = {
     "mismatch_kl": "mismatch/kl",
     "mismatch_k3": "mismatch/k3",

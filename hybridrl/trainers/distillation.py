@@ -103,7 +103,7 @@ class Trainer(PolicyTrainer):
         batch = join_columns(rows, [*judged, self._taught(rows)])
         if settings.loss == "sampled":
             # Later updates of a step learn from samples of the policy before the first one.
-            old = ["log_probs"] if self.config.actor.updates_per_step > 1 else []
+            old = ["log_probs"] if self.config.actor.step_updates > 1 else []
             batch = join_columns(batch, self.score(rows) if old else [])
             batch |= batch.apply(teacher_advantages, list(_ADVANTAGE_INPUTS), makes=["advantages"])
             updates = self.learn(batch, "ref_log_probs", *old)

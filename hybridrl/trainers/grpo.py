@@ -43,7 +43,7 @@ class Trainer(PolicyTrainer):
     def step(self) -> StepResult:
         config, longest = self.config.algorithm, self.config.rollout.max_tokens
         # With one update the policy that sampled is the one updated.
-        old = ["log_probs"] if self.config.actor.updates_per_step > 1 or config.kl_in_reward else []
+        old = ["log_probs"] if self.config.actor.step_updates > 1 or config.kl_in_reward else []
         if config.dynamic_sampling:
             drawn = self._informative_samples()
             samples, judged = drawn.batch, []
@@ -53,7 +53,7 @@ class Trainer(PolicyTrainer):
             drawn = StepResult(samples, scored_samples=[join_columns(samples, judged)])
         # Behind the calls of this step: the samples of the one before may not be scored yet.
         beside = config.ptx_coefficient > 0
-        version = self.steps * (self.config.actor.updates_per_step + beside)
+        version = self.steps * (self.config.actor.step_updates + beside)
         replayed = self.replay.draw(version)
         rows, judged = self.unfold(samples, judged)
         batch = join_columns(rows, [*judged, *self.score(rows, log_probs=bool(old))])

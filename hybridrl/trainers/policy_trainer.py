@@ -31,7 +31,7 @@ class PolicyTrainer(base.Trainer):
         credited: The columns that giving credit needs besides scores.
     """
 
-    USES = base.Trainer.USES | base.SHAPING | {"rollout.partial"}
+    USES = base.Trainer.USES | base.SHAPING | {"rollout.partial", "actor.max_kl"}
     ROLES: ClassVar[Sequence[str]] = ("actor", "reward")
     CRITICS: ClassVar[Mapping[str, Sequence[str]]] = {}
 
@@ -103,8 +103,8 @@ class PolicyTrainer(base.Trainer):
         return found + [groups[critic].compute_values(tokens) for critic in self.CRITICS]
 
     def learn(self, batch: BatchRef, *columns: str) -> list[Handle]:
-        """One optimizer step of every critic and of the actor on each mini-batch, the actor's after
-        `critic.warmup_steps`.
+        """One optimizer step of every critic and of the actor on each mini-batch of their epochs,
+        the actor's after `critic.warmup_steps`.
 
         Args:
             columns: That the actor's update needs besides those that every program has.
@@ -113,12 +113,19 @@ class PolicyTrainer(base.Trainer):
         reference = ["ref_log_probs"] if "reference" in self.groups else []
         needed = (*UPDATE_COLUMNS, *ROLLOUT_COLUMNS, "advantages", *columns, *reference)
         handles, learns = [], self.steps >= config.critic.warmup_steps
-        for part in self.mini_batches(batch):
-            for critic, learned in self.CRITICS.items():
-                update = self.groups[critic].update_critic
-                handles.append(update(part.select(*UPDATE_COLUMNS, *learned)))
-            if learns:
-                handles.append(self.kl.watch(actor.update_actor(part.select(*needed))))
+        epochs = of_critics = config.actor.epochs
+        if self.CRITICS:
+            of_critics = config.critic.epochs or epochs
+        further: dict[str, bool] = {}
+        for epoch in range(max(epochs, of_critics)):
+            for part in self.mini_batches(batch, epochs=1):
+                for critic, learned in self.CRITICS.items() if epoch < of_critics else ():
+                    update = self.groups[critic].update_critic
+                    handles.append(update(part.select(*UPDATE_COLUMNS, *learned)))
+                if learns and epoch < epochs:
+                    updated = actor.update_actor(part.select(*needed), **further)
+                    handles.append(self.kl.watch(updated))
+                    further = {"goes_on": True} if config.actor.max_kl is not None else {}
         if learns and (coefficient := config.algorithm.ptx_coefficient) > 0:
             actor.update_supervised(self.next_examples(coefficient))
         self.steps += 1

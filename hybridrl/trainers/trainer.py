@@ -31,7 +31,10 @@ ROLLOUT_COLUMNS = ("rollout_log_probs", "policy_version")
 
 SHAPING = frozenset({"reward.shorter", "reward.normalise_by"})
 """Settings of what is done to scores before they are learned from."""
-_OWN_WAYS = {"algorithm.dynamic_sampling", "algorithm.replay_share", "rollout.partial", *SHAPING}
+_OWN_WAYS = {
+    *("algorithm.dynamic_sampling", "algorithm.replay_share", "rollout.partial", "actor.max_kl"),
+    *SHAPING,
+}
 _USUAL = frozenset(
     name
     for name in trainer_settings("grpo", "ppo", "remax", "safe_rlhf", "sft", "dpo")
@@ -115,6 +118,7 @@ class Trainer(ABC):
     UNREAD_REASONS: ClassVar[Mapping[str, str]] = {
         "algorithm.dynamic_sampling": "it does not compare the samples of a prompt",
         "algorithm.step_credit": "it knows one score a sample",
+        "actor.epochs": "it learns once from what a step gives it",
         "reward.normalise_by": "it learns from scores as they are",
         "reward.shorter": "it learns from scores as they are",
     }
@@ -211,11 +215,12 @@ class Trainer(ABC):
         coefficient."""
         return self.feed.next_examples(coefficient)
 
-    def mini_batches(self, batch: BatchRef) -> Iterator[BatchRef]:
+    def mini_batches(self, batch: BatchRef, epochs: int | None = None) -> Iterator[BatchRef]:
         """The batch in `actor.updates_per_step` parts, each token with its weight in the loss of
-        its part. Parts are whole: all samples of a prompt, all rows of an episode, both of a pair;
-        where there are fewer prompts than parts, samples. Their order is drawn from `run.seed` and
-        the step, and drawn again for each pass over a step's batch."""
+        its part, in each of `epochs` passes (None: `actor.epochs`). Parts are whole: all samples of
+        a prompt, all rows of an episode, both of a pair; where there are fewer prompts than parts,
+        samples. Their order is drawn from `run.seed` and the step, and drawn again for each pass
+        over a step's batch."""
         config = self.config
         sampled = self.DATA == "prompts"
         longest = config.rollout.max_tokens if sampled else config.data.max_response_tokens
@@ -224,11 +229,12 @@ class Trainer(ABC):
         if self.is_served and batch.columns.may_have("episode"):
             episode = ["episode"]
         dealt = self.feed.numbered
-        self._passes = self._passes + 1 if dealt == self._dealt else 0
-        self._dealt = dealt
-        cut = [batch]
-        if parts > 1:
-            drawn = config.run.seed, dealt, self._passes
-            cut = parts_of_groups(batch, parts, *drawn, pairs=self.DATA == "pairs")
-        for part in cut:
-            yield part | part.apply(weigh, ["response_mask", *episode], makes=["loss_weights"])
+        for _ in range(config.actor.epochs if epochs is None else epochs):
+            self._passes = self._passes + 1 if dealt == self._dealt else 0
+            self._dealt = dealt
+            cut = [batch]
+            if parts > 1:
+                drawn = config.run.seed, dealt, self._passes
+                cut = parts_of_groups(batch, parts, *drawn, pairs=self.DATA == "pairs")
+            for part in cut:
+                yield part | part.apply(weigh, ["response_mask", *episode], makes=["loss_weights"])

@@ -75,7 +75,10 @@ from hybridrl.workers.training_engines import ModelSource, build_policy_engine
 
 def _list_update_columns(built: Mapping[str, Any]) -> list[str]:
     """Return the columns that updates need in workers built with these keywords."""
-    return [*UPDATE_COLUMNS, *getattr(built["objective"], "needs", ())]
+    config: ActorConfig = built.get("config", ActorConfig())
+    limited = config.max_kl is not None and config.step_updates > 1
+    needs = getattr(built["objective"], "needs", ())
+    return [*UPDATE_COLUMNS, *needs, *(["log_probs"] if limited else [])]
 
 
 def _list_drawn_columns(built: Mapping[str, Any]) -> list[str]:
@@ -119,6 +122,7 @@ class ActorWorker(TrainedModelWorker):
         self._objective = objective
         self._updates = updates
         self._temperature = temperature
+        self._step_is_over = False
         self._verify = rollout.verify_weights
         self._refresh = rollout.weight_sync_refresh
         self._seeds = SampleSeeds(source.seed)
@@ -225,8 +229,12 @@ class ActorWorker(TrainedModelWorker):
         return Batch.from_columns({"ref_log_probs": scored})
 
     @transfer(UPDATE, reads=_list_update_columns, may_read=any_column, follows=_list_drawn_columns)
-    def update_actor(self, batch: Batch) -> dict[str, float]:
+    def update_actor(self, batch: Batch, goes_on: bool = False) -> dict[str, float]:
         """Take one optimizer step on the objective, and return the metrics of the whole mini-batch.
+
+        Args:
+            goes_on: Whether it is a further update of a step, on samples of the same policy:
+                `actor.max_kl` limits how far the policy may be from that, and ends the step.
 
         Raises:
             ConfigError: if the job's loss is one of pairs.
@@ -238,11 +246,25 @@ class ActorWorker(TrainedModelWorker):
                 f"the loss of this job is one of pairs (preference.loss={self._objective.loss}). "
                 "Call update_preference, or leave `preference` out of the settings."
             )
+        self._step_is_over &= goes_on
+        if self._step_is_over:
+            self._engine.leave_out_update()
+            return {"updates": 0.0}
         self._report_age(batch)
         asked = (
             self._objective.options if isinstance(self._objective, DistillationObjective) else {}
         )
-        return self._engine.update(batch, self._objective, temperature=self._temperature, **asked)
+        limit = self._config.max_kl
+        metrics = self._engine.update(
+            batch,
+            self._objective,
+            temperature=self._temperature,
+            limits={} if limit is None or not goes_on else {"step_kl": limit},
+            **asked,
+        )
+        self._step_is_over = "over_step_kl" in metrics
+        made = not self._step_is_over and not metrics["skipped_updates"]
+        return metrics if limit is None else {**metrics, "updates": float(made)}
 
     @transfer(
         UPDATE_PAIRS,

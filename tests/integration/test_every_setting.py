@@ -136,6 +136,8 @@ VALUES: dict[str, tuple] = {
     "algorithm.overlong_factor": (0.5, "algorithm.overlong_buffer=3"),
     "critic.value_clip": (1e-3,),
     "critic.warmup_steps": (1,),
+    "critic.epochs": (2,),
+    "actor.max_kl": (1e-6,),
     "preference.loss": ("ipo",),
     "preference.beta": (0.5,),
     "preference.margin": (0.5, "preference.loss=simpo"),

@@ -19,6 +19,8 @@ TOGETHER = (
     ("temperature", "KL in the reward", "tool tokens", "dropped samples"),
     ("two updates", "supervised"),
     ("temperature", "two updates", "KL in the loss", "entropy", "tool tokens", "kept sets"),
+    ("temperature", "two updates", "two epochs", "critic epochs"),
+    ("temperature", "two updates", "KL limit"),
     STALE,
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
@@ -57,6 +59,8 @@ def worked_out(run, tmp_path, folders):
     [
         *(("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])),
         ("ppo", ["temperature", "two updates", "KL in the loss", "entropy", "kept sets"]),
+        ("grpo", ["temperature", "two updates", "KL limit"]),
+        ("ppo", ["temperature", "two updates", "two epochs", "critic epochs"]),
         *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo")),
     ],
 )

@@ -71,7 +71,10 @@ KL = ["algorithm.kl_coefficient=0.1"]
 ADAPTS = [*KL, "algorithm.kl_in_reward=true", "algorithm.kl_target=0.5", "algorithm.kl_horizon=20"]
 PROGRAMS = {
     "grpo, a reference": KL,
-    "ppo, a critic": ["algorithm=ppo", *ADAPTS, "actor.updates_per_step=2"],
+    "ppo, a critic": [
+        *("algorithm=ppo", *ADAPTS, "actor.updates_per_step=2"),
+        *("actor.epochs=2", "actor.max_kl=1e-2", "critic.epochs=1"),
+    ],
     "safe_rlhf, a multiplier": ["algorithm=safe_rlhf", "cost.limit=0.1"],
     "sft, saved while nothing goes on": [
         *("algorithm=sft", "warmup.steps=0", "checkpoint.asynchronous=false"),

@@ -68,6 +68,19 @@ WRONG = [
         "actor.updates_per_step=2",
         "data.prompts_per_step",
     ),
+    (["algorithm=sft", "actor.epochs=2"], "actor.epochs=2", "learns once"),
+    (["algorithm=dpo", "actor.epochs=2"], "actor.epochs=2", "trainer.name=dpo"),
+    (["critic.epochs=2"], "`critic` is set", "algorithm=ppo"),
+    (
+        ["algorithm=distillation", "actor.epochs=2", "actor.max_kl=0.1"],
+        "actor.max_kl=0.1",
+        "trainer.name=distillation",
+    ),
+    (
+        ["actor.epochs=2", "actor.max_kl=0.1", "algorithm.replay_share=0.5"],
+        "actor.max_kl=0.1",
+        "algorithm.replay_share=0.5",
+    ),
     (
         ["algorithm=reward_model", "actor.updates_per_step=2"],
         "actor.updates_per_step=2",

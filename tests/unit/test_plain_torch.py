@@ -14,8 +14,9 @@ from hybridrl.job.config_resolution import load_config
 pytestmark = pytest.mark.usefixtures("process_group")
 CLOSE = 1e-5
 QUICK = [
-    ("grpo", ["temperature", "two updates", "KL in the loss", "entropy", "correction"]),
-    ("ppo", ["temperature", "two updates", "KL in the reward", "supervised"]),
+    ("grpo", ["temperature", "two updates", "two epochs", "entropy", "correction"]),
+    ("ppo", ["temperature", "two updates", "critic epochs", "KL in the reward", "supervised"]),
+    ("ppo", ["temperature", "two updates", "KL limit", "supervised"]),
     ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
     ("sampled", ["temperature", "two updates"]),
     ("distillation", ["temperature", "two updates"]),

@@ -51,6 +51,14 @@ def recorded(overrides):
             [SYNC, GENERATE, REWARD, REFERENCE, OLD, VALUES, (*FIT, 2), (*LEARN, 2)],
         ),
         (
+            ["algorithm=ppo", "actor.updates_per_step=2", "actor.epochs=3", "critic.epochs=2"],
+            [
+                *(SYNC, GENERATE, REWARD, OLD, VALUES),
+                *(("critic", "train", 16, 4), ("actor", "train", 24, 6)),
+            ],
+        ),
+        (["actor.epochs=2"], [SYNC, GENERATE, REWARD, OLD, ("actor", "train", 16, 2)]),
+        (
             ["algorithm=ppo", "actor.lora.rank=4", KL, "algorithm.ptx_coefficient=0.5"],
             [SYNC, GENERATE, REWARD, OLD, OLD, VALUES, FIT, LEARN, ("actor", "train", 4)],
         ),

@@ -30,7 +30,7 @@ class Notes:
         self.calls = []
 
     def __getattr__(self, method):
-        return lambda *arguments: self.calls.append(method)
+        return lambda *arguments, **options: self.calls.append(method)
 
 
 def updates_of(steps, *overrides, critics=()):
@@ -39,7 +39,7 @@ def updates_of(steps, *overrides, critics=()):
         config=configured(["algorithm=ppo", PTX, *overrides]),
         groups={"actor": Notes(), "critic": Notes()},
         CRITICS={"critic": ("values", "returns")},
-        mini_batches=lambda batch: [SimpleNamespace(select=lambda *names: names)] * 2,
+        mini_batches=lambda batch, epochs: [SimpleNamespace(select=lambda *names: names)] * 2,
         kl=SimpleNamespace(watch=lambda handle: handle),
         next_examples=lambda coefficient: coefficient,
         steps=0,
@@ -79,6 +79,8 @@ def test_the_schedule_of_the_actor_spans_the_updates_that_it_makes(monkeypatch):
 
     assert updates("algorithm=grpo") == (30, 30)
     assert updates("algorithm=ppo", PTX, "critic.warmup_steps=4") == (24, 30)
+    assert updates("algorithm=ppo", PTX, "actor.epochs=2") == (70, 60)
+    assert updates("algorithm=ppo", "actor.epochs=2", "critic.epochs=1") == (60, 30)
     assert updates("algorithm=ppo", "critic.warmup_steps=12")[0] == 0
 
 
@@ -94,7 +96,9 @@ class Table:
         return self
 
 
-@pytest.mark.parametrize(("overrides", "a_step"), [([], 3), ([PTX], 4)])
+@pytest.mark.parametrize(
+    ("overrides", "a_step"), [([], 3), ([PTX], 4), ([PTX, "actor.epochs=2"], 7)]
+)
 def test_the_age_of_replayed_samples_is_counted_in_updates(overrides, a_step, monkeypatch):
     drawn, kept = [], []
     monkeypatch.setattr(grpo, "BatchRef", SimpleNamespace(concat=lambda parts: parts))

@@ -19,7 +19,7 @@ from hybridrl.trainers.objectives import is_off_policy, resolve_correction
 
 _TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
-OF_PARTS = ("cost", "preference", "critic.value_clip", "critic.warmup_steps")
+OF_PARTS = ("cost", "preference", "critic.value_clip", "critic.warmup_steps", "critic.epochs")
 """Settings of parts that a trainer has or has not, which `_check_program_groups` tells of."""
 _STEP_ESTIMATORS = ("group_relative", "reinforce_plus_plus")
 

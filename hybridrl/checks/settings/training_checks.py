@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from hybridrl.algorithms import PolicyObjective
 from hybridrl.config.role_models import list_parallel_settings, parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.placement import Placement
+from hybridrl.trainers import load_trainer
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
 
 _MAX_BFLOAT16_BETA = 0.99
@@ -31,6 +33,23 @@ def _check_updates(config: Config) -> None:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step} is more than the {samples} "
             f"samples of a step ({counted})."
+        )
+
+
+def _check_max_kl(config: Config) -> None:
+    name, most = config.trainer.name, config.actor.max_kl
+    if most is None:
+        return
+    if config.algorithm.replay_share:
+        raise ConfigError(
+            f"actor.max_kl={most} measures from where a step began, and replayed samples "
+            f"(algorithm.replay_share={config.algorithm.replay_share}) come from earlier steps. "
+            "Leave one of them out."
+        )
+    if not isinstance(load_trainer(name).objective(config), PolicyObjective):
+        raise ConfigError(
+            f"actor.max_kl={most}: the loss of trainer.name={name} is its own "
+            "(Trainer.objective), which does not measure that KL. Leave it out."
         )
 
 
@@ -124,5 +143,6 @@ def _check_ring(config: Config) -> None:
 
 
 TRAINING_CHECKS = (
-    *(_check_updates, _check_experts, _check_chunks, _check_ring, _check_moments, _check_weights),
+    *(_check_updates, _check_max_kl, _check_experts, _check_chunks, _check_ring, _check_moments),
+    _check_weights,
 )

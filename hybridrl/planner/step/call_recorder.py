@@ -55,7 +55,7 @@ def record_calls(
             f"without data ({type(error).__name__}: {error}); the plan assumes what its roles "
             "usually do: each of them once, on all samples."
         )
-        noted[:] = _usual(own, sizes)
+        noted[:] = _usual(own, sizes, config.actor.updates_per_step)
     syncs = trainer_class.TRAINS
     calls = []
     for call in _merged(noted):
@@ -82,13 +82,15 @@ def _merged(noted: Iterable[tuple[str, str, str, int]]) -> list[PlannedCall]:
     return list(found.values())
 
 
-def _usual(roles: Mapping[str, RoleSpec], sizes: StepSizes) -> list[tuple[str, str, str, int]]:
+def _usual(
+    roles: Mapping[str, RoleSpec], sizes: StepSizes, parts: int
+) -> list[tuple[str, str, str, int]]:
     """List the usual calls: roles that can generate do, then all others score, then trained roles
-    train."""
+    train, in each update on one of so many parts."""
     n = sizes.samples
     generate = [(r, "generate", "generate", n) for r, spec in roles.items() if spec.generates]
     score = [(r, "score", "score", n) for r, spec in roles.items() if not spec.generates]
-    update = [(r, "train", "train", n // sizes.updates) for r, spec in roles.items() if spec.trains]
+    update = [(r, "train", "train", n // parts) for r, spec in roles.items() if spec.trains]
     return generate + score + update * sizes.updates
 
 

@@ -117,7 +117,7 @@ def compute_step_sizes(config: Config, lengths: SampleLengths | None = None) -> 
         per_prompt = 1 if kind == "examples" else 2
     tokens = lengths or SampleLengths.alike(data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
-    updates = config.actor.updates_per_step
+    updates = config.actor.step_updates
     return StepSizes(data.prompts_per_step, samples, *tokens, updates)
 
 
