@@ -130,6 +130,14 @@ OPTIONS = {
     ),
     "dropped samples": ("reward.function={program}:holes", "reward.on_error=drop"),
 }
+# Muon's iteration takes bfloat16, in which a gradient that is rounded otherwise may differ by 0.4%.
+_MUON = ("actor.optimizer.name=muon", "actor.optimizer.learning_rate=5e-5")
+OPTIMIZERS = {
+    "muon": _MUON,
+    "adafactor": ("actor.optimizer.name=adafactor", "actor.optimizer.learning_rate=1e-2"),
+    "int8": ("actor.optimizer.moments=int8", "actor.optimizer.schedule=inverse_sqrt"),
+    "muon in int8": (*_MUON, "actor.optimizer.moments=int8"),
+}
 CHOSEN = ("expert_iteration", "best_of_n", "online_dpo", *ONLINE)
 """Programs that learn from some of their samples, without advantages."""
 REFUSED = {
