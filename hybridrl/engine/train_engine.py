@@ -42,8 +42,9 @@ from hybridrl.models.expert_routing import (
     compute_router_metrics,
     compute_router_penalties,
 )
+from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.model_shape import find_attention_length
-from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS, list_hidden_matrices
+from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
 from hybridrl.models.packed_models import (
     PackedModel,
     PackedSamples,

@@ -31,9 +31,9 @@ from hybridrl.models.activation_checkpointing import (
     SELECTIVE_CHECKPOINTING,
     set_activation_checkpointing,
 )
+from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.lora import add_adapters
-from hybridrl.models.optimizer_states import list_hidden_matrices
 from hybridrl.models.tensor_plan import read_tensor_plan
 from hybridrl.models.token_bytes import (
     META_ATTENTION,

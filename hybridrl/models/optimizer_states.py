@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.errors import ConfigError, suggest_name
-from hybridrl.models.expert_routing import find_routers
 from hybridrl.system import user_code
 
 SETTING = "actor.optimizer"
@@ -26,8 +25,6 @@ ELEMENTWISE = "elementwise"
 """Attribute of a user's class: its step of an element depends on that element alone."""
 _STATISTICS = {"row_var": -1, "col_var": -2}
 """Adafactor's means by name, and the dim of the matrix over which each goes."""
-_ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
-"""Of routers that transformers does not name."""
 _PROBED_SHAPE = (5, 3, 2)
 _PROBED_RATE = 1e-3
 _Check = Callable[[Any], bool]
@@ -226,29 +223,3 @@ def _describe_group(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 def _describe_value(value: Any) -> str:
     is_tensor = isinstance(value, Tensor)
     return f"a tensor of shape {list(value.shape)}" if is_tensor else f"a {type(value).__name__}"
-
-
-def list_hidden_matrices(model: nn.Module) -> set[str]:
-    """Return the names of the matrices of a model's layers: parameters with two dims, or of experts
-    with three, that are neither a table of vectors nor a router's.
-
-    Args:
-        model: A transformers model, cut and sharded or not.
-    """
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
-    layers, others = [], [f"{name}." for name in find_routers(model)]  # type: ignore[arg-type]
-    for name, module in model.named_modules():
-        # FSDP puts its own name before that of a class.
-        if type(module).__name__.removeprefix("FSDP") in kinds:
-            layers.append(f"{name}.")
-        elif isinstance(module, nn.Embedding) or name.rpartition(".")[2] in _ROUTER_NAMES:
-            others.append(f"{name}.")
-    inside, outside = tuple(layers), tuple(others)
-    return {
-        name
-        for name, p in model.named_parameters()
-        if (p.ndim == 2 or (p.ndim == 3 and ".experts." in name))
-        and name.startswith(inside)
-        and not name.startswith(outside)
-        and ".lora_embedding_" not in name
-    }

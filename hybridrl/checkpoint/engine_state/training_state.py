@@ -31,8 +31,7 @@ from hybridrl.system.locations import Location
 
 _OPTIMIZER_CURE = (
     "Resume with the optimizer of that run, by actor.optimizer.name or "
-    "models.<role>.optimizer.name; or start a new run from its weights, model.path=<the folder of "
-    "the checkpoint's model>."
+    "models.<role>.optimizer.name."
 )
 
 
@@ -83,10 +82,10 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     for name, parameter in list_trained_parameters(engine).items():
         read_parameter_pieces(weights, parts[name], held.get(name, ()), local[name])
         states.pop(parameter, None)
-        if steps.get(name) is None:
+        if (count := steps.get(name)) is None:
             continue
         form = files.trained[name]
-        state = states[parameter] = form.make_step(steps[name], parameter.device)
+        state = states[parameter] = form.make_step(count, parameter.device)
         state |= {kind: torch.empty_like(parameter) for kind in form.moments}
         for kind in form.statistics:
             shape = files.moments.shapes[f"{kind}/{name}"]
