@@ -38,6 +38,7 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 """What `actor.optimizer.schedule` may be."""
 _WITH_DECAYING_SCHEDULE = AppliesIf(*(f"actor.optimizer.schedule={s}" for s in SCHEDULES[1:]))
 _WITH_WSD = AppliesIf("actor.optimizer.schedule=wsd")
+_WITH_OPTIONS = AppliesIf("actor.optimizer.name=muon", "actor.optimizer.name=adafactor")
 _WITH_MOMENTS = AppliesIf("actor.optimizer.name=adamw", "actor.optimizer.name=muon")
 WITH_LORA = AppliesIf("actor.lora.rank")
 WITH_SEPARATE_GENERATOR = AppliesIf(
@@ -92,8 +93,8 @@ class OptimizerConfig:
     """`adamw`; `muon`, orthogonalised steps for the matrices of layers and AdamW for all others;
     `adafactor`, which remembers rows and columns only; or `path/to/file.py:Class`, a
     `torch.optim.Optimizer` of yours. See docs/algorithms.md."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the optimizer by name: `eps`; of Muon `momentum`, `nesterov` and
+    options: Annotated[dict[str, Any], _WITH_OPTIONS] = field(default_factory=dict)
+    """Further arguments of the optimizer by name: of Muon `momentum`, `nesterov` and
     `ns_steps`; of Adafactor `beta2_decay` and `d`; of a class of yours its own."""
     learning_rate: LearningRate = 1e-6
     """At its highest, after warm-up. Of Adafactor a share of a tensor's own size."""

@@ -20,7 +20,7 @@ from hybridrl.weights.collective_reshard import CollectiveReshard
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _PRECISION = torch.bfloat16
-"""Of the iteration, and so of what travels."""
+"""Of orthogonalizing, and so of what travels."""
 _SMALLEST_NORM = 1e-7
 _ADAMW_RMS = 0.2
 """Root mean square of AdamW's updates, in learning rates."""
@@ -28,8 +28,8 @@ _ADAMW_RMS = 0.2
 
 @torch.no_grad()
 def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
-    """Return roughly the nearest semi-orthogonal matrix, by Newton-Schulz iterations: its singular
-    values lie about 1.
+    """Return roughly the nearest semi-orthogonal matrix, by steps of Newton and Schulz: singular
+    values of the result lie about 1.
 
     Args:
         matrix: bfloat16, or several of them, `[matrices, rows, columns]`.

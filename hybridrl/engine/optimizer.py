@@ -57,7 +57,7 @@ def make_optimizer(
     else:
         options = read_options(config)
         # Fused: one pass over memory, a quarter of the time on CPUs.
-        adamw = {"betas": tuple(config.betas), "eps": options.pop("eps"), "fused": True}
+        adamw: dict[str, Any] = {"betas": tuple(config.betas), "fused": True}
         if not own:
             optimizer = AdamW(groups, lr=config.learning_rate, **adamw)
         else:

@@ -34,11 +34,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_EPS = (1e-8, "a number above 0", lambda v: _is_number(v) and v > 0)
 OPTIONS: Mapping[str, Mapping[str, tuple[Any, str, _Check]]] = {
-    "adamw": {"eps": _EPS},
+    "adamw": {},
     "muon": {
-        "eps": _EPS,
         "momentum": (0.95, "a number from 0 to below 1", lambda v: _is_number(v) and 0 <= v < 1),
         "nesterov": (True, "true or false", lambda v: isinstance(v, bool)),
         "ns_steps": (
@@ -129,7 +127,7 @@ def read_options(config: OptimizerConfig, setting: str = SETTING) -> dict[str, A
         if option not in known:
             raise ConfigError(
                 f"{setting}.options has `{option}`, which {setting}.name={config.name} does not "
-                f"take; it takes {', '.join(known)}.{suggest_name(option, known)}"
+                f"take; it takes {', '.join(known) or 'none'}.{suggest_name(option, known)}"
             )
         _, wanted, is_valid = known[option]
         if not is_valid(value):

@@ -204,7 +204,7 @@ VALUES: dict[str, tuple] = {
     "actor.optimizer.max_grad_norm": (0.01,),
     "actor.optimizer.moments": ("int8",),
     "actor.optimizer.name": ("muon",),
-    "actor.optimizer.options": ("{eps: 0.1}",),
+    "actor.optimizer.options": ("{nesterov: false}", "actor.optimizer.name=muon"),
     "actor.optimizer.decay_share": (0.9, "actor.optimizer.schedule=wsd"),
     "actor.router_loss_weight": (0.1, *EXPERTS),
     "rollout.engine": ("pipeline",),

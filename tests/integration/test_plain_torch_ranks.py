@@ -3,10 +3,11 @@ with everything that changes its numbers."""
 
 import json
 import runpy
+from pathlib import Path
 
 import plain_torch
 import pytest
-from plain_cases import OPTIMIZERS, OPTIONS, PROGRAMS, exists, make_folders, settings_of
+from plain_cases import CUTTABLE, OPTIMIZERS, OPTIONS, PROGRAMS, exists, make_folders, settings_of
 
 from hybridrl import load_config, main
 
@@ -67,12 +68,13 @@ def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, opt
 @pytest.mark.ray
 @pytest.mark.parametrize("cut", ["dp=2", "tp=2", pytest.param("dp=2 tp=2", marks=pytest.mark.long)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_optimizers_of_parts_step_as_those_of_plain_torch(worked_out, optimizer, cut):
+def test_optimizers_of_parts_step_as_those_of_plain_torch(worked_out, folders, optimizer, cut):
     if "int8" in optimizer and "tp=" in cut:
         pytest.skip("blocks of moments end where a matrix is cut along its rows")
     sizes = [f"actor.parallel.{size}" for size in cut.split()]
     devices = 4 if len(sizes) == 2 else 2
-    given = [*OPTIMIZERS[optimizer], *sizes]
+    model = Path(folders.model).with_name(CUTTABLE)
+    given = [*OPTIMIZERS[optimizer], *sizes, f"model.path={model}"]
     found = worked_out("sft", ["temperature", "two updates"], devices, overrides=given)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
 

@@ -71,6 +71,7 @@ JOB = ["devices=cpu", "run.dry=true"]
         (["name=muon", "options={momentum: 2}"], r"options\.momentum=2: must be a number from 0"),
         (["name=muon", "options={ns_steps: 0}"], r"options\.ns_steps=0: must be a number from 1"),
         (["name=adafactor", "moments=int8"], r"name=adafactor keeps others\. Leave"),
+        (["name=adafactor", "betas=[0.9,0.99]"], r"betas=\[0\.9, 0\.99\] is of adamw and muon"),
         (["name=users.py:Squares"], r"it remembers `rows`, a tensor of shape \[\d, 1\]"),
         (["name=users.py:Counts"], r"its steps change `k` of its parameter groups"),
         (["name=users.py:Says"], r"it remembers `text`, a str, which no checkpoint"),

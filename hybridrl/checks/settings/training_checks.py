@@ -77,6 +77,11 @@ def _check_optimizers(config: Config) -> None:
                 f"{name}.moments={optimizer.moments} is of the moments of adamw and muon, and "
                 f"{said} keeps others. Leave {name}.moments out."
             )
+        if optimizer.betas != OptimizerConfig().betas and optimizer.name not in ("adamw", "muon"):
+            raise ConfigError(
+                f"{name}.betas={optimizer.betas} is of adamw and muon, and {said} has none. Leave "
+                f"{name}.betas out; a class of yours gets what is in {name}.options."
+            )
         if optimizer.name in OPTIONS:
             read_options(optimizer, name)
             continue
