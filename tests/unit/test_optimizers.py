@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engine_cases import CLIPPED, CPU, TEMPERATURE, make_batch, make_engine
+from engine_cases import CLIPPED, CPU, TEMPERATURE, make_batch, make_engine, parameters
 from parallel_cases import make_model
 from settings import configured
 from tiers import few_of
@@ -11,11 +11,14 @@ from torch.distributed.tensor import DTensor
 from hybridrl.checkpoint.engine_state.training_state import load_training_state, save_training_state
 from hybridrl.checks.check_list import check
 from hybridrl.compress.dynamic_codes import BlockCodes, encode_blocks
-from hybridrl.config.schema import LoraAdapterConfig, OptimizerConfig
+from hybridrl.config.schema import ActorConfig, LoraAdapterConfig, OptimizerConfig
+from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.model_shape import compute_model_shape
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.parallel import fsdp
 from hybridrl.planner.memory.model_part import ModelPart
 from hybridrl.planner.memory.optimizer_memory import count_state_bytes
 
@@ -177,3 +180,35 @@ def test_a_state_is_gone_on_from_bit_for_bit(mesh, tmp_path, optimizer):
     with pytest.raises(ConfigError, match=f"name={config.name}, and this one has {name}"):
         load_training_state(stranger, tmp_path / "state")
     assert stranger.device == CPU
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_layers_that_are_sharded_one_by_one_step_as_in_one_piece(mesh, monkeypatch, optimizer):
+    """Also where moments come to the device part by part, as with `actor.offload_optimizer`."""
+    found = []
+    for is_small in (True, False):
+        monkeypatch.setattr(fsdp, "is_small_model", lambda _, small=is_small: small)
+        engine = make_engine(mesh)
+        engine._hosts_moments = not is_small
+        engine.start_optimizer(BYTES[optimizer], updates=4)
+        for _ in range(2):
+            engine.update(make_batch(), CLIPPED, temperature=TEMPERATURE)
+        found.append((engine.hidden_matrices, parameters(engine)))
+    (hidden, weights), (again, others) = found
+    assert hidden == again and len(hidden) == 14
+    assert torch.equal(weights, others)
+
+
+def test_adapters_are_stepped_by_muon(mesh):
+    inner = make_model()
+    with torch.random.fork_rng(devices=[]):
+        add_adapters(inner, LoraAdapterConfig(rank=4))
+    engine = TrainEngine(CausalPolicy(inner), mesh, CPU, "float32", ActorConfig())
+    engine.start_optimizer(OptimizerConfig(name="muon", learning_rate=1e-2), updates=4)
+    before = engine.local_parameters()
+    before = {name: part.clone() for name, part in before.items()}
+    engine.update(make_batch(), CLIPPED, temperature=TEMPERATURE)
+    kept = {kind for state in engine.optimizer.state.values() for kind in state}
+    assert kept == {"momentum_buffer"}
+    moved = {n for n, part in engine.local_parameters().items() if not torch.equal(part, before[n])}
+    assert moved and all(".lora_B." in name for name in moved)  # A moves once B is not 0
