@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hybridrl.algorithms import TokenSegments, negative_log_likelihood, token_weights
 from hybridrl.batch.batch import Batch, RaggedColumn
-from hybridrl.checkpoint.engine_state.state_files import MOMENT_NAMES, MOMENTS_STEM
+from hybridrl.checkpoint.engine_state.state_files import MOMENTS_STEM
 from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.checkpoint.tensors import tensor_reader as reading
@@ -172,7 +172,7 @@ def loading(rank: int, folder: Path, rounds: int) -> dict[str, list[float]]:
         are to be."""
         weights, read = engine.local_parameters(), {}
         targets = dict(weights)
-        for kind in MOMENT_NAMES:
+        for kind in ("exp_avg", "exp_avg_sq"):
             targets |= {f"{kind}/{name}": torch.empty_like(w) for name, w in weights.items()}
         if rank == 0:
             for stem in (MODEL_STEM, MOMENTS_STEM):

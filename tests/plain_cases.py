@@ -134,6 +134,14 @@ OPTIONS = {
     ),
     "dropped samples": ("reward.function={program}:holes", "reward.on_error=drop"),
 }
+# Muon computes in bfloat16, in which a gradient that is rounded otherwise may differ by 0.4%.
+_MUON = ("actor.optimizer.name=muon", "actor.optimizer.learning_rate=5e-5")
+OPTIMIZERS = {
+    "muon": _MUON,
+    "adafactor": ("actor.optimizer.name=adafactor", "actor.optimizer.learning_rate=1e-2"),
+    "int8": ("actor.optimizer.moments=int8", "actor.optimizer.schedule=inverse_sqrt"),
+    "muon in int8": (*_MUON, "actor.optimizer.moments=int8"),
+}
 CHOSEN = ("expert_iteration", "best_of_n", "online_dpo", *ONLINE)
 """Programs that learn from some of their samples, without advantages."""
 REFUSED = {
@@ -148,6 +156,10 @@ REFUSED = {
 }
 """By option, the programs that cannot have it: the library refuses it, or says that it does nothing
 there."""
+
+
+CUTTABLE = "two heads"
+"""Beside the folder of the model, one that tensor parallelism can cut."""
 
 
 class Folders(NamedTuple):
@@ -167,8 +179,9 @@ def make_folders(root):
     """Models of one layer, adapters, functions and rows of data."""
     tokenizer = build_character_tokenizer(CHARACTERS)
     shape = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 64}
-    for name, seed in (("model", 7), ("teacher", 8)):
-        make_tiny_model(root / name, tokenizer, seed=seed, **shape)
+    two_heads = {**shape, "hidden_size": 64, "heads": 2}
+    for name, seed, of in (("model", 7, shape), ("teacher", 8, shape), (CUTTABLE, 7, two_heads)):
+        make_tiny_model(root / name, tokenizer, seed=seed, **of)
         model = AutoModelForCausalLM.from_pretrained(root / name)
         with torch.no_grad():  # a model that begins without preferences has nothing to show
             for parameter in model.parameters():

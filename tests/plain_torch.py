@@ -111,21 +111,52 @@ class Model:
         return response
 
 
+def in_8_bits(matrix, signed):
+    """Block-wise dynamic quantization (arXiv:2110.02861): of each 256 neighbours of a row the share
+    of the one furthest from 0 that is nearest, of 256. Where none may be below 0, 0 is 0 only."""
+    shares = [0.0, 1.0]
+    for exponent in range(7):
+        count = 2**exponent if signed else 2 ** (exponent + 1)
+        middles = [0.1 + 0.9 * (n + 0.5) / count for n in range(count)]
+        shares += [
+            sign * m * 10.0 ** (exponent - 6) for m in middles for sign in (1, -1)[: signed + 1]
+        ]
+    shares = torch.tensor(sorted(shares)).double()
+    found = torch.zeros_like(matrix)
+    for row, into in zip(matrix, found, strict=True):
+        for at in range(0, len(row), 256):
+            block = row[at : at + 256]
+            scale = block[block.abs().argmax()]
+            if scale:
+                far = (block[:, None] / scale - shares).abs()
+                if not signed:
+                    far[block > 0, 0] = math.inf
+                into[at : at + 256] = shares[far.argmin(1)] * scale
+    return found
+
+
 class Learner:
-    """A model with its AdamW and schedule."""
+    """A model with its optimizer and schedule."""
 
     def __init__(self, model, settings, updates):
         self.model, self.settings, self.updates, self.done = model, settings, updates, 0
         self.vague = {k: torch.zeros_like(v, dtype=bool) for k, v in model.trained.items()}
-        matrices = [p for p in model.trained.values() if p.ndim >= 2]
-        vectors = [p for p in model.trained.values() if p.ndim < 2]
-        self.adam = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": settings["weight_decay"]},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            betas=tuple(settings["betas"]),
-        )
+        name, decay = settings.get("name", "adamw"), settings["weight_decay"]
+        hidden = [n for n, p in model.trained.items() if ".layers." in n and p.ndim == 2]
+        muons = [model.trained[n] for n in hidden] if name == "muon" else []
+        others = [p for n, p in model.trained.items() if not muons or n not in hidden]
+        groups = [
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.encodes = settings.get("moments") == "int8"
+        if name == "adafactor":
+            self.optimizers = [torch.optim.Adafactor(groups, eps=(2.0**-23, 1e-3))]
+        else:
+            self.optimizers = [torch.optim.AdamW(groups, betas=tuple(settings["betas"]))]
+        if muons:
+            way = {"weight_decay": decay, "adjust_lr_fn": "match_rms_adamw"}
+            self.optimizers.append(torch.optim.Muon(muons, **way))
 
     def rate(self):
         of, step = self.settings, self.done
@@ -133,6 +164,11 @@ class Learner:
             return of["learning_rate"] * (step + 1) / of["warmup_steps"]
         if of["schedule"] == "constant":
             return of["learning_rate"]
+        if of["schedule"] == "inverse_sqrt":
+            unit = max(1, of["warmup_steps"])
+            return of["learning_rate"] * max(
+                of["min_ratio"], (unit / (unit + step - of["warmup_steps"])) ** 0.5
+            )
         span = max(1, self.updates - 1 - of["warmup_steps"])
         gone = min(1.0, (step - of["warmup_steps"]) / span)
         fall = 1 - gone if of["schedule"] == "linear" else (1 + math.cos(math.pi * gone)) / 2
@@ -151,9 +187,14 @@ class Learner:
         most = self.settings["max_grad_norm"]
         for tensor, gradient in zip(tensors, gradients, strict=True):
             tensor.grad = gradient * (most / norm) if 0 < most < norm else gradient
-        for group in self.adam.param_groups:
-            group["lr"] = self.rate()
-        self.adam.step()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate()
+            optimizer.step()
+            for tensor, state in optimizer.state.items():
+                for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                    if self.encodes and tensor.ndim == 2 and name in state:
+                        state[name] = in_8_bits(state[name], name != "exp_avg_sq")
         self.done += 1
         return norm
 

@@ -17,6 +17,7 @@ from hybridrl.checkpoint.store import (
     stored_steps_folder,
 )
 from hybridrl.checkpoint.stored_settings import differences, load_stored, named_code
+from hybridrl.config.presets import flatten_settings
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.run_files.run_paths import CHECKPOINTS_FOLDER, SETTINGS
@@ -163,11 +164,28 @@ def find_resume_point(
             "more."
         )
     before, whose = load_stored(source.settings), source.run or source.steps
+    _check_optimizers(before, settings, folder)
     notices.append(f"{'a new run from' if source.forks else 'resuming'} {whose} after step {step}")
     if config.resume != AUTO and (code := named_code(before)):
         notices.append(f"The settings of that run name code that this one runs: {', '.join(code)}")
     changed = [f"changed: {line}" for line in differences(before, settings)]
     return ResumePoint(run, step, folder, notices + changed)
+
+
+def _check_optimizers(before: Mapping[str, Any], now: Mapping[str, Any], folder: Location) -> None:
+    """Refuse other optimizers than those of the run: none goes on from what another remembers."""
+    old, new = dict(flatten_settings(before)), dict(flatten_settings(now))
+    for key in sorted(key for key in {**old, **new} if key.endswith(".optimizer.name")):
+        was, wanted = (
+            str(said.get(key, said.get("actor.optimizer.name", "adamw"))) for said in (old, new)
+        )
+        # Of a class in a file its name: the file may have moved.
+        if was.rpartition(":")[2] != wanted.rpartition(":")[2]:
+            raise ConfigError(
+                f"{key}={wanted}: {folder} has the state of {was}, from which no other optimizer "
+                f"goes on. Set {key}={was}, or start a new run from the weights: model.path="
+                f"{folder}/actor."
+            )
 
 
 def _resumed(config: Config) -> Source | None:

@@ -35,9 +35,12 @@ _WITH_EPISODE = AppliesIf("rollout.episode")
 _WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_PARTIAL = AppliesIf("rollout.partial")
 _BY_REWARDS = AppliesIf(*(f"trainer.name={name}" for name in ("grpo", "ppo", "safe_rlhf")))
-_WITH_DECAYING_SCHEDULE = AppliesIf(
-    "actor.optimizer.schedule=linear", "actor.optimizer.schedule=cosine"
-)
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+"""What `actor.optimizer.schedule` may be."""
+_WITH_DECAYING_SCHEDULE = AppliesIf(*(f"actor.optimizer.schedule={s}" for s in SCHEDULES[1:]))
+_WITH_WSD = AppliesIf("actor.optimizer.schedule=wsd")
+_WITH_OPTIONS = AppliesIf("actor.optimizer.name=muon", "actor.optimizer.name=adafactor")
+_WITH_MOMENTS = AppliesIf("actor.optimizer.name=adamw", "actor.optimizer.name=muon")
 WITH_LORA = AppliesIf("actor.lora.rank")
 WITH_SEPARATE_GENERATOR = AppliesIf(
     *(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto"))
@@ -85,25 +88,38 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
-    """The AdamW optimizer."""
+    """The optimizer and its learning rate."""
 
+    name: NameOrPath = "adamw"
+    """`adamw`; `muon`, orthogonalised steps for the matrices of layers and AdamW for all others;
+    `adafactor`, which remembers rows and columns only; or `path/to/file.py:Class`, a
+    `torch.optim.Optimizer` of yours. See docs/algorithms.md."""
+    options: Annotated[dict[str, Any], _WITH_OPTIONS] = field(default_factory=dict)
+    """Further arguments of the optimizer by name: of Muon `momentum`, `nesterov` and
+    `ns_steps`; of Adafactor `beta2_decay` and `d`; of a class of yours its own."""
     learning_rate: LearningRate = 1e-6
-    """At its highest, after warm-up."""
-    betas: Annotated[list[Annotated[float, NumberRange(least=0, below=1)]], ListLength(2)] = field(
-        default_factory=lambda: [0.9, 0.95]
-    )
-    """Decay of the mean of gradients, and of their squares."""
-    moments: Annotated[str, OneOf("float32", "bfloat16")] = "float32"
-    """Precision in which both moments are kept between steps, which compute in float32: `float32`,
-    or `bfloat16`, which halves their memory and loses updates of the second one below 0.4%."""
+    """At its highest, after warm-up. Of Adafactor a share of a tensor's own size."""
+    betas: Annotated[
+        list[Annotated[float, NumberRange(least=0, below=1)]], ListLength(2), _WITH_MOMENTS
+    ] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's decay of the mean of gradients, and of their squares."""
+    moments: Annotated[str, OneOf("float32", "bfloat16", "int8"), _WITH_MOMENTS] = "float32"
+    """Precision in which moments are kept between steps, which compute in float32: `float32`;
+    `bfloat16`, which halves their memory and loses updates of the second one below 0.4%; or `int8`,
+    those of matrices in a quarter (Dettmers et al. 2021, arXiv:2110.02861)."""
     weight_decay: NonNegativeFloat = 0.0
     """Share of each weight that is taken off in a step, times the learning rate."""
     warmup_steps: NonNegativeInt = 0
     """Updates over which the rate grows from 0."""
-    schedule: Annotated[str, OneOf("constant", "linear", "cosine")] = "constant"
-    """`constant`, `linear` or `cosine`, down to `min_ratio` of the rate at the last step."""
+    schedule: Annotated[str, OneOf(*SCHEDULES)] = "constant"
+    """`constant`; `linear` or `cosine`, down to `min_ratio` of the rate at the last step; `wsd`,
+    which stays and falls linearly over the last `decay_share` of the updates (Hu et al. 2024,
+    arXiv:2404.06395); or `inverse_sqrt`, with the root of the updates since the warm-up, never
+    below `min_ratio`."""
     min_ratio: Annotated[Probability, _WITH_DECAYING_SCHEDULE] = 0.0
     """Of the highest learning rate, at the last step."""
+    decay_share: Annotated[ProperFraction, _WITH_WSD] = 0.1
+    """Share of the updates over which `wsd` falls."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Longer gradients are scaled down to it; 0: none are."""
 

@@ -1,63 +1,99 @@
-"""AdamW with its learning-rate schedule, and the storage of its moments between steps."""
+"""The optimizer of a model with its learning-rate schedule, and the gradients that it steps by."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import IN_COLUMN, IN_GRADIENT, IN_LOSS, IN_WEIGHT, NonFiniteValue
 from hybridrl.config.schema import OptimizerConfig
+from hybridrl.engine.adafactor import Adafactor
+from hybridrl.engine.muon import Muon
+from hybridrl.engine.parameter_shards import ParameterShards
+from hybridrl.models.optimizer_states import OPTIONS, make_user_optimizer, read_options
 from hybridrl.parallel.process_group import ParallelMesh, to_local
 from hybridrl.parallel.tensor_parallel import ParameterCut
-from hybridrl.system.device_traits import SideStream
-
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig, updates: int
-) -> tuple[AdamW, LambdaLR]:
-    """Make an AdamW over `parameters` and its schedule over `updates` optimizer steps.
+    parameters: Mapping[str, nn.Parameter],
+    config: OptimizerConfig,
+    updates: int,
+    hidden: Collection[str] = (),
+    shards: ParameterShards | None = None,
+) -> tuple[Optimizer, LambdaLR]:
+    """Make the optimizer of the trained `parameters` and its schedule over `updates` steps.
 
     Biases and norms (one-dimensional parameters) are not decayed.
+
+    Args:
+        parameters: By name.
+        hidden: Names of those that Muon steps, see `list_hidden_matrices`.
+        shards: Of Muon and Adafactor: what each rank has of the parameters.
     """
-    parameters = [p for p in parameters if p.requires_grad]
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    own = [p for name, p in trained.items() if name in hidden and config.name == "muon"]
+    chosen = set(own)
+    others = [p for p in trained.values() if p not in chosen]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        *_group([p for p in others if p.ndim >= 2], config.weight_decay),
+        *_group([p for p in others if p.ndim < 2], 0.0),
     ]
-    optimizer = AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=tuple(config.betas),
-        fused=True,  # one pass over memory, a quarter of the time on CPUs
-    )
+    if config.name not in OPTIONS:
+        optimizer = make_user_optimizer(config, groups)
+    elif config.name == "adafactor":
+        assert shards is not None
+        optimizer = Adafactor(groups, shards, lr=config.learning_rate, **read_options(config))
+    else:
+        options = read_options(config)
+        # Fused: one pass over memory, a quarter of the time on CPUs.
+        adamw: dict[str, Any] = {"betas": tuple(config.betas), "fused": True}
+        if not own:
+            optimizer = AdamW(groups, lr=config.learning_rate, **adamw)
+        else:
+            assert shards is not None
+            matrices = _group(own, config.weight_decay)
+            optimizer = Muon(matrices, groups, shards, adamw, lr=config.learning_rate, **options)
     return optimizer, LambdaLR(optimizer, lambda step: learning_rate_factor(step, config, updates))
+
+
+def _group(parameters: list[nn.Parameter], decay: float) -> list[dict[str, Any]]:
+    return [{"params": parameters, "weight_decay": decay}] if parameters else []
 
 
 def learning_rate_factor(step: int, config: OptimizerConfig, updates: int) -> float:
     """Return the multiple of the learning rate at update `step` (from 0).
 
     Rises linearly over `warmup_steps`, the first update already above 0; then stays, or falls to
-    `min_ratio` at the last update and stays there.
+    `min_ratio` at the last update and stays there. `inverse_sqrt` falls as far as it comes by then,
+    and no further than `min_ratio`.
     """
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
+    warmup = config.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
     if config.schedule == "constant":
         return 1.0
-    span = max(1, updates - 1 - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    fall = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    if config.schedule == "inverse_sqrt":
+        unit = max(1, warmup)
+        return max(config.min_ratio, math.sqrt(unit / (unit + step - warmup)))
+    span = max(1, updates - 1 - warmup)
+    begin = warmup
+    if config.schedule == "wsd":
+        falling = min(span, max(1, round(config.decay_share * updates)))
+        begin, span = warmup + span - falling, falling
+    progress = min(1.0, max(0, step - begin) / span)
+    is_cosine = config.schedule == "cosine"
+    fall = (1 + math.cos(math.pi * progress)) / 2 if is_cosine else 1 - progress
     return config.min_ratio + (1 - config.min_ratio) * fall
 
 
@@ -162,89 +198,3 @@ def find_non_finite_in_model(model: nn.Module) -> NonFiniteValue | None:
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(to_local(tensor)).all())
-
-
-class MomentStorage:
-    """A wrapper that steps an optimizer part by part. The moments of the next part are loaded while
-    one is stepped, so that the device never holds the working copies of more than two parts.
-
-    Args:
-        optimizer: Of `parts`; what it remembers may lie anywhere before the first step.
-        parts: Parameters that are stepped together.
-        device: Where they are.
-        place: Where moments rest.
-        dtype: In what precision.
-
-    Attributes:
-        brought: Tensors that have been made ready for use so far.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parts: Sequence[Sequence[nn.Parameter]],
-        device: torch.device,
-        place: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._optimizer = optimizer
-        self._parts = [set(part) for part in parts if part]
-        self._device, self._place, self._dtype = device, place, dtype
-        self._stream = SideStream(device)
-        self.brought = 0
-
-    def step(self) -> None:
-        """Step all parts; their moments are stored again when it returns."""
-        with self._stream:
-            self._bring(0)
-        for number, part in enumerate(self._parts):
-            self._stream.join()
-            with self._stream:
-                self._bring(number + 1)
-            with self._only(part):
-                self._optimizer.step()
-            self._stream.wait_for_current()
-            with self._stream:
-                self._put_away(part)
-        self._stream.finish()
-
-    def put_away(self) -> None:
-        """Store the moments that are not stored yet."""
-        self._stream.wait_for_current()
-        with self._stream:
-            for part in self._parts:
-                self._put_away(part)
-        self._stream.finish()
-
-    def _bring(self, number: int) -> None:
-        for part in self._parts[number : number + 1]:
-            for state, name, value in self._moments(part):
-                state[name] = value.to(self._device, torch.float32, non_blocking=True)
-                self.brought += 1
-
-    def _put_away(self, part: set[nn.Parameter]) -> None:
-        for state, name, value in self._moments(part):
-            # The host's memory is pinned, because the copy does not block.
-            state[name] = value.to(self._place, self._dtype, non_blocking=True)
-            self._stream.reads(to_local(value))
-
-    def _moments(self, part: set[nn.Parameter]) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
-        for parameter in part:
-            state = self._optimizer.state.get(parameter, {})
-            for name, value in list(state.items()):
-                if isinstance(value, Tensor) and value.ndim:
-                    yield state, name, value
-
-    @contextmanager
-    def _only(self, part: set[nn.Parameter]) -> Iterator[None]:
-        """Restrict the optimizer to these parameters inside the block."""
-        groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [
-            {**group, "params": mine}
-            for group in groups
-            if (mine := [p for p in group["params"] if p in part])
-        ]
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = groups

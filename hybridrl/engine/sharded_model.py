@@ -137,7 +137,9 @@ class ShardedModel:
         if self._layout is None:
             self._drop_gathered()
             parameters = dict(self.model.inner.named_parameters())
-            self._layout = build_training_layout(parameters, self.cuts, self.mesh)
+            self._layout = build_training_layout(
+                parameters, self.cuts, self.mesh, self.mesh.group()
+            )
         return self._layout
 
     def local_parameters(self) -> dict[str, Tensor]:

@@ -20,19 +20,21 @@ from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.call_record import NonFiniteValue
 from hybridrl.batch.row_balancing import compute_row_costs
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+from hybridrl.compress.dynamic_codes import BlockCodes
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.micro_batches import (
     TokenColumns,
     UpdateMetrics,
     pack_rows,
 )
+from hybridrl.engine.moment_storage import MomentStorage
 from hybridrl.engine.optimizer import (
-    MomentStorage,
     ShardedGradients,
     find_non_finite_in_batch,
     find_non_finite_in_model,
     make_optimizer,
 )
+from hybridrl.engine.parameter_shards import ParameterShards
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.errors import TrainingError
 from hybridrl.models.expert_routing import (
@@ -40,7 +42,9 @@ from hybridrl.models.expert_routing import (
     compute_router_metrics,
     compute_router_penalties,
 )
+from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.model_shape import find_attention_length
+from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
 from hybridrl.models.packed_models import (
     PackedModel,
     PackedSamples,
@@ -52,7 +56,6 @@ from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible
 from hybridrl.quantization.rounded_matrix import seed_rounding
 from hybridrl.system.device_traits import free_cached_memory, synchronize_device
-from hybridrl.system.dtypes import DTYPES
 
 MAX_SKIPPED_UPDATES = 20
 """So many updates in a row with gradients that are not finite are an error, also in programs that
@@ -80,6 +83,8 @@ class TrainEngine(ShardedModel):
         attention_length: Of the model, see `find_attention_length`.
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
         fault: Where the last of these had the first such number, as this rank saw it.
+        optimizer_config: Of the phase that has begun last.
+        hidden_matrices: Names of the parameters that Muon steps.
         rounding_seed: Of the stochastic rounding of a model that learns in 8 bits; each update
             draws anew from it, whatever was drawn before. None: nothing is rounded so.
     """
@@ -110,12 +115,21 @@ class TrainEngine(ShardedModel):
         """Start a phase of `updates` optimizer steps with a fresh optimizer and schedule."""
         self._max_grad_norm = config.max_grad_norm
         self.skipped_in_a_row = 0
-        self.optimizer, self.schedule = make_optimizer(self.model.parameters(), config, updates)
-        self._resting, dtype = None, DTYPES[config.moments]
-        if self._hosts_moments or dtype is not torch.float32:
+        self.optimizer_config = config
+        self.hidden_matrices = frozenset(list_hidden_matrices(self.model.inner))
+        parameters = dict(self.model.inner.named_parameters())
+        shards = None
+        if config.name in WHOLE_MATRIX_OPTIMIZERS:
+            self._drop_gathered()
+            shards = ParameterShards(parameters, self.cuts, self.mesh)
+        self.optimizer, self.schedule = make_optimizer(
+            parameters, config, updates, self.hidden_matrices, shards
+        )
+        self._resting = None
+        if self._hosts_moments or config.moments != "float32":
             parts = list_unit_parameters(self.model)
             place = torch.device("cpu") if self._hosts_moments else self.device
-            self._resting = MomentStorage(self.optimizer, parts, self.device, place, dtype)
+            self._resting = MomentStorage(self.optimizer, parts, self.device, place, config.moments)
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory until `onload`. Only with
@@ -403,5 +417,7 @@ class TrainEngine(ShardedModel):
         optimizer = getattr(self, "optimizer", None)  # a model that only scores has none
         for state in optimizer.state.values() if optimizer else ():
             for name, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
+                if isinstance(value, BlockCodes):
+                    state[name] = value.to(device)
+                elif isinstance(value, Tensor) and value.ndim:
                     state[name] = value.to(device, non_blocking=True)

@@ -14,12 +14,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hybridrl.compress.dynamic_codes import BLOCK
 from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.errors import HybridRLError, NotPlannedError
 from hybridrl.models.activation_checkpointing import (
@@ -30,6 +31,7 @@ from hybridrl.models.activation_checkpointing import (
     SELECTIVE_CHECKPOINTING,
     set_activation_checkpointing,
 )
+from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.tensor_plan import read_tensor_plan
@@ -81,6 +83,22 @@ class ParameterCounts:
         return ParameterCounts(round(self.all * number), round(self.trained * number))
 
 
+class TrainedKinds(NamedTuple):
+    """Numbers of trained elements by kind of tensor, for what optimizers remember of them.
+
+    Attributes:
+        hidden: Of `list_hidden_matrices`.
+        vectors: Of tensors with one dim.
+        lines: Rows and columns of all matrices.
+        blocks: Of their rows, as `hybridrl.compress.dynamic_codes` cuts them.
+    """
+
+    hidden: int
+    vectors: int
+    lines: int
+    blocks: int
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """The part of a model that one tensor-parallel rank holds.
@@ -95,6 +113,7 @@ class ModelShape:
             `head` is that of the output, whether it is the embedding's own tensor or not.
         tied: Whether output and input embedding are one.
         tensor_sizes: Elements of each parameter tensor of a layer.
+        trained_kinds: What of one layer is trained, by kind of tensor.
         active_of_layer: Parameters of one layer that a token is multiplied with: of experts, as
             many as it goes to.
         crosswise: Parameters of one layer that a tensor-parallel cut divides along another dim than
@@ -115,6 +134,7 @@ class ModelShape:
     norm: ParameterCounts
     tied: bool
     tensor_sizes: tuple[int, ...]
+    trained_kinds: TrainedKinds
     active_of_layer: int
     crosswise: int
     item: int
@@ -253,6 +273,7 @@ def _count(
         norm=_counts(model.parameters()) - layer.times(number) - known,
         tied=tied,
         tensor_sizes=tuple(p.numel() for p in layers[-1].parameters()),
+        trained_kinds=_count_kinds(model, layers),
         active_of_layer=layer.all - round(_idle(model) / number),
         crosswise=round(_count_crosswise(model) / number),
         item=item,
@@ -410,6 +431,25 @@ def _build(
         with torch.device("meta"):
             add_adapters(model, lora)
     return model.train()
+
+
+def count_row_blocks(width: int) -> int:
+    """Return the number of blocks of a row of a matrix whose moments are in 8 bits."""
+    return -(-width // BLOCK)
+
+
+def _count_kinds(model: PreTrainedModel, layers: Sequence[nn.Module]) -> TrainedKinds:
+    hidden = list_hidden_matrices(model)
+    own = {p for layer in layers for p in layer.parameters()}
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and p in own}
+    matrices = [p for p in trained.values() if p.ndim > 1]
+    found = (
+        sum(p.numel() for name, p in trained.items() if name in hidden),
+        sum(p.numel() for p in trained.values() if p.ndim == 1),
+        sum(p.numel() // p.shape[-1] + p.numel() // p.shape[-2] for p in matrices),
+        sum(p.numel() // p.shape[-1] * count_row_blocks(p.shape[-1]) for p in matrices),
+    )
+    return TrainedKinds(*(round(count / len(layers)) for count in found))
 
 
 def _counts(parameters: Any) -> ParameterCounts:

@@ -29,13 +29,17 @@ _Held = tuple[Piece, ...]
 
 
 def build_training_layout(
-    parameters: Mapping[str, nn.Parameter], cuts: Mapping[str, ParameterCut], mesh: ParallelMesh
+    parameters: Mapping[str, nn.Parameter],
+    cuts: Mapping[str, ParameterCut],
+    mesh: ParallelMesh,
+    group: dist.ProcessGroup | None,
 ) -> TensorLayout:
-    """Build the layout of a model over all ranks of `mesh`. Collective.
+    """Build the layout of a model over the ranks of `group`. Collective.
 
     Args:
         parameters: This rank's, under the names of a checkpoint, sharded by FSDP or not.
         cuts: Of those that are cut over tensor-parallel ranks.
+        group: All ranks of `mesh`, or those of a pipeline stage; None: this rank is alone.
     """
     index, shapes, pieces = mesh.index("tp"), {}, {}
     for name, parameter in parameters.items():
@@ -43,7 +47,7 @@ def build_training_layout(
         shapes[name] = full_shape(parameter, cut)
         pieces[name] = find_parameter_pieces("", parameter, cut, index)
     mine = PackedRankPieces.of_pieces(pieces)
-    if (group := mesh.group()) is None:
+    if group is None:
         return merge_rank_pieces([shapes], [mine])
     found: list[PackedRankPieces | None] = [None] * group.size()
     dist.all_gather_object(found, mine, group=group)

@@ -157,6 +157,8 @@ class ParallelMesh:
         coordinates: Where this rank stands.
         fsdp: The ranks that share, or copy, this rank's parameters: one axis, or (copies, shards).
         reduce_scatter: How gradients are summed over the ranks that share them; None: in full.
+        stage_group: The process group of the ranks of one pipeline stage; None if this rank is
+            alone in it.
     """
 
     def __init__(
@@ -184,6 +186,9 @@ class ParallelMesh:
         for axes in (("dp",), ("ring",), ("ulysses",), ("ring", "ulysses"), ("pp",), ("tp",)):
             self._groups[axes] = self._make_group(axes)
         self._groups[tuple(mesh.axes)] = self._make_group(tuple(mesh.axes))
+        stage = tuple(axis for axis in mesh.axes if axis != "pp")
+        same = mesh.axes.get("pp", 1) == 1
+        self.stage_group = self.group() if same else self._make_group(stage)
 
     @classmethod
     def data_parallel(cls, device: torch.device, ranks: int) -> ParallelMesh:

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from hybridrl.config.role_models import parse_role_model
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, OptimizerConfig
 from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
 from hybridrl.models.activation_checkpointing import NO_CHECKPOINTING
 from hybridrl.models.model_loading import load_model_config
@@ -20,7 +20,12 @@ from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.disaggregated_actor import choose_weight_transport
 from hybridrl.planner.machine.device_catalog import GIB
-from hybridrl.planner.memory.model_part import CHECKPOINT_BYTES, ModelPart, generation_copy_bytes
+from hybridrl.planner.memory.model_part import (
+    FLOAT32_BYTES,
+    ModelPart,
+    generation_copy_bytes,
+)
+from hybridrl.planner.memory.optimizer_memory import count_gathered_bytes, count_state_bytes
 from hybridrl.planner.step.call_recorder import record_calls
 from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
 from hybridrl.system.cluster_spec import ClusterSpec
@@ -108,7 +113,7 @@ class JobRoles:
     def _part_of(self, role: str, stage: int) -> ModelPart:
         place, actor, shape = self.placement.roles[role], self.config.actor, self.shape(role)
         parallel, is_cuda = place.parallel, self.cluster.is_cuda
-        optimizer = parse_role_model(self.config, role).optimizer_of(actor.optimizer)
+        optimizer = self.optimizer(role)
         base, more = divmod(shape.layers, parallel.pp * parallel.chunks)
         chunks = range(stage, parallel.pp * parallel.chunks, parallel.pp)
         offload = actor.offload_parameters and is_cuda
@@ -123,14 +128,22 @@ class JobRoles:
             device=self.cluster.kind,
             offload_parameters=offload,
             offload_optimizer=actor.offload_optimizer and is_cuda and not offload,
-            moment=DTYPES[optimizer.moments].itemsize,
+            restores=optimizer.moments != "float32",
             summed=DTYPES.get(parallel.gradients, DTYPES["float32"]).itemsize,
             by_difference=shards > 1 and self.trains(role) and parallel.weights != "full",
             checkpointing=actor.gradient_checkpointing,
         )
+        if part.trains and (trained := part.parameters.trained):
+            state = count_state_bytes(optimizer, part, self.shape(role, whole=True))
+            gathered = count_gathered_bytes(optimizer, part)
+            part = replace(part, moment=state / (2 * trained), gathered_by_step=gathered)
         # On CPUs vLLM, which generates there, switches the compiler off.
         wanted = actor.compile if is_compile_worthwhile(self.cluster.kind) else "false"
         return replace(part, compiled=wanted == "true" or (wanted == "auto" and not part.is_small))
+
+    def optimizer(self, role: str) -> OptimizerConfig:
+        """Return the optimizer settings of a role's model."""
+        return parse_role_model(self.config, role).optimizer_of(self.config.actor.optimizer)
 
     def trains(self, role: str) -> bool:
         return role != GENERATOR_ROLE and bool(self.roles[role].trains)
@@ -182,8 +195,11 @@ class JobRoles:
             return 0.0
         if not (self.has_model(role) and self.trains(role)):
             return 0.0
-        whole = CHECKPOINT_BYTES * self.shape(role, whole=True).parameters.trained
-        share = whole / len(self.placement.roles[role].devices)
+        whole, part = self.shape(role, whole=True), replace(self.part(role, 0), shards=1)
+        kept = replace(self.optimizer(role), moments="float32")  # as files have them
+        state = count_state_bytes(kept, part, whole) / max(1, part.parameters.trained)
+        stored = (FLOAT32_BYTES + state) * whole.parameters.trained
+        share = stored / len(self.placement.roles[role].devices)
         return share * (1 + 2 * self.nodes_of_a_copy)
 
     @property

@@ -3,10 +3,11 @@ with everything that changes its numbers."""
 
 import json
 import runpy
+from pathlib import Path
 
 import plain_torch
 import pytest
-from plain_cases import OPTIONS, PROGRAMS, exists, make_folders, settings_of
+from plain_cases import CUTTABLE, OPTIMIZERS, OPTIONS, PROGRAMS, exists, make_folders, settings_of
 
 from hybridrl import load_config, main
 
@@ -38,8 +39,8 @@ def folders(tmp_path_factory):
 def worked_out(run, tmp_path, folders):
     """Runs a job on so many devices; how far each of its numbers is from plain torch's."""
 
-    def finish(program, options, devices, folder="run"):
-        settings = settings_of(program, options, folders)
+    def finish(program, options, devices, folder="run", overrides=()):
+        settings = [*settings_of(program, options, folders), *overrides]
         directory = f"run.directory={tmp_path / folder}"
         if devices == 1:
             found = tmp_path / folder
@@ -67,6 +68,20 @@ def worked_out(run, tmp_path, folders):
 def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, options):
     """With generation on a device of its own, two ranks learn."""
     found = worked_out(program, options, 3 if "staleness" in options else 2)
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("cut", ["dp=2", "tp=2", pytest.param("dp=2 tp=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_of_parts_step_as_those_of_plain_torch(worked_out, folders, optimizer, cut):
+    if "int8" in optimizer and "tp=" in cut:
+        pytest.skip("blocks of moments end where a matrix is cut along its rows")
+    sizes = [f"actor.parallel.{size}" for size in cut.split()]
+    devices = 4 if len(sizes) == 2 else 2
+    model = Path(folders.model).with_name(CUTTABLE)
+    given = [*OPTIMIZERS[optimizer], *sizes, f"model.path={model}"]
+    found = worked_out("sft", ["temperature", "two updates"], devices, overrides=given)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
 
 

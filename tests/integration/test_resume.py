@@ -82,6 +82,9 @@ PROGRAMS = {
     "dpo": ["algorithm=dpo", "warmup.steps=0"],
     "reward_model": ["algorithm=reward_model", "warmup.steps=0"],
     "dapo": ["algorithm=dapo", "algorithm.max_refills=2"],
+    "muon and int8, warmed up by adamw": [
+        *("actor.optimizer.name=muon", "actor.optimizer.moments=int8"),
+    ],
     "a sampler": ["data.sampler={file}:Hardest"],
     "partial rollouts": ["rollout.partial=0.5", "rollout.max_tokens=12"],
     "adapters": [*KL, "actor.lora={rank: 2, alpha: 4}", "model.path={model}", "warmup.steps=0"],
@@ -390,6 +393,7 @@ def test_what_does_not_fit_is_a_sentence_and_changes_nothing(run):
     refused = {
         "model.tiny.hidden_size=64": (ConfigError, "is the state of another model"),
         "algorithm=ppo": (ConfigError, "other roles: this job trains `critic`, and it does not"),
+        "actor.optimizer.name=muon": (ConfigError, "has the state of adamw, from which no other"),
         "run.seed=1": (DataError, "other data than this one's"),
         "eval.prompts=16": (DataError, r"other data than this one's .* first row"),
         "checkpoint.every=-1": (ConfigError, "checkpoint.every=-1: must be 0 or more"),

@@ -21,7 +21,6 @@ from hybridrl.config.setting_types import (
     reset_to_defaults,
     strip_annotations,
 )
-from hybridrl.engine.optimizer import SCHEDULES
 from hybridrl.engine.train_engine import MAX_SKIPPED_UPDATES
 from hybridrl.errors import ConfigError
 from hybridrl.system.dtypes import AUTO_DTYPE, DTYPES
@@ -73,7 +72,6 @@ def test_every_number_has_a_range():
 @pytest.mark.parametrize(
     ("setting", "names"),
     [
-        ("actor.optimizer.schedule", SCHEDULES),
         ("algorithm.advantage_scale", ADVANTAGE_SCALES),
         ("algorithm.aggregation", AGGREGATION_MODES),
         ("algorithm.correction", ("auto", *CORRECTION_MODES)),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import plain_torch
 import pytest
-from plain_cases import ONLINE, WITHOUT_REFERENCE, make_folders, settings_of
+from plain_cases import ONLINE, OPTIMIZERS, WITHOUT_REFERENCE, make_folders, settings_of
 
 from hybridrl import main
 from hybridrl.job.config_resolution import load_config
@@ -64,4 +64,12 @@ def test_plain_torch_imports_nothing_of_the_library():
 )
 def test_a_job_is_what_plain_torch_makes_of_it(worked_out, program, options):
     found = worked_out(program, options)
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("program", ["sft", pytest.param("grpo", marks=pytest.mark.more)])
+def test_optimizers_step_as_those_of_plain_torch(worked_out, program, optimizer):
+    options = ["temperature", "two updates"]
+    found = worked_out(program, options, *OPTIMIZERS[optimizer])
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)

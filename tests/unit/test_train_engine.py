@@ -27,9 +27,10 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
+from hybridrl.config.model_schema import SCHEDULES
 from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import WorkerContext
-from hybridrl.engine.optimizer import SCHEDULES, learning_rate_factor, make_optimizer
+from hybridrl.engine.optimizer import learning_rate_factor, make_optimizer
 from hybridrl.engine.train_engine import MAX_SKIPPED_UPDATES
 from hybridrl.errors import ConfigError, DataError, TrainingError
 from hybridrl.models.packed_attention import PACKED_ATTENTION
@@ -313,14 +314,26 @@ def test_rate_factor(schedule, updates, warmup, least):
     assert all(least - 1e-9 <= factor <= 1 for factor in fall)
     if schedule == "constant":
         assert set(fall) == {1.0}
+    elif schedule == "inverse_sqrt":
+        since = len(fall) - 1
+        expected = (max(1, warmup) / (max(1, warmup) + since)) ** 0.5
+        assert fall[0] == 1 and fall[-1] == pytest.approx(max(least, expected))
     else:
         last = max(updates - 1, warmup + 1)  # the fall takes one step at least
         assert factors[last:] == pytest.approx([least] * len(factors[last:]))
 
 
+def test_the_rate_of_wsd_stays_and_then_falls():
+    config = OptimizerConfig(schedule="wsd", warmup_steps=2, min_ratio=0.1, decay_share=0.3)
+    found = [learning_rate_factor(step, config, 10) for step in range(11)]
+    assert found == pytest.approx([0.5, *[1] * 6, 0.7, 0.4, 0.1, 0.1])
+
+
 def test_biases_and_norms_do_not_decay():
     model = make_model()
-    optimizer, _ = make_optimizer(model.parameters(), OptimizerConfig(weight_decay=0.1), 1)
+    optimizer, _ = make_optimizer(
+        dict(model.named_parameters()), OptimizerConfig(weight_decay=0.1), 1
+    )
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for group in optimizer.param_groups:
         assert all((p.ndim >= 2) == (group["weight_decay"] > 0) for p in group["params"])

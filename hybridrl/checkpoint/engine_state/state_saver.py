@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hybridrl.checkpoint.engine_state.async_saving import BackgroundTask, StagingBuffer
 from hybridrl.checkpoint.engine_state.state_files import (
-    MOMENT_NAMES,
     MOMENTS_STEM,
     NUMBERS_FILE,
+    OPTIMIZER,
     WEIGHTS_STEM,
     EngineStateFiles,
     list_trained_parameters,
@@ -214,23 +214,10 @@ class EngineStateSaver:
             stem,
             files.weights.dtypes(),
         )
-        moves = assign_boxes(layout, files.trained, place)
+        kept = files.moments
         moments = plan_files(
-            {
-                f"{kind}/{name}": layout.shapes[name]
-                for kind in MOMENT_NAMES
-                for name in files.trained
-            },
-            [
-                (
-                    f"{kind}/{move.name}",
-                    move._replace(
-                        source=move.source._replace(tensor=f"{kind}/{move.source.tensor}")
-                    ),
-                )
-                for kind in MOMENT_NAMES
-                for move in moves
-            ],
+            kept.shapes,
+            [(move.name, move) for move in assign_boxes(kept, kept.shapes, place)],
             torch.float32,
             self._file_bytes,
             MOMENTS_STEM,
@@ -275,17 +262,21 @@ class EngineStateSaver:
         return {index_file_name(stem): plan.index.encode() for stem, plan in plans if plan.index}
 
     def _steps(self) -> dict[str, float | None]:
-        """Return the optimizer's step count of each parameter whose moments this rank writes."""
-        prefix, states = f"{MOMENT_NAMES[0]}/", self._engine.optimizer.state
-        mine = {p.name.removeprefix(prefix) for p in self.parts if p.name.startswith(prefix)}
-        return {
-            name: float(states[parameter]["step"]) if states.get(parameter) else None
-            for name, parameter in list_trained_parameters(self._engine).items()
-            if name in mine
-        }
+        """Return the optimizer's step count of each parameter of whose state this rank writes a
+        part; 0 where it keeps no count."""
+        states, trained = self._engine.optimizer.state, list_trained_parameters(self._engine)
+        forms, found = self._files.trained, dict[str, float | None]()
+        mine = {part.source.tensor for part in self.parts}
+        for name, parameter in trained.items():
+            tensors = forms[name].tensors
+            if not tensors or any(f"{name}/{kind}" in mine for kind in tensors):
+                state = states.get(parameter)
+                found[name] = float(state.get("step", 0)) if state else None
+        return found
 
     def _numbers(self, counters: JsonNumbers) -> dict[str, Any]:
         return {
+            OPTIMIZER: self._engine.optimizer_config.name,
             "schedule": self._engine.schedule.last_epoch,
             "skipped_in_a_row": self._engine.skipped_in_a_row,
             "counters": dict(counters),

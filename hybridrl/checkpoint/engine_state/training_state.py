@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from hybridrl.checkpoint.engine_state.state_files import (
-    MOMENT_NAMES,
     MOMENTS_STEM,
     NUMBERS_FILE,
+    OPTIMIZER,
     EngineStateFiles,
     list_trained_parameters,
     plan_state_files,
@@ -25,10 +25,14 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.box_table import slice_at
 from hybridrl.layout.boxes import box_shape
-from hybridrl.layout.tensor_layout import TensorLayout
 from hybridrl.models.stored_tensors import find_stored_tensors
 from hybridrl.parallel.process_group import to_local
 from hybridrl.system.locations import Location
+
+_OPTIMIZER_CURE = (
+    "Resume with the optimizer of that run, by actor.optimizer.name or "
+    "models.<role>.optimizer.name."
+)
 
 
 def save_training_state(
@@ -65,28 +69,31 @@ def load_training_state(engine: TrainEngine, folder: Location) -> dict[str, int]
     files, layout = plan_state_files(engine), engine.layout()
     stems = files.weights.stem, MOMENTS_STEM
     weights, moments = (TensorReader(folder, stem, lists) for stem in stems)
-    _check_parameters(folder, moments, layout, files)
+    _check_optimizer(folder, numbers.get(OPTIMIZER, "adamw"), engine.optimizer_config.name)
+    _check_parameters(folder, moments, files)
     parts = files.weights.by_parameter()
     if not weights.shapes.keys() >= {part.name for each in parts.values() for part in each}:
         # Of an older version, or the model's folder has changed since: names may be others.
         found = find_stored_tensors(engine.model.inner, layout.shapes, weights.shapes)
         parts |= {name: list(tensors) for name, tensors in found.items()}
     local, states = engine.local_parameters(), engine.optimizer.state
-    held = layout.pieces.get(engine.mesh.place, {})
+    place = engine.mesh.place
+    held, kept = layout.pieces.get(place, {}), files.moments.pieces.get(place, {})
     for name, parameter in list_trained_parameters(engine).items():
         read_parameter_pieces(weights, parts[name], held.get(name, ()), local[name])
-        targets = {}
         states.pop(parameter, None)
-        if steps.get(name) is not None:
-            values = {kind: torch.empty_like(parameter) for kind in MOMENT_NAMES}
-            step = torch.tensor(steps[name], dtype=torch.float32, device=parameter.device)
-            states[parameter] = {"step": step, **values}
-            for kind, value in values.items():
-                targets[f"{kind}/{name}"] = to_local(value)
-        for piece in held.get(name, ()):
-            for stored, tensor in targets.items():
-                place = slice_at(tensor, piece.start, box_shape(piece.box))
-                moments.read(stored, piece.box, place)
+        if (count := steps.get(name)) is None:
+            continue
+        form = files.trained[name]
+        state = states[parameter] = form.make_step(count, parameter.device)
+        state |= {kind: torch.empty_like(parameter) for kind in form.moments}
+        for kind in form.statistics:
+            shape = files.moments.shapes[f"{kind}/{name}"]
+            state[kind] = torch.empty(shape, device=parameter.device)
+        for kind in form.tensors:
+            stored, tensor = f"{kind}/{name}", to_local(state[kind])
+            for piece in kept.get(stored, ()):
+                moments.read(stored, piece.box, slice_at(tensor, piece.start, box_shape(piece.box)))
     engine.gather_anew()
     engine.skipped_in_a_row = numbers["skipped_in_a_row"]
     # One step back and one forward, which sets the rates. The count is for torch's warnings only.
@@ -117,25 +124,34 @@ def read_state_numbers(file: Location) -> dict[str, Any]:
 def _check_parameters(
     folder: Location,
     moments: TensorReader,
-    layout: TensorLayout,
     files: EngineStateFiles,
 ) -> None:
     cure = "Resume with the model and the adapters (actor.lora) of that run."
-    prefix, trained = f"{MOMENT_NAMES[0]}/", set(files.trained)
-    stored = {
-        name.removeprefix(prefix): shape
-        for name, shape in moments.shapes.items()
-        if name.startswith(prefix)
-    }
-    if other := sorted(trained ^ stored.keys()):
+    trained = {name for name, form in files.trained.items() if form.tensors}
+    stored = {name.split("/", 1)[1] for name in moments.shapes}
+    if other := sorted(trained ^ stored):
         has, has_not = ("model", "checkpoint") if other[0] in trained else ("checkpoint", "model")
         raise ConfigError(
             f"{folder} is the state of another model: the {has} trains `{other[0]}`, and the "
             f"{has_not} has no such parameter ({len(other)} differ). {cure}"
         )
-    for name in sorted(trained):
-        if tuple(stored[name]) != tuple(layout.shapes[name]):
+    if other := sorted(files.moments.shapes.keys() ^ moments.shapes.keys()):
+        raise ConfigError(
+            f"{folder} is the state of another optimizer: {len(other)} tensors that one keeps and "
+            f"the other does not, such as `{other[0]}`. {_OPTIMIZER_CURE}"
+        )
+    for name, shape in files.moments.shapes.items():
+        if tuple(moments.shapes[name]) != tuple(shape):
             raise ConfigError(
-                f"{folder} is the state of another model: its `{name}` has the shape "
-                f"{list(stored[name])}, and the model's is {list(layout.shapes[name])}. {cure}"
+                f"{folder} is the state of another model: its `{name.split('/', 1)[1]}` has the "
+                f"shape {list(moments.shapes[name])}, and the model's is {list(shape)}. {cure}"
             )
+
+
+def _check_optimizer(folder: Location, before: str, now: str) -> None:
+    # Of a class in a file its name: the file may have moved.
+    if before.rpartition(":")[2] != now.rpartition(":")[2]:
+        raise ConfigError(
+            f"{folder} is the state of a job with actor.optimizer.name={before}, and this one has "
+            f"{now}. {_OPTIMIZER_CURE}"
+        )

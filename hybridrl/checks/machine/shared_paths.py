@@ -23,6 +23,7 @@ def list_worker_paths(config: Config, run_directory: Path) -> dict[str, Path]:
         "rollout.episode": [config.rollout.episode],
         "algorithm.policy_loss": [config.algorithm.policy_loss],
         "algorithm.advantage": [config.algorithm.advantage],
+        "actor.optimizer.name": [config.actor.optimizer.name],
     }
     for kind, scores in (("reward", config.reward), ("cost", config.cost)):
         if scores is not None:

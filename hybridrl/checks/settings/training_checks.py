@@ -7,8 +7,15 @@ from collections.abc import Mapping
 
 from hybridrl.algorithms import PolicyObjective
 from hybridrl.config.role_models import list_parallel_settings, parse_role_model
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import Config, OptimizerConfig
 from hybridrl.errors import ConfigError
+from hybridrl.models.optimizer_states import (
+    ELEMENTWISE,
+    OPTIONS,
+    load_user_optimizer,
+    probe_user_optimizer,
+    read_options,
+)
 from hybridrl.placement import Placement
 from hybridrl.trainers import load_trainer
 from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
@@ -61,17 +68,52 @@ def _check_experts(config: Config) -> None:
         )
 
 
-def _check_moments(config: Config) -> None:
+def _list_optimizers(config: Config) -> dict[str, OptimizerConfig]:
+    """Return the optimizer settings of the actor and of each role that has its own, by the setting
+    that holds them."""
     actor = config.actor.optimizer
     others = {f"models.{r}": parse_role_model(config, r).optimizer_of(actor) for r in config.models}
-    for name, optimizer in {"actor": actor, **others}.items():
-        setting = f"{name}.optimizer.moments"
+    return {f"{name}.optimizer": one for name, one in {"actor": actor, **others}.items()}
+
+
+def _check_moments(config: Config) -> None:
+    for name, optimizer in _list_optimizers(config).items():
         slowest = max(optimizer.betas, default=0.0)
         if optimizer.moments == "bfloat16" and slowest > _MAX_BFLOAT16_BETA:
             raise ConfigError(
-                f"{setting}=bfloat16: with {name}.optimizer.betas={optimizer.betas} a step changes "
+                f"{name}.moments=bfloat16: with {name}.betas={optimizer.betas} a step changes "
                 f"a moment by {1 - slowest:.2g} of it or less, which bfloat16 rounds away. Set "
-                f"betas of {_MAX_BFLOAT16_BETA} or less, or {setting}=float32."
+                f"betas of {_MAX_BFLOAT16_BETA} or less, or {name}.moments=float32."
+            )
+
+
+def _check_optimizers(config: Config) -> None:
+    cuts = list_parallel_settings(config)
+    for name, optimizer in _list_optimizers(config).items():
+        said = f"{name}.name={optimizer.name}"
+        if optimizer.moments != "float32" and optimizer.name not in ("adamw", "muon"):
+            raise ConfigError(
+                f"{name}.moments={optimizer.moments} is of the moments of adamw and muon, and "
+                f"{said} keeps others. Leave {name}.moments out."
+            )
+        if optimizer.betas != OptimizerConfig().betas and optimizer.name not in ("adamw", "muon"):
+            raise ConfigError(
+                f"{name}.betas={optimizer.betas} is of adamw and muon, and {said} has none. Leave "
+                f"{name}.betas out; a class of yours gets what is in {name}.options."
+            )
+        if optimizer.name in OPTIONS:
+            read_options(optimizer, name)
+            continue
+        is_elementwise = getattr(load_user_optimizer(optimizer, name), ELEMENTWISE, False)
+        for ndim in (1, 2):
+            probe_user_optimizer(optimizer, ndim, name)
+        owner = name.removesuffix(".optimizer")
+        owner = owner if owner in cuts else "actor"
+        if not is_elementwise and cuts[owner].tp > 1:
+            raise ConfigError(
+                f"{said} gets parts of matrices with {owner}.parallel.tp={cuts[owner].tp}. If its "
+                "step of an element depends on that element alone, say so in the class, "
+                f"`{ELEMENTWISE} = True`; otherwise set {owner}.parallel.tp=1."
             )
 
 
@@ -144,5 +186,5 @@ def _check_ring(config: Config) -> None:
 
 TRAINING_CHECKS = (
     *(_check_updates, _check_max_kl, _check_experts, _check_chunks, _check_ring, _check_moments),
-    _check_weights,
+    *(_check_weights, _check_optimizers),
 )

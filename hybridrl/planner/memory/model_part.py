@@ -30,8 +30,6 @@ from hybridrl.system.device_traits import (
 
 FLOAT32_BYTES = 4
 """Bytes of float32: parameters, their summed gradients and each of Adam's two moments."""
-CHECKPOINT_BYTES = 3 * FLOAT32_BYTES
-"""Bytes of a trained parameter and its two moments in a checkpoint."""
 _LOGIT_CHUNKS = 2
 """Chunks of float32 logits that live at once in `token_log_probs`, forward or backward; with its
 Triton kernels one and a half at most."""
@@ -61,7 +59,10 @@ class ModelPart:
         trains: Whether it learns.
         device: Kind of the device.
         offload_parameters, offload_optimizer: See `ActorConfig`.
-        moment: Bytes of an element of an optimizer's moment.
+        moment: Bytes that the optimizer remembers of a parameter, halved: of AdamW an element of a
+            moment.
+        restores: Moments rest in another precision than that of a step.
+        gathered_by_step: See `count_gathered_bytes`.
         summed: Bytes of an element of a gradient while it is summed over ranks.
         by_difference: Weights are gathered as differences (`ParallelConfig.weights`).
         compiled: Its layers are compiled (`ActorConfig.compile`).
@@ -77,7 +78,9 @@ class ModelPart:
     device: str
     offload_parameters: bool
     offload_optimizer: bool
-    moment: int = FLOAT32_BYTES
+    moment: float = FLOAT32_BYTES
+    restores: bool = False
+    gathered_by_step: float = 0.0
     summed: int = FLOAT32_BYTES
     by_difference: bool = False
     compiled: bool = False
@@ -157,14 +160,14 @@ class ModelPart:
         shards, found = self._pinned(self.parameter_bytes), MemoryParts()
         if self.offload_parameters:  # an optimizer that steps there does not pin its moments
             elements = trained * self.parameters.all / self.shards
-            found = {"gradients": shards * trained, "optimizer": 2 * FLOAT32_BYTES * elements}
+            found = {"gradients": shards * trained, "optimizer": 2 * self.moment * elements}
         elif self.offload_optimizer or between_calls:
             found = {"optimizer": 2 * self._pinned(self.moment) * trained}
         if self.offload_parameters or between_calls:
             found["parameters"] = shards
         return found
 
-    def _pinned(self, item: int) -> float:
+    def _pinned(self, item: float) -> float:
         """Return the bytes of pinned memory for the shards of all parameters, with so many for an
         element; each tensor is rounded up."""
         first = self.shape.embedding.all if self.ends[0] else 0
@@ -241,11 +244,13 @@ class ModelPart:
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
         step: MemoryParts = {}
-        if self.offload_optimizer or self.moment != FLOAT32_BYTES:  # those of two units are in use
+        if self.gathered_by_step:
+            step = {"gradients": shard, "gathered": self.gathered_by_step}
+        if self.offload_optimizer or self.restores:  # those of two units are in use
             largest = max(shape.layer.trained, self.around.trained)
             unit_of_step = trained if self.is_small else largest
             both = min(trained, 2 * unit_of_step)
-            step = {"gradients": shard, "optimizer": 2 * FLOAT32_BYTES * both / self.shards}
+            step |= {"gradients": shard, "optimizer": 2 * FLOAT32_BYTES * both / self.shards}
         return _fullest(
             loss,
             *([] if self.is_small else [summed]),
