@@ -53,9 +53,9 @@ from hybridrl.config.objective_schema import (
     DistillationConfig,
     ExpertIterationConfig,
     JudgeConfig,
-    PreferenceConfig,
     RewardConfig,
 )
+from hybridrl.config.preference_schema import PreferenceConfig
 
 _WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")
 PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
