@@ -55,6 +55,7 @@ from hybridrl.algorithms.segments import (
 from hybridrl.algorithms.sequence_losses import gmpo, gspo, vespo
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
 from hybridrl.algorithms.trust_region_losses import dppo_kl, dppo_tv
+from hybridrl.algorithms.unpaired_preference import UnpairedPreferenceObjective
 
 __all__ = [
     "AdaptiveKLController",
@@ -67,6 +68,7 @@ __all__ = [
     "PreferenceObjective",
     "TokenLoss",
     "TokenSegments",
+    "UnpairedPreferenceObjective",
     "broadcast_to_tokens",
     "cispo",
     "divide_by_std",

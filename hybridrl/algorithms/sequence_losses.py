@@ -85,9 +85,9 @@ def vespo(
 ) -> TokenLoss:
     """Return the VESPO loss, -sg(W^k exp(lambda (1 - W))) A log_probs.
 
-    k and lambda depend on the sign of A. W is the ratio of the whole response, the product of those of its tokens. Its weight is 1 at
-    W = 1 and fades towards 0 and infinity, so no length has to be taken out of W and nothing is
-    clipped. VESPO: Shen 2026, arXiv:2602.10693.
+    k and lambda depend on the sign of A. W is the ratio of the whole response, the product of
+    those of its tokens. Its weight is 1 at W = 1 and fades towards 0 and infinity, so no length has
+    to be taken out of W and nothing is clipped. VESPO: Shen 2026, arXiv:2602.10693.
     """
     mask = segments.mask
     log_probs, difference, advantages = prepare_loss_inputs(

@@ -18,9 +18,10 @@ from hybridrl.config.constraints import (
 SUPERVISED = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation")
 RESPONSES = AppliesIf(
     *("trainer.name=sft", "trainer.name=offline_distillation"),
-    *("trainer.name=dpo", "trainer.name=reward_model"),
+    *("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto"),
 )
-PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=reward_model")
+PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto")
+GIVEN = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation", "trainer.name=kto")
 _WITH_FILES = AppliesIf("data.path")
 RENDERED = AppliesIf(
     *("data.path", "rollout.episode", "rollout.serve", "environment.name"),
@@ -70,12 +71,16 @@ class DataConfig:
     """How rows say what is right: `plain`, the whole column; `gsm8k`, what follows its last `####`;
     `boxed`, what stands in its last `\\boxed{}`; or programs' tests as the columns of these sets
     hold them, for `hybridrl.rewards.code:passes_tests`."""
-    response_column: Annotated[NameOrPath, SUPERVISED] = "response"
-    """Supervised fine-tuning: the response to learn, text or chat messages."""
+    response_column: Annotated[NameOrPath, GIVEN] = "response"
+    """Supervised fine-tuning: the response to learn, text or chat messages. With `kto` the response
+    that is good or bad."""
+    label_column: Annotated[NameOrPath, AppliesIf("trainer.name=kto")] = "label"
+    """Of `kto`: whether the response is good, true or false. Data without this column may have
+    `chosen_column` and `rejected_column`, good and bad ones to the same prompts."""
     messages_column: Annotated[NameOrPath | None, SUPERVISED] = None
     """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
     reads `prompt_column` and `response_column`."""
-    learn: Annotated[str, OneOf("all", "last", "each"), SUPERVISED] = "all"
+    learn: Annotated[str, OneOf("all", "last", "each"), GIVEN] = "all"
     """Supervised fine-tuning: which of the assistant's turns of a conversation are learned: `all`,
     in one row if the chat template shows each as the model generates it, else in as many as it
     takes; `each` in a row of its own; or the `last` alone."""

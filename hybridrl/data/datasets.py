@@ -25,6 +25,7 @@ from hybridrl.data.data_files import (
     read_found_rows,
 )
 from hybridrl.data.held_out import DataSplits, sample_batch_rows, split_held_out
+from hybridrl.data.labelled_responses import tokenize_labelled_responses
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows
@@ -159,6 +160,27 @@ def load_preference_pairs(
     return _load_splits(
         *(config, origin, tokenizer, held_out, seed, "pairs", tokenize_preference_pairs, columns),
         optional=("prompt_column",),
+    )
+
+
+def load_labelled_responses(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    origin: RowOrigin = DATA,
+) -> DataSplits:
+    """Read and tokenize responses that are marked as good or bad.
+
+    The arguments and errors are those of `load_prompts`, the columns those of
+    `tokenize_labelled_responses`.
+    """
+    either = ("response_column", "label_column", "chosen_column", "rejected_column")
+    columns = _name_columns(config, "prompt_column", *either)
+    return _load_splits(
+        *(config, origin, tokenizer, held_out, seed, "pairs", tokenize_labelled_responses, columns),
+        optional=("prompt_column", *either),
     )
 
 

@@ -49,6 +49,7 @@ GYM = [
 SPLIT = ["data=jsonl", "model.path=model", "data.path=split", "data.split=train"]
 SFT = ["algorithm=sft", *FILE]
 DPO = ["algorithm=dpo", *FILE, "actor.updates_per_step=1"]
+KTO = ["algorithm=kto", *FILE, "actor.updates_per_step=1"]
 PAIRS = ["algorithm=reward_model", *FILE, "actor.updates_per_step=1"]
 EXPERT = ["algorithm=expert_iteration"]
 PPO = ["algorithm=ppo"]
@@ -125,6 +126,7 @@ VALUES: dict[str, tuple] = {
     "algorithm.correction_level": ("sequence", *MASKS, "algorithm.correction_low=1.0"),
     "algorithm.correction_high": (0.5, *TRUNCATES),
     "algorithm.correction_low": (1.0, *MASKS),
+    "algorithm.negative_kl_max": (1e-9,),
     "algorithm.max_refills": (
         0,
         "algorithm.dynamic_sampling=true",
@@ -142,6 +144,8 @@ VALUES: dict[str, tuple] = {
     "preference.length_normalised": (True,),
     "preference.nll_coefficient": (1.0,),
     "preference.centre": (0.1, *PAIRS),
+    "preference.desirable_weight": (2.0, *KTO),
+    "preference.undesirable_weight": (2.0, *KTO),
     "rollout.serve_host": ("localhost",),
     "expert.choose": ("best",),
     "expert.most_per_prompt": (1, "reward.correct_at=0.1"),
@@ -175,6 +179,7 @@ VALUES: dict[str, tuple] = {
     "data.learn": ("last", *SFT, "data.messages_column=talk"),
     "data.chosen_column": ("better", *DPO),
     "data.rejected_column": ("worse", *DPO),
+    "data.label_column": ("other_label", *KTO),
     "data.margin_column": ("margin", *PAIRS),
     "data.chat": (True, *FILE),
     "data.system_prompt": ("77", *CHAT),

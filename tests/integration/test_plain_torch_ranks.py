@@ -19,6 +19,8 @@ TOGETHER = (
     ("temperature", "KL in the reward", "tool tokens", "dropped samples"),
     ("two updates", "supervised"),
     STALE,
+    (*STALE, "uncorrected", "far negatives"),
+    ("temperature", "two updates", "geometric"),
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
 
@@ -54,8 +56,12 @@ def worked_out(run, tmp_path, folders):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        *(("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])),
-        *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo")),
+        *(
+            ("grpo", STALE),
+            ("gdpo", ["temperature", "two updates"]),
+            ("ppo", ["KL in the reward", "tool tokens"]),
+        ),
+        *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo", "kto")),
     ],
 )
 def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, options):

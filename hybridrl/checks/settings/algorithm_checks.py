@@ -104,13 +104,18 @@ def _check_program_groups(config: Config) -> None:
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
-            "from pairs. Use algorithm=dpo, algorithm=online_dpo or algorithm=reward_model, which "
-            "set both; a trainer of your own that reads it has it in its USES."
+            "from preferences. Use algorithm=dpo, online_dpo, reward_model or kto, which set both; "
+            "a trainer of your own that reads it has it in its USES."
         )
     if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
-            "one update of each step's pairs. Lower data.prompts_per_step for more updates."
+            "one update of each step's rows. Lower data.prompts_per_step for more updates."
+        )
+    if name == "kto" and config.data.prompts_per_step == 1:
+        raise ConfigError(
+            "data.prompts_per_step=1: trainer.name=kto measures how far the policy has moved by "
+            "responses to other prompts of the step. Set it to 2 or more."
         )
     share, prompts = config.algorithm.replay_share, config.data.prompts_per_step
     if share and not compute_max_replayed_prompts(config):
