@@ -13,40 +13,21 @@ from hybridrl.data.preference_pairs import split_pairs_into_samples, tokenize_pr
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader
 from hybridrl.data.supervised_examples import tokenize_examples
-from hybridrl.errors import ConfigError, RowError
+from hybridrl.errors import RowError
 
 
 def tokenize_labelled_responses(
-    reader: RowReader,
-    rows: pa.Table,
-    prompt_column: str | None,
-    response_column: str | None,
-    label_column: str | None,
-    chosen_column: str,
-    rejected_column: str,
+    reader: RowReader, rows: pa.Table, prompt_column: str, response_column: str, label_column: str
 ) -> Batch:
-    """Tokenize prompts with a response and a label, true or false; or the two responses of
-    preference pairs, of which the chosen one is good, where the rows have those and no labels.
+    """Tokenize prompts with a response and a label, true or false.
 
     Returns:
         The columns of `tokenize_examples`, and `label` (float32), 1 for good responses, else 0.
 
     Raises:
-        DataError, ConfigError: as `tokenize_examples` and `tokenize_preference_pairs` do, and for a
-            label that is neither true nor false; names the row.
+        DataError, ConfigError: as `tokenize_examples` does, and for a label that is neither true
+            nor false; names the row.
     """
-    names = rows.column_names
-    if label_column not in names and {chosen_column, rejected_column} <= set(names):
-        columns = (prompt_column, chosen_column, rejected_column)
-        pairs = tokenize_preference_pairs(reader, rows, *columns)
-        samples = split_pairs_into_samples(pairs)
-        samples = Batch(samples.table.drop_columns(["margin"]))
-        return samples.with_columns({"label": torch.tensor([1.0, 0.0]).repeat(len(pairs))})
-    if prompt_column is None or response_column is None or label_column is None:
-        raise ConfigError(
-            f"`{reader.origin / 'prompt_column'}` is null, which only preference pairs allow. Set "
-            "it to the column of the prompts."
-        )
 
     def read(row: DataRow, value: Any) -> float:
         if value not in (0, 1):  # also false and true
@@ -60,3 +41,25 @@ def tokenize_labelled_responses(
     found = reader.refused.map(read, reader.cells(rows, label_column, "label_column"))
     labels = np.array([v or 0.0 for v in found], dtype=np.float32)
     return tokenize_examples(reader, rows, prompt_column, response_column, {"label": labels})
+
+
+def tokenize_unpaired_responses(
+    reader: RowReader,
+    rows: pa.Table,
+    prompt_column: str | None,
+    chosen_column: str,
+    rejected_column: str,
+) -> Batch:
+    """Tokenize both responses of preference pairs, of which the chosen one is good.
+
+    Returns:
+        The columns of `tokenize_labelled_responses`, with two rows for each pair.
+
+    Raises:
+        DataError, ConfigError: as `tokenize_preference_pairs` does.
+    """
+    columns = (prompt_column, chosen_column, rejected_column)
+    pairs = tokenize_preference_pairs(reader, rows, *columns)
+    samples = split_pairs_into_samples(pairs)
+    samples = Batch(samples.table.drop_columns(["margin"]))
+    return samples.with_columns({"label": torch.tensor([1.0, 0.0]).repeat(len(pairs))})

@@ -179,6 +179,9 @@ VALUES: dict[str, tuple] = {
     "data.learn": ("last", *SFT, "data.messages_column=talk"),
     "data.chosen_column": ("better", *DPO),
     "data.rejected_column": ("worse", *DPO),
+    "data.ranked_column": ("ranking", *PAIRS),
+    "data.scores_column": ("scores", *PAIRS, "data.ranked_column=ranking"),
+    "data.ranked_pairs": ("ends", *PAIRS, "data.ranked_column=ranking"),
     "data.label_column": ("other_label", *KTO),
     "data.margin_column": ("margin", *PAIRS),
     "data.chat": (True, *FILE),
@@ -475,6 +478,10 @@ def _write_inputs(folder: Path) -> None:
                 **{"margin": float(a % 3), "source": "xy"[a % 2], "gsm": f"so #### {b}"},
                 "tools": [{"type": "function", "function": tool}],
                 "no_tools": [],
+                "label": a % 3 == 0,
+                "other_label": a % 2,
+                "ranking": [str(a + b), f"{a}{b}", str(b)],
+                "scores": [0.0, float(a), 2.0],
                 "talk": [
                     {"role": role, "content": text}
                     for role, text in (
