@@ -160,7 +160,7 @@ def test_labels_of_chats_as_trl_writes_them(tokenizer):
 @pytest.mark.parametrize("label", [None, 2, -1, 0.5])
 def test_a_label_is_true_or_false(tokenizer, label):
     rows = [{**LABELS[0], "label": 1.0}, {**LABELS[1], "label": label}]
-    with pytest.raises(DataError, match="(?i)row 2 .*`label`.*expected true or false"):
+    with pytest.raises(DataError, match=r"(?i)row 2 .*`label`.*expected true or false"):
         labelled(rows, tokenizer)
 
 
