@@ -73,7 +73,7 @@ def tokenize_preference_pairs(
     refused, origin = reader.refused, reader.origin
     if ranked_column is not None:
         ranked = reader.cells(rows, ranked_column, "ranked_column")
-        scores = [None] * len(ranked)
+        scores: list[Any] = [None] * len(ranked)
         if scores_column is not None:
             scores = reader.cells(rows, scores_column, "scores_column")
         sides, names = [ranked, scores], (ranked_column, ranked_column)
@@ -108,8 +108,8 @@ def tokenize_preference_pairs(
         ]
 
     found = reader.read(rows, read, prompts, *sides)
-    # A row without a pair keeps its place, by a pair of equals.
-    of_rows = [one or [_PairTexts("", "", "", is_chat=False)] for one in found]
+    refused_row = [_PairTexts("", "", "", is_chat=False)]
+    of_rows = [refused_row if one is None else one for one in found]
     pairs = [pair for one in of_rows for pair in one]
     numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
     row_numbers: list[int] = (numbers + 1).tolist()

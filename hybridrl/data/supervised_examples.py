@@ -41,7 +41,7 @@ def tokenize_examples(
     rows: pa.Table,
     prompt_column: str,
     response_column: str,
-    of_rows: Mapping[str, np.ndarray] | None = None,
+    further: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
     """Tokenize each prompt, and each response followed by the end-of-sequence token.
 
@@ -50,7 +50,7 @@ def tokenize_examples(
     responses are taken as they are.
 
     Args:
-        of_rows: Further columns, with a number for each row.
+        further: Columns with a number for each row.
 
     Returns:
         A batch with the token-level columns `prompt_ids`, `response_ids` (everything after the
@@ -94,7 +94,7 @@ def tokenize_examples(
                 "but to end. Name the column that holds them."
             )
         )
-    return _build_batch(reader, examples, of_rows)
+    return _build_batch(reader, examples, further)
 
 
 def tokenize_conversations(reader: RowReader, rows: pa.Table, messages_column: str) -> Batch:
@@ -185,7 +185,7 @@ def _examples_of(
 def _build_batch(
     reader: RowReader,
     found: Sequence[list[RenderedConversation] | None],
-    of_rows: Mapping[str, np.ndarray] | None = None,
+    further: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
     check_some(found)
     reader.refused.kept(len(found))
@@ -213,7 +213,7 @@ def _build_batch(
         "response_ids": response_ids,
         "response_mask": masks,
     }
-    columns |= {name: values[numbers] for name, values in (of_rows or {}).items()}
+    columns |= {name: values[numbers] for name, values in (further or {}).items()}
     if len(examples) > len(found) or reader.refused.is_part:  # another part may need it
         columns[CONVERSATION] = numbers + reader.refused.first
     answers = [example.texts[1] for example in examples]

@@ -403,7 +403,7 @@ WITHOUT_PRESET = [
     ("cost.nothing_like_it=3", r"^There is no setting `cost\.nothing_like_it`\."),
     (
         "preference.beta=1",
-        r"`preference` is set by algorithm=dpo or algorithm=online_dpo or algorithm=r",
+        r"`preference` is set by algorithm=dpo or algorithm=kto or algorithm=online_dpo or ",
     ),
     ("preference.bta=1", r"Did you mean `preference\.beta`\?$"),
 ]

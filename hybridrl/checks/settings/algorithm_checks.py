@@ -104,8 +104,8 @@ def _check_program_groups(config: Config) -> None:
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
-            "from preferences. Use algorithm=dpo, online_dpo, reward_model or kto, which set both; "
-            "a trainer of your own that reads it has it in its USES."
+            "from preferences. Use algorithm=dpo, algorithm=online_dpo, algorithm=reward_model or "
+            "algorithm=kto, which set both; a trainer of your own that reads it has it in its USES."
         )
     if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(

@@ -69,8 +69,12 @@ def check_separate_rewards(config: Config) -> None:
             f"{name} learns from the same rewards everywhere, and the source {next(iter(sources))} "
             "has reward functions of its own. Name all functions in reward.function."
         )
+    if algorithm.turn_credit == "turn":
+        raise ConfigError(
+            f"algorithm.turn_credit=turn with {name}, which learns from each reward by itself: "
+            "functions score whole samples, not turns. Leave one of them out."
+        )
     only_sum = {
-        "algorithm.turn_credit": algorithm.turn_credit if algorithm.turn_credit == "turn" else "",
         "algorithm.overlong_buffer": algorithm.overlong_buffer,
         "algorithm.kl_in_reward": str(algorithm.kl_in_reward).lower() * algorithm.kl_in_reward,
         "reward.shorter": reward.shorter,
