@@ -23,6 +23,7 @@ from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec, standard_roles
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 from hybridrl.trainers.update_columns import loss_weights
 
+_ROW_COLUMNS = (*SAMPLE_COLUMNS, "response_mask")
 _RATIO_COLUMNS = ("log_probs", "ref_log_probs", "response_mask")
 
 
@@ -46,14 +47,8 @@ class Trainer(base.Trainer):
     def step(self) -> StepResult:
         weigh = partial(loss_weights, mode="seq-mean-token-mean")
         batch = self.next_batch()
-        # Each prompt with the response to another one, which the policy was not asked for: how much
-        # likelier it has become says how far the policy is from the reference.
-        order = np.roll(np.arange(len(batch)), 1)
-        others = batch.select("prompt_ids") | batch.take(order).select(
-            "response_ids", "response_mask"
-        )
-        others = self._scored(others)
-        batch |= others.apply(estimate_divergence, _RATIO_COLUMNS, makes=["kl"])
+        others = batch.apply(swap_responses, _ROW_COLUMNS, makes=_ROW_COLUMNS)
+        batch |= self._scored(others).apply(estimate_divergence, _RATIO_COLUMNS, makes=["kl"])
         batch |= batch.apply(weigh, ["response_mask"], makes=["loss_weights"])
         reference = self.groups["reference"]
         batch |= reference.compute_ref_log_prob(batch.select(*SAMPLE_COLUMNS))
@@ -72,6 +67,13 @@ class Trainer(base.Trainer):
         sample = rows.select(*SAMPLE_COLUMNS)
         rows = rows | self.groups["actor"].compute_log_prob(sample)
         return rows | self.groups["reference"].compute_ref_log_prob(sample)
+
+
+def swap_responses(batch: Batch) -> Batch:
+    """Return each prompt with the response of the row before, to which the policy has not been
+    held: how much likelier it has become says how far the policy is from the reference."""
+    before = batch.take(np.roll(np.arange(len(batch)), 1))
+    return batch.select(["prompt_ids"]) | before.select(list(_ROW_COLUMNS[1:]))
 
 
 def sum_log_ratios(batch: Batch) -> Batch:
