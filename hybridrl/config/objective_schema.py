@@ -263,7 +263,7 @@ class AlgorithmConfig:
     """Smallest weight that `mask` keeps."""
     correction_high: Annotated[PositiveFloat | None, BY_LOSS, _WITH_CORRECTION] = 2.0
     """Largest weight."""
-    negative_kl_max: Annotated[PositiveFloat | None, BY_LOSS] = None
+    negative_kl_max: Annotated[PositiveFloat | None, BY_LOSS, AppliesIf(".negative_kl_max")] = None
     """Largest mean KL, in nats per token, from the policy that sampled a response to the one that
     learns, with which tokens of negative advantage count (DeepSeek-V3.2); null: any."""
     dynamic_sampling: Annotated[bool, GRPO] = False

@@ -99,7 +99,9 @@ def tokenize_preference_pairs(
     def read(row: DataRow, tools: Any, prompt: Any, *cells: Any) -> list[_PairTexts]:
         if ranked_column is None:
             return [_read_pair(reader, row, tools, (prompt, *cells), columns)]
-        found = list_ranked_pairs(row, *cells, (ranked_column, scores_column), reader.ranked_pairs)
+        answers, of_answers = cells
+        named = (ranked_column, scores_column)
+        found = list_ranked_pairs(row, answers, of_answers, named, reader.ranked_pairs)
         return [
             _read_pair(reader, row, tools, (prompt, one.better, one.worse), columns)._replace(
                 margin=one.margin

@@ -65,8 +65,9 @@ class Trainer(base.Trainer):
     def _scored(self, rows: BatchRef) -> BatchRef:
         """Return the rows with the log-probabilities of policy and reference."""
         sample = rows.select(*SAMPLE_COLUMNS)
-        rows = rows | self.groups["actor"].compute_log_prob(sample)
-        return rows | self.groups["reference"].compute_ref_log_prob(sample)
+        rows |= self.groups["actor"].compute_log_prob(sample)
+        rows |= self.groups["reference"].compute_ref_log_prob(sample)
+        return rows
 
 
 def swap_responses(batch: Batch) -> Batch:
