@@ -216,7 +216,7 @@ def make_folders(root):
         {**row, "chosen": row["answer"], "rejected": "1" * (1 + n % 4) + "3", "margin": n / 10}
         for n, row in enumerate(prompts)
     ]
-    labels = [{**row, "label": n % 3 == 0} for n, row in enumerate(responses)]
+    labels = [{**row, "label": n % 3 > 0} for n, row in enumerate(responses)]
     tables = {"prompts": prompts, "responses": responses, "pairs": pairs, "labels": labels}
     for name, rows in tables.items():
         for file, part in ((f"{name}.jsonl", rows[1:]), (f"held_out_{name}.jsonl", rows[:1])):

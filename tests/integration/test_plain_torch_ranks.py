@@ -20,7 +20,7 @@ TOGETHER = (
     ("two updates", "supervised"),
     STALE,
     (*STALE, "uncorrected", "far negatives"),
-    ("temperature", "two updates", "geometric"),
+    (*STALE, "geometric"),
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
 
@@ -56,11 +56,10 @@ def worked_out(run, tmp_path, folders):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        *(
-            ("grpo", STALE),
-            ("gdpo", ["temperature", "two updates"]),
-            ("ppo", ["KL in the reward", "tool tokens"]),
-        ),
+        ("grpo", STALE),
+        ("dppo_kl", (*STALE, "geometric")),
+        ("gdpo", ["temperature", "two updates"]),
+        ("ppo", ["KL in the reward", "tool tokens"]),
         *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo", "kto")),
     ],
 )

@@ -21,7 +21,7 @@ QUICK = [
     ("distillation", ["temperature", "two updates"]),
     ("vespo", ["temperature", "two updates", "far negatives"]),
     ("dppo", ["temperature", "two updates"]),
-    ("dppo_kl", ["temperature", "two updates", "geometric"]),
+    ("dppo_kl", ["temperature", "two updates"]),
     *(("luspo", []), ("maxrl", ["temperature"]), ("gdpo", ["temperature", "two updates"])),
     *((program, []) for program in (*WITHOUT_REFERENCE, "kto")),
     *((program, ["temperature"]) for program in ONLINE),
