@@ -253,6 +253,7 @@ def overview(job: Job, plan: Sequence[str]) -> str:
         "prompts": samples,
         "examples": f"{prompts} examples",
         "pairs": f"{prompts} pairs",
+        "responses": f"{prompts} responses",
     }[job.trainer_class.DATA]
     step = f"step        {of_step}, {config.actor.step_updates} update(s)"
     lines = [

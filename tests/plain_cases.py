@@ -27,6 +27,10 @@ def holes(prompt, response, **row):
     is_held_out = prompt.startswith("1")
     return math.nan if number % 3 == 0 and not is_held_out else digits(prompt, response)
 
+def short(prompt, response, **row):
+    """Of another size than `digits`."""
+    return -10.0 * len(response)
+
 def cost(prompt, response, **row):
     return float(len(response) % 3)
 
@@ -60,7 +64,8 @@ BASE = [
     "actor.tokens_per_microbatch=40",
 ]
 
-GRPO = ("dr_grpo", "dapo", "cispo", "gspo", "sapo", "gmpo", "rloo", "opo", "pass_at_k")
+OF_2026 = ("luspo", "vespo", "dppo", "dppo_kl", "maxrl", "gdpo")
+GRPO = ("dr_grpo", "dapo", "cispo", "gspo", "sapo", "gmpo", "rloo", "opo", "pass_at_k", *OF_2026)
 """Programs that are settings of `grpo`."""
 PLUS_PLUS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 CRITICS = ("ppo", "remax", "safe_rlhf")
@@ -71,7 +76,7 @@ WITHOUT_REFERENCE = {
     "cpo": ("preference.loss=cpo", "preference.beta=0.3", "preference.nll_coefficient=0.6"),
 }
 """Losses of `dpo` and `online_dpo` that need no reference model."""
-PAIRED = ("dpo", "ipo", *WITHOUT_REFERENCE, "reward_model")
+PAIRED = ("dpo", "ipo", *WITHOUT_REFERENCE, "reward_model", "kto")
 GIVEN = ("sft", *PAIRED, "offline_distillation", "offline_reverse")
 """Programs that learn from files."""
 ONLINE = tuple(f"online_{name}" for name in WITHOUT_REFERENCE)
@@ -83,6 +88,7 @@ SAME = {  # other names for programs with other settings
     "best_of_n": ("expert_iteration", "expert.choose=best", "expert.steps_kept=2"),
     "forward": ("distillation", "distillation.loss=forward"),
     "sampled": ("distillation", "distillation.loss=sampled"),
+    "dppo_kl": ("dppo", "algorithm.policy_loss=dppo_kl"),
     "ipo": ("dpo", "preference.loss=ipo", "preference.length_normalised=true"),
     **{name: ("dpo", *settings) for name, settings in WITHOUT_REFERENCE.items()},
     **{f"online_{n}": ("online_dpo", *settings) for n, settings in WITHOUT_REFERENCE.items()},
@@ -93,6 +99,10 @@ CLIPPED = ("algorithm.clip_low=0.003", "algorithm.clip_high=0.005")
 OWN = {
     **dict.fromkeys(("grpo", "dr_grpo", "cispo", "gmpo", "pass_at_k", *PLUS_PLUS), CLIPPED),
     "gspo": ("algorithm.clip_low=0.001", "algorithm.clip_high=0.002", "actor.updates_per_step=1"),
+    "luspo": ("algorithm.clip_low=0.001", "algorithm.clip_high=0.002", "actor.updates_per_step=1"),
+    "dppo": ("algorithm.clip_low=2e-4", "algorithm.clip_high=3e-4"),
+    "dppo_kl": ("algorithm.clip_low=2e-7", "algorithm.clip_high=3e-7"),
+    "gdpo": ("reward.weights=[1.0, 0.3]",),
     "dapo": ("algorithm.max_refills=1", *CLIPPED),
     "ppo": (*CLIPPED, "algorithm.gamma=0.9", "algorithm.lam=0.8"),
     "safe_rlhf": (
@@ -105,6 +115,7 @@ OWN = {
     "distillation": ("distillation.top_k=5",),
     "forward": ("distillation.top_k=5",),
     "online_dpo": ("preference.beta=0.3",),
+    "kto": ("preference.beta=0.3", "preference.desirable_weight=1.5"),
 }
 OPTIONS = {
     "alone": (),
@@ -119,6 +130,12 @@ OPTIONS = {
     "LoRA": ("actor.lora.path={adapters}",),
     "correction": ("algorithm.correction=truncate", "algorithm.correction_high=0.9"),
     "kept sets": ("rollout.top_p=0.8", "rollout.top_k=7", "rollout.min_tokens=2"),
+    "geometric": (
+        *("algorithm.correction=mask", "algorithm.correction_level=geometric"),
+        *("algorithm.correction_low=0.9995", "algorithm.correction_high=1.0005"),
+    ),
+    "far negatives": ("algorithm.negative_kl_max=3e-4",),
+    "uncorrected": ("algorithm.correction=none",),
     "staleness": (
         "placement=separation",
         "placement.staleness=1",
@@ -144,15 +161,20 @@ OPTIMIZERS = {
 }
 CHOSEN = ("expert_iteration", "best_of_n", "online_dpo", *ONLINE)
 """Programs that learn from some of their samples, without advantages."""
+WITHOUT_RATIOS = (*CHOSEN, "sft", *PAIRED)
 REFUSED = {
     "two updates": ("online_dpo", *ONLINE, *PAIRED),
     "two epochs": (*CHOSEN, *GIVEN),
     "critic epochs": tuple(name for name in PROGRAMS if name not in ("ppo", "safe_rlhf")),
     "KL limit": (*CHOSEN, *TAUGHT, *GIVEN),
-    **dict.fromkeys(("KL in the loss", "KL in the reward"), (*CHOSEN, *TAUGHT, *GIVEN)),
-    **dict.fromkeys(("entropy", "correction"), (*CHOSEN, "sft", *PAIRED)),
+    "KL in the loss": (*CHOSEN, *TAUGHT, *GIVEN),
+    "KL in the reward": (*CHOSEN, *TAUGHT, *GIVEN, "gdpo"),
+    **dict.fromkeys(("entropy", "correction"), WITHOUT_RATIOS),
+    **dict.fromkeys(("geometric", "far negatives"), (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN)),
+    "uncorrected": (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN, "rloo", "opo", "remax"),
     "supervised": (*CHOSEN, *TAUGHT[:2], *GIVEN),
-    **dict.fromkeys(("kept sets", "staleness", "tool tokens", "dropped samples"), GIVEN),
+    **dict.fromkeys(("kept sets", "staleness", "tool tokens"), GIVEN),
+    "dropped samples": (*GIVEN, "gdpo"),
 }
 """By option, the programs that cannot have it: the library refuses it, or says that it does nothing
 there."""
@@ -173,6 +195,7 @@ class Folders(NamedTuple):
     prompts: str
     responses: str
     pairs: str
+    labels: str
 
 
 def make_folders(root):
@@ -213,10 +236,12 @@ def make_folders(root):
         {**row, "chosen": row["answer"], "rejected": "1" * (1 + n % 4) + "3", "margin": n / 10}
         for n, row in enumerate(prompts)
     ]
-    for name, rows in (("prompts", prompts), ("responses", responses), ("pairs", pairs)):
+    labels = [{**row, "label": n % 3 > 0} for n, row in enumerate(responses)]
+    tables = {"prompts": prompts, "responses": responses, "pairs": pairs, "labels": labels}
+    for name, rows in tables.items():
         for file, part in ((f"{name}.jsonl", rows[1:]), (f"held_out_{name}.jsonl", rows[:1])):
             (root / file).write_text("".join(json.dumps(row) + "\n" for row in part))
-    files = (f"{name}.jsonl" for name in ("prompts", "responses", "pairs"))
+    files = (f"{name}.jsonl" for name in tables)
     names = ("model", "scalar", "teacher", "adapters", "program.py", *files)
     return Folders(*(str(root / name) for name in names))
 
@@ -227,8 +252,8 @@ def settings_of(program, options, folders):
     wanted = [setting for option in options for setting in OPTIONS[option]]
     file = folders.prompts
     if program in GIVEN:
-        is_pairs = name in ("dpo", "reward_model")
-        file = folders.pairs if is_pairs else folders.responses
+        of = {"dpo": folders.pairs, "reward_model": folders.pairs, "kto": folders.labels}
+        file = of.get(name, folders.responses)
     held_out = Path(file).with_name(f"held_out_{Path(file).name}")
     lora = "LoRA" in options
     model = folders.scalar if name == "reward_model" and not lora else folders.model
@@ -240,7 +265,8 @@ def settings_of(program, options, folders):
     if name == "reward_model":
         found.append("data.margin_column=margin")
     if program not in GIVEN:
-        found.append(f"reward.function={folders.program}:digits")
+        functions = [f"{folders.program}:{n}" for n in ("digits", "short")[: 1 + (name == "gdpo")]]
+        found.append(f"reward.function=[{','.join(functions)}]")
     if "distillation" in name:
         found.append(f"models.teacher.path={folders.teacher}")
     if name == "safe_rlhf":
@@ -252,9 +278,6 @@ def settings_of(program, options, folders):
     if name == "remax":
         found.append("rollout.samples_per_prompt=4")
     found += [s.format(**folders._asdict()) for s in wanted if not s.startswith("placement=")]
-    if "staleness" in options and exists(program, "correction"):
-        has_ratio = name not in ("rloo", "opo", "remax")
-        found.append(f"algorithm.correction={'none' if has_ratio else 'truncate'}")
     return found
 
 

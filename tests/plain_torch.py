@@ -229,6 +229,8 @@ def compared(settings, groups, scores, lengths):
         elif kind == "optimal_reward_baseline":
             tokens = torch.tensor([lengths[n] for n in at]).double()
             a = s - (tokens * s).sum() / tokens.sum()
+        elif kind == "maximum_likelihood":
+            a = (s - s.mean()) / s.mean() if s.mean() > 1e-6 else 0.0 * s
         elif kind == "pass_at_k":
             second, best = s.sort().values[-2:]
             a = torch.where(s == best, best - second, 0.0)
@@ -239,6 +241,16 @@ def compared(settings, groups, scores, lengths):
         for number, value in zip(at, a.tolist(), strict=True):
             found[number] = value
     return found
+
+
+def decoupled(rows, groups, scores, weights):
+    """Advantages of several rewards, each compared within the groups; then over the batch."""
+    total = torch.zeros(len(rows)).double()
+    for column, weight in weights.items():
+        for at, _ in by_group(groups, scores):
+            s = torch.tensor([rows[n][column] for n in at]).double()
+            total[at] += weight * (s - s.mean()) / (s.std() + 1e-6) if len(at) > 1 else 0.0
+    return ((total - total.mean()) / (total.std() + 1e-6)).tolist()
 
 
 def whitened(rows, masks):
@@ -295,6 +307,19 @@ def policy_loss(settings, log_probs, old, advantages, mask):
         options = settings["loss_options"]
         tau = torch.where(a > 0, options["tau_positive"], options["tau_negative"])
         return -a * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    if kind == "vespo":
+        ratio = gap[mask].sum().detach().exp()
+        powers = torch.where(a >= 0, ratio**2, ratio**3)
+        fades = torch.exp(torch.where(a >= 0, 3.0, 2.0) * (1 - ratio))
+        return -powers * fades * a * log_probs
+    if kind in ("dppo_tv", "dppo_kl"):
+        p, q = log_probs.detach().exp(), old.exp()
+        far = (p - q).abs()
+        if kind == "dppo_kl":
+            far = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        out = (a > 0) & (p > q) & (far > settings["clip_high"])
+        out |= (a < 0) & (p < q) & (far > settings["clip_low"])
+        return torch.where(out, 0.0, -a * ratio)
     if kind == "gmpo":
         up, down = gap.clamp(max=settings["clip_high"]), gap.clamp(min=-settings["clip_low"])
         return -a * torch.where(a > 0, up, down)[mask].mean().exp()
@@ -311,8 +336,10 @@ def correction(settings, log_probs, rollout, mask):
     gap = log_probs - rollout
     if settings["correction_level"] == "sequence":
         gap = torch.full_like(gap, float(gap[mask].sum()))
+    if settings["correction_level"] == "geometric":
+        gap = torch.full_like(gap, float(gap[mask].mean()))
     weights, high = gap.exp(), settings["correction_high"]
-    if settings["correction"] == "truncate":
+    if settings["correction"] != "mask":
         return weights.clamp(max=high)
     return weights * ((weights >= (settings["correction_low"] or 0.0)) & (weights <= high))
 
@@ -381,7 +408,9 @@ class Job:
         self.config = yaml.safe_load((self.folder / "config.yaml").read_text())
         self.algorithm, rollout = self.config["algorithm"], self.config["rollout"]
         self.program, self.longest = self.config["trainer"]["name"], rollout["max_tokens"]
-        self.given = self.program in ("sft", "dpo", "reward_model", "offline_distillation")
+        self.given = self.program in (
+            *("sft", "dpo", "kto", "reward_model", "offline_distillation"),
+        )
         self.temperature = 1.0 if self.given else rollout["temperature"]
         self.splits = self.config["actor"]["updates_per_step"]
         self.epochs, self.most = self.config["actor"]["epochs"], self.config["actor"]["max_kl"]
@@ -493,6 +522,7 @@ class Job:
                 "mask": torch.ones(len(made)).bool(),
                 "group_id": number * (step - 1) + place,
                 "margin": row.get("margin", 0.0),
+                "label": row.get("label"),
             }
             for place, row in enumerate(chosen)
             for column in columns
@@ -539,7 +569,9 @@ class Job:
         masks = [row["mask"] for row in part]
         weights = token_weights(settings["aggregation"], masks, self.longest)
         stale = flow["staleness"] > 0 or flow["in_flight"] or settings["replay_share"] > 0
+        anchored = settings["policy_loss"] in ("vespo", "dppo_tv", "dppo_kl")
         corrected = settings["correction"] in ("truncate", "mask")
+        corrected |= settings["correction"] == "auto" and stale and not anchored
         loss, sums, gaps = torch.zeros(()).double(), defaultdict(float), []
         if self.over:
             return self.leave_out()
@@ -551,10 +583,13 @@ class Job:
             if old:
                 gone = (begun - log_probs.detach())[mask]
                 sums[STEP_KL] += float((torch.expm1(-gone) + gone).sum())
-            base = row["rollout"] if stale and not corrected else begun
+            base = row["rollout"] if (stale or anchored) and not corrected else begun
             token_loss = policy_loss(settings, log_probs, base, row["advantages"], mask)
             if corrected:
                 token_loss = token_loss * correction(settings, begun, row["rollout"], mask)
+            if (most := settings["negative_kl_max"]) is not None:
+                far = (row["rollout"] - log_probs.detach())[mask].mean() > most
+                token_loss = token_loss * ~(far & (row["advantages"] < 0))
             token_loss = token_loss - settings["entropy_coefficient"] * entropy
             if settings["kl_coefficient"] or towards != "ref":
                 kind = settings["kl_estimator"] or "k3+"
@@ -677,7 +712,13 @@ class Job:
                     for s, x in zip(scores, taken, strict=True)
                 ]
             lengths = [int(m.sum()) for m in masks]
-            of_rows = compared(settings, groups, scores, lengths)
+            if settings["advantage"] == "gdpo":
+                weights = self.config["reward"]["weights"]
+                names = ["reward/digits", "reward/short"]
+                known = dict(zip(names, weights, strict=True))
+                of_rows = decoupled(rows, groups, scores, known)
+            else:
+                of_rows = compared(settings, groups, scores, lengths)
             found = [a * torch.ones(len(m)).double() for a, m in zip(of_rows, masks, strict=True)]
             if settings["advantage"] == "reinforce_plus_plus_baseline":
                 alone = {at[0] for at, _ in by_group(groups, scores) if len(at) == 1}
@@ -857,6 +898,27 @@ class Job:
             if s.max() > s.min():
                 pairs += [rows[at[int(s.argmax())]], rows[at[int(s.argmin())]]]
         self.prefer(pairs)
+
+    def step_of_kto(self, rows):
+        """Each prompt with the response of the row before it says how far the policy has moved."""
+        settings, gaps = self.config["preference"], []
+        for row, before in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+            with torch.no_grad():
+                other = {**row, "response_ids": before["response_ids"]}
+                models = (self.actor.model, self.reference)
+                new, old = (self.log_probs(model, other) for model in models)
+                gaps.append((new - old)[before["mask"]].sum())
+                row["ref"] = self.log_probs(self.reference, row)
+        z, loss, rewards = max(0.0, float(sum(gaps)) / len(rows)), torch.zeros(()).double(), 0.0
+        for row in rows:
+            gap = (self.log_probs(self.actor.model, row) - row["ref"])[row["mask"]].sum()
+            ahead = settings["beta"] * (gap - z if row["label"] else z - gap)
+            weight = settings["desirable_weight" if row["label"] else "undesirable_weight"]
+            loss = loss + weight * (1 - torch.sigmoid(ahead)) / len(rows)
+            rewards += settings["beta"] * gap.item() / len(rows)
+        norm, tokens = self.actor.step(loss), sum(int(row["mask"].sum()) for row in rows)
+        figures = {"labels/kl": z, "labels/reward": rewards}
+        self.note(tokens, **{"policy/loss": loss.item(), "policy/grad_norm": norm}, **figures)
 
     def step_of_dpo(self, rows):
         self.prefer(rows)

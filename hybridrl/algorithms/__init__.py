@@ -21,13 +21,15 @@ from hybridrl.algorithms.credit import (
 from hybridrl.algorithms.distillation_loss import DistillationObjective
 from hybridrl.algorithms.group_advantages import (
     find_informative_rows,
+    gdpo,
     group_relative,
     leave_one_out,
+    maximum_likelihood,
     optimal_reward_baseline,
     pass_at_k,
     reinforce_plus_plus_baseline,
 )
-from hybridrl.algorithms.importance_correction import importance_weights
+from hybridrl.algorithms.importance_correction import importance_weights, mask_far_negatives
 from hybridrl.algorithms.lagrange import LagrangeMultiplier
 from hybridrl.algorithms.packed_turns import PackedTurns
 from hybridrl.algorithms.policy_losses import (
@@ -50,8 +52,10 @@ from hybridrl.algorithms.segments import (
     masked_var,
     whiten,
 )
-from hybridrl.algorithms.sequence_losses import gmpo, gspo
+from hybridrl.algorithms.sequence_losses import gmpo, gspo, vespo
 from hybridrl.algorithms.token_loss import TokenLoss, negative_log_likelihood, value_loss
+from hybridrl.algorithms.trust_region_losses import dppo_kl, dppo_tv
+from hybridrl.algorithms.unpaired_preference import UnpairedPreferenceObjective
 
 __all__ = [
     "AdaptiveKLController",
@@ -64,19 +68,25 @@ __all__ = [
     "PreferenceObjective",
     "TokenLoss",
     "TokenSegments",
+    "UnpairedPreferenceObjective",
     "broadcast_to_tokens",
     "cispo",
     "divide_by_std",
+    "dppo_kl",
+    "dppo_tv",
     "estimate_kl",
     "find_informative_rows",
     "gae",
+    "gdpo",
     "gmpo",
     "group_relative",
     "gspo",
     "importance_weights",
     "leave_one_out",
+    "mask_far_negatives",
     "masked_mean",
     "masked_var",
+    "maximum_likelihood",
     "min_form_rewards",
     "negative_log_likelihood",
     "optimal_reward_baseline",
@@ -96,5 +106,6 @@ __all__ = [
     "shape_rewards",
     "token_weights",
     "value_loss",
+    "vespo",
     "whiten",
 ]

@@ -96,6 +96,44 @@ def reinforce_plus_plus_baseline(
 
 
 @torch.no_grad()
+def maximum_likelihood(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Tensor:
+    """Compute (score - mean of its group) / mean of its group; 0 where the mean is not above eps.
+
+    With scores of 0 and 1 the mean is the share that is right, so prompts that are rarely solved
+    count more, as they do for the likelihood of a right answer. Scores must not be negative.
+    MaxRL: Tajwar 2026, arXiv:2602.02710.
+    """
+    members = RowGroups.of(groups)
+    (scores,) = as_float(scores)
+    mean = members.sum(scores) / members.size
+    return torch.where(mean > eps, members.centred(scores) / mean.clamp(min=eps), 0.0)
+
+
+@torch.no_grad()
+def gdpo(
+    reward_scores: Tensor, reward_weights: Tensor, groups: Tensor, eps: float = 1e-6
+) -> Tensor:
+    """Compute the weighted sum of what `group_relative` makes of each reward alone, minus its mean
+    and over its standard deviation of the whole batch.
+
+    reward_scores: ``[rows, rewards]``, NaN where a row has no such reward, which is then compared
+    with nothing; reward_weights: ``[rewards]``. A reward of small numbers counts as much as one of
+    large ones, and different mixtures of equal sums are told apart.
+    GDPO: Liu 2026, arXiv:2601.05242.
+    """
+    members, rows = RowGroups.of(groups), len(groups)
+    reward_scores, reward_weights = as_float(reward_scores, reward_weights)
+    total = torch.zeros_like(reward_scores[:, 0])
+    for scores, weight in zip(reward_scores.unbind(1), reward_weights, strict=True):
+        alone = torch.arange(rows, device=groups.device) + members.count
+        others = torch.where(scores.isnan(), alone, members.index)
+        total = total + weight * group_relative(scores.nan_to_num(), others, eps=eps)
+    batch = RowGroups.of(torch.zeros_like(members.index))
+    whitened = batch.centred(total) / (batch.std(total) + eps)
+    return torch.where(members.size > 1, whitened, 0.0)
+
+
+@torch.no_grad()
 def find_informative_rows(scores: Tensor, groups: Tensor) -> Tensor:
     """Return bool ``[rows]``: false for every row of a group whose scores are all equal.
 

@@ -36,22 +36,24 @@ def importance_weights(
 
     log_probs, rollout_log_probs, mask: ``[rows, time]``, or packed with ``segments``. With
     d = clamp(log_probs - rollout_log_probs, -20, 20), the weight w is exp(d) at ``level``
-    ``token``, and exp of the summed d of the answer (clamped to +-20 again) at ``sequence``.
+    ``token``; exp of the summed d of the answer (clamped to +-20 again) at ``sequence``; and exp
+    of its mean d at ``geometric``.
 
     * ``truncate``: min(w, high), truncated importance sampling (Yao 2025, "Your efficient RL
       framework secretly brings you off-policy RL training"); ``low`` is not used.
     * ``mask``: w inside [low, high] and 0 outside (IcePop, arXiv:2510.18855). No bound, no test.
     """
-    check_known_name("level", level, ("token", "sequence"))
+    check_known_name("level", level, ("token", "sequence", "geometric"))
     check_known_name("mode", mode, ("truncate", "mask"))
     if low is not None and high is not None and low > high:
         raise ConfigError(f"`low` is {low} and `high` is {high}; expected low <= high.")
     mask = as_bool(mask)
     log_probs, rollout_log_probs = as_float(log_probs, rollout_log_probs)
     difference = apply_mask(log_probs - rollout_log_probs, mask).clamp(-20.0, 20.0)
-    if level == "sequence":
+    if level != "token":
         samples = resolve_segments(mask, segments)
-        difference = samples.spread(samples.sum(difference).clamp(-20.0, 20.0))
+        total = samples.sum(difference).clamp(-20.0, 20.0)
+        difference = samples.spread(samples.mean(difference) if level == "geometric" else total)
     weights = difference.exp()
     if mode == "truncate":
         weights = weights if high is None else weights.clamp(max=high)
@@ -63,3 +65,20 @@ def importance_weights(
             inside = inside & (weights <= high)
         weights = apply_mask(weights, inside)
     return apply_mask(weights, mask)
+
+
+@torch.no_grad()
+def mask_far_negatives(
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    limit: float,
+    segments: TokenSegments,
+) -> Tensor:
+    """Return bool ``[tokens]``: false for tokens of negative advantage in answers whose mean
+    rollout_log_probs - log_probs exceeds ``limit``, which the policy has left behind already.
+
+    Off-policy sequence masking, DeepSeek-V3.2 (arXiv:2512.02556).
+    """
+    gap = segments.mean(apply_mask(rollout_log_probs - log_probs, segments.mask))
+    return (advantages >= 0) | (gap <= limit)[segments.row]

@@ -16,13 +16,15 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantages import reinforce_plus_plus
 from hybridrl.algorithms.group_advantages import (
+    gdpo,
     group_relative,
     leave_one_out,
+    maximum_likelihood,
     optimal_reward_baseline,
     pass_at_k,
     reinforce_plus_plus_baseline,
 )
-from hybridrl.algorithms.importance_correction import importance_weights
+from hybridrl.algorithms.importance_correction import importance_weights, mask_far_negatives
 from hybridrl.algorithms.policy_losses import (
     LOSS_KL_ESTIMATOR,
     cispo,
@@ -32,8 +34,9 @@ from hybridrl.algorithms.policy_losses import (
     sapo,
 )
 from hybridrl.algorithms.segments import TokenSegments, apply_mask, check_known_name
-from hybridrl.algorithms.sequence_losses import gmpo, gspo
+from hybridrl.algorithms.sequence_losses import gmpo, gspo, vespo
 from hybridrl.algorithms.token_loss import TokenLoss
+from hybridrl.algorithms.trust_region_losses import dppo_kl, dppo_tv
 from hybridrl.errors import ConfigError
 from hybridrl.system import user_code
 
@@ -53,7 +56,13 @@ _POLICY_LOSSES: Mapping[str, _Function] = {
     "reinforce": reinforce,
     "sapo": sapo,
     "gmpo": gmpo,
+    "vespo": vespo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
 }
+SAMPLER_ANCHORED_LOSSES = ("vespo", "dppo_tv", "dppo_kl")
+"""Losses that bound how far the policy is from the one that sampled: without a correction their
+ratios are to `rollout_log_probs`, also where samples are fresh."""
 ADVANTAGE_ESTIMATORS: Mapping[str, _Function] = {
     "group_relative": group_relative,
     "leave_one_out": leave_one_out,
@@ -61,6 +70,8 @@ ADVANTAGE_ESTIMATORS: Mapping[str, _Function] = {
     "pass_at_k": pass_at_k,
     "reinforce_plus_plus": _reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "maximum_likelihood": maximum_likelihood,
+    "gdpo": gdpo,
 }
 _LOSS_PARAMETERS = ("log_probs", "old_log_probs", "advantages", "mask", "segments")
 _ADVANTAGE_PARAMETERS = (
@@ -72,8 +83,13 @@ _ADVANTAGE_PARAMETERS = (
     "segments",
     "scale",
     "gamma",
+    "reward_scores",
+    "reward_weights",
 )
-GROUPWISE_ADVANTAGES = ("group_relative", "leave_one_out", "optimal_reward_baseline", "pass_at_k")
+GROUPWISE_ADVANTAGES = (
+    *("group_relative", "leave_one_out", "optimal_reward_baseline", "pass_at_k"),
+    "maximum_likelihood",
+)
 """Advantages that depend on no other group, but for the scale `batch`."""
 
 
@@ -92,8 +108,9 @@ def find_policy_loss(name: str) -> _Function:
 @cache
 def find_advantage_estimator(name: str) -> _Function:
     """Return the function of `algorithm.advantage`: from any of `scores`, `groups` and `lengths`
-    `[rows]`, `mask` and `rewards` `[rows, time]`, and the settings `scale` and `gamma`, to
-    advantages of rows or of tokens. One that names `segments` too is given `mask` and `rewards`
+    `[rows]`, `mask` and `rewards` `[rows, time]`, `reward_scores` `[rows, rewards]` with
+    `reward_weights` `[rewards]`, and the settings `scale` and `gamma`, to advantages of rows or of
+    tokens. One that names `segments` too is given `mask` and `rewards`
     packed, `[tokens]`, and returns advantages of tokens, so that nothing is ever padded.
 
     Raises:
@@ -165,7 +182,9 @@ class PolicyObjective:
             and `_high` are the other arguments. Its column is `rollout_log_probs`.
         off_policy: The samples are of an older policy than the one at the beginning of the step.
             Without a correction the ratios of the policy loss are then those to the policy that
-            sampled, `rollout_log_probs`: the loss itself corrects, within its clip range.
+            sampled, `rollout_log_probs`: the loss itself corrects, within its clip range. Those of
+            `SAMPLER_ANCHORED_LOSSES` always are.
+        negative_kl_max: See `mask_far_negatives`; None: every token counts.
         needs: Columns without which there is nothing to learn.
     """
 
@@ -179,6 +198,7 @@ class PolicyObjective:
     correction_low: float | None = None
     correction_high: float | None = 2.0
     off_policy: bool = False
+    negative_kl_max: float | None = None
     needs: ClassVar = ("advantages",)
 
     def __post_init__(self) -> None:
@@ -206,7 +226,8 @@ class PolicyObjective:
         begun = columns.get("log_probs", log_probs.detach())
         mask = columns["response_mask"]
         corrected = self.correction != "none"
-        by_ratio = self.off_policy and not corrected
+        anchored = self.off_policy or self.policy_loss in SAMPLER_ANCHORED_LOSSES
+        by_ratio = anchored and not corrected
         old = columns["rollout_log_probs"] if by_ratio else begun
         loss, metrics = self._policy_loss(log_probs, old, columns["advantages"], segments)
         metrics = {**metrics, "entropy": entropy.detach()}
@@ -227,6 +248,13 @@ class PolicyObjective:
             )
             loss = loss * weights
             metrics["correction_weight"] = weights
+        if self.negative_kl_max is not None:
+            rollout, advantages = columns["rollout_log_probs"], columns["advantages"]
+            near = mask_far_negatives(
+                log_probs, rollout, advantages, self.negative_kl_max, segments
+            )
+            loss = loss * near
+            metrics["masked_fraction"] = (~near & segments.mask).to(loss.dtype)
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * entropy
         if "ref_log_probs" in columns:

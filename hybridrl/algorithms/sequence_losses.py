@@ -70,3 +70,32 @@ def gmpo(
     )
     ratio = segments.spread(segments.mean(held)).exp()
     return build_token_loss(-advantages * ratio, ratio, difference, mask, held != difference)
+
+
+def vespo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    segments: TokenSegments,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> TokenLoss:
+    """Return the VESPO loss, -sg(W^k exp(lambda (1 - W))) A log_probs.
+
+    k and lambda depend on the sign of A. W is the ratio of the whole response, the product of
+    those of its tokens. Its weight is 1 at W = 1 and fades towards 0 and infinity, so no length has
+    to be taken out of W and nothing is clipped. VESPO: Shen 2026, arXiv:2602.10693.
+    """
+    mask = segments.mask
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
+    log_ratio = segments.spread(segments.sum(difference.detach())).clamp(-20.0, 20.0)
+    is_good = advantages >= 0
+    k = torch.full_like(log_ratio, k_negative).masked_fill(is_good, k_positive)
+    fall = torch.full_like(log_ratio, lambda_negative).masked_fill(is_good, lambda_positive)
+    weight = (k * log_ratio + fall * (1.0 - log_ratio.exp())).exp()
+    return build_token_loss(-weight * advantages * log_probs, log_ratio.exp(), difference, mask)

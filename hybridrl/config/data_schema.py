@@ -18,9 +18,12 @@ from hybridrl.config.constraints import (
 SUPERVISED = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation")
 RESPONSES = AppliesIf(
     *("trainer.name=sft", "trainer.name=offline_distillation"),
-    *("trainer.name=dpo", "trainer.name=reward_model"),
+    *("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto"),
 )
-PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=reward_model")
+PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto")
+GIVEN = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation", "trainer.name=kto")
+RANKABLE = AppliesIf("trainer.name=dpo", "trainer.name=reward_model")
+_RANKED, _UNRANKED = AppliesIf(".ranked_column"), AppliesIf(".ranked_column=null")
 _WITH_FILES = AppliesIf("data.path")
 RENDERED = AppliesIf(
     *("data.path", "rollout.episode", "rollout.serve", "environment.name"),
@@ -70,21 +73,34 @@ class DataConfig:
     """How rows say what is right: `plain`, the whole column; `gsm8k`, what follows its last `####`;
     `boxed`, what stands in its last `\\boxed{}`; or programs' tests as the columns of these sets
     hold them, for `hybridrl.rewards.code:passes_tests`."""
-    response_column: Annotated[NameOrPath, SUPERVISED] = "response"
-    """Supervised fine-tuning: the response to learn, text or chat messages."""
+    response_column: Annotated[NameOrPath, GIVEN] = "response"
+    """Supervised fine-tuning: the response to learn, text or chat messages. With `kto` the response
+    that is good or bad."""
+    label_column: Annotated[NameOrPath | None, AppliesIf("trainer.name=kto")] = "label"
+    """Of `kto`: whether the response is good, true or false; null: rows are preference pairs, of
+    which the chosen response is good and the rejected one bad."""
     messages_column: Annotated[NameOrPath | None, SUPERVISED] = None
     """Supervised fine-tuning: whole conversations, of which the assistant's turns are learned; null
     reads `prompt_column` and `response_column`."""
-    learn: Annotated[str, OneOf("all", "last", "each"), SUPERVISED] = "all"
+    learn: Annotated[str, OneOf("all", "last", "each"), GIVEN] = "all"
     """Supervised fine-tuning: which of the assistant's turns of a conversation are learned: `all`,
     in one row if the chat template shows each as the model generates it, else in as many as it
     takes; `each` in a row of its own; or the `last` alone."""
-    chosen_column: Annotated[NameOrPath, PAIRS] = "chosen"
+    chosen_column: Annotated[NameOrPath, PAIRS, _UNRANKED] = "chosen"
     """Preference pairs: the better response, text or chat messages that end with it."""
-    rejected_column: Annotated[NameOrPath, PAIRS] = "rejected"
+    rejected_column: Annotated[NameOrPath, PAIRS, _UNRANKED] = "rejected"
     """Preference pairs: the worse response."""
-    margin_column: Annotated[NameOrPath | None, PAIRS] = None
+    margin_column: Annotated[NameOrPath | None, RANKABLE, _UNRANKED] = None
     """Preference pairs: how much better the chosen response is; null: 0 for all."""
+    ranked_column: Annotated[NameOrPath | None, RANKABLE] = None
+    """Preference pairs of rankings: a column with a list of responses, the best one first, in place
+    of the columns of pairs; null: rows are pairs."""
+    scores_column: Annotated[NameOrPath | None, RANKABLE, _RANKED] = None
+    """A column with a list of numbers, one for each response of `ranked_column`, which need not be
+    in order then. Differences are the margins; there are no pairs of equal scores."""
+    ranked_pairs: Annotated[str, OneOf("all", "ends"), RANKABLE, _RANKED] = "all"
+    """Which pairs of a ranking are learned: `all`, each response against each worse one; or the
+    `ends`, the best against the worst."""
     chat: Annotated[bool | None, _WITH_FILES] = None
     """Whether prompts go through the chat template; null: when they are chat messages."""
     system_prompt: Annotated[str | None, _WITH_FILES] = None

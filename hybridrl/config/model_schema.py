@@ -352,8 +352,8 @@ class RolloutConfig:
     partial: Annotated[ProperFraction | None, _WITH_PARTIAL, _BY_REWARDS] = None
     """Share of the prompts being answered whose samples must all be complete before a step goes
     on; the other prompts are kept, and their samples continue in the next step with its weights.
-    Their tokens then come from several policies, which `algorithm.correction` and the clipped ratio
-    correct for. null: a step waits for all samples. See docs/placement.md."""
+    Their tokens then come from several policies, for which `algorithm.correction` corrects. null: a
+    step waits for all samples. See docs/placement.md."""
     partial_steps: Annotated[PositiveInt, _WITH_PARTIAL] = 4
     """Most generations after its first over which a sample may extend; the last waits for it."""
     engine_options: Annotated[dict[str, Any], _WITH_VLLM] = field(default_factory=dict)

@@ -48,15 +48,16 @@ _WITH_DISCOUNTED_RETURNS = AppliesIf(
     "algorithm.step_credit",
 )
 SCALED = AppliesIf("algorithm.advantage=group_relative", "algorithm.advantage=pass_at_k")
-CLIPPED = AppliesIf(
-    *(f"algorithm.policy_loss={name}" for name in ("ppo_clip", "gspo", "cispo", "gmpo"))
-)
+_RANGES = ("ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl")
+CLIPPED = AppliesIf(*(f"algorithm.policy_loss={name}" for name in _RANGES))
 _WITH_JUDGE = AppliesIf(".path")
 MASKED = AppliesIf("algorithm.correction=mask")
 _WITH_CORRECTION = AppliesIf(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
     *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.kv_cache=fp8"),
     *("rollout.plan", "models.actor.precision"),
+    *("placement.staleness", "placement.in_flight", "algorithm.replay_share", "rollout.partial"),
+    *("rollout.weight_sync=int8", "rollout.weight_sync=int4_delta"),
 )
 _WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_KL = AppliesIf("algorithm.kl_coefficient")
@@ -174,8 +175,8 @@ class AlgorithmConfig:
 
     advantage: Annotated[NameOrPath, GRPO] = "group_relative"
     """For `grpo`: `group_relative`, `leave_one_out`, `optimal_reward_baseline`, `pass_at_k`,
-    `reinforce_plus_plus` or `reinforce_plus_plus_baseline`, or a function of yours,
-    `path/to/file.py:name`."""
+    `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `maximum_likelihood` or `gdpo`, or a
+    function of yours, `path/to/file.py:name`."""
     advantage_scale: Annotated[str, OneOf("std", "batch", "none"), GRPO, SCALED] = "std"
     """`std`, `batch` or `none`, of the estimators that know it."""
     turn_credit: Annotated[str, OneOf("episode", "turn"), _WITH_TURNS, PER_TURN] = "episode"
@@ -192,11 +193,13 @@ class AlgorithmConfig:
     lam: Annotated[Probability, VALUES] = 1.0
     """Of generalised advantage estimation."""
     policy_loss: Annotated[NameOrPath, BY_LOSS] = "ppo_clip"
-    """`ppo_clip`, `gspo`, `cispo`, `reinforce`, `sapo` or `gmpo`, or a function of yours."""
+    """`ppo_clip`, `gspo`, `cispo`, `reinforce`, `sapo`, `gmpo`, `vespo`, `dppo_tv` or `dppo_kl`, or
+    a function of yours."""
     clip_low: Annotated[NonNegativeFloat, BY_LOSS, CLIPPED] = 0.2
-    """How far below 1 the ratio to the policy that sampled is clipped."""
+    """How far below 1 the ratio to the policy that sampled is clipped; with `dppo_tv` and `dppo_kl`
+    the divergence beyond which a token is not made less likely."""
     clip_high: Annotated[NonNegativeFloat, BY_LOSS, CLIPPED] = 0.2
-    """How far above 1."""
+    """How far above 1; with `dppo_tv` and `dppo_kl` for tokens that would become likelier."""
     dual_clip: Annotated[
         float | None, NumberRange(above=1), BY_LOSS, AppliesIf("algorithm.policy_loss=ppo_clip")
     ] = None
@@ -246,17 +249,23 @@ class AlgorithmConfig:
     """Weight of the policy's entropy, which is rewarded."""
     correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_LOSS] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
-    `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
-    `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer bits, else
-    `none`."""
-    correction_level: Annotated[str, OneOf("token", "sequence"), BY_LOSS, _WITH_CORRECTION] = (
-        "token"
-    )
-    """`token` or `sequence`."""
+    `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` where the two differ by
+    more than rounding, which is with `placement.staleness`, `placement.in_flight`,
+    `algorithm.replay_share`, `rollout.partial`, a `rollout.weight_sync` with losses,
+    `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer bits; else
+    `none`, and with `vespo`, `dppo_tv` and `dppo_kl`, whose ratio is to the policy that sampled."""
+    correction_level: Annotated[
+        str, OneOf("token", "sequence", "geometric"), BY_LOSS, _WITH_CORRECTION
+    ] = "token"
+    """Of each `token`, of a `sequence` as the product over its tokens, or as their `geometric`
+    mean, which does not depend on the length."""
     correction_low: Annotated[NonNegativeFloat | None, BY_LOSS, MASKED] = None
     """Smallest weight that `mask` keeps."""
     correction_high: Annotated[PositiveFloat | None, BY_LOSS, _WITH_CORRECTION] = 2.0
     """Largest weight."""
+    negative_kl_max: Annotated[PositiveFloat | None, BY_LOSS, AppliesIf(".negative_kl_max")] = None
+    """Largest mean KL, in nats per token, from the policy that sampled a response to the one that
+    learns, with which tokens of negative advantage count (DeepSeek-V3.2); null: any."""
     dynamic_sampling: Annotated[bool, GRPO] = False
     """Replace prompts whose samples all score alike, which teach nothing, by others (DAPO)."""
     max_refills: Annotated[NonNegativeInt, AppliesIf("algorithm.dynamic_sampling")] = 4
@@ -320,29 +329,3 @@ class ExpertIterationConfig:
     """So many right responses to a prompt at most, in a step; null: any number."""
     steps_kept: PositiveInt = 4
     """A step learns from the responses of so many steps, the last ones."""
-
-
-@dataclass
-class PreferenceConfig:
-    """Learning from preference pairs, with trainers `dpo`, `online_dpo` and `reward_model`."""
-
-    loss: Annotated[str, OneOf("sigmoid", "ipo", "simpo", "orpo", "cpo"), DPO] = "sigmoid"
-    """Of `dpo` and `online_dpo`: `sigmoid` or `ipo`, which compare the policy with a reference
-    model; or `simpo`, `orpo` or `cpo`, which need none. See docs/algorithms.md."""
-    beta: Annotated[PositiveFloat, DPO] = 0.1
-    """Of `dpo` and `online_dpo`: how hard the policy is held to the reference; with `simpo` (2 is
-    usual) and `cpo` the scale of log-probabilities, with `orpo` the weight of the odds ratio."""
-    margin: Annotated[NonNegativeFloat, DPO, AppliesIf(".loss=simpo")] = 1.0
-    """How far the chosen response has to be ahead (gamma in the paper); half of `beta` is usual."""
-    length_normalised: Annotated[
-        bool, DPO, AppliesIf(".loss=sigmoid", ".loss=ipo", ".loss=cpo")
-    ] = False
-    """Of `dpo` and `online_dpo`: mean instead of sum over the tokens of a response."""
-    nll_coefficient: Annotated[
-        NonNegativeFloat, DPO, AppliesIf(".loss=sigmoid", ".loss=ipo", ".loss=simpo", ".loss=cpo")
-    ] = 0.0
-    """Of `dpo` and `online_dpo`: weight of the chosen response's negative log-likelihood, which
-    keeps it from becoming less likely together with the rejected one; 1 is usual. With `orpo` it
-    is always 1."""
-    centre: Annotated[NonNegativeFloat, AppliesIf(*programs("reward_model"))] = 0.0
-    """Of `reward_model`: weight of the square of a pair's scores, which keeps them around 0."""

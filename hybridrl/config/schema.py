@@ -53,12 +53,15 @@ from hybridrl.config.objective_schema import (
     DistillationConfig,
     ExpertIterationConfig,
     JudgeConfig,
-    PreferenceConfig,
     RewardConfig,
 )
+from hybridrl.config.preference_schema import PreferenceConfig
 
 _WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")
-PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model")
+PREFERENCES = AppliesIf(
+    *("trainer.name=dpo", "trainer.name=online_dpo", "trainer.name=reward_model"),
+    "trainer.name=kto",
+)
 _WITH_CHECKPOINTS = AppliesIf("checkpoint.every", "checkpoint.every_minutes", "checkpoint.best")
 _WITH_RAY = AppliesIf("executor=ray")
 
@@ -322,7 +325,7 @@ class Config:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    preference: Annotated[PreferenceConfig | None, PAIRS] = None
+    preference: Annotated[PreferenceConfig | None, PREFERENCES] = None
     """Set by `algorithm=dpo`, `algorithm=online_dpo` and `algorithm=reward_model`."""
     expert: Annotated[ExpertIterationConfig | None, AppliesIf("trainer.name=expert_iteration")] = (
         None

@@ -288,7 +288,8 @@ def _read_files(
 def _read_csv(file: Path, required: Mapping[str, str]) -> Iterator[pa.Table]:
     """Read a table whose first line names the columns. Those of prompts and answers are texts as
     they are written; others become numbers where they can."""
-    texts = [column for name, column in required.items() if not name.endswith(".margin_column")]
+    others = (".margin_column", ".label_column")
+    texts = [column for name, column in required.items() if not name.endswith(others)]
     yield csv.read_csv(
         file,
         parse_options=csv.ParseOptions(

@@ -25,6 +25,10 @@ from hybridrl.data.data_files import (
     read_found_rows,
 )
 from hybridrl.data.held_out import DataSplits, sample_batch_rows, split_held_out
+from hybridrl.data.labelled_responses import (
+    tokenize_labelled_responses,
+    tokenize_unpaired_responses,
+)
 from hybridrl.data.preference_pairs import tokenize_preference_pairs
 from hybridrl.data.prompts import tokenize_prompts
 from hybridrl.data.refused_rows import RefusedRows
@@ -153,13 +157,39 @@ def load_preference_pairs(
     The arguments and errors are those of `load_prompts`, the columns those of
     `tokenize_preference_pairs`.
     """
-    named = ("prompt_column", "chosen_column", "rejected_column", "margin_column")
-    columns = _name_columns(config, *named)
+    named = ["prompt_column", "chosen_column", "rejected_column", "margin_column"]
+    columns = _name_columns(config, *named, "ranked_column", "scores_column")
+    if columns["ranked_column"] is not None:
+        columns |= dict.fromkeys(named[1:])
     # The prompt may stand in the conversations instead; `tokenize_preference_pairs` finds out.
     return _load_splits(
         *(config, origin, tokenizer, held_out, seed, "pairs", tokenize_preference_pairs, columns),
         optional=("prompt_column",),
     )
+
+
+def load_labelled_responses(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: int,
+    seed: int,
+    origin: RowOrigin = DATA,
+) -> DataSplits:
+    """Read and tokenize responses that are marked as good or bad.
+
+    The arguments and errors are those of `load_prompts`, the columns those of
+    `tokenize_labelled_responses`.
+    """
+    if config.task is not None or config.label_column is None:
+        named = ("prompt_column", "chosen_column", "rejected_column")
+        tokenize: Callable[..., Batch] = tokenize_unpaired_responses
+    else:
+        named = ("prompt_column", "response_column", "label_column")
+        tokenize = tokenize_labelled_responses
+        _check_prompt_column(_name_columns(config, "prompt_column"), origin, "")
+    load = partial(_load_splits, config, origin, tokenizer, held_out, seed)
+    return load("pairs", tokenize, _name_columns(config, *named))
 
 
 def _name_columns(config: DataConfig, *settings: str) -> dict[str, str | None]:

@@ -15,6 +15,7 @@ from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.data.datasets import (
     check_eval_data_separate,
     load_examples,
+    load_labelled_responses,
     load_preference_pairs,
     load_prompts,
 )
@@ -27,7 +28,12 @@ from hybridrl.data.table_columns import table_of
 from hybridrl.errors import ConfigError
 from hybridrl.system.storage import explain_write_errors
 
-LOADERS = {"prompts": load_prompts, "examples": load_examples, "pairs": load_preference_pairs}
+LOADERS = {
+    "prompts": load_prompts,
+    "examples": load_examples,
+    "pairs": load_preference_pairs,
+    "responses": load_labelled_responses,
+}
 """By what a trainer learns from; see `Trainer.DATA`."""
 
 
@@ -55,7 +61,7 @@ def load_job_data(
     """Read and tokenize the data.
 
     Args:
-        kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+        kind: `prompts`, `examples`, `pairs` or `responses`, as `Trainer.DATA` says.
         trains: Something is learned from it.
         held_out: How many rows to evaluate on.
     """

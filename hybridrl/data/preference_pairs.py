@@ -20,6 +20,7 @@ from hybridrl.data.message_cells import (
     parse_prompt_messages,
     read_prompt_messages,
 )
+from hybridrl.data.ranked_responses import list_ranked_pairs
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
 from hybridrl.errors import DataError, RowError
@@ -32,15 +33,18 @@ class _PairTexts(NamedTuple):
     chosen: str
     rejected: str
     is_chat: bool
+    margin: float = 0.0
 
 
 def tokenize_preference_pairs(
     reader: RowReader,
     rows: pa.Table,
     prompt_column: str | None,
-    chosen_column: str,
-    rejected_column: str,
+    chosen_column: str | None,
+    rejected_column: str | None,
     margin_column: str | None = None,
+    ranked_column: str | None = None,
+    scores_column: str | None = None,
 ) -> Batch:
     """Tokenize pairs of responses to one prompt, the better one and the worse one.
 
@@ -51,6 +55,9 @@ def tokenize_preference_pairs(
 
     Args:
         margin_column: How much better the chosen answer is, a finite number; None: 0 for all.
+        ranked_column: Lists of answers, of which `list_ranked_pairs` makes the pairs, in place of
+            the columns above; None: there are none.
+        scores_column: Of the scores of those answers; None: the lists begin with the best one.
 
     Returns:
         A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
@@ -64,28 +71,54 @@ def tokenize_preference_pairs(
         ConfigError: if the settings contradict each other or the tokenizer.
     """
     refused, origin = reader.refused, reader.origin
-    chosen = reader.cells(rows, chosen_column, "chosen_column")
-    rejected = reader.cells(rows, rejected_column, "rejected_column")
+    if ranked_column is not None:
+        ranked = reader.cells(rows, ranked_column, "ranked_column")
+        scores: list[Any] = [None] * len(ranked)
+        if scores_column is not None:
+            scores = reader.cells(rows, scores_column, "scores_column")
+        sides, names = [ranked, scores], (ranked_column, ranked_column)
+        texts_of_rows = [one for row in ranked if isinstance(row, list) for one in row]
+    else:
+        names = (str(chosen_column), str(rejected_column))
+        sides = [
+            reader.cells(rows, name, setting)
+            for name, setting in zip(names, ("chosen_column", "rejected_column"), strict=True)
+        ]
+        texts_of_rows = sides[0]
     margins = _read_margins(reader, rows, margin_column)
-    check_some(chosen)
-    columns = _PairColumns(prompt_column, chosen_column, rejected_column)
+    check_some(sides[0])
+    columns = _PairColumns(prompt_column, *names)
     if prompt_column is not None and (
-        prompt_column in rows.column_names or any(isinstance(answer, str) for answer in chosen)
+        prompt_column in rows.column_names or any(isinstance(one, str) for one in texts_of_rows)
     ):
         prompts = reader.cells(rows, prompt_column, "prompt_column")
     else:
-        prompts = [None] * len(chosen)
+        prompts = [None] * rows.num_rows
         columns = columns._replace(prompt=None)
 
-    def read(row: DataRow, tools: Any, *cells: Any) -> _PairTexts:
-        return _read_pair(reader, row, tools, cells, columns)
+    def read(row: DataRow, tools: Any, prompt: Any, *cells: Any) -> list[_PairTexts]:
+        if ranked_column is None:
+            return [_read_pair(reader, row, tools, (prompt, *cells), columns)]
+        answers, of_answers = cells
+        named = (ranked_column, scores_column)
+        found = list_ranked_pairs(row, answers, of_answers, named, reader.ranked_pairs)
+        return [
+            _read_pair(reader, row, tools, (prompt, one.better, one.worse), columns)._replace(
+                margin=one.margin
+            )
+            for one in found
+        ]
 
-    found = reader.read(rows, read, prompts, chosen, rejected)
-    reader.check_system_prompt([pair.is_chat for pair in found if pair is not None])
-    pairs = [pair or _PairTexts("", "", "", is_chat=False) for pair in found]
+    found = reader.read(rows, read, prompts, *sides)
+    refused_row = [_PairTexts("", "", "", is_chat=False)]
+    of_rows = [refused_row if one is None else one for one in found]
+    pairs = [pair for one in of_rows for pair in one]
+    numbers = np.repeat(np.arange(len(found)), [len(one) for one in of_rows])
+    row_numbers: list[int] = (numbers + 1).tolist()
+    reader.check_system_prompt([pair.is_chat for one in found for pair in one or ()])
     end = find_end_token(reader.tokenizer)
     texts = [pair.prompt for pair in pairs]
-    prompt_ids = reader.encode_prompts(texts, [pair.is_chat for pair in pairs])
+    prompt_ids = reader.encode_prompts(texts, [pair.is_chat for pair in pairs], row_numbers)
     answers = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     chosen_ids, rejected_ids = (
         [
@@ -96,25 +129,31 @@ def tokenize_preference_pairs(
         ]
         for side in answers
     )
-    read_rows = refused.kept(len(pairs))
+    read_rows = np.flatnonzero(np.isin(numbers, refused.kept(len(found))))
     kept = read_rows[[pairs[row].chosen != pairs[row].rejected for row in read_rows]]
     said = "Dropped %d of %d pairs whose chosen and rejected responses are the same."
     refused.warn(said, (len(read_rows) - len(kept), len(read_rows)))
     for within in (
-        reader.rows_within("prompt", prompt_ids, texts, read_rows),
-        reader.rows_within("response", chosen_ids, answers[0], read_rows),
-        reader.rows_within("response", rejected_ids, answers[1], read_rows),
+        reader.rows_within("prompt", prompt_ids, texts, read_rows, row_numbers),
+        reader.rows_within("response", chosen_ids, answers[0], read_rows, row_numbers),
+        reader.rows_within("response", rejected_ids, answers[1], read_rows, row_numbers),
     ):
         kept = np.intersect1d(kept, within)
     if not len(kept):
+        said_columns = (
+            f"`{chosen_column}` (`{origin / 'chosen_column'}`) and `{rejected_column}` "
+            f"(`{origin / 'rejected_column'}`)"
+        )
+        if ranked_column is not None:
+            said_columns = f"`{ranked_column}` (`{origin / 'ranked_column'}`)"
         refused.doubt(
             DataError(
                 "No pair is left: in each, the responses in "
-                f"`{chosen_column}` (`{origin / 'chosen_column'}`) and `{rejected_column}` "
-                f"(`{origin / 'rejected_column'}`) are the same, or `{origin / 'too_long'}=drop` "
-                "dropped it."
+                f"{said_columns} are the same, or `{origin / 'too_long'}=drop` dropped it."
             )
         )
+    by_rank = np.array([pair.margin for pair in pairs], dtype=np.float32)
+    margins = margins[numbers] if ranked_column is None else by_rank
     columns_of_tokens = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "margin": margins}
     return only_rows(Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens}), kept)
 

@@ -48,6 +48,7 @@ class RowReader:
             `tools` may be missing. None: there are none.
         learn: Answers of a conversation to learn: `all`, in one row where the template shows each
             as it is generated, else in several; `each` in a row of its own; or the `last` alone.
+        ranked_pairs: Pairs of a ranking to learn: `all`, or its `ends`.
         refused: Gets the rows that cannot be read, which are left out if it allows that; else they
             are an error.
     """
@@ -61,6 +62,7 @@ class RowReader:
     context: TemplateContext | None = None
     tools_column: str | None = TOOLS
     learn: Learn = "all"
+    ranked_pairs: str = "all"
     refused: RefusedRows = field(default_factory=RefusedRows)
 
     @classmethod
@@ -71,7 +73,7 @@ class RowReader:
         names = ("chat", "system_prompt", "max_prompt_tokens", "max_response_tokens", "too_long")
         return cls(
             tokenizer,
-            **{name: getattr(config, name) for name in (*names, "learn")},
+            **{name: getattr(config, name) for name in (*names, "learn", "ranked_pairs")},
             context=TemplateContext.of(config.chat_template_options, config.date),
             tools_column=None if config.task else config.tools_column,
             refused=refused,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,13 +37,20 @@ class RenderedConversation(NamedTuple):
 
 
 def tokenize_examples(
-    reader: RowReader, rows: pa.Table, prompt_column: str, response_column: str
+    reader: RowReader,
+    rows: pa.Table,
+    prompt_column: str,
+    response_column: str,
+    further: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
     """Tokenize each prompt, and each response followed by the end-of-sequence token.
 
     The response to a chat is an assistant's message and goes through the template as well; it may
     be a list of messages, of which the assistant's are learned as `RowReader.learn` says. Other
     responses are taken as they are.
+
+    Args:
+        further: Columns with a number for each row.
 
     Returns:
         A batch with the token-level columns `prompt_ids`, `response_ids` (everything after the
@@ -87,7 +94,7 @@ def tokenize_examples(
                 "but to end. Name the column that holds them."
             )
         )
-    return _build_batch(reader, examples)
+    return _build_batch(reader, examples, further)
 
 
 def tokenize_conversations(reader: RowReader, rows: pa.Table, messages_column: str) -> Batch:
@@ -175,7 +182,11 @@ def _examples_of(
     return [RenderedConversation(texts, is_chat=True) for texts in found]
 
 
-def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] | None]) -> Batch:
+def _build_batch(
+    reader: RowReader,
+    found: Sequence[list[RenderedConversation] | None],
+    further: Mapping[str, np.ndarray] | None = None,
+) -> Batch:
     check_some(found)
     reader.refused.kept(len(found))
     of_rows = [one or [RenderedConversation(["", ""], is_chat=False)] for one in found]
@@ -202,6 +213,7 @@ def _build_batch(reader: RowReader, found: Sequence[list[RenderedConversation] |
         "response_ids": response_ids,
         "response_mask": masks,
     }
+    columns |= {name: values[numbers] for name, values in (further or {}).items()}
     if len(examples) > len(found) or reader.refused.is_part:  # another part may need it
         columns[CONVERSATION] = numbers + reader.refused.first
     answers = [example.texts[1] for example in examples]

@@ -16,7 +16,14 @@ from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 
 HELD_OUT_SET = "held_out"
 """What the job's own held-out rows are called among the sets."""
-_RESERVED_NAMES = (HELD_OUT_SET, "loss", "pair_accuracy", "pair_margin")
+_RESERVED_NAMES = (
+    HELD_OUT_SET,
+    "loss",
+    "pair_accuracy",
+    "pair_margin",
+    "label_accuracy",
+    "label_margin",
+)
 """Names that figures of evaluations have already."""
 SAMPLE_METRICS = ("accuracy", "score", "length", "truncated")
 AT_K_METRICS = ("mean", "pass", "maj")
@@ -24,7 +31,8 @@ OF_PLACE = ("path", "split", "task", "tasks", "task_options", "rows")
 """Settings of `data` that say where a set's rows are, which a set has for itself."""
 OF_TRAINING = (
     *("eval_path", "eval_split", "response_column", "messages_column", "chosen_column"),
-    *("rejected_column", "margin_column", "max_response_tokens", "prompts_per_step", "shuffle"),
+    *("rejected_column", "margin_column", "ranked_column", "scores_column", "ranked_pairs"),
+    *("label_column", "max_response_tokens", "prompts_per_step", "shuffle"),
     *("sampler", "sampler_options", "sources", "learn", "order", "max_shuffle_error"),
 )
 """Settings of `data` that say nothing of prompts to evaluate on."""

@@ -79,6 +79,21 @@ def compute_pair_metrics(scores: torch.Tensor) -> dict[str, float]:
     }
 
 
+def compute_label_metrics(rewards: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """Return how often a good response is rewarded more than a bad one (a tie counts half), and by
+    how much on average; NaN if there are only good ones, or only bad ones.
+
+    Args:
+        rewards, labels: `[rows]`; a label is 1 for a good response, else 0.
+    """
+    good, bad = rewards[labels > 0.5], rewards[labels <= 0.5]
+    ahead = (good.unsqueeze(1) - bad).sign()
+    return {
+        "eval/label_accuracy": float((ahead + 1).mean() / 2),
+        "eval/label_margin": float(good.mean() - bad.mean()),
+    }
+
+
 def _average_by_source(
     name: str, values: torch.Tensor, known: torch.Tensor, sources: list[str]
 ) -> dict[str, float]:

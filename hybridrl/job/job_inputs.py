@@ -172,7 +172,7 @@ def load_job_rows(
     """Read the rows that a job learns from or is evaluated on, and those of its sets.
 
     Args:
-        kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+        kind: `prompts`, `examples`, `pairs` or `responses`, as `Trainer.DATA` says.
         progress: Told what takes long, and of tokenizing how much is done of how much.
     """
     with used_by(config.cache, progress):

@@ -165,7 +165,7 @@ def find_generator_mismatch(seen: RunEvidence) -> Iterator[RunAdvice]:
     elif rising:
         action = "See whether it gets the weights that are trained (rollout.verify_weights=true)"
         action += "; make both compute alike (model.dtype, rollout.quantization)"
-    if correction in ("auto", "none"):
+    if correction == "none" or (correction == "auto" and not stale):
         action += ", or weigh samples by it (algorithm.correction=truncate)"
     severity = math.log10(change.last / limit) / 3 + 0.4
     say = make_warning if change.last >= limit or rising else make_tip

@@ -108,7 +108,7 @@ class DataFeed:
     for them.
 
     Args:
-        kind: `prompts`, `examples` or `pairs`, as `Trainer.DATA` says.
+        kind: `prompts`, `examples`, `pairs` or `responses`, as `Trainer.DATA` says.
         data: The training rows, tokenized.
         examples: Prompts with right responses; None where the data has none.
         put: Hands a batch to the workers.

@@ -18,7 +18,7 @@ from hybridrl.algorithms import find_informative_rows
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
+from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns, list_separate_rewards
 from hybridrl.trainers.trainer import StepResult
 from hybridrl.trainers.update_columns import (
     ADVANTAGE_COLUMNS,
@@ -57,13 +57,14 @@ class Trainer(PolicyTrainer):
         replayed = self.replay.draw(version)
         rows, judged = self.unfold(samples, judged)
         batch = join_columns(rows, [*judged, *self.score(rows, log_probs=bool(old))])
-        compare = partial(group_advantages, config=config, longest=longest)
+        rewards = list_separate_rewards(self.config)
+        compare = partial(group_advantages, config=config, longest=longest, rewards=rewards)
         kl = ["log_probs", "ref_log_probs"] if config.kl_in_reward else []
         # The hosts of the actor share the prompts, if the samples of one are compared alone.
         per_prompt = self.config.rollout.samples_per_prompt
         batch |= batch.apply(
             compare,
-            [*GROUP_COLUMNS, *self.credited, *kl],
+            [*GROUP_COLUMNS, *self.credited, *kl, *rewards],
             makes=ADVANTAGE_COLUMNS,
             on=self.groups["actor"],
             together=per_prompt if is_group_local(config) and rows is samples else None,

@@ -7,7 +7,12 @@ from dataclasses import fields
 from typing import Any
 
 from hybridrl.algorithms import PolicyObjective, PreferenceObjective
-from hybridrl.algorithms.policy_objective import find_policy_loss, list_loss_options
+from hybridrl.algorithms.policy_objective import (
+    SAMPLER_ANCHORED_LOSSES,
+    find_policy_loss,
+    list_loss_options,
+    uses_policy_ratio,
+)
 from hybridrl.algorithms.preference_losses import REFERENCE_FREE_LOSSES
 from hybridrl.config.schema import LOSSY_WEIGHT_SYNCS, AlgorithmConfig, Config, PreferenceConfig
 from hybridrl.systems.low_bits.precision_plan import find_precision_setting
@@ -31,11 +36,16 @@ def build_policy_objective(config: Config) -> PolicyObjective:
 
 
 def resolve_correction(config: Config) -> str:
-    """Return the importance correction that `algorithm.correction` resolves to. `auto` corrects if
-    generator and trainer compute with different numbers of bits."""
-    if config.algorithm.correction != "auto":
-        return config.algorithm.correction
-    return "truncate" if find_low_bit_setting(config) else "none"
+    """Return the importance correction that `algorithm.correction` resolves to. `auto` corrects
+    wherever samples may come from another policy than the trainer's by more than rounding, unless
+    the ratios of the loss itself are to the policy that sampled."""
+    algorithm = config.algorithm
+    if algorithm.correction != "auto":
+        return algorithm.correction
+    if algorithm.policy_loss in SAMPLER_ANCHORED_LOSSES:
+        return "none"
+    differs = find_low_bit_setting(config) or find_off_policy_setting(config)
+    return "truncate" if differs else "none"
 
 
 def find_low_bit_setting(config: Config) -> str:
@@ -65,11 +75,14 @@ def format_correction_notice(config: Config, program: Any) -> str:
         or not _uses_importance_weights(program, config)
     ):
         return ""
-    return (
-        f"{find_low_bit_setting(config)}: samples are weighed by "
-        f"algorithm.correction={chosen}, because they come from a policy of other bits; "
-        "algorithm.correction=none leaves that out."
-    )
+    if setting := find_low_bit_setting(config):
+        reason = "they come from a policy of other bits; algorithm.correction=none leaves that out"
+    else:
+        setting = find_off_policy_setting(config)
+        reason = "they may come from another policy than the one that learns"
+        if uses_policy_ratio(config.algorithm.policy_loss):
+            reason += "; with algorithm.correction=none the clipped ratio of the loss weighs them"
+    return f"{setting}: samples are weighed by algorithm.correction={chosen}, because {reason}."
 
 
 def _uses_importance_weights(program: Any, config: Config) -> bool:
@@ -79,12 +92,24 @@ def _uses_importance_weights(program: Any, config: Config) -> bool:
     return samples and isinstance(program.objective(config), PolicyObjective)
 
 
+def find_off_policy_setting(config: Config) -> str:
+    """Return the setting by which samples may come from another policy than the one that is
+    updated: an older one (also by replay or partial rollouts), or one whose weights reached it with
+    losses; empty if none does."""
+    flow, rollout = config.placement, config.rollout
+    found = {
+        "placement.staleness": flow.staleness,
+        "placement.in_flight": str(flow.in_flight).lower() if flow.in_flight else "",
+        "algorithm.replay_share": config.algorithm.replay_share,
+        "rollout.partial": rollout.partial,
+        "rollout.weight_sync": rollout.weight_sync if has_lossy_weight_sync(config) else "",
+    }
+    return next((f"{name}={value}" for name, value in found.items() if value), "")
+
+
 def is_off_policy(config: Config) -> bool:
-    """Return whether samples may come from another policy than the one that is updated: an older
-    one (also by replay or partial rollouts), or one whose weights reached it with losses."""
-    flow = config.placement
-    kept = config.algorithm.replay_share > 0 or config.rollout.partial is not None
-    return flow.staleness > 0 or flow.in_flight or kept or has_lossy_weight_sync(config)
+    """Return whether samples may come from another policy than the one that is updated."""
+    return bool(find_off_policy_setting(config))
 
 
 def has_lossy_weight_sync(config: Config) -> bool:

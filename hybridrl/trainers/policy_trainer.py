@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 
 from hybridrl.algorithms import AdaptiveKLController, FixedKLController
 from hybridrl.algorithms.policy_losses import REWARD_KL_ESTIMATOR
+from hybridrl.algorithms.policy_objective import find_advantage_estimator, has_parameter
 from hybridrl.config.schema import Config, is_served
 from hybridrl.controller import BatchRef, Handle
+from hybridrl.rewards.loading import make_short_names, resolve_functions
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.episode_branches import unfold_episodes
 from hybridrl.trainers.partial_rollouts import PartialRollouts
@@ -237,3 +239,18 @@ def list_credit_columns(config: Config) -> list[str]:
     found += ["episode"] if is_served(config.rollout, config.environment) else []
     found += TURN_COLUMNS if config.algorithm.turn_credit == "turn" else []
     return [*found, *(STEPS if config.algorithm.step_credit else [])]
+
+
+def list_separate_rewards(config: Config) -> dict[str, float]:
+    """Return the columns of the scores that functions, judge and reward model gave, with their
+    weights, if `algorithm.advantage` learns from each by itself; else nothing."""
+    if not has_parameter(find_advantage_estimator(config.algorithm.advantage), "reward_scores"):
+        return {}
+    reward = config.reward
+    functions, weights = resolve_functions(reward)
+    found = {f"reward/{n}": w for n, w in zip(make_short_names(functions), weights, strict=True)}
+    if reward.judge.path is not None:
+        found["reward/judge"] = reward.judge.weight
+    if reward.model is not None:
+        found["reward/model"] = reward.model_weight
+    return {name: weight for name, weight in found.items() if weight}

@@ -37,7 +37,7 @@ _OWN_WAYS = {
 }
 _USUAL = frozenset(
     name
-    for name in trainer_settings("grpo", "ppo", "remax", "safe_rlhf", "sft", "dpo")
+    for name in trainer_settings("grpo", "ppo", "remax", "safe_rlhf", "sft", "dpo", "kto")
     if name not in _OWN_WAYS and not name.startswith("preference")
 )
 """Settings that the methods here read, and the functions that trainers share: of data, losses,
@@ -101,8 +101,9 @@ class Trainer(ABC):
         feed: The data.
 
     Attributes:
-        DATA: What a step learns from: `prompts`, `examples` with their responses, or `pairs` of a
-            better and a worse response, as neighbouring rows.
+        DATA: What a step learns from: `prompts`, `examples` with their responses, `pairs` of a
+            better and a worse response, as neighbouring rows, or `responses` with a `label`, 1 for
+            good ones and 0 for bad ones.
         TRAINS: False for a program that only evaluates.
         USES: Settings that it reads, of those that not every trainer does; the others are refused.
             A trainer of one's own adds to those of its base class:
@@ -112,7 +113,7 @@ class Trainer(ABC):
         is_served: Whether programs produce the samples, so that one may have several branches.
     """
 
-    DATA: ClassVar[Literal["prompts", "examples", "pairs"]] = "prompts"
+    DATA: ClassVar[Literal["prompts", "examples", "pairs", "responses"]] = "prompts"
     TRAINS: ClassVar[bool] = True
     USES: ClassVar[frozenset[str]] = _USUAL
     UNREAD_REASONS: ClassVar[Mapping[str, str]] = {

@@ -239,12 +239,18 @@ def loss_weights(batch: Batch, mode: str, longest: int | None = None) -> Batch:
     return _make_token_columns(batch, loss_weights=weights)
 
 
-def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Batch:
+def group_advantages(
+    batch: Batch, config: AlgorithmConfig, longest: int, rewards: Mapping[str, float] | None = None
+) -> Batch:
     """Compute `advantages` by comparing the samples of a prompt, or of the batch, with each other,
     and the `response_mask` without dropped samples. `is_group_local` says which of the two.
 
     With `algorithm.turn_credit=turn` what is compared are turns: the rewards from each on, with
     those of the same turn of the other samples; see `split_by_turns`.
+
+    Args:
+        rewards: The columns of the separate rewards, with their weights, if the estimator reads
+            them.
     """
     samples = build_credited_samples(batch, config, longest)
     mask, groups = samples.segments.mask, batch["group_id"][find_first_rows(batch)]
@@ -270,6 +276,10 @@ def group_advantages(batch: Batch, config: AlgorithmConfig, longest: int) -> Bat
         "scale": config.advantage_scale,
         "gamma": config.gamma,
     }
+    if rewards:
+        apart = torch.stack([batch[name].float() for name in rewards], 1)
+        offered["reward_scores"] = apart[find_first_rows(batch)][samples.kept]
+        offered["reward_weights"] = torch.tensor(list(rewards.values()))
     tokens = {"mask": segments.mask, **{name: x[held] for name, x in tokens.items()}}
     advantages = torch.zeros(len(held))
     if samples.kept.any():

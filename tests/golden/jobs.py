@@ -56,6 +56,7 @@ JOBS: dict[str, list[str]] = {
         ],
         "grpo-replay": [
             *(*_HALF_ALIKE, "algorithm.dynamic_sampling=true", "algorithm.replay_share=0.5"),
+            "algorithm.correction=none",
         ],
         "grpo-evaluation-sets": [
             *("eval.samples=2", "eval.sets.more.data.task=arithmetic", "eval.sets.more.samples=2"),

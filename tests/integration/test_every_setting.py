@@ -49,6 +49,7 @@ GYM = [
 SPLIT = ["data=jsonl", "model.path=model", "data.path=split", "data.split=train"]
 SFT = ["algorithm=sft", *FILE]
 DPO = ["algorithm=dpo", *FILE, "actor.updates_per_step=1"]
+KTO = ["algorithm=kto", *FILE, "actor.updates_per_step=1"]
 PAIRS = ["algorithm=reward_model", *FILE, "actor.updates_per_step=1"]
 EXPERT = ["algorithm=expert_iteration"]
 PPO = ["algorithm=ppo"]
@@ -125,6 +126,7 @@ VALUES: dict[str, tuple] = {
     "algorithm.correction_level": ("sequence", *MASKS, "algorithm.correction_low=1.0"),
     "algorithm.correction_high": (0.5, *TRUNCATES),
     "algorithm.correction_low": (1.0, *MASKS),
+    "algorithm.negative_kl_max": (1e-9,),
     "algorithm.max_refills": (
         0,
         "algorithm.dynamic_sampling=true",
@@ -144,6 +146,8 @@ VALUES: dict[str, tuple] = {
     "preference.length_normalised": (True,),
     "preference.nll_coefficient": (1.0,),
     "preference.centre": (0.1, *PAIRS),
+    "preference.desirable_weight": (2.0, *KTO),
+    "preference.undesirable_weight": (2.0, *KTO),
     "rollout.serve_host": ("localhost",),
     "expert.choose": ("best",),
     "expert.most_per_prompt": (1, "reward.correct_at=0.1"),
@@ -177,6 +181,10 @@ VALUES: dict[str, tuple] = {
     "data.learn": ("last", *SFT, "data.messages_column=talk"),
     "data.chosen_column": ("better", *DPO),
     "data.rejected_column": ("worse", *DPO),
+    "data.ranked_column": ("ranking", *PAIRS),
+    "data.scores_column": ("scores", *PAIRS, "data.ranked_column=ranking"),
+    "data.ranked_pairs": ("ends", *PAIRS, "data.ranked_column=ranking"),
+    "data.label_column": ("other_label", *KTO),
     "data.margin_column": ("margin", *PAIRS),
     "data.chat": (True, *FILE),
     "data.system_prompt": ("77", *CHAT),
@@ -476,6 +484,10 @@ def _write_inputs(folder: Path) -> None:
                 **{"margin": float(a % 3), "source": "xy"[a % 2], "gsm": f"so #### {b}"},
                 "tools": [{"type": "function", "function": tool}],
                 "no_tools": [],
+                "label": a % 3 == 0,
+                "other_label": a % 2,
+                "ranking": [str(a + b), f"{a}{b}", str(b)],
+                "scores": [0.0, float(a), 2.0],
                 "talk": [
                     {"role": role, "content": text}
                     for role, text in (

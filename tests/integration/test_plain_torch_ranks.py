@@ -23,6 +23,8 @@ TOGETHER = (
     ("temperature", "two updates", "two epochs", "critic epochs"),
     ("temperature", "two updates", "KL limit"),
     STALE,
+    (*STALE, "uncorrected", "far negatives"),
+    (*STALE, "geometric"),
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
 
@@ -58,11 +60,14 @@ def worked_out(run, tmp_path, folders):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        *(("grpo", STALE), ("ppo", ["KL in the reward", "tool tokens"])),
+        ("grpo", STALE),
+        ("dppo_kl", (*STALE, "geometric")),
+        ("gdpo", ["temperature", "two updates"]),
+        ("ppo", ["KL in the reward", "tool tokens"]),
         ("ppo", ["temperature", "two updates", "KL in the loss", "entropy", "kept sets"]),
         ("grpo", ["temperature", "two updates", "KL limit"]),
         ("ppo", ["temperature", "two updates", "two epochs", "critic epochs"]),
-        *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo")),
+        *((program, ["temperature"]) for program in ("simpo", "orpo", "online_cpo", "kto")),
     ],
 )
 def test_a_job_on_ranks_is_what_plain_torch_makes_of_it(worked_out, program, options):

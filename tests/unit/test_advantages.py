@@ -13,8 +13,10 @@ from hybridrl.algorithms import (
     estimate_kl,
     find_informative_rows,
     gae,
+    gdpo,
     group_relative,
     leave_one_out,
+    maximum_likelihood,
     optimal_reward_baseline,
     overlong_penalty,
     pass_at_k,
@@ -367,6 +369,8 @@ OF_ROWS = {
     "leave_one_out": lambda s, g, n: leave_one_out(s, g),
     "optimal_reward_baseline": lambda s, g, n: optimal_reward_baseline(s, n, g),
     "pass_at_k": lambda s, g, n: pass_at_k(s, g),
+    "maximum_likelihood": lambda s, g, n: maximum_likelihood(s, g),
+    "gdpo": lambda s, g, n: gdpo(torch.stack([s, -s], 1), torch.ones(2), g),
     "overlong_penalty": lambda s, g, n: overlong_penalty(n, 8, 4),
 }
 
@@ -378,3 +382,50 @@ def test_no_rows_and_one_row(name):
     one = OF_ROWS[name](torch.tensor([3.0]), torch.tensor([7]), torch.tensor([0]))
     assert one.tolist() == [0.0]
     assert find_informative_rows(torch.zeros(0), torch.zeros(0)).shape == (0,)
+
+
+@given(grouped_scores())
+def test_maximum_likelihood_equals_a_loop(case):
+    scores, groups = case[0].abs().tolist(), case[1].tolist()
+    found = maximum_likelihood(case[0].abs(), case[1])
+    for place, (group, score) in enumerate(zip(groups, scores, strict=True)):
+        mine = [s for g, s in zip(groups, scores, strict=True) if g == group]
+        mean = sum(mine) / len(mine)
+        expected = (score - mean) / mean if mean > 1e-6 else 0.0
+        assert found[place].item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_maximum_likelihood_of_scores_that_are_not_positive_learns_nothing():
+    groups = torch.tensor([0, 0, 1, 1])
+    assert maximum_likelihood(torch.tensor([0.0, 0.0, -1.0, -3.0]), groups).tolist() == [0.0] * 4
+
+
+@given(grouped_scores(), st.integers(0, 9))
+def test_gdpo_equals_a_loop(case, seed):
+    """The second reward is unknown for some rows."""
+    scores, groups, lengths = (x.tolist() for x in case)
+    other = [math.nan if (n + seed) % 4 == 0 else 100.0 * n for n in lengths]
+    weights, total = [1.0, 0.5], [0.0] * len(groups)
+    for column, weight in zip((scores, other), weights, strict=True):
+        for place, group in enumerate(groups):
+            both = zip(groups, column, strict=True)
+            mine = torch.tensor([s for g, s in both if g == group and not math.isnan(s)]).double()
+            if len(mine) > 1 and not math.isnan(column[place]):
+                total[place] += weight * float((column[place] - mine.mean()) / (mine.std() + 1e-6))
+    x = torch.tensor(total).double()
+    expected = (x - x.mean()) / (x.std() + 1e-6) if len(x) > 1 else 0.0 * x
+    alone = torch.tensor([groups.count(group) == 1 for group in groups])
+    found = gdpo(
+        torch.tensor([scores, other]).double().T, torch.tensor(weights), torch.tensor(groups)
+    )
+    torch.testing.assert_close(found, expected.masked_fill(alone, 0.0), atol=1e-6, rtol=1e-6)
+
+
+def test_gdpo_tells_equal_sums_apart():
+    """Two rewards that the sum mixes up, and one of which has tiny numbers."""
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    groups = torch.zeros(4, dtype=torch.int64)
+    found = gdpo(rewards, torch.tensor([2.0, 1.0]), groups)
+    assert found[2] > found[0] > found[1] > found[3]
+    tiny = gdpo(rewards * torch.tensor([1e-3, 1.0]), torch.tensor([2.0, 1.0]), groups)
+    torch.testing.assert_close(tiny, found, atol=3e-3, rtol=0)

@@ -20,6 +20,7 @@ HERE = ["executor=inline", "rollout=transformers"]
 LORA = ["actor.lora.rank=8", "model.path=some/model"]
 PPO_KL = ["algorithm=ppo", "algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"]
 
+UNCORRECTED = "algorithm.correction=none"
 STALE = ["placement=separation", "placement.staleness=1"]
 
 # Overrides, and what the sentence begins with (a regular expression) and names besides.
@@ -209,23 +210,45 @@ WRONG = [
         "reward.normalise_by=answer with algorithm.step_credit=sum",
         "another scale",
     ),
+    *(
+        (["algorithm.advantage=gdpo", setting, *more], setting, "learns from each reward by itself")
+        for setting, *more in (
+            ("algorithm.overlong_buffer=4",),
+            ("algorithm.kl_in_reward=true", "algorithm.kl_coefficient=0.1"),
+            ("reward.shorter=0.5",),
+            ("reward.normalise_by=answer",),
+            ("algorithm.turn_credit=turn", "rollout.episode=a.py:Talk"),
+        )
+    ),
+    (
+        ["algorithm=gdpo", "reward.function=[]"],
+        "algorithm.advantage=gdpo",
+        "Name them in reward.function",
+    ),
     (["algorithm.replay_share=0.001"], "algorithm.replay_share=0.001 of a step", "or more"),
     (["data.sampler=pass_rate", "algorithm=sft"], "data.sampler=pass_rate", "learns from examples"),
     (["reward.check=exakt"], "`reward.check` holds `exakt`", "Did you mean"),
     # Samples that are not the policy's own.
     *(
-        ([f"algorithm={name}", *STALE], "placement.staleness=1", "algorithm.correction=truncate")
+        (
+            [f"algorithm={name}", *STALE, UNCORRECTED],
+            "placement.staleness=1",
+            "Leave algorithm.corr",
+        )
         for name in ("opo", "rloo", "remax")
     ),
     (
-        ["algorithm.policy_loss=reinforce", "placement=separation", "placement.in_flight=true"],
-        "placement.in_flight=True",
+        [
+            *("algorithm.policy_loss=reinforce", "placement=separation"),
+            *("placement.in_flight=true", UNCORRECTED),
+        ],
+        "placement.in_flight=true",
         "algorithm.policy_loss=ppo_clip",
     ),
     (
-        ["algorithm=rloo", "placement=separation", "rollout.weight_sync=int8"],
+        ["algorithm=rloo", "placement=separation", "rollout.weight_sync=int8", UNCORRECTED],
         "rollout.weight_sync=int8",
-        "algorithm.correction=truncate",
+        "Leave algorithm.correction out",
     ),
     (
         ["actor.lora.rank=4", "placement=separation", "rollout.weight_sync=delta"],
@@ -289,8 +312,8 @@ def test_what_makes_sense_passes(overrides):
     "overrides",
     [
         *([f"algorithm={name}"] for name in ("grpo", "gspo", "cispo", "sapo", "gmpo", "ppo")),
-        ["algorithm=rloo", "algorithm.correction=truncate"],
-        ["algorithm=rloo", "rollout.quantization=int8"],
+        *([f"algorithm={name}"] for name in ("rloo", "opo", "remax", "vespo", "dppo", "luspo")),
+        *([f"algorithm={name}", UNCORRECTED] for name in ("grpo", "gspo", "vespo", "ppo")),
         ["algorithm=opo", "algorithm.policy_loss=ppo_clip"],
     ],
     ids=case_name,
@@ -307,11 +330,22 @@ def test_samples_of_an_older_policy_are_weighed_by_the_loss_or_by_a_correction(o
     [
         ([], "none", False),
         (["rollout.quantization=int8"], "truncate", True),
+        (STALE, "truncate", True),
+        (["placement=separation", "placement.in_flight=true"], "truncate", True),
+        (["algorithm.replay_share=0.5"], "truncate", True),
+        (["rollout.partial=0.5"], "truncate", True),
+        (["placement=separation", "rollout.weight_sync=int4_delta"], "truncate", True),
+        (["placement=separation", "rollout.weight_sync=delta"], "none", False),
+        (["rollout.weight_sync=int8"], "none", False),
+        ([*STALE, "algorithm.policy_loss=vespo"], "none", False),
+        ([*STALE, "algorithm.policy_loss=reinforce"], "truncate", True),
+        ([*STALE, UNCORRECTED], "none", False),
+        ([*STALE, "algorithm.correction=mask"], "mask", False),
         (["rollout.quantization=int8", "algorithm.correction=none"], "none", False),
         (["rollout.quantization=int8", "algorithm.correction=mask"], "mask", False),
     ],
 )
-def test_samples_of_a_policy_of_fewer_bits_are_corrected(overrides, chosen, is_said):
+def test_samples_of_another_policy_are_corrected(overrides, chosen, is_said):
     config = configured([*HERE, *overrides])
     assert objective(config).correction == chosen
     assert bool(notice_of(config)) is is_said
@@ -321,6 +355,19 @@ def test_no_correction_is_told_of_where_the_loss_weighs_nothing():
     taught = ["rollout.quantization=int8", "algorithm=distillation", "models.teacher.path=t"]
     assert not notice_of(configured([*HERE, *taught]))
     assert notice_of(configured([*HERE, *taught, "distillation.loss=sampled"]))
+
+
+def test_the_notice_of_a_correction_says_why():
+    assert "come from a policy of other bits" in notice_of(
+        configured([*HERE, *STALE, "rollout.quantization=int8"])
+    )
+    said = notice_of(configured([*HERE, *STALE]))
+    assert said.startswith(
+        "placement.staleness=1: samples are weighed by algorithm.correction=trun"
+    )
+    assert "the clipped ratio of the loss weighs them" in said
+    said = notice_of(configured([*HERE, *STALE, "algorithm.policy_loss=reinforce"]))
+    assert "algorithm.correction=none" not in said, "it would be refused"
 
 
 def notice_of(config):
@@ -368,7 +415,7 @@ WITHOUT_PRESET = [
     ("cost.nothing_like_it=3", r"^There is no setting `cost\.nothing_like_it`\."),
     (
         "preference.beta=1",
-        r"`preference` is set by algorithm=dpo or algorithm=online_dpo or algorithm=r",
+        r"`preference` is set by algorithm=dpo or algorithm=kto or algorithm=online_dpo or ",
     ),
     ("preference.bta=1", r"Did you mean `preference\.beta`\?$"),
 ]

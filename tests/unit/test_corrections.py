@@ -7,7 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.algorithms import PolicyObjective, TokenSegments, importance_weights
+from hybridrl.algorithms import (
+    PolicyObjective,
+    TokenSegments,
+    importance_weights,
+    mask_far_negatives,
+)
 from hybridrl.errors import ConfigError
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
@@ -29,7 +34,7 @@ def pairs(draw):
 
 @given(
     pairs(),
-    st.sampled_from(["token", "sequence"]),
+    st.sampled_from(["token", "sequence", "geometric"]),
     st.sampled_from(["truncate", "mask"]),
     st.sampled_from([None, 0.5]),
     st.sampled_from([None, 1.5]),
@@ -41,7 +46,12 @@ def test_importance_weights_equal_a_loop(case, level, mode, low, high):
         times = held.nonzero().flatten().tolist()
         gaps = {t: min(max((log_probs - rollout)[row, t].item(), -20.0), 20.0) for t in times}
         for time in times:
-            d = gaps[time] if level == "token" else min(max(sum(gaps.values()), -20.0), 20.0)
+            total = sum(gaps.values())
+            d = {
+                "token": gaps[time],
+                "sequence": min(max(total, -20.0), 20.0),
+                "geometric": total / len(times),
+            }[level]
             w = math.exp(d)
             if mode == "truncate":
                 w = min(w, math.inf if high is None else high)
@@ -83,6 +93,42 @@ def test_mismatch_equals_a_loop(case):
     rows = zip((rollout - log_probs), mask, strict=True)
     ratios = [math.exp(gap[held].mean().item()) if held.any() else 1.0 for gap, held in rows]
     assert found["mismatch_ppl_ratio_by_row"].tolist() == pytest.approx(ratios, rel=1e-6)
+
+
+@given(pairs(), st.sampled_from([0.01, 0.3, 2.0]))
+def test_far_negatives_equal_a_loop(case, limit):
+    log_probs, rollout, mask = case
+    advantages = torch.randn(mask.shape, generator=torch.Generator().manual_seed(1))
+    segments = TokenSegments.from_mask(mask)
+    near = mask_far_negatives(log_probs, rollout, advantages, limit, segments)
+    for row, held in enumerate(mask):
+        gaps = (rollout - log_probs)[row, held].tolist()
+        is_far = bool(gaps) and math.fsum(gaps) / len(gaps) > limit
+        for time in held.nonzero().flatten().tolist():
+            assert bool(near[row, time]) is not (is_far and bool(advantages[row, time] < 0))
+
+
+def test_the_objective_leaves_far_negatives_out():
+    log_probs = torch.tensor([-2.0, -3.0, -1.0, -1.0], requires_grad=True)
+    columns = {
+        "advantages": torch.tensor([-1.0, 1.0, -1.0, 1.0]),
+        "response_mask": torch.ones(4, dtype=torch.bool),
+        "rollout_log_probs": torch.tensor([-1.0, -1.0, -1.0, -1.1]),
+    }
+    outputs = {"log_probs": log_probs, "entropy": torch.zeros(4)}
+    segments = TokenSegments.from_cu_seqlens(torch.tensor([0, 2, 4]))
+    objective = PolicyObjective("reinforce", negative_kl_max=0.5)
+    found = objective(outputs, columns, segments)
+    assert found.metrics["masked_fraction"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    (gradient,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    assert gradient.tolist() == [0.0, -1.0, 1.0, -1.0]
+
+
+def test_the_mean_gap_of_an_answer_does_not_depend_on_its_length():
+    short, long = torch.full((1, 2), 0.1), torch.full((1, 40), 0.1)
+    for gap in (short, long):
+        weights = importance_weights(gap, torch.zeros_like(gap), torch.ones_like(gap), "geometric")
+        torch.testing.assert_close(weights, torch.full_like(gap, math.exp(0.1)))
 
 
 def test_equal_engines_have_no_correction():

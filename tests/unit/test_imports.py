@@ -66,7 +66,7 @@ MAY_IMPORT = {
     },
     "trainers": {
         *("batch", "system", "algorithms", "controller", "data", "evaluation", "run_files"),
-        *("rollout", "systems"),
+        *("rewards", "rollout", "systems"),
     },
     "checkpoint.copies": set(),
     "checkpoint": {

@@ -20,7 +20,11 @@ QUICK = [
     ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
     ("sampled", ["temperature", "two updates"]),
     ("distillation", ["temperature", "two updates"]),
-    *((program, []) for program in WITHOUT_REFERENCE),
+    ("vespo", ["temperature", "two updates", "far negatives"]),
+    ("dppo", ["temperature", "two updates"]),
+    ("dppo_kl", ["temperature", "two updates"]),
+    *(("luspo", []), ("maxrl", ["temperature"]), ("gdpo", ["temperature", "two updates"])),
+    *((program, []) for program in (*WITHOUT_REFERENCE, "kto")),
     *((program, ["temperature"]) for program in ONLINE),
 ]
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hybridrl.algorithms import (
     TokenSegments,
     cispo,
+    dppo_kl,
+    dppo_tv,
     gmpo,
     gspo,
     negative_log_likelihood,
@@ -18,6 +20,7 @@ from hybridrl.algorithms import (
     sapo,
     token_weights,
     value_loss,
+    vespo,
 )
 from hybridrl.errors import ConfigError
 
@@ -35,12 +38,15 @@ ELEMENTWISE = {
     "cispo": lambda *x, **k: cispo(*x, **k, clip_low=0.1, clip_high=0.3),
     "reinforce": reinforce,
     "sapo": sapo,
+    "dppo_tv": lambda *x, **k: dppo_tv(*x, **k, clip_low=0.02, clip_high=0.05),
+    "dppo_kl": lambda *x, **k: dppo_kl(*x, **k, clip_low=0.001, clip_high=0.01),
     "value": lambda *x, **k: value_loss(*x, **k, clip=0.3),
     "supervised": lambda x, _, __, **k: negative_log_likelihood(x, **k),
 }
 BY_SAMPLE = {
     "gspo": lambda *x, **k: gspo(*x, **k, clip_low=0.1, clip_high=0.3),
     "gmpo": gmpo,
+    "vespo": vespo,
 }
 
 
@@ -64,6 +70,16 @@ def scalar_loss(name, log_prob, old, advantage):
         return -min(max(r, 0.9), 1.3) * advantage * log_prob
     if name == "reinforce":
         return -advantage * log_prob
+    if name in ("dppo_tv", "dppo_kl"):
+        p, q = math.exp(log_prob), math.exp(old)
+        far, low, high = abs(p - q), 0.02, 0.05
+        if name == "dppo_kl":
+            # Rounding of the reference, at probabilities of 1 to twelve digits.
+            rest = max(1 - p, 1e-8), max(1 - q, 1e-8)
+            far = q * (old - log_prob) + rest[1] * math.log(rest[1] / rest[0])
+            low, high = 0.001, 0.01
+        rises, falls = advantage > 0 and p > q, advantage < 0 and p < q
+        return 0.0 if (rises and far > high) or (falls and far > low) else -advantage * r
     if name == "sapo":
         tau = 1.0 if advantage > 0 else 1.05
         return -advantage / (1.0 + math.exp(-tau * (r - 1.0))) * 4.0 / tau
@@ -160,6 +176,30 @@ def test_gmpo_equals_a_product_over_the_answer(case):
             assert result.loss[row, time].item() == pytest.approx(expected, rel=1e-6)
 
 
+@given(batches())
+def test_vespo_equals_a_product_over_the_answer(case):
+    (log_probs, old, advantages), mask = case
+    result = vespo(log_probs, old, advantages, segments=TokenSegments.from_mask(mask))
+    for row, held in enumerate(mask):
+        gaps = [min(max(x, -20.0), 20.0) for x in (log_probs - old)[row, held].tolist()]
+        log_ratio = min(max(math.fsum(gaps), -20.0), 20.0)
+        for time in held.nonzero().flatten().tolist():
+            a = advantages[row, time].item()
+            k, fall = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+            weight = math.exp(k * log_ratio + fall * (1 - math.exp(log_ratio)))
+            expected = -weight * a * log_probs[row, time].item()
+            assert result.loss[row, time].item() == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_a_divergence_leaves_likely_tokens_out_that_a_ratio_keeps():
+    probabilities = torch.tensor([[0.99, 0.02], [0.80, 0.01]]).log()
+    for loss in (dppo_tv, dppo_kl):
+        found = loss(probabilities[0], probabilities[1], torch.ones(2), clip_low=0.1, clip_high=0.1)
+        assert found.metrics["clip_fraction"].tolist() == [1.0, 0.0]
+    ratio = ppo_clip(probabilities[0], probabilities[1], torch.ones(2), clip_high=0.25)
+    assert ratio.metrics["clip_fraction"].tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *BY_SAMPLE])
 @given(case=batches(), poison=st.sampled_from(POISON), other=st.sampled_from(POISON))
 @settings(max_examples=12)
@@ -241,7 +281,10 @@ def test_clipped_tokens_have_no_gradient_and_cispo_keeps_it():
     torch.testing.assert_close(gradient, torch.tensor([-1.2, -1.0]))
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "reinforce", "sapo", "gspo", "gmpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["ppo_clip", "cispo", "reinforce", "sapo", "gspo", "gmpo", "dppo_tv", "dppo_kl", "vespo"],
+)
 def test_on_policy_every_loss_has_the_policy_gradient(name):
     generator = torch.Generator().manual_seed(0)
     log_probs = -torch.rand(3, 4, generator=generator, dtype=torch.float64)

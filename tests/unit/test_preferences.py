@@ -14,6 +14,7 @@ from hybridrl.algorithms import (
     BradleyTerryObjective,
     PreferenceObjective,
     TokenSegments,
+    UnpairedPreferenceObjective,
     token_weights,
 )
 from hybridrl.algorithms.preference_losses import PREFERENCE_LOSSES
@@ -21,7 +22,8 @@ from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.role_checks import check_roles, find_ineffective_caches
 from hybridrl.config.effective_settings import find_ineffective_settings
 from hybridrl.errors import ConfigError
-from hybridrl.trainers import dpo, load_roles
+from hybridrl.evaluation.held_out_metrics import compute_label_metrics
+from hybridrl.trainers import dpo, kto, load_roles
 
 # Tokens of the answers of three pairs, the chosen one first.
 LENGTHS = [4, 2, 1, 6, 3, 3]
@@ -332,3 +334,45 @@ def test_a_setting_that_a_loss_does_not_read_is_told(setting, losses):
         said = find_ineffective_settings(configured(["algorithm=dpo", *chosen]))
         silent |= set() if any("preference." in one for one in said) else {loss}
     assert silent == losses
+
+
+@pytest.mark.parametrize("holes", [False, True])
+@pytest.mark.parametrize("kl", [0.0, 0.8])
+def test_labels_are_learned_as_in_a_plain_loop(kl, holes):
+    segments, draw = packed(holes)
+    x, reference, labels = draw().requires_grad_(), draw(), [1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    beta, good, bad = 0.3, 1.5, 0.7
+    objective = UnpairedPreferenceObjective(beta, good, bad)
+    columns = {"ref_log_probs": reference, "label": torch.tensor(labels)[segments.row]}
+    columns["kl"] = torch.full_like(reference, kl)
+    result = objective({"log_probs": x}, columns, segments)
+    weights = token_weights(segments.mask, MODE, segments=segments)
+    (found,) = torch.autograd.grad((weights * result.loss).sum(), x)
+    y, loss, right = x.detach().clone().requires_grad_(), 0.0, []
+    for row, label in enumerate(labels):
+        of = (segments.row == row) & segments.mask
+        gap = (y - reference)[of].sum()
+        ahead = gap - kl if label else kl - gap
+        loss = loss + (good if label else bad) * (1 - torch.sigmoid(beta * ahead)) / len(labels)
+        right.append(float(ahead > 0))
+    (expected,) = torch.autograd.grad(loss, y)
+    assert weighted(result, segments) == pytest.approx(float(loss), rel=1e-5)
+    torch.testing.assert_close(found, expected)
+    assert result.metrics["label_accuracy_by_row"].tolist() == right and {0.0, 1.0} == set(right)
+    torch.testing.assert_close(result.metrics["label_kl_by_row"], torch.full((6,), kl))
+
+
+def test_the_divergence_of_a_step_is_a_mean_over_its_rows_and_not_negative():
+    ids = [torch.ones(n, dtype=torch.uint8) for n in (2, 1)]
+    for gaps, expected in (([1.0, 2.0, 6.0], 4.5), ([-1.0, -2.0, 1.0], 0.0)):
+        policy = [torch.tensor(gaps[:2]) - 1, torch.tensor(gaps[2:]) - 1]
+        columns = {"log_probs": policy, "ref_log_probs": [-x for x in map(torch.ones_like, policy)]}
+        found = kto.estimate_divergence(Batch.from_columns({**columns, "response_mask": ids}))
+        assert found["kl"].tolist() == [expected, expected]
+
+
+def test_figures_of_labels():
+    rewards, labels = torch.tensor([1.0, 2.0, 2.0, 5.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    found = compute_label_metrics(rewards, labels)
+    assert found == {"eval/label_accuracy": 3.5 / 4, "eval/label_margin": 2.0}
+    assert math.isnan(compute_label_metrics(rewards, torch.ones(4))["eval/label_accuracy"])

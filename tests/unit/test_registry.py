@@ -8,7 +8,11 @@ import torch
 from settings import configured
 
 from hybridrl.algorithms import PolicyObjective, TokenSegments, ppo_clip
-from hybridrl.algorithms.policy_objective import find_advantage_estimator, find_policy_loss
+from hybridrl.algorithms.policy_objective import (
+    SAMPLER_ANCHORED_LOSSES,
+    find_advantage_estimator,
+    find_policy_loss,
+)
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.checks.check_list import check
 from hybridrl.checks.machine.shared_paths import list_worker_paths
@@ -41,6 +45,9 @@ def halves(scores, lengths):
 
 def last_token(rewards, mask):
     return rewards * 2
+
+def apart(reward_scores, reward_weights):
+    return reward_scores @ reward_weights
 
 def of_nothing(scores):
     return 0.0
@@ -128,6 +135,21 @@ def test_ratios_are_to_the_policy_that_sampled_where_it_is_an_older_one():
     torch.testing.assert_close(corrected, fresh.loss * math.exp(0.2))
 
 
+@pytest.mark.parametrize("loss", SAMPLER_ANCHORED_LOSSES)
+def test_some_losses_are_always_relative_to_the_policy_that_sampled(loss):
+    outputs, columns, segments = tokens()
+    rollout = outputs["log_probs"] - 0.3
+    columns |= {"log_probs": outputs["log_probs"] - 0.1, "rollout_log_probs": rollout}
+    fresh, stale = (
+        PolicyObjective(loss, off_policy=older)(outputs, columns, segments)
+        for older in (False, True)
+    )
+    torch.testing.assert_close(fresh.loss, stale.loss)
+    torch.testing.assert_close(fresh.metrics["approx_kl"], torch.full((4,), -0.3))
+    corrected = PolicyObjective(loss, correction="truncate")(outputs, columns, segments)
+    torch.testing.assert_close(corrected.metrics["approx_kl"], torch.full((4,), -0.1))
+
+
 def test_stale_samples_without_any_score_of_the_trainer_are_learned_from():
     outputs, columns, segments = tokens()
     columns["rollout_log_probs"] = outputs["log_probs"] - 0.3
@@ -159,6 +181,11 @@ def test_advantages_of_rows_or_of_tokens(mine):
 
     assert compare("halves") == [3.5, 3.5, 3.5, 1.25]
     assert compare("last_token") == [0.0, 0.0, 2.0, 1.0]
+    apart = {"reward/a": torch.tensor([2.0, 3.0]), "reward/b": torch.tensor([10.0, 0.0])}
+    batch = samples().with_columns(apart)
+    config, weights = AlgorithmConfig(advantage=f"{mine}:apart"), {"reward/a": 1, "reward/b": 0.1}
+    found = group_advantages(batch, config, 8, weights)["advantages"].values
+    assert found.tolist() == [3.0, 3.0, 3.0, 3.0]
     with pytest.raises(ConfigError, match=r"of_nothing must return a number for each of the 2"):
         compare("of_nothing")
 

@@ -75,4 +75,5 @@ def test_only_programs_that_replay_may_be_told_to():
     ):
         check_algorithm(configured(["algorithm=ppo", "algorithm.replay_share=0.5"]))
     with pytest.raises(ConfigError, match=r"replay_share=0\.5 learns from samples of another"):
-        check_algorithm(configured(["algorithm=rloo", "algorithm.replay_share=0.5"]))
+        uncorrected = ["algorithm.replay_share=0.5", "algorithm.correction=none"]
+        check_algorithm(configured(["algorithm=rloo", *uncorrected]))

@@ -51,7 +51,7 @@ def test_every_setting_of_the_loss_reaches_it():
         **{"policy_loss": "ppo_clip", "clip_low": 0.11, "clip_high": 0.22, "dual_clip": 3.3},
         **{"kl_coefficient": 0.44, "kl_estimator": "k2", "entropy_coefficient": 0.55},
         **{"correction": "mask", "correction_level": "sequence"},
-        **{"correction_low": 0.66, "correction_high": 7.7},
+        **{"correction_low": 0.66, "correction_high": 7.7, "negative_kl_max": 0.88},
     }
     job = [f"algorithm.{name}={value}" for name, value in settings.items()]
     objective = build_policy_objective(configured(job))

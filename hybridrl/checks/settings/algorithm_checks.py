@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from hybridrl.algorithms.policy_objective import (
-    ADVANTAGE_ESTIMATORS,
-    find_advantage_estimator,
     find_policy_loss,
-    has_parameter,
     list_loss_options,
     uses_policy_ratio,
 )
+from hybridrl.checks.settings.credit_checks import (
+    check_advantages,
+    check_separate_rewards,
+    check_shaping,
+    check_step_credit,
+    check_turn_credit,
+)
 from hybridrl.config.effective_settings import unread
-from hybridrl.config.schema import Config, CostConfig, CriticConfig, is_served
+from hybridrl.config.schema import Config, CostConfig, CriticConfig
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.trainers import PROGRAM_NAMES, load_roles, load_trainer
 from hybridrl.trainers.grpo import compute_max_replayed_prompts
-from hybridrl.trainers.objectives import is_off_policy, resolve_correction
+from hybridrl.trainers.objectives import find_off_policy_setting, resolve_correction
 
 _TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
 OF_PARTS = ("cost", "preference", "critic.value_clip", "critic.warmup_steps", "critic.epochs")
 """Settings of parts that a trainer has or has not, which `_check_program_groups` tells of."""
-_STEP_ESTIMATORS = ("group_relative", "reinforce_plus_plus")
 
 
 def check_algorithm(config: Config) -> None:
@@ -35,13 +38,14 @@ def check_algorithm(config: Config) -> None:
         _check_unread,
         _check_cost,
         _check_lora,
-        _check_step_credit,
-        _check_shaping,
+        check_step_credit,
+        check_shaping,
     ]
     if _learns_from_samples(config):
         checks += [
-            _check_advantages,
-            _check_turn_credit,
+            check_advantages,
+            check_turn_credit,
+            check_separate_rewards,
             _check_kl,
             _check_loss,
             _check_on_policy_sampling,
@@ -100,13 +104,18 @@ def _check_program_groups(config: Config) -> None:
         raise ConfigError(
             f"trainer.name={name} with preference="
             f"{'null' if config.preference is None else '...'}: `preference` belongs to learning "
-            "from pairs. Use algorithm=dpo, algorithm=online_dpo or algorithm=reward_model, which "
-            "set both; a trainer of your own that reads it has it in its USES."
+            "from preferences. Use algorithm=dpo, algorithm=online_dpo, algorithm=reward_model or "
+            "algorithm=kto, which set both; a trainer of your own that reads it has it in its USES."
         )
     if learns_pairs and _is_built_in(config) and config.actor.updates_per_step > 1:
         raise ConfigError(
             f"actor.updates_per_step={config.actor.updates_per_step}: trainer.name={name} makes "
-            "one update of each step's pairs. Lower data.prompts_per_step for more updates."
+            "one update of each step's rows. Lower data.prompts_per_step for more updates."
+        )
+    if name == "kto" and config.data.prompts_per_step == 1:
+        raise ConfigError(
+            "data.prompts_per_step=1: trainer.name=kto measures how far the policy has moved by "
+            "responses to other prompts of the step. Set it to 2 or more."
         )
     share, prompts = config.algorithm.replay_share, config.data.prompts_per_step
     if share and not compute_max_replayed_prompts(config):
@@ -152,103 +161,6 @@ def _check_lora(config: Config) -> None:
         raise ConfigError(
             f"warmup.steps={warmup} with actor.lora.rank={lora.rank}: the reference is the model "
             "without its adapters, so warm-up would leave it behind. Set warmup.steps=0."
-        )
-
-
-def _check_advantages(config: Config) -> None:
-    algorithm, name = config.algorithm, config.trainer.name
-    per_prompt = config.rollout.samples_per_prompt
-    estimator = find_advantage_estimator(algorithm.advantage)
-    if not _is_built_in(config):
-        return
-    if "algorithm.advantage" not in _uses(config):
-        if per_prompt == 1 and load_trainer(name).COMPARES_SAMPLES:
-            raise ConfigError(
-                f"rollout.samples_per_prompt=1: trainer.name={name} learns from the best and the "
-                "worst sample of a prompt, so it needs at least 2."
-            )
-        return
-    if per_prompt == 1 and has_parameter(estimator, "groups"):
-        raise ConfigError(
-            f"rollout.samples_per_prompt=1: algorithm.advantage={algorithm.advantage} compares the "
-            "samples of one prompt with each other, so it needs at least 2."
-        )
-    if per_prompt == 1 and algorithm.dynamic_sampling:
-        raise ConfigError(
-            "algorithm.dynamic_sampling=true with rollout.samples_per_prompt=1: a single sample "
-            "never differs from itself, so every prompt would be thrown away. Draw 2 or more."
-        )
-    if algorithm.advantage_scale != "std" and not has_parameter(estimator, "scale"):
-        scaled = [
-            name for name, known in ADVANTAGE_ESTIMATORS.items() if has_parameter(known, "scale")
-        ]
-        raise ConfigError(
-            f"algorithm.advantage_scale={algorithm.advantage_scale}: "
-            f"algorithm.advantage={algorithm.advantage} has no scale of its own; only "
-            f"{' and '.join(scaled)} have. Leave it out."
-        )
-
-
-def _check_turn_credit(config: Config) -> None:
-    rollout = config.rollout
-    if config.algorithm.turn_credit != "turn":
-        return
-    if rollout.episode is None and not is_served(rollout, config.environment):
-        raise ConfigError(
-            "algorithm.turn_credit=turn, but samples have one turn. Name what takes the others: "
-            "rollout.episode or environment.name; or set algorithm.turn_credit=episode."
-        )
-
-
-def _check_step_credit(config: Config) -> None:
-    """Refuse step rewards if the program or advantage estimator does not use them."""
-    algorithm = config.algorithm
-    if config.reward.model_steps is not None and algorithm.step_credit is None:
-        raise ConfigError(
-            f"reward.model_steps={config.reward.model_steps!r} has the reward model score steps, "
-            "and nothing gives them credit. Set algorithm.step_credit=sum (or min)."
-        )
-    if config.cost is not None and config.cost.model_steps is not None:
-        raise ConfigError(
-            f"cost.model_steps={config.cost.model_steps!r}: only rewards come step by step. Leave "
-            "it out."
-        )
-    if algorithm.step_credit is None:
-        return
-    if is_served(config.rollout, config.environment) or algorithm.turn_credit == "turn":
-        raise ConfigError(
-            f"algorithm.step_credit={algorithm.step_credit}: samples of an environment, or of "
-            "turns that have credit of their own (algorithm.turn_credit=turn), are not cut into "
-            "steps. Leave it out."
-        )
-    compares = _is_built_in(config) and "algorithm.advantage" in _uses(config)
-    if compares and algorithm.advantage not in _STEP_ESTIMATORS:
-        raise ConfigError(
-            f"algorithm.step_credit={algorithm.step_credit}: algorithm.advantage="
-            f"{algorithm.advantage} compares whole samples. Use one of "
-            f"{', '.join(_STEP_ESTIMATORS)}, or leave it out."
-        )
-
-
-def _check_shaping(config: Config) -> None:
-    """Refuse to shape rewards where that means nothing."""
-    reward = config.reward
-    if config.cost is not None and (config.cost.shorter or config.cost.normalise_by):
-        raise ConfigError(
-            "cost.shorter and cost.normalise_by would move the limit of the cost. Leave them out."
-        )
-    algorithm = config.algorithm
-    by_parts = {"turn_credit=turn": algorithm.turn_credit == "turn"}
-    by_parts[f"step_credit={algorithm.step_credit}"] = algorithm.step_credit is not None
-    for setting in (one for one, is_set in by_parts.items() if is_set and reward.normalise_by):
-        raise ConfigError(
-            f"reward.normalise_by={reward.normalise_by} with algorithm.{setting}: scores would "
-            "have another scale than the rewards of their parts. Leave one of them out."
-        )
-    if reward.shorter and config.rollout.samples_per_prompt == 1 and _is_built_in(config):
-        raise ConfigError(
-            f"reward.shorter={reward.shorter} compares the samples of a prompt, and "
-            "rollout.samples_per_prompt=1. Draw 2 or more."
         )
 
 
@@ -306,24 +218,15 @@ def _check_loss(config: Config) -> None:
 def _check_on_policy_sampling(config: Config) -> None:
     """Refuse sampling settings that make samples off-policy for the loss; users' programs are not
     checked."""
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm = config.algorithm
     if not _is_built_in(config) or "algorithm.policy_loss" not in _uses(config):
         return  # it learns from samples whoever wrote them, or as it likes
-    if not is_off_policy(config) or resolve_correction(config) != "none":
+    setting = find_off_policy_setting(config)
+    if not setting or resolve_correction(config) != "none":
         return
     if not uses_policy_ratio(algorithm.policy_loss):
-        flow = config.placement
-        found = {
-            "placement.staleness": flow.staleness,
-            "placement.in_flight": flow.in_flight,
-            "algorithm.replay_share": algorithm.replay_share,
-            "rollout.partial": rollout.partial,
-            "rollout.weight_sync": rollout.weight_sync,
-        }
-        name = next(name for name, value in found.items() if value)
         raise ConfigError(
-            f"{name}={found[name]} learns from samples of another policy, and "
-            f"algorithm.policy_loss={algorithm.policy_loss} takes them for the policy's own. Set "
-            "algorithm.correction=truncate, or a loss with a ratio: "
-            "algorithm.policy_loss=ppo_clip."
+            f"{setting} learns from samples of another policy, and with algorithm.correction=none "
+            f"algorithm.policy_loss={algorithm.policy_loss} takes them for the policy's own. Leave "
+            "algorithm.correction out, or set a loss with a ratio: algorithm.policy_loss=ppo_clip."
         )

@@ -114,7 +114,7 @@ def compute_step_sizes(config: Config, lengths: SampleLengths | None = None) -> 
     kind = load_trainer(config.trainer.name).DATA
     if kind != "prompts":  # whose responses are there
         longest = data.max_response_tokens or data.max_prompt_tokens
-        per_prompt = 1 if kind == "examples" else 2
+        per_prompt = 2 if kind == "pairs" else 1
     tokens = lengths or SampleLengths.alike(data.max_prompt_tokens, longest)
     samples = data.prompts_per_step * per_prompt
     updates = config.actor.step_updates

@@ -1,0 +1,73 @@
+"""Policy losses that leave out tokens which have moved too far from the policy that sampled them,
+by how much of the probability has moved rather than by the ratio.
+
+A ratio says little of a rare token, whose probability may double and still be nearly nothing, and
+little of a likely one, whose ratio cannot exceed 1 by much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hybridrl.algorithms.policy_losses import build_token_loss, prepare_loss_inputs
+from hybridrl.algorithms.segments import apply_mask, as_float
+from hybridrl.algorithms.token_loss import TokenLoss
+
+
+def dppo_tv(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    mask: Tensor | None = None,
+) -> TokenLoss:
+    """Return the DPPO loss with the total variation of a token, |p - q|: -A r, and 0 where that
+    exceeds `clip_high` and A > 0 would raise it further, or `clip_low` and A < 0 would.
+
+    p is the probability of the token, q that under the policy that sampled it.
+    DPPO: Qi 2026, arXiv:2602.04879, binary approximation, equation 13.
+    """
+    return _bounded_loss(log_probs, old_log_probs, advantages, clip_low, clip_high, mask, False)
+
+
+def dppo_kl(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    mask: Tensor | None = None,
+) -> TokenLoss:
+    """Return `dppo_tv` with the KL of the two outcomes, this token or another, as divergence:
+    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), equation 14 of the paper.
+    """
+    return _bounded_loss(log_probs, old_log_probs, advantages, clip_low, clip_high, mask, True)
+
+
+def _bounded_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    mask: Tensor | None,
+    by_kl: bool,
+) -> TokenLoss:
+    (sampled,) = as_float(apply_mask(old_log_probs.detach(), mask))
+    log_probs, difference, advantages = prepare_loss_inputs(
+        log_probs, old_log_probs, advantages, mask
+    )
+    ratio, now = difference.exp(), log_probs.detach()
+    divergence = (now.exp() - sampled.exp()).abs()
+    if by_kl:
+        others_now, others = (-torch.expm1(x).clamp(max=-1e-8) for x in (now, sampled))
+        divergence = sampled.exp() * (sampled - now) + others * (others / others_now).log()
+    raised = (advantages > 0) & (now > sampled) & (divergence > clip_high)
+    lowered = (advantages < 0) & (now < sampled) & (divergence > clip_low)
+    far = raised | lowered
+    loss = torch.where(far, 0.0, -advantages * ratio)
+    return build_token_loss(loss, ratio, difference, mask, far)
