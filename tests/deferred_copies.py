@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hybridrl.checkpoint.engine_state import async_saving
-from hybridrl.engine import optimizer, train_engine
+from hybridrl.engine import moment_storage, train_engine
 
 PACKAGE = Path(train_engine.__file__).parents[1]
 IN_ORDER = ("system/device_traits.py", "copy_to_device")
@@ -41,7 +41,7 @@ class DeferredCopies:
         patch.setattr(torch.Tensor, "copy_", self._deferred_copy())
         patch.setattr(train_engine, "synchronize_device", lambda device: self.arrive())
         patch.setattr(async_saving, "record_event", lambda device: self.arrive)
-        patch.setattr(optimizer, "SideStream", lambda device: _SideStream(self))
+        patch.setattr(moment_storage, "SideStream", lambda device: _SideStream(self))
 
     def arrive(self) -> None:
         """What is under way is there now."""
@@ -65,7 +65,7 @@ class DeferredCopies:
         made = made.detach().to_local() if isinstance(made, DTensor) else made.detach()
         if not self._are_in_order:
             self._pending.append((made, made.clone()))
-            made.fill_(torch.nan)
+            made.fill_(torch.nan if made.is_floating_point() else 0)
 
     def _waits(self) -> bool:
         """Note where in the package a copy is made, and return whether its reader has to wait."""

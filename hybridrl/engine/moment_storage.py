@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hybridrl.compress.dynamic_codes import BlockCodes, encode_blocks
 from hybridrl.parallel.process_group import to_local
-from hybridrl.system.device_traits import SideStream
+from hybridrl.system.device_traits import SideStream, copy_to_device
 from hybridrl.system.dtypes import DTYPES
 
 INT8_MOMENTS = "int8"
@@ -84,11 +84,16 @@ class MomentStorage:
             for parameter, state, name, value in self._moments(part):
                 if isinstance(value, BlockCodes):
                     found = torch.empty_like(parameter)
-                    to_local(found).copy_(value.to(self._device).decode())
+                    # On the stream that decodes them, which need not wait.
+                    codes, scales = (self._fetch(part) for part in value[:2])
+                    to_local(found).copy_(BlockCodes(codes, scales, value.signed).decode())
                     state[name] = found
                 else:
                     state[name] = value.to(self._device, torch.float32, non_blocking=True)
                 self.brought += 1
+
+    def _fetch(self, part: Tensor) -> Tensor:
+        return part if part.device == self._device else copy_to_device(part, self._device)
 
     def _put_away(self, part: set[nn.Parameter]) -> None:
         for parameter, state, name, value in self._moments(part):

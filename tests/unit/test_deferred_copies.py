@@ -22,7 +22,8 @@ from hybridrl.parallel.process_group import ParallelMesh
 RANKS = [(2, 1), (3, 0), (3, 2), (5, 4), (6, 5), (7, 6), (8, 7), (12, 11), (24, 22), (24, 23)]
 """So many ranks, and the one of them that is tried; tensors have 16, 23 or 24 rows."""
 OFFLOAD = {("engine/train_engine.py", n) for n in ("_to_host", "onload", "_move_optimizer")}
-MOMENTS = {("engine/optimizer.py", name) for name in ("_bring", "_put_away")}
+MOMENTS = {("engine/moment_storage.py", name) for name in ("_bring", "_put_away")}
+CODES = {("compress/dynamic_codes.py", "to")}
 CHECKPOINT = {("checkpoint/engine_state/async_saving.py", "fill")}
 """The functions of the package that make copies that do not block, by what a test has them do."""
 
@@ -87,7 +88,7 @@ def test_a_copy_that_is_read_too_early_is_seen(copies, engine_of):
     assert differing(parts_of(engine), before)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_moments_that_rest_on_the_host_come_in_time(copies, mesh, dtype):
     found = []
     for hosts in (False, True):
@@ -99,7 +100,7 @@ def test_moments_that_rest_on_the_host_come_in_time(copies, mesh, dtype):
             engine.put_optimizer_away()
         found.append(parameters(engine))
     assert not copies.under_way and torch.equal(*found)
-    assert copies.places == MOMENTS
+    assert copies.places == MOMENTS | (CODES if dtype == "int8" else set())
 
 
 def likelier(outputs, columns, segments):
@@ -129,4 +130,4 @@ def test_every_copy_that_does_not_block_is_made_here():
         for node in ast.walk(function)
         if isinstance(node, ast.keyword) and node.arg == "non_blocking"
     }
-    assert written == OFFLOAD | MOMENTS | CHECKPOINT | {IN_ORDER}
+    assert written == OFFLOAD | MOMENTS | CODES | CHECKPOINT | {IN_ORDER}

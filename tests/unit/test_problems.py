@@ -12,13 +12,13 @@ HERE = ["executor=inline", "rollout=transformers"]
 
 
 def test_settings_that_are_wrong_for_themselves_are_all_named():
-    wrong = ["rollout.top_p=0.5", "model.dtype=float16", "guard.on_nan=rewind"]
+    wrong = ["rollout.min_tokens=9999", "model.dtype=float16", "guard.on_nan=rewind"]
     with pytest.raises(ConfigError) as raised:
         check(configured([*HERE, *wrong]))
     assert len(raised.value.problems) == 3
     said = str(raised.value).splitlines()
     assert said[0] == "3 things are wrong:" and all(line.startswith("* ") for line in said[1:])
-    for name in ("rollout.top_p=0.5", "model.dtype=float16", "guard.on_nan=rewind"):
+    for name in ("rollout.min_tokens=9999", "model.dtype=float16", "guard.on_nan=rewind"):
         assert sum(problem.startswith(name) for problem in raised.value.problems) == 1
 
 

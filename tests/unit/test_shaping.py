@@ -32,6 +32,10 @@ from hybridrl.trainers.update_columns import (
 LENGTHS = [3, 5, 1, 4, 2, 5]
 GROUPS = [7, 7, 2, 7, 2, 2]
 SCORES = [1.0, 0.0, 0.5, 0.25, 1.0, 0.0]
+OF_SCORES = [
+    name for name, f in ADVANTAGE_ESTIMATORS.items() if not has_parameter(f, "reward_scores")
+]
+"""Those that know one score of a sample, and not each reward's own."""
 SCALED = [
     name for name, function in ADVANTAGE_ESTIMATORS.items() if has_parameter(function, "scale")
 ]
@@ -88,7 +92,7 @@ def assert_column(found, name, expected):
 
 
 OPTIONS = [
-    *(({"advantage": name}) for name in ADVANTAGE_ESTIMATORS),
+    *(({"advantage": name}) for name in OF_SCORES),
     *(
         {"advantage": name, "advantage_scale": scale}
         for name in SCALED
@@ -146,14 +150,14 @@ def test_a_dropped_sample_has_an_empty_mask_and_changes_nothing_for_the_others(o
     assert torch.isfinite(found["advantages"].values).all()
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", OF_SCORES)
 def test_where_all_are_dropped_nothing_is_learned(name):
     found = compare(make_batch(scores=without(SCORES, *range(6))), advantage=name)
     assert not mask_of(found).any() and (found["advantages"].values == 0).all()
     assert (loss_weights(found, "token-mean")["loss_weights"].values == 0).all()
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", OF_SCORES)
 def test_answers_near_the_limit_are_punished(name):
     batch, overlong = make_batch(), {"overlong_buffer": 2, "overlong_factor": 0.8}
     # Of a limit of 5 with a buffer of 2: lengths 3, 5, 1, 4, 2, 5 lose nothing up to 3.
@@ -406,7 +410,7 @@ def test_packed_remax_equals_padded(batch):
     assert_packed(batch, found, advantages=advantages, response_mask=mask)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", OF_SCORES)
 @FEW
 @given(batch=ragged_batches(), with_kl=st.booleans())
 def test_packed_group_advantages_equal_padded(name, batch, with_kl):
@@ -444,7 +448,7 @@ def test_packed_loss_weights_equal_padded(mode, batch):
         assert_packed(batch, loss_weights(batch, mode, longest), loss_weights=weights)
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize("name", OF_SCORES)
 @FEW
 @given(batch=ragged_batches(), scale=st.sampled_from(["std", "none"]))
 def test_what_splits_by_group_gives_the_same_in_parts(name, batch, scale):
@@ -465,6 +469,7 @@ def test_which_advantages_split_by_group():
     assert split == set(ADVANTAGE_ESTIMATORS) - {
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
+        "gdpo",
     }
     assert not is_group_local(settings(advantage_scale="batch"))
     assert not is_group_local(settings(advantage="mine.py:against_all"))
@@ -498,7 +503,7 @@ def test_what_is_computed_is_as_large_as_there_are_tokens():
         columns[name] = RaggedColumn(torch.rand(tokens), cu_seqlens)
     batch, config = Batch.from_columns(columns), settings(kl_in_reward=True, kl_coefficient=0.1)
     with Largest() as largest:
-        for name in ADVANTAGE_ESTIMATORS:
+        for name in OF_SCORES:
             group_advantages(batch, replace(config, advantage=name), 2_000)
         critic_advantages(batch, config, 2_000, 0.1)
         constrained_advantages(batch, config, 2_000, 0.1, 1.0)

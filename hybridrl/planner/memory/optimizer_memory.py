@@ -24,14 +24,15 @@ def count_state_bytes(config: OptimizerConfig, part: ModelPart, whole: ModelShap
     ends = [shape.embedding] if first or (last and shape.tied) else []
     ends += [shape.head] if last and not shape.tied else []
     rows = sum(end.trained for end in ends) / shape.hidden
-    blocks = kinds.blocks * layers + rows * count_row_blocks(shape.hidden)
-    matrix, vector, block = FLOAT32_BYTES, FLOAT32_BYTES, 0.0
+    vector, held_hidden, held_tables = FLOAT32_BYTES, float(hidden), float(tables)
     if config.moments in DTYPES:
-        matrix = vector = DTYPES[config.moments].itemsize
-    else:
-        matrix, block = 1, FLOAT32_BYTES * blocks / max(1, hidden + tables)
+        vector = DTYPES[config.moments].itemsize
+        held_hidden, held_tables = vector * held_hidden, vector * held_tables
+    else:  # a byte each, and a number for each block
+        held_hidden += FLOAT32_BYTES * kinds.blocks * layers
+        held_tables += FLOAT32_BYTES * rows * count_row_blocks(shape.hidden)
     of_hidden, of_table = (find_state_form(config, 2, is_hidden) for is_hidden in (True, False))
-    found = (matrix + block) * (len(of_hidden.moments) * hidden + len(of_table.moments) * tables)
+    found = len(of_hidden.moments) * held_hidden + len(of_table.moments) * held_tables
     found += vector * len(find_state_form(config, 1, False).moments) * vectors
     if of_table.statistics:
         heights = sum(bool(end.trained) * end.all / shape.hidden for end in ends)
