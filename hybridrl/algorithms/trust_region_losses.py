@@ -64,8 +64,10 @@ def _bounded_loss(
     ratio, now = difference.exp(), log_probs.detach()
     divergence = (now.exp() - sampled.exp()).abs()
     if by_kl:
-        others_now, others = (-torch.expm1(x).clamp(max=-1e-8) for x in (now, sampled))
-        divergence = sampled.exp() * (sampled - now) + others * (others / others_now).log()
+        # The terms nearly cancel: in float32 what is left would be their rounding.
+        p, q = (x.double() for x in (now, sampled))
+        others_now, others = (-torch.expm1(x).clamp(max=-1e-8) for x in (p, q))
+        divergence = q.exp() * (q - p) + others * (others / others_now).log()
     raised = (advantages > 0) & (now > sampled) & (divergence > clip_high)
     lowered = (advantages < 0) & (now < sampled) & (divergence > clip_low)
     far = raised | lowered

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
-from hybridrl.algorithms.policy_objective import ADVANTAGE_ESTIMATORS
+from hybridrl.algorithms.policy_objective import ADVANTAGE_ESTIMATORS, has_parameter
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
@@ -95,7 +95,10 @@ CREDITS = ("episode", "turn")
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("advantage", ADVANTAGE_ESTIMATORS)
+@pytest.mark.parametrize(
+    "advantage",
+    [n for n, f in ADVANTAGE_ESTIMATORS.items() if not has_parameter(f, "reward_scores")],
+)
 @pytest.mark.parametrize("credit", CREDITS)
 @SEVERAL
 @given(batches=episodes(), with_kl=st.booleans())
