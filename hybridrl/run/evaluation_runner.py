@@ -312,9 +312,11 @@ def _parse_model_step(path: str) -> int | None:
 
 
 def _how_drawn(sampling: SamplingSettings, samples: int) -> dict[str, Any]:
-    """Return how a set is sampled, for evaluations.json."""
+    """Return how a set is sampled, for evaluations.json. Earlier runs, which may be baselines, have
+    no `min_p`: it is left out where it is 0."""
     found = asdict(sampling) | {"samples": samples}
-    return {name: value for name, value in found.items() if name not in ("series", "partial")}
+    unsaid = ("series", "partial", *([] if sampling.min_p else ["min_p"]))
+    return {name: value for name, value in found.items() if name not in unsaid}
 
 
 def _series(name: str, step: int) -> str:
