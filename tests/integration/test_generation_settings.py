@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
@@ -51,25 +53,33 @@ def test_one_of_the_likeliest_tokens_is_drawn(tmp_path):
     assert max(map(len, firsts.values())) == 2
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["rollout=vllm", "rollout.top_p=0.8", "rollout.min_tokens=2", "actor.updates_per_step=2"],
-        ["rollout=vllm", "rollout.min_tokens=3"],
-        ["rollout=vllm", "rollout.min_p=0.3", "rollout.partial=0.5", "trainer.steps=3"],
-        [
-            "rollout=transformers",
-            "rollout.top_k=5",
-            "rollout.top_p=0.8",
-            "rollout.partial=0.5",
-            "trainer.steps=3",
-        ],
-    ],
-)
-def test_the_trainer_leaves_out_the_tokens_that_the_generator_left_out(tmp_path, settings):
-    """So that their log-probabilities of a first step are equal, at any temperature."""
-    main.run(load_config([*JOB, f"run.directory={tmp_path}", "rollout.temperature=0.7", *settings]))
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    first, *others = [row for row in map(json.loads, lines) if "mismatch/k3" in row]
-    assert first["mismatch/k3"] < 1e-10 and first["mismatch/max_abs"] < 1e-4
-    assert all(row["mismatch/k3"] < 0.2 for row in others), "of begun samples older weights' too"
+LEFT_OUT = [
+    ["rollout=vllm", "rollout.top_p=0.8", "rollout.min_tokens=2", "actor.updates_per_step=2"],
+    ["rollout=vllm", "rollout.min_tokens=3"],
+    ["rollout=vllm", "rollout.min_p=0.3", "rollout.partial=0.5", "trainer.steps=3"],
+    ["rollout=transformers", "rollout.top_k=5", "rollout.top_p=0.8", "rollout.partial=0.5"],
+]
+IN_TURN = """
+import json, sys
+from hybridrl import load_config, main
+
+for settings in json.loads(sys.argv[1]):
+    main.run(load_config(settings))
+"""
+
+
+def test_the_trainer_leaves_out_the_tokens_that_the_generator_left_out(tmp_path):
+    """So that their log-probabilities of a first step are equal, at any temperature. A process runs
+    one job after the other, as a notebook does."""
+    jobs = [
+        [*JOB, "rollout.temperature=0.7", f"run.directory={tmp_path / str(number)}", *settings]
+        for number, settings in enumerate(LEFT_OUT)
+    ]
+    subprocess.run([sys.executable, "-c", IN_TURN, json.dumps(jobs)], check=True, timeout=500)
+    for number in range(len(LEFT_OUT)):
+        lines = (tmp_path / str(number) / "metrics.jsonl").read_text().splitlines()
+        first, *others = [row for row in map(json.loads, lines) if "mismatch/k3" in row]
+        assert first["mismatch/k3"] < 1e-10 and first["mismatch/max_abs"] < 1e-4
+        assert all(row["mismatch/k3"] < 0.2 for row in others), (
+            "of begun samples older weights' too"
+        )
