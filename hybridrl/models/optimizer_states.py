@@ -161,6 +161,11 @@ def make_user_optimizer(
         ConfigError: if its class does not take them, the rate, or the options.
     """
     kind = load_user_optimizer(config, setting)
+    if "weight_decay" in config.options:
+        raise ConfigError(
+            f"{setting}.options has `weight_decay`, which each group of parameters has already, 0 "
+            f"for biases and norms. Set {setting}.weight_decay."
+        )
     try:
         return kind(groups, lr=config.learning_rate, **config.options)  # type: ignore[call-arg]
     except Exception as error:

@@ -44,7 +44,10 @@ def resolve_sampling(
         top_k = own.top_k if wishes.top_k is None else max(0, wishes.top_k)
         own = replace(own, temperature=temperature, top_p=max(top_p, 1e-6), top_k=top_k)
     limit = min(room, own.max_tokens, wishes.longest or room)
-    least = max(wishes.min_tokens, own.min_tokens - session.sampled)
+    asked = (
+        0 if session.is_trained else wishes.min_tokens
+    )  # the trainer would not leave out the end
+    least = max(asked, own.min_tokens - session.sampled)
     ends = dict.fromkeys((*own.stop_token_ids, *stop_token_ids, *wishes.stop_token_ids))
     return replace(
         own,

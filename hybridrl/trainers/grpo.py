@@ -19,7 +19,7 @@ from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns, list_separate_rewards
-from hybridrl.trainers.trainer import StepResult
+from hybridrl.trainers.trainer import SAMPLE_COLUMNS, StepResult
 from hybridrl.trainers.update_columns import (
     ADVANTAGE_COLUMNS,
     GROUP_COLUMNS,
@@ -70,6 +70,9 @@ class Trainer(PolicyTrainer):
             together=per_prompt if is_group_local(config) and rows is samples else None,
         )
         self.replay.keep(batch, version)
+        if old:  # of the policy that begins this step, not of the one of their own
+            actor = self.groups["actor"]
+            replayed = [r | actor.compute_log_prob(r.select(*SAMPLE_COLUMNS)) for r in replayed]
         return replace(
             drawn,
             batch=batch,

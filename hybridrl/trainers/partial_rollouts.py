@@ -99,6 +99,12 @@ class PartialRollouts:
                     f"{prompts} prompts. Resume or fork with rollout.samples_per_prompt="
                     f"{len(rows) // prompts}."
                 )
+            if any(name not in rows for name in self._columns):
+                raise ConfigError(
+                    "rollout.top_p, top_k, min_p and min_tokens: the checkpoint has samples that "
+                    "are not finished (rollout.partial), and none of these was set when they "
+                    "began. Resume or fork without them."
+                )
             of = [name for name in rows.columns if name not in self._columns]
             self._kept = self._feed.put(rows.select(of)) | self._feed.put(
                 rows.select(self._columns)

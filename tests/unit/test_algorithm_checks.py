@@ -228,6 +228,16 @@ WRONG = [
     (["algorithm.replay_share=0.001"], "algorithm.replay_share=0.001 of a step", "or more"),
     (["data.sampler=pass_rate", "algorithm=sft"], "data.sampler=pass_rate", "learns from examples"),
     (["reward.check=exakt"], "`reward.check` holds `exakt`", "Did you mean"),
+    (
+        ["algorithm.replay_share=0.5", "actor.epochs=3", "actor.updates_per_step=3"],
+        "algorithm.replay_age=8",
+        "Set it to 9 or more",
+    ),
+    (
+        ["algorithm=maxrl", "algorithm.overlong_buffer=2"],
+        "algorithm.overlong_buffer=2 makes scores negative",
+        "Leave one of the two out",
+    ),
     # Samples that are not the policy's own.
     *(
         (

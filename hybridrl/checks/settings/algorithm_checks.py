@@ -123,6 +123,12 @@ def _check_program_groups(config: Config) -> None:
             f"algorithm.replay_share={share} of a step with data.prompts_per_step={prompts} is "
             f"less than one prompt. Set it to {1 / (prompts + 1):.2g} or more, or leave it out."
         )
+    age, beside = config.algorithm.replay_age, config.algorithm.ptx_coefficient > 0
+    if share and age < (updates := config.actor.step_updates + beside):
+        raise ConfigError(
+            f"algorithm.replay_age={age}: a step makes {updates} updates, so that samples of the "
+            f"step before are too old already. Set it to {updates} or more."
+        )
 
 
 def _check_cost(config: Config) -> None:

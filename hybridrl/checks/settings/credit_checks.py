@@ -39,6 +39,17 @@ def check_advantages(config: Config) -> None:
             "algorithm.dynamic_sampling=true with rollout.samples_per_prompt=1: a single sample "
             "never differs from itself, so every prompt would be thrown away. Draw 2 or more."
         )
+    below_zero = {
+        "algorithm.overlong_buffer": algorithm.overlong_buffer,
+        "algorithm.kl_in_reward": algorithm.kl_in_reward,
+        "reward.normalise_by": config.reward.normalise_by,
+    }
+    setting = next((name for name, value in below_zero.items() if value), None)
+    if setting and algorithm.advantage == "maximum_likelihood":
+        raise ConfigError(
+            f"{setting}={below_zero[setting]} makes scores negative, and algorithm.advantage="
+            "maximum_likelihood divides by their mean. Leave one of the two out."
+        )
     if algorithm.advantage_scale != "std" and not has_parameter(estimator, "scale"):
         scaled = [
             name for name, known in ADVANTAGE_ESTIMATORS.items() if has_parameter(known, "scale")
