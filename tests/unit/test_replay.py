@@ -1,11 +1,13 @@
 """Replay of earlier samples: how many, how old, and which."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from settings import configured
 
+from hybridrl import load_config, main
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
@@ -77,3 +79,27 @@ def test_only_programs_that_replay_may_be_told_to():
     with pytest.raises(ConfigError, match=r"replay_share=0\.5 learns from samples of another"):
         uncorrected = ["algorithm.replay_share=0.5", "algorithm.correction=none"]
         check_algorithm(configured(["algorithm=rloo", *uncorrected]))
+
+
+def test_replayed_samples_are_corrected_to_the_policy_that_begins_the_step(tmp_path):
+    """Also where a step makes several updates, for which log-probabilities are kept."""
+    main.run(
+        load_config(
+            [
+                *("executor=inline", "rollout=transformers", "devices=cpu", "warmup.steps=0"),
+                *("model.tiny={hidden_size: 32, layers: 1, heads: 1}", "eval.every=0"),
+                *("data.prompts_per_step=4", "rollout.samples_per_prompt=8", "eval.prompts=2"),
+                *("rollout.max_tokens=4", "reward.function=length", "trainer.steps=3"),
+                *("reward.options.length.limit=3", "actor.optimizer.learning_rate=0.01"),
+                *("algorithm=rloo", "algorithm.replay_share=0.5", "actor.updates_per_step=2"),
+                f"run.directory={tmp_path}",
+            ]
+        )
+    )
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    first, *later = [row for row in rows if "policy/correction_weight" in row]
+    assert first["policy/correction_weight"] == pytest.approx(1, abs=1e-6)
+    assert first["replay/groups"] == 0
+    for row in later:
+        assert row["replay/groups"] > 0 and row["mismatch/k3"] > 1e-6
+        assert abs(row["policy/correction_weight"] - 1) > 1e-5
