@@ -57,6 +57,11 @@ logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter
     lambda record: record.levelno > logging.WARNING
 )
 
+# It tries a chat template with the tokenizer that it was told not to load, and shows a traceback.
+logging.getLogger("vllm.renderers.base").addFilter(
+    lambda record: not str(record.msg).startswith("Chat template warmup failed")
+)
+
 HEAD_DTYPE = "float32"
 """Of logits, as `hybridrl.models.log_probs` computes them: rounded to half precision they would be
 most of the difference between the trainer's log-probabilities and the generator's."""
