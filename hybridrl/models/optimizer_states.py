@@ -53,7 +53,7 @@ OPTIONS: Mapping[str, Mapping[str, tuple[Any, str, _Check]]] = {
 
 
 class StateForm(NamedTuple):
-    """What an optimizer remembers of one parameter.
+    """The state that an optimizer keeps for one parameter.
 
     Attributes:
         moments: Names of tensors of the parameter's shape, sharded as it is.
