@@ -31,7 +31,12 @@ from hybridrl.ray_backend.call_messages import (
     split_header,
 )
 from hybridrl.ray_backend.ray_import import actor_method, ignore_interrupts, ray
-from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
+from hybridrl.ray_backend.remote_result import (
+    HostLocality,
+    RemoteResult,
+    ResultRefs,
+    get_borrowed,
+)
 from hybridrl.system import core_pins, device_traits
 from hybridrl.system.cpu_cores import count_usable_cores
 from hybridrl.system.garbage_collection import pause_garbage_collection
@@ -136,14 +141,14 @@ class RayHost:
     @actor_method(concurrency_group="data")
     def gather(self, replies: Sequence[Any]) -> Any:
         """Return the replies of a call's ranks as one object, for the readers of its result."""
-        found = [deserialize_reply(reply) for reply in ray.get(list(replies))]
+        found = [deserialize_reply(reply) for reply in get_borrowed(replies)]
         return serialize_reply(found, [reply.value for reply in found])
 
     @actor_method(concurrency_group="data")
     def rows(self, shard: Sequence[Any], rows: Rows, names: Sequence[str]) -> Batch:
         """Return the rows and columns of a shard on this node that a host on another node
         requests."""
-        batch: Batch = ray.get(shard[0])
+        batch: Batch = get_borrowed(shard)[0]
         return batch.select(names).take(rows)
 
     @actor_method(concurrency_group="health")

@@ -17,6 +17,8 @@ from hybridrl.controller.group_call import (
 from hybridrl.ray_backend.call_messages import deserialize_reply
 from hybridrl.ray_backend.ray_import import ray
 
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 2.0, 60.0
+
 
 class ResultRefs(NamedTuple):
     """Ray's references to the result of a call.
@@ -58,6 +60,24 @@ class HostLocality:
         return wanted * self._beside < whole
 
 
+def get_borrowed(references: Sequence[Any]) -> list[Any]:
+    """Return the objects of references that came within a message, however long that takes.
+
+    Where two threads of a process are sent the same reference, Ray can forget an object while one
+    of them waits for it (seen in 2.60, once in ten thousand calls): the thread that is done with
+    the object deletes the copy that has just come for the other, and no second one is sent. So
+    what is late is asked for again. Reading a reference anew does that.
+    """
+    wait = FIRST_WAIT_SECONDS
+    while True:
+        try:
+            found: list[Any] = ray.get(list(references), timeout=wait)
+            return found
+        except ray.exceptions.GetTimeoutError:
+            references = ray.get(ray.put(list(references)))
+            wait = min(2 * wait, LONGEST_WAIT_SECONDS)
+
+
 class RemoteResult(ShardedResult):
     """The result of another call. The descriptions of its shards are fetched once; of its rows only
     those that are read.
@@ -78,7 +98,7 @@ class RemoteResult(ShardedResult):
     def infos(self) -> Sequence[ShardInfo]:
         if self._infos is None:
             self._infos = []
-            for found in map(deserialize_reply, ray.get(list(self._refs.replies))):
+            for found in map(deserialize_reply, get_borrowed(self._refs.replies)):
                 for reply in found if isinstance(found, list) else [found]:
                     if reply.failure is not None:
                         raise UpstreamError(reply.failure)
@@ -86,7 +106,7 @@ class RemoteResult(ShardedResult):
         return self._infos
 
     def batch(self, index: int) -> Batch:
-        batch: Batch = ray.get(self._refs.shards[index])
+        batch: Batch = get_borrowed([self._refs.shards[index]])[0]
         return batch
 
     def read(self, index: int, rows: Rows, names: Sequence[str]) -> Batch:

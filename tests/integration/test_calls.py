@@ -421,7 +421,7 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
     rows = ranks * per_rank
 
     class Store:
-        def get(self, references):
+        def get(self, references, timeout=None):
             fetched.append(references)
             return references
 
@@ -462,6 +462,35 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
     assert max(counts) <= 16, counts
 
 
+def test_an_object_that_ray_forgets_is_asked_for_again(monkeypatch):
+    """As Ray does where another thread has just done with the same object: a reference that was
+    read before waits for good, and one read anew does not."""
+    from hybridrl.ray_backend import remote_result
+    from hybridrl.ray_backend.ray_import import ray
+
+    forgotten, waits = "a reference", []
+
+    class Store:
+        exceptions = ray.exceptions
+
+        def put(self, references):
+            return ("put", references)
+
+        def get(self, references, timeout=None):
+            if references[0] == "put":
+                return [f"{one}, anew" * (len(waits) > 2) or one for one in references[1]]
+            waits.append(timeout)
+            if forgotten in references:
+                raise ray.exceptions.GetTimeoutError
+            return [f"what {one} is of" for one in references]
+
+    monkeypatch.setattr(remote_result, "ray", Store())
+    assert remote_result.get_borrowed(("other",)) == ["what other is of"]
+    found = remote_result.get_borrowed([forgotten])
+    assert found == ["what a reference, anew is of"]
+    assert waits[1:] == [2.0, 4.0, 8.0], "ever longer, for most are only late"
+
+
 @pytest.mark.more
 def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
     """Unless the hosts of this node would together fetch more than the shard."""
@@ -481,7 +510,8 @@ def test_from_another_node_come_only_the_wanted_rows(monkeypatch):
                 asked.append((len(rows), names))
                 return shard[0].select(names).take(rows)
 
-    monkeypatch.setattr(remote_result, "ray", type("Ray", (), {"get": staticmethod(lambda x: x)}))
+    found = staticmethod(lambda x, timeout=None: x)
+    monkeypatch.setattr(remote_result, "ray", type("Ray", (), {"get": found}))
 
     def read(nodes, rows, names):
         asked.clear()
