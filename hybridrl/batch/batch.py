@@ -56,7 +56,7 @@ LIBRARY_COLUMNS = frozenset(
         *("branch_turn", "branch_token_versions", KEPT_SETS, f"branch_{KEPT_SETS}"),
         *("outcomes", "step_ends", "step_rewards"),
         # of rows, until a job begins
-        *("conversation_number", "prompt_tokens_key", "prompt_text_key"),
+        *("conversation_number", "prompt_tokens_key", "prompt_text_key", "row_tokens_key"),
     }
 )
 """The columns that the library makes and reads under these names: the user's functions do not get

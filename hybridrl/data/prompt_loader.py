@@ -18,10 +18,10 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import Config
 from hybridrl.data.mixture import SOURCE_COLUMN, DataSource, SourceProportions, parse_sources
 from hybridrl.data.prefix_order import PrefixOrder
+from hybridrl.data.row_keys import compute_row_keys
 from hybridrl.data.samplers import build_sampler, draw_rows
 from hybridrl.errors import ConfigError, DataError
 
-_TOKENS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 _log = logging.getLogger(__name__)
 
 
@@ -92,7 +92,7 @@ class PromptLoader(Iterator[Batch]):
             "rows": len(self._prompts),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "crc32": self._crc32,
+            "rows_crc32": self._crc32,
         }
         return found if self.order is None else found | self.order.state()
 
@@ -107,34 +107,31 @@ class PromptLoader(Iterator[Batch]):
         names = {"rows": "number of prompts", "seed": "run.seed", "shuffle": "data.shuffle"}
         names["order"] = "data.order"
         if self.order is not None:  # goes by the tokens
-            names["crc32"] = "CRC-32 of the prompts' tokens"
+            names["rows_crc32"] = "CRC-32 of the rows' tokens"
         for key, name in names.items():
-            if state[key] != mine[key]:
+            if (theirs := state.get(key)) != mine[key]:
                 raise DataError(
-                    f"The checkpoint was written with {state[key]} as `{name}` and this run has "
+                    f"The checkpoint was written with {theirs} as `{name}` and this run has "
                     f"{mine[key]}, so the order of the prompts cannot go on. Use the old data and "
                     "settings, or start a new run from the checkpoint's weights."
                 )
         if self.order is not None:
             self.order.load_state(state)
             self._order_of_epoch = None
-        if state.get("crc32") != mine["crc32"]:
+        if state.get("rows_crc32") != mine["rows_crc32"]:
             _log.warning(
                 "These rows are not those that the checkpoint was made with: their number is "
                 "the same, their tokens or which of them are held out are not (%s). The order goes "
                 "on with those that are here.",
-                "the data has changed" if "crc32" in state else "it is of an older version",
+                "the data has changed" if "rows_crc32" in state else "it is of an older version",
             )
         self._position = int(state["position"])
 
     @cached_property
     def _crc32(self) -> int | None:
-        """Return the CRC-32 of the tokens of all rows; None if they have none."""
-        columns, found = [name for name in _TOKENS if name in self._prompts.columns], 0
-        for name in columns:
-            for piece in self._prompts.pieces:
-                found = zlib.crc32(piece.ragged(name).values.numpy().data, found)
-        return found if columns else None
+        """Return the CRC-32 of the keys of all rows; None if they have no tokens."""
+        keys = compute_row_keys(self._prompts)
+        return None if keys is None else zlib.crc32(keys.tobytes())
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order_of_epoch is None or self._order_of_epoch[0] != epoch:

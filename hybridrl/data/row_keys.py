@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from hybridrl.batch.batch import Batch
 
-TOKENS_KEY, TEXT_KEY = "prompt_tokens_key", "prompt_text_key"
-"""Columns that rows of the cache have until a job begins: reading all prompts takes long."""
+TOKENS_KEY, TEXT_KEY, ROW_KEY = "prompt_tokens_key", "prompt_text_key", "row_tokens_key"
+"""Columns that rows of the cache have until a job begins: reading all tokens takes long."""
+_TOKENS = ("prompt_ids", "response_ids", "chosen_ids", "rejected_ids")
 Keys = npt.NDArray[np.int64]
 _NO_WORD = str.maketrans(dict.fromkeys("!\"#$%&'(),:;?@[\\]_`{|}~", " "))
 
@@ -31,15 +32,28 @@ def compute_text_keys(rows: Batch, tokenizer: Any) -> Keys:
     return _find_keys(rows, TEXT_KEY, lambda piece: hash_texts(map(normalize_text, read(piece))))
 
 
+def compute_row_keys(rows: Batch) -> Keys | None:
+    """Return the key of each row, by all its tokens; None if rows have none."""
+    if not any(name in rows for name in _TOKENS):
+        return None
+    return _find_keys(rows, ROW_KEY, _hash_rows)
+
+
 def add_keys(rows: Batch, tokenizer: Any) -> Batch:
     """Return the rows with their keys as columns."""
-    keys = {TOKENS_KEY: compute_tokens_keys(rows), TEXT_KEY: compute_text_keys(rows, tokenizer)}
-    return rows.with_columns(keys)
+    return rows.with_columns(
+        {
+            TOKENS_KEY: compute_tokens_keys(rows),
+            TEXT_KEY: compute_text_keys(rows, tokenizer),
+            ROW_KEY: _hash_rows(rows),
+        }
+    )
 
 
-def remove_keys(rows: Batch) -> Batch:
-    """Return the rows without the columns of keys."""
-    return rows.select(name for name in rows.columns if name not in (TOKENS_KEY, TEXT_KEY))
+def remove_keys(rows: Batch, *names: str) -> Batch:
+    """Return the rows without these columns of keys, or without all."""
+    removed = names or (TOKENS_KEY, TEXT_KEY, ROW_KEY)
+    return rows.select(name for name in rows.columns if name not in removed)
 
 
 def read_prompt_texts(rows: Batch, tokenizer: Any) -> list[str]:
@@ -69,8 +83,13 @@ def _find_keys(rows: Batch, column: str, compute: Callable[[Batch], Keys]) -> Ke
     return np.concatenate(found)
 
 
-def _hash_tokens(rows: Batch) -> Keys:
-    ids = rows.ragged("prompt_ids")
+def _hash_rows(rows: Batch) -> Keys:
+    keys = [_hash_tokens(rows, name) for name in _TOKENS if name in rows]
+    return _hash_values(row.tobytes() for row in np.stack(keys, axis=1))
+
+
+def _hash_tokens(rows: Batch, name: str = "prompt_ids") -> Keys:
+    ids = rows.ragged(name)
     values = ids.values.numpy()
     return _hash_values(values[a:b].tobytes() for a, b in pairwise(ids.cu_seqlens.tolist()))
 

@@ -28,7 +28,7 @@ from hybridrl.data.environment_tasks import ENVIRONMENT_TASK
 from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
 from hybridrl.data.refused_rows import checked_by, collected
-from hybridrl.data.row_keys import remove_keys
+from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
 from hybridrl.data.token_cache import used_by
 from hybridrl.environments.rows import check_environment_loads
 from hybridrl.errors import ConfigError, ErrorCollector
@@ -140,7 +140,7 @@ def load_job_inputs(
         report = _report_on(config, rows, sets, tokenizer)
         rows = replace(
             rows,
-            training=remove_keys(rows.training),
+            training=remove_keys(rows.training, TOKENS_KEY, TEXT_KEY),
             held_out=rows.held_out and remove_keys(rows.held_out),
         )
         sets = {name: one and remove_keys(one) for name, one in sets.items()}

@@ -14,6 +14,7 @@ from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
 from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
 from hybridrl.data.prompt_loader import PromptLoader, build_row_schedule
+from hybridrl.data.row_keys import remove_keys
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.run_files.recorded_steps import DATA, DriverActivity
 from hybridrl.trainers.update_columns import loss_weights
@@ -128,7 +129,8 @@ class DataFeed:
         put: Callable[[Batch], BatchRef],
         beside: DriverActivity,
     ) -> None:
-        self.config, self.kind, self.data, self.put = config, kind, data, put
+        self.config, self.kind, self.put = config, kind, put
+        self.data = remove_keys(data)
         self.tokenizer, self._beside = tokenizer, beside
         self.examples = examples
         number, seed = config.data.prompts_per_step, config.run.seed

@@ -86,7 +86,7 @@ def test_other_rows_of_the_same_number_are_told_of(caplog, column):
     assert not caplog.text
     PromptLoader(tokenized(1), 2, seed=0).restore(state)
     assert "the data has changed" in caplog.text
-    del state["crc32"]
+    del state["rows_crc32"]
     PromptLoader(tokenized(0), 2, seed=0).restore(state)
     assert "of an older version" in caplog.text
 

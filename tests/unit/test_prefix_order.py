@@ -248,7 +248,7 @@ def test_auto_stays_with_random_where_nothing_is_gained():
 def test_other_prompts_are_refused_for_their_order_is_another():
     config = settings_of("data.order=prefix", "data.prompts_per_step=16")
     state = prompt_loader.build_row_schedule(config, library()).state()
-    with pytest.raises(DataError, match="CRC-32 of the prompts' tokens"):
+    with pytest.raises(DataError, match="CRC-32 of the rows' tokens"):
         prompt_loader.build_row_schedule(config, library(seed=1)).load_state(state)
 
 

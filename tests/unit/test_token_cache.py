@@ -14,6 +14,7 @@ import zlib
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
+from hashlib import blake2b
 from itertools import pairwise
 
 import datasets as hub
@@ -26,7 +27,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.run_state import DataIdentity
 from hybridrl.cli import main
 from hybridrl.config.schema import CacheConfig, DataConfig
-from hybridrl.data import datasets, row_blocks, token_cache
+from hybridrl.data import datasets, row_blocks, row_keys, token_cache
 from hybridrl.data.block_program import BlockProgram, RowRecipe
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
@@ -616,7 +617,10 @@ def test_rows_in_pieces_are_read_as_one_table(tokenizer):
     assert parts.lengths("prompt_ids").tolist() == whole.lengths("prompt_ids").tolist()
     states = [PromptLoader(rows, 8, seed=0).state() for rows in (whole, parts)]
     assert states[0] == states[1]
-    assert states[0]["crc32"] == zlib.crc32(np.concatenate(ids).tobytes())
+    rows_keys = [
+        blake2b(blake2b(row.tobytes(), digest_size=8).digest(), digest_size=8) for row in ids
+    ]
+    assert states[0]["rows_crc32"] == zlib.crc32(b"".join(key.digest() for key in rows_keys))
     assert DataIdentity(parts, tokenizer).fingerprint == DataIdentity(whole, tokenizer).fingerprint
     assert find_duplicates(parts, {}, tokenizer) == find_duplicates(whole, {}, tokenizer)
 
@@ -633,6 +637,17 @@ def test_mapped_rows_take_no_memory(load, tmp_path):
     finally:
         pa.set_memory_pool(before)
     assert pool.max_memory() < 0.05 * rows.nbytes
+
+
+def test_a_checkpoint_reads_no_tokens_of_the_cache(load, tmp_path, monkeypatch):
+    config = settings_of("examples", tmp_path, rows_of("examples", 300))
+    load("examples", config)
+    mapped = load("examples", config).training
+    expected = PromptLoader(remove_keys(mapped), 16, seed=0).state()
+    monkeypatch.setattr(row_keys, "_hash_tokens", lambda *_: pytest.fail("reads all tokens"))
+    assert PromptLoader(mapped, 16, seed=0).state() == expected
+    part = PromptLoader(mapped.take([*range(200), *range(201, len(mapped))]), 16, seed=0).state()
+    assert part["rows_crc32"] != expected["rows_crc32"]
 
 
 def test_epochs_continue_in_the_middle_of_the_second(load, tmp_path):
