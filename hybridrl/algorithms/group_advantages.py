@@ -19,6 +19,7 @@ from hybridrl.algorithms.segments import (
     resolve_segments,
     whiten,
 )
+from hybridrl.errors import DataError
 
 ADVANTAGE_SCALES = ("std", "batch", "none")
 
@@ -100,11 +101,20 @@ def maximum_likelihood(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Ten
     """Compute (score - mean of its group) / mean of its group; 0 where the mean is not above eps.
 
     With scores of 0 and 1 the mean is the share that is right, so prompts that are rarely solved
-    count more, as they do for the likelihood of a right answer. Scores must not be negative.
+    count more, as they do for the likelihood of a right answer.
     MaxRL: Tajwar 2026, arXiv:2602.02710.
+
+    Raises:
+        DataError: if a score is negative, for then the mean says nothing.
     """
     members = RowGroups.of(groups)
     (scores,) = as_float(scores)
+    if (scores < 0).any():
+        raise DataError(
+            f"A sample was scored {float(scores.min()):g}, and algorithm.advantage="
+            "maximum_likelihood divides by the mean score of a prompt. Let the reward function "
+            "return 0 or more, or choose another algorithm.advantage."
+        )
     mean = members.sum(scores) / members.size
     return torch.where(mean > eps, members.centred(scores) / mean.clamp(min=eps), 0.0)
 

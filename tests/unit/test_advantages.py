@@ -26,7 +26,7 @@ from hybridrl.algorithms import (
     shape_rewards,
     whiten,
 )
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, DataError
 
 POISON = (math.nan, math.inf, -math.inf, 1e30)
 
@@ -395,9 +395,11 @@ def test_maximum_likelihood_equals_a_loop(case):
         assert found[place].item() == pytest.approx(expected, abs=1e-9)
 
 
-def test_maximum_likelihood_of_scores_that_are_not_positive_learns_nothing():
+def test_maximum_likelihood_has_no_meaning_for_negative_scores():
     groups = torch.tensor([0, 0, 1, 1])
-    assert maximum_likelihood(torch.tensor([0.0, 0.0, -1.0, -3.0]), groups).tolist() == [0.0] * 4
+    assert maximum_likelihood(torch.tensor([0.0, 0.0, 1.0, 3.0]), groups)[:2].tolist() == [0.0] * 2
+    with pytest.raises(DataError, match=r"scored -3, and algorithm\.advantage=maximum_likelihood"):
+        maximum_likelihood(torch.tensor([0.0, 0.0, -1.0, -3.0]), groups)
 
 
 @given(grouped_scores(), st.integers(0, 9))
