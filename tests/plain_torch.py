@@ -571,7 +571,8 @@ class Job:
         stale = flow["staleness"] > 0 or flow["in_flight"] or settings["replay_share"] > 0
         anchored = settings["policy_loss"] in ("vespo", "dppo_tv", "dppo_kl")
         corrected = settings["correction"] in ("truncate", "mask")
-        corrected |= settings["correction"] == "auto" and stale and not anchored
+        own = settings["policy_loss"] in ("reinforce", "gspo")
+        corrected |= settings["correction"] == "auto" and stale and own
         loss, sums, gaps = torch.zeros(()).double(), defaultdict(float), []
         if self.over:
             return self.leave_out()

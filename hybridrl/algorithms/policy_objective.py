@@ -124,6 +124,12 @@ def uses_policy_ratio(name: str) -> bool:
     return name != "reinforce" and has_parameter(find_policy_loss(name), "old_log_probs")
 
 
+def bounds_older_samples(name: str) -> bool:
+    """Return whether a policy loss itself weighs and bounds samples of an older policy where its
+    ratios are to that policy. Not `gspo`, whose clip range of 0.0004 leaves next to nothing."""
+    return uses_policy_ratio(name) and name != "gspo"
+
+
 def has_parameter(function: _Function, parameter: str) -> bool:
     """Return whether a function has a parameter of this name."""
     return parameter in inspect.signature(function).parameters

@@ -249,11 +249,12 @@ class AlgorithmConfig:
     """Weight of the policy's entropy, which is rewarded."""
     correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_LOSS] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
-    `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` where the two differ by
-    more than rounding, which is with `placement.staleness`, `placement.in_flight`,
-    `algorithm.replay_share`, `rollout.partial`, a `rollout.weight_sync` with losses,
-    `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer bits; else
-    `none`, and with `vespo`, `dppo_tv` and `dppo_kl`, whose ratio is to the policy that sampled."""
+    `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
+    `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer bits; else `none`.
+    Samples of an older policy (`placement.staleness`, `placement.in_flight`,
+    `algorithm.replay_share`, `rollout.partial`, a `rollout.weight_sync` with losses) are then
+    weighed by the loss, whose ratios are to the policy that sampled; `reinforce`, which has none,
+    and `gspo`, whose clip range is too narrow, are corrected by `truncate`."""
     correction_level: Annotated[
         str, OneOf("token", "sequence", "geometric"), BY_LOSS, _WITH_CORRECTION
     ] = "token"

