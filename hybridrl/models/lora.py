@@ -233,6 +233,7 @@ def merge_adapters(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield weights under their checkpoint names, each with its adapter multiplied in: W + s B A.
+    Weights of layers that keep them in few bits, which are no parameters, are brought back.
 
     Args:
         parameters: The model's parameters whole, in the order of `named_parameters`.
@@ -242,13 +243,13 @@ def merge_adapters(
         for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }
-    base: dict[str, tuple[str, Tensor]] = {}
+    base: dict[str, Tensor] = {}
     down: dict[str, Tensor] = {}
     for name, tensor in parameters:
         module, _, leaf = name.partition(".base_layer.")
         if leaf:
             if leaf == "weight" and module in scaling:
-                base[module] = (f"{module}.weight", tensor)
+                base[module] = tensor
             else:
                 yield f"{module}.{leaf}", tensor
             continue
@@ -257,7 +258,13 @@ def merge_adapters(
             down[module] = tensor
         elif leaf.startswith("B."):
             # peft makes a layer's weight, A and B in this order, so all three are here.
-            checkpoint_name, weight = base.pop(module)
-            yield checkpoint_name, weight + scaling[module] * (tensor @ down.pop(module))
+            if module in base:
+                weight = base.pop(module)
+            else:
+                weight = model.get_submodule(f"{module}.base_layer").dequantised()
+            yield f"{module}.weight", weight + scaling[module] * (tensor @ down.pop(module))
         else:
             yield name, tensor
+    for name, layer in model.named_modules():
+        if hasattr(layer, "dequantised") and not name.endswith(".base_layer"):
+            yield f"{name}.weight", layer.dequantised()

@@ -18,6 +18,8 @@ QUICK = [
     ("ppo", ["temperature", "two updates", "critic epochs", "KL in the reward", "supervised"]),
     ("ppo", ["temperature", "two updates", "KL limit", "supervised"]),
     ("grpo", ["temperature", "LoRA", "KL in the loss", "tool tokens"]),
+    ("grpo", ["temperature", "two updates", "4 bits", "KL in the loss"]),
+    *((program, ["4 bits"]) for program in ("sft", "reward_model", "ppo")),
     ("sampled", ["temperature", "two updates"]),
     ("distillation", ["temperature", "two updates"]),
     ("vespo", ["temperature", "two updates", "far negatives"]),
@@ -58,7 +60,7 @@ def test_plain_torch_imports_nothing_of_the_library():
     names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     known = {"torch", "transformers", "safetensors", "pyarrow", "numpy", "yaml"}
-    standard = {"copy", "json", "math", "collections", "itertools", "pathlib"}
+    standard = {"statistics", "copy", "json", "math", "collections", "itertools", "pathlib"}
     assert {name.partition(".")[0] for name in names} <= known | standard
 
 

@@ -15,7 +15,7 @@ from hybridrl.checks.settings.credit_checks import (
     check_turn_credit,
 )
 from hybridrl.config.effective_settings import unread
-from hybridrl.config.schema import Config, CostConfig, CriticConfig
+from hybridrl.config.schema import FULL_FORMAT, Config, CostConfig, CriticConfig
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.trainers import PROGRAM_NAMES, load_roles, load_trainer
 from hybridrl.trainers.grpo import compute_max_replayed_prompts
@@ -155,6 +155,17 @@ def _check_lora(config: Config) -> None:
     if rollout.adapters == "separate" and (lora.rank is None or rollout.engine != "vllm"):
         why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
         raise ConfigError(f"rollout.adapters=separate: {why}. Set rollout.adapters=merged.")
+    if lora.base_format != FULL_FORMAT and lora.rank is None:
+        raise ConfigError(
+            f"actor.lora.base_format={lora.base_format} is for weights that stay as they are, and "
+            "without adapters all are trained. Set actor.lora.rank, or leave it out."
+        )
+    if lora.base_format != FULL_FORMAT and rollout.adapters == "separate":
+        raise ConfigError(
+            f"rollout.adapters=separate with actor.lora.base_format={lora.base_format}: vLLM would "
+            "compute with the weights of the folder, beside which the adapters are not trained. "
+            "Set rollout.adapters=merged."
+        )
     if lora.rank is None:
         return
     if config.model.path is None:

@@ -1,0 +1,125 @@
+"""The frozen base of adapters in 4 bits: NF4 with double quantization (Dettmers et al. 2023,
+"QLoRA", arXiv:2305.14314, section 3).
+
+Of 64 neighbours of a weight each is the nearest of 16 quantiles of the normal distribution, times
+the largest of them. These largest numbers, less their mean, are in 8 bits. A layer brings its
+weight back for each product, in the forward and again in the backward, and keeps nothing whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridrl.compress.dynamic_codes import BlockCodes, encode_blocks
+from hybridrl.models.meta_model import read_whole_parameter
+from hybridrl.quantization.low_bit_linear import (
+    LowBitLinear,
+    find_decoder_layers,
+    find_linear_layers,
+)
+from hybridrl.quantization.rounded_matrix import AT_A_TIME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
+
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""The values of appendix E: quantiles of the normal distribution, scaled to 1, with an exact 0."""
+
+
+class NF4Linear(LowBitLinear):
+    """A frozen linear layer with a weight in NF4, which passes gradients on to its input. Its codes
+    are buffers: they move with the model, FSDP does not shard them, and no file has them."""
+
+    bits = 4
+    codes: Tensor
+    scale_codes: Tensor
+    scale_scales: Tensor
+    scale_mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = _FrozenProduct.apply(x, self)
+        return product
+
+    def dequantised(self) -> Tensor:
+        scales = BlockCodes(self.scale_codes, self.scale_scales, signed=True).decode()
+        scales = (scales + self.scale_mean).view(-1, 1)
+        levels = torch.tensor(NF4_LEVELS, device=self.codes.device)
+        pairs = torch.cartesian_prod(levels, levels)  # a byte has two codes, the first one above
+        values = F.embedding(self.codes.int(), pairs).view(-1)
+        padded = F.pad(values, (0, -len(values) % NF4_BLOCK)).view(-1, NF4_BLOCK) * scales
+        whole = padded.view(-1)[: self.in_features * self.out_features]
+        return whole.view(self.out_features, self.in_features)
+
+    def _take(self, weight: Tensor) -> None:
+        values = weight.reshape(-1)
+        blocks = F.pad(values, (0, -len(values) % NF4_BLOCK)).view(-1, NF4_BLOCK)
+        levels = torch.tensor(NF4_LEVELS, device=weight.device)
+        largest, codes = [], []
+        for part in blocks.split(AT_A_TIME // NF4_BLOCK):
+            scale = part.float().abs().amax(1, keepdim=True)
+            units = torch.where(scale == 0, 0.0, part.float() / scale)
+            found = torch.bucketize(units, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+            first, second = found.to(torch.uint8).view(-1, 2).unbind(1)
+            largest.append(scale.view(-1))
+            codes.append(first << 4 | second)
+        mean = torch.cat(largest).mean()
+        scales = encode_blocks(torch.cat(largest)[None] - mean, signed=True)
+        kept = {
+            "codes": torch.cat(codes)[: -(-len(values) // 2)],
+            "scale_codes": scales.codes,
+            "scale_scales": scales.scales,
+            "scale_mean": mean,
+        }
+        for name, tensor in kept.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """A product with a weight that is made for it; autograd would keep the weight that it saw."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: NF4Linear) -> Tensor:
+        ctx.layer = layer
+        return F.linear(x, layer.dequantised().to(x.dtype), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        return gradient @ ctx.layer.dequantised().to(gradient.dtype), None
+
+
+@torch.no_grad()
+def quantize_base(
+    model: PreTrainedModel, files: TensorReader | None = None, device: torch.device | None = None
+) -> None:
+    """Bring the weights of all frozen linear layers inside decoder layers to NF4, in place. Those of
+    adapters stay, and so do experts that are one parameter together, embeddings and heads.
+
+    Args:
+        model: With adapters. Weights on the meta device are read from files, one at a time, or stay
+            there if there are none.
+        device: Where the codes are to be; None: where the weights are.
+    """
+    prefixes = {module: name for name, module in model.named_modules()}
+    for layer in find_decoder_layers(model):
+        for name, linear in find_linear_layers(layer).items():
+            if ".lora_" in name:
+                continue
+            weight = linear.weight
+            if weight.is_meta and files is not None:
+                weight = read_whole_parameter(model, f"{prefixes[linear]}.weight", files)
+            linear.weight = nn.Parameter(weight.detach().to(device), requires_grad=False)
+            layer.set_submodule(name, NF4Linear(linear))
