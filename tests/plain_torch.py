@@ -463,7 +463,9 @@ class Job:
         for prefix in prefixes:
             own = self.config["models"].get(f"{prefix}critic") or {}
             start, of = own.get("path"), optimizer | own.get("optimizer", {})
-            model = Model(start or path, scalar=True, adapters=None if start else adapters, bits=bits)
+            model = Model(
+                start or path, scalar=True, adapters=None if start else adapters, bits=bits
+            )
             self.critics[prefix] = Learner(model, of, steps * self.splits * self.critic_epochs)
         if "distillation" in self.program:
             self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()

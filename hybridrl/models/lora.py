@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.config.schema import LoraAdapterConfig
+from hybridrl.config.schema import FULL_FORMAT, LoraAdapterConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install, suggest_name
 from hybridrl.models.language_model import build_language_model, decoder_of
 
@@ -124,14 +124,22 @@ def check_lora_targets(config: PretrainedConfig, settings: LoraAdapterConfig) ->
     Raises:
         ConfigError: if `lora.targets` names no module of the model, or adapters are of another.
     """
-    is_usual = settings.rank is None or (settings.targets == _ALL_LINEAR and settings.path is None)
-    if is_usual or importlib.util.find_spec("peft") is None:  # which is told elsewhere
+    is_whole = settings.base_format == FULL_FORMAT
+    is_usual = settings.targets == _ALL_LINEAR and settings.path is None and is_whole
+    if (
+        settings.rank is None or is_usual or importlib.util.find_spec("peft") is None
+    ):  # which is told elsewhere
         return
     try:
         with torch.device("meta"):
             model = build_language_model(config)
     except ValueError:  # it is no language model, which is told elsewhere, too
         return
+    if not is_whole and not find_frozen_linears(model):
+        raise ConfigError(
+            f"actor.lora.base_format={settings.base_format} is for models with linear layers, and "
+            f"{type(model).__name__} has none. Leave it out."
+        )
     add_adapters(model, settings)
     if settings.path is not None:
         with _opened(settings.path) as file:
@@ -215,6 +223,12 @@ def _off_meta(model: nn.Module) -> Iterator[None]:
 def has_adapters(model: PreTrainedModel) -> bool:
     """Return whether `add_adapters` was called."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def find_frozen_linears(model: PreTrainedModel) -> list[nn.Linear]:
+    """Return the linear layers of the decoder below adapters or without: not the head."""
+    found = (m for name, m in decoder_of(model).named_modules() if ".lora_" not in name)
+    return [module for module in found if type(module) is nn.Linear]
 
 
 def find_peft_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, str]:

@@ -95,9 +95,7 @@ def _end(name: str) -> list[str]:
     return name.split(".")[-2:]
 
 
-def read_whole_parameter(
-    model: PreTrainedModel, name: str, files: TensorReader
-) -> torch.Tensor:
+def read_whole_parameter(model: PreTrainedModel, name: str, files: TensorReader) -> torch.Tensor:
     """Read a parameter that is on the meta device, in full, on the CPU and in float32."""
     shape = tuple(model.get_parameter(name).shape)
     found = torch.empty(shape, dtype=torch.float32)

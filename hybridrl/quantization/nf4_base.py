@@ -14,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridrl.compress.dynamic_codes import BlockCodes, encode_blocks
+from hybridrl.compress.dynamic_codes import BLOCK, BlockCodes, encode_blocks
+from hybridrl.models.lora import find_frozen_linears
 from hybridrl.models.meta_model import read_whole_parameter
-from hybridrl.quantization.low_bit_linear import (
-    LowBitLinear,
-    find_decoder_layers,
-    find_linear_layers,
-)
+from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.quantization.rounded_matrix import AT_A_TIME
 
 if TYPE_CHECKING:
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
 
 NF4_BLOCK = 64
 """Weights that share a scale."""
+NF4_BYTES = 0.5 + (1 + 4 / BLOCK) / NF4_BLOCK
+"""Of a weight, with its share of the scales."""
 NF4_LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -55,13 +54,14 @@ class NF4Linear(LowBitLinear):
 
     def dequantised(self) -> Tensor:
         scales = BlockCodes(self.scale_codes, self.scale_scales, signed=True).decode()
-        scales = (scales + self.scale_mean).view(-1, 1)
+        scales = scales.view(-1).add_(self.scale_mean)
         levels = torch.tensor(NF4_LEVELS, device=self.codes.device)
         pairs = torch.cartesian_prod(levels, levels)  # a byte has two codes, the first one above
         values = F.embedding(self.codes.int(), pairs).view(-1)
-        padded = F.pad(values, (0, -len(values) % NF4_BLOCK)).view(-1, NF4_BLOCK) * scales
-        whole = padded.view(-1)[: self.in_features * self.out_features]
-        return whole.view(self.out_features, self.in_features)
+        whole = len(values) // NF4_BLOCK * NF4_BLOCK
+        values[:whole].view(-1, NF4_BLOCK).mul_(scales[: whole // NF4_BLOCK, None])
+        values[whole:].mul_(scales[-1])
+        return values[: self.in_features * self.out_features].view(self.out_features, -1)
 
     def _take(self, weight: Tensor) -> None:
         values = weight.reshape(-1)
@@ -103,23 +103,20 @@ class _FrozenProduct(torch.autograd.Function):
 
 @torch.no_grad()
 def quantize_base(
-    model: PreTrainedModel, files: TensorReader | None = None, device: torch.device | None = None
+    model: PreTrainedModel, files: TensorReader | None, device: torch.device | None = None
 ) -> None:
-    """Bring the weights of all frozen linear layers inside decoder layers to NF4, in place. Those of
-    adapters stay, and so do experts that are one parameter together, embeddings and heads.
+    """Bring the weights of the decoder's frozen linear layers to NF4, in place. Embeddings and
+    heads stay, and so do experts that are one parameter together.
 
     Args:
-        model: With adapters. Weights on the meta device are read from files, one at a time, or stay
-            there if there are none.
+        model: With adapters, which stay, too.
+        files: Weights that are on the meta device are read from them, one at a time.
         device: Where the codes are to be; None: where the weights are.
     """
-    prefixes = {module: name for name, module in model.named_modules()}
-    for layer in find_decoder_layers(model):
-        for name, linear in find_linear_layers(layer).items():
-            if ".lora_" in name:
-                continue
-            weight = linear.weight
-            if weight.is_meta and files is not None:
-                weight = read_whole_parameter(model, f"{prefixes[linear]}.weight", files)
-            linear.weight = nn.Parameter(weight.detach().to(device), requires_grad=False)
-            layer.set_submodule(name, NF4Linear(linear))
+    names = {module: name for name, module in model.named_modules()}
+    for linear in find_frozen_linears(model):
+        weight = linear.weight
+        if weight.is_meta and files is not None:
+            weight = read_whole_parameter(model, f"{names[linear]}.weight", files)
+        linear.weight = nn.Parameter(weight.detach().to(device), requires_grad=False)
+        model.set_submodule(names[linear], NF4Linear(linear))

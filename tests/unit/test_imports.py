@@ -90,7 +90,7 @@ MAY_IMPORT = {
         *("batch", "layout", "system", "controller", "models", "parallel", "placement", "trainers"),
         *("rollout", "run_files", "composition", "=checks.machine.placement_checks"),
     },
-    "quantization": {"system", "models"},
+    "quantization": {"system", "models", "compress"},
     "systems.low_bits": {
         *("batch", "system", "models", "quantization", "systems", "trainers"),
     },
