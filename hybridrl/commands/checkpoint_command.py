@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from hybridrl.checkpoint.store import COMPLETE_FILE, CheckpointStore
 from hybridrl.checkpoint.stored_settings import differences, load_stored
 from hybridrl.checkpoint.tensors.rank_manifest import read_manifests
 from hybridrl.commands.output import print_for_people, print_json
+from hybridrl.config.schema import FULL_FORMAT
 from hybridrl.errors import EXIT_FAILURE, ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.run_files.run_reader import RunReader
@@ -60,6 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("folder", "a new folder"),
     )
     export.add_argument("--role", default="actor", help="whose model (actor)")
+    export.add_argument(
+        "--merged", action="store_true", help="adapters multiplied into the model they belong to"
+    )
     export.add_argument("--dtype", help="of its weights; else that of the run's own model")
     export.add_argument(
         "--file-gib", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (5)"
@@ -180,10 +186,38 @@ def export_model(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--role {role}: step {step} has {', '.join(noted.roles)}.")
     files = [n.removeprefix(f"{role}/") for n in noted.files if n.startswith(f"{role}/")]
     most = int(chosen.file_gib * 2**30)
-    size = export_model(folders.at(step) / role, files, target, dtype, most)
+    place = folders.at(step) / role
+    if chosen.merged:
+        lora = load_stored(run.settings)["actor"]["lora"]
+        base_format = lora.get("base_format", FULL_FORMAT)
+        size = _export_merged(place, files, target, dtype, most, base_format)
+    else:
+        size = export_model(place, files, target, dtype, most)
     if chosen.json:
         return print_json({"step": step, "role": role, "folder": str(target), "bytes": size})
     return print_for_people(f"{target}: {role} of step {step}, {format_bytes(size)} of {dtype}")
+
+
+def _export_merged(
+    place: Location, files: list[str], target: Path, dtype: str, most: int, base_format: str
+) -> int:
+    """Write the model that the adapters of a role and their base are; return its bytes."""
+    from hybridrl.checkpoint.export import export_model
+    from hybridrl.composition.adapter_start import with_adapters
+    from hybridrl.config.schema import ActorConfig, Config, LoraAdapterConfig, ModelConfig
+    from hybridrl.quantization.merged_folder import save_merged_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        export_model(place, files, Path(folder), "float32", most)
+        actor = ActorConfig(lora=LoraAdapterConfig(base_format=base_format))
+        found = with_adapters(Config(model=ModelConfig(path=folder), actor=actor))
+        if found.actor.lora.path is None or found.model.path is None:
+            raise ConfigError(f"--merged: {place} holds no adapters (actor.lora). Leave it out.")
+        size = save_merged_model(found.model.path, found.actor.lora, target, dtype, most)
+        for file in Path(folder).iterdir():
+            if not file.name.startswith("adapter_"):
+                shutil.copyfile(file, target / file.name)
+    return size
 
 
 def diff(chosen: argparse.Namespace) -> int:

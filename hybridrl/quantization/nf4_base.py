@@ -49,7 +49,7 @@ class NF4Linear(LowBitLinear):
     scale_mean: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = _FrozenProduct.apply(x, self)
+        product: Tensor = _FrozenProduct.apply(x, self)  # type: ignore[no-untyped-call]
         return product
 
     def dequantised(self) -> Tensor:

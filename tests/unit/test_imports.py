@@ -109,7 +109,7 @@ MAY_IMPORT = {
     "commands": {
         *("system", "checkpoint", "checkpoint.tensors", "doctor", "models", "planner", "report"),
         *("run_files", "trainers", "systems", "systems.low_bits", "systems.unequal_generation"),
-        *("systems.operator_costs", "job", "cli", "checks", "composition"),
+        *("systems.operator_costs", "job", "cli", "checks", "composition", "quantization"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,

@@ -1,14 +1,17 @@
 """Whole jobs, worked out again by plain torch that imports nothing of the library."""
 
 import ast
+import json
 import runpy
 from pathlib import Path
 
 import plain_torch
 import pytest
+import torch
 from plain_cases import ONLINE, OPTIMIZERS, WITHOUT_REFERENCE, make_folders, settings_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hybridrl import main
+from hybridrl import cli, main
 from hybridrl.job.config_resolution import load_config
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -71,6 +74,23 @@ def test_plain_torch_imports_nothing_of_the_library():
 def test_a_job_is_what_plain_torch_makes_of_it(worked_out, program, options):
     found = worked_out(program, options)
     assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
+
+
+def test_an_export_has_the_weights_that_a_base_in_4_bits_was_trained_with(tmp_path, folders):
+    settings = settings_of("grpo", ["4 bits", "KL in the loss"], folders)
+    run, out = tmp_path / "run", tmp_path / "out"
+    given = [f"run.directory={run}", "checkpoint.every=3", "executor=inline"]
+    main.run(load_config([*settings, *given]))
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["checkpoint", "export", str(run), str(out), "--merged"])
+    learned = plain_torch.Model(folders.model, adapters=run / "model", bits="nf4")
+    plain = AutoModelForCausalLM.from_pretrained(out)
+    ids = AutoTokenizer.from_pretrained(out)("1+2=").input_ids
+    hidden, head = learned.hidden(ids)
+    found = plain(torch.tensor([ids])).logits[0].double()
+    torch.testing.assert_close(found, hidden @ head.T, atol=1e-4, rtol=1e-4)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(row["mismatch/k3"] for row in rows if "mismatch/k3" in row) < 1e-7
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
