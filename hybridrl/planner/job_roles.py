@@ -135,7 +135,8 @@ class JobRoles:
             gathered = count_gathered_bytes(optimizer, part)
             part = replace(part, moment=state / (2 * trained), gathered_by_step=gathered)
         # On CPUs vLLM, which generates there, switches the compiler off.
-        wanted = actor.compile if is_compile_worthwhile(self.cluster.kind) else "false"
+        compiles = is_compile_worthwhile(self.cluster.kind) and not part.shape.quantized
+        wanted = actor.compile if compiles else "false"
         return replace(part, compiled=wanted == "true" or (wanted == "auto" and not part.is_small))
 
     def optimizer(self, role: str) -> OptimizerConfig:

@@ -149,6 +149,8 @@ def _build_engine(
             config = replace(config, compile="false")
     if trains and config.lora.rank and config.lora.base_format == NF4_FORMAT:
         quantize_base(model.inner, files, device)
+        # A compiler might keep the weights that a forward has brought back for its backward.
+        config = replace(config, compile="false")
     engine = TrainEngine(model, mesh, device, source.dtype, config, files)
     if scoring is not None:
         engine.forget_rounded = scoring.forget

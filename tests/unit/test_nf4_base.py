@@ -9,9 +9,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
-from hybridrl.config.schema import LoraAdapterConfig
+from hybridrl.config.schema import CHECKPOINTING_MODES, LoraAdapterConfig
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
+from hybridrl.models.activation_checkpointing import (
+    NO_CHECKPOINTING,
+    set_activation_checkpointing,
+)
 from hybridrl.models.lora import add_adapters, check_lora_targets, merge_adapters
 from hybridrl.models.model_shape import compute_model_shape, find_attention_length
 from hybridrl.planner.memory.model_part import ModelPart
@@ -70,6 +74,21 @@ def test_gradients_go_to_the_input_and_no_weight_is_kept(dtype):
     assert torch.equal(torch.autograd.grad(found, x, other)[0], other @ weight)
 
 
+@pytest.mark.parametrize("kept", CHECKPOINTING_MODES)
+def test_checkpointed_layers_have_the_same_gradients(kept):
+    found = []
+    for mode in (NO_CHECKPOINTING, kept):
+        model = adapted()
+        quantize_base(model, None)
+        model.config.use_cache = False
+        set_activation_checkpointing(model.train(), mode)
+        model(torch.arange(12)[None]).logits.square().sum().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient)
+
+
 def test_merged_weights_are_those_that_the_model_computes_with():
     """Layers with an adapter, and those without; in files no trace of the codes is left."""
     model = adapted()
@@ -112,6 +131,10 @@ def test_the_plan_has_the_bytes_of_the_base(tied):
                 *("model.path=x", "rollout.adapters=separate"),
             ],
             "rollout.adapters=merged",
+        ),
+        (
+            ["actor.lora={rank: 4, base_format: nf4}", "actor.compile=true", "model.path=x"],
+            "Leave one of the two out",
         ),
     ],
 )

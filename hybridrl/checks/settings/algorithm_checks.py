@@ -166,6 +166,11 @@ def _check_lora(config: Config) -> None:
             "compute with the weights of the folder, beside which the adapters are not trained. "
             "Set rollout.adapters=merged."
         )
+    if lora.base_format != FULL_FORMAT and config.actor.compile == "true":
+        raise ConfigError(
+            f"actor.compile=true with actor.lora.base_format={lora.base_format}: compiled layers "
+            "might keep the weights that they bring back. Leave one of the two out."
+        )
     if lora.rank is None:
         return
     if config.model.path is None:
