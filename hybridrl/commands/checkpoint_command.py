@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from hybridrl.checkpoint.store import COMPLETE_FILE, CheckpointStore
 from hybridrl.checkpoint.stored_settings import differences, load_stored
 from hybridrl.checkpoint.tensors.rank_manifest import read_manifests
 from hybridrl.commands.output import print_for_people, print_json
-from hybridrl.config.schema import FULL_FORMAT
 from hybridrl.errors import EXIT_FAILURE, ConfigError
 from hybridrl.run_files.run_paths import SETTINGS
 from hybridrl.run_files.run_reader import RunReader
@@ -188,36 +185,15 @@ def export_model(chosen: argparse.Namespace) -> int:
     most = int(chosen.file_gib * 2**30)
     place = folders.at(step) / role
     if chosen.merged:
+        from hybridrl.commands.merged_export import export_merged_model
+
         lora = load_stored(run.settings)["actor"]["lora"]
-        base_format = lora.get("base_format", FULL_FORMAT)
-        size = _export_merged(place, files, target, dtype, most, base_format)
+        size = export_merged_model(str(place), lora.get("base_format"), target, dtype, most)
     else:
         size = export_model(place, files, target, dtype, most)
     if chosen.json:
         return print_json({"step": step, "role": role, "folder": str(target), "bytes": size})
     return print_for_people(f"{target}: {role} of step {step}, {format_bytes(size)} of {dtype}")
-
-
-def _export_merged(
-    place: Location, files: list[str], target: Path, dtype: str, most: int, base_format: str
-) -> int:
-    """Write the model that the adapters of a role and their base are; return its bytes."""
-    from hybridrl.checkpoint.export import export_model
-    from hybridrl.composition.adapter_start import with_adapters
-    from hybridrl.config.schema import ActorConfig, Config, LoraAdapterConfig, ModelConfig
-    from hybridrl.quantization.merged_folder import save_merged_model
-
-    with tempfile.TemporaryDirectory() as folder:
-        export_model(place, files, Path(folder), "float32", most)
-        actor = ActorConfig(lora=LoraAdapterConfig(base_format=base_format))
-        found = with_adapters(Config(model=ModelConfig(path=folder), actor=actor))
-        if found.actor.lora.path is None or found.model.path is None:
-            raise ConfigError(f"--merged: {place} holds no adapters (actor.lora). Leave it out.")
-        size = save_merged_model(found.model.path, found.actor.lora, target, dtype, most)
-        for file in Path(folder).iterdir():
-            if not file.name.startswith("adapter_"):
-                shutil.copyfile(file, target / file.name)
-    return size
 
 
 def diff(chosen: argparse.Namespace) -> int:

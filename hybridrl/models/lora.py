@@ -272,9 +272,8 @@ def merge_adapters(
             down[module] = tensor
         elif leaf.startswith("B."):
             # peft makes a layer's weight, A and B in this order, so all three are here.
-            if module in base:
-                weight = base.pop(module)
-            else:
+            weight = base.pop(module, None)
+            if weight is None:
                 weight = model.get_submodule(f"{module}.base_layer").dequantised()
             yield f"{module}.weight", weight + scaling[module] * (tensor @ down.pop(module))
         else:

@@ -249,8 +249,8 @@ def _count(
             )
     size = DTYPES[dtype].itemsize
     share = item / size
-    few_bits = lora is not None and lora.base_format == NF4_FORMAT
-    rounded = [linear.weight for linear in find_frozen_linears(model) if few_bits]
+    is_rounded = lora is not None and lora.base_format == NF4_FORMAT
+    rounded = [linear.weight for linear in find_frozen_linears(model)] if is_rounded else []
     training = measure_token_bytes(shallow, deep, depths, trains=True)
     if checkpointing == OFFLOAD_CHECKPOINTING:  # which are on the host
         training = training.without(states)

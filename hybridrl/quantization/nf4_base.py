@@ -37,6 +37,8 @@ NF4_LEVELS = (
 )
 """The values of appendix E: quantiles of the normal distribution, scaled to 1, with an exact 0."""
 
+_BUFFERS = ("codes", "scale_codes", "scale_scales", "scale_mean")
+
 
 class NF4Linear(LowBitLinear):
     """A frozen linear layer with a weight in NF4, which passes gradients on to its input. Its codes
@@ -77,13 +79,9 @@ class NF4Linear(LowBitLinear):
             codes.append(first << 4 | second)
         mean = torch.cat(largest).mean()
         scales = encode_blocks(torch.cat(largest)[None] - mean, signed=True)
-        kept = {
-            "codes": torch.cat(codes)[: -(-len(values) // 2)],
-            "scale_codes": scales.codes,
-            "scale_scales": scales.scales,
-            "scale_mean": mean,
-        }
-        for name, tensor in kept.items():
+        codes_of_all = torch.cat(codes)[: -(-len(values) // 2)]
+        kept = zip(_BUFFERS, (codes_of_all, scales.codes, scales.scales, mean), strict=True)
+        for name, tensor in kept:
             self.register_buffer(name, tensor, persistent=False)
 
 

@@ -132,10 +132,6 @@ def test_the_plan_has_the_bytes_of_the_base(tied):
             ],
             "rollout.adapters=merged",
         ),
-        (
-            ["actor.lora={rank: 4, base_format: nf4}", "actor.compile=true", "model.path=x"],
-            "Leave one of the two out",
-        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(given, said):

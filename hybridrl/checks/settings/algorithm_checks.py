@@ -152,25 +152,19 @@ def _check_cost(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     lora, warmup, rollout = config.actor.lora, config.warmup.steps, config.rollout
-    if rollout.adapters == "separate" and (lora.rank is None or rollout.engine != "vllm"):
-        why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
-        raise ConfigError(f"rollout.adapters=separate: {why}. Set rollout.adapters=merged.")
-    if lora.base_format != FULL_FORMAT and lora.rank is None:
+    is_rounded = lora.base_format != FULL_FORMAT
+    if is_rounded and lora.rank is None:
         raise ConfigError(
             f"actor.lora.base_format={lora.base_format} is for weights that stay as they are, and "
             "without adapters all are trained. Set actor.lora.rank, or leave it out."
         )
-    if lora.base_format != FULL_FORMAT and rollout.adapters == "separate":
-        raise ConfigError(
-            f"rollout.adapters=separate with actor.lora.base_format={lora.base_format}: vLLM would "
-            "compute with the weights of the folder, beside which the adapters are not trained. "
-            "Set rollout.adapters=merged."
-        )
-    if lora.base_format != FULL_FORMAT and config.actor.compile == "true":
-        raise ConfigError(
-            f"actor.compile=true with actor.lora.base_format={lora.base_format}: compiled layers "
-            "might keep the weights that they bring back. Leave one of the two out."
-        )
+    why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
+    if is_rounded:
+        why = "vLLM reads a base that is not in actor.lora.base_format"
+    if rollout.adapters == "separate" and (
+        lora.rank is None or rollout.engine != "vllm" or is_rounded
+    ):
+        raise ConfigError(f"rollout.adapters=separate: {why}. Set rollout.adapters=merged.")
     if lora.rank is None:
         return
     if config.model.path is None:
