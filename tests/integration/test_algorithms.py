@@ -36,9 +36,16 @@ def test_adapters_are_the_same_on_all_ranks_and_in_all_runs_of_one_seed(run, mod
 
 @pytest.mark.more
 @pytest.mark.ray
-@pytest.mark.vllm
-def test_vllm_samples_from_a_base_in_4_bits(run, model):
-    """Also before the first update, when its folder is another model than the trainer's."""
+@pytest.mark.parametrize(
+    "generator",
+    [
+        pytest.param(["rollout=vllm"], marks=pytest.mark.vllm),
+        ["rollout=transformers", "placement=separation", "num_devices=2"],
+    ],
+    ids=["vLLM", "on a device of its own"],
+)
+def test_samples_come_from_a_base_in_4_bits(run, model, generator):
+    """Also before the first update, when the folder has another model than the trainer's."""
     pytest.importorskip("peft")
     whole = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():  # far enough from uniform for rounding to be seen
@@ -46,7 +53,7 @@ def test_vllm_samples_from_a_base_in_4_bits(run, model):
             parameter *= 4 if parameter.ndim > 1 else 1
     whole.save_pretrained(model)
     directory = run(
-        *(*SHORT, f"model.path={model}", "warmup.steps=0", "trainer.steps=2"),
+        *(*generator, *SHORT, f"model.path={model}", "warmup.steps=0", "trainer.steps=2"),
         *("actor.lora={rank: 4, base_format: nf4}", "actor.optimizer.learning_rate=1e-2"),
         *("actor.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.01"),
         *("reward.function=length", "reward.options.length.limit=4"),
