@@ -8,6 +8,7 @@ weight back for each product, in the forward and again in the backward, and keep
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,9 +58,7 @@ class NF4Linear(LowBitLinear):
     def dequantised(self) -> Tensor:
         scales = BlockCodes(self.scale_codes, self.scale_scales, signed=True).decode()
         scales = scales.view(-1).add_(self.scale_mean)
-        levels = torch.tensor(NF4_LEVELS, device=self.codes.device)
-        pairs = torch.cartesian_prod(levels, levels)  # a byte has two codes, the first one above
-        values = F.embedding(self.codes.int(), pairs).view(-1)
+        values = F.embedding(self.codes.int(), _level_pairs(self.codes.device)).view(-1)
         whole = len(values) // NF4_BLOCK * NF4_BLOCK
         values[:whole].view(-1, NF4_BLOCK).mul_(scales[: whole // NF4_BLOCK, None])
         values[whole:].mul_(scales[-1])
@@ -97,6 +96,13 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
         return gradient @ ctx.layer.dequantised().to(gradient.dtype), None
+
+
+@cache
+def _level_pairs(device: torch.device) -> Tensor:
+    """Return the two levels of each byte, ``[256, 2]``: the first has its upper four bits."""
+    levels = torch.tensor(NF4_LEVELS, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 @torch.no_grad()
