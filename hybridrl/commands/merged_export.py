@@ -10,7 +10,7 @@ from hybridrl.composition.adapter_start import with_adapters
 from hybridrl.config.schema import NF4_FORMAT, Config, ModelConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import decoder_of
-from hybridrl.models.lora import add_adapters, load_adapters, merge_adapters
+from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters, merge_adapters
 from hybridrl.models.model_loading import load_model, load_tokenizer
 from hybridrl.quantization.nf4_base import quantize_base
 from hybridrl.system.dtypes import DTYPES
@@ -43,7 +43,7 @@ def export_merged_model(
         quantize_base(model, None)
     merged = merge_adapters(model, model.named_parameters())
     weights = {name: weight.to(DTYPES[dtype]) for name, weight in merged}
-    model._hf_peft_config_loaded = False  # or the adapters alone would be written
+    model.delete_adapter(ADAPTER_NAME)  # or it alone would be written
     model.config.dtype = dtype
     model.save_pretrained(target, state_dict=weights, max_shard_size=file_bytes)
     load_tokenizer(place).save_pretrained(target)
