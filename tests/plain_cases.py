@@ -128,6 +128,7 @@ OPTIONS = {
     "KL in the reward": ("algorithm.kl_coefficient=0.1", "algorithm.kl_in_reward=true"),
     "entropy": ("algorithm.entropy_coefficient=0.05",),
     "LoRA": ("actor.lora.path={adapters}",),
+    "4 bits": ("actor.lora.path={adapters}", "actor.lora.base_format=nf4"),
     "correction": ("algorithm.correction=truncate", "algorithm.correction_high=0.9"),
     "kept sets": ("rollout.top_p=0.8", "rollout.top_k=7", "rollout.min_tokens=2"),
     "geometric": (
@@ -255,7 +256,7 @@ def settings_of(program, options, folders):
         of = {"dpo": folders.pairs, "reward_model": folders.pairs, "kto": folders.labels}
         file = of.get(name, folders.responses)
     held_out = Path(file).with_name(f"held_out_{Path(file).name}")
-    lora = "LoRA" in options
+    lora = not {"LoRA", "4 bits"}.isdisjoint(options)
     model = folders.scalar if name == "reward_model" and not lora else folders.model
     chosen = [f"algorithm={name}", *(s for s in wanted if s.startswith("placement="))]
     found = [

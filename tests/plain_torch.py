@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -35,7 +36,7 @@ class Model:
     """A language model, or one with a scalar head, with adapters or without. `trained` are the
     tensors that learn, by name."""
 
-    def __init__(self, folder, *, scalar=False, adapters=None):
+    def __init__(self, folder, *, scalar=False, adapters=None, bits=None):
         head = "score.weight" if scalar else "lm_head.weight"
         kind = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
         options = {"num_labels": 1} if scalar else {}
@@ -45,6 +46,8 @@ class Model:
             torch.nn.init.zeros_(net.score.weight)  # a new head says 0
         for name, tensor in net.named_parameters():
             tensors[name] = tensor.detach().double()
+            if bits == "nf4" and tensor.ndim == 2 and ".layers." in name:
+                tensors[name] = in_nf4(tensor.detach()).double()
         self.base, self.head, self.rank_scale = tensors, head, None
         self.trained = tensors
         if adapters is not None:
@@ -109,6 +112,30 @@ class Model:
             hidden, head = self.hidden(prompt + response)
             response.append(int((hidden[-1] @ head.T).argmax()))
         return response
+
+
+def normal_quantiles():
+    """The 16 values of NF4 (arXiv:2305.14314, appendix E): eight quantiles of the normal
+    distribution below 0 and nine from 0 on, 0 once, such that the largest is 1."""
+    normal, last = NormalDist(), 0.9677083
+    up, down = (
+        [normal.inv_cdf(last + (0.5 - last) * n / count) for n in range(count)] for count in (8, 7)
+    )
+    return torch.tensor(sorted([-x for x in down] + [0.0] + up), dtype=torch.float64) / max(up)
+
+
+def in_nf4(matrix):
+    """Of each 64 numbers in a row of all the nearest quantile times the largest; and of the largest
+    ones, less their mean, each as a moment in 8 bits."""
+    values = matrix.flatten().tolist()
+    blocks = [values[at : at + 64] for at in range(0, len(values), 64)]
+    largest = torch.tensor([max(map(abs, block)) for block in blocks])
+    scales = in_8_bits((largest - largest.mean())[None].double(), True)[0] + largest.mean()
+    levels, found = normal_quantiles(), []
+    for block, most, scale in zip(blocks, largest, scales, strict=True):
+        units = torch.tensor(block).double() / (most or 1.0)
+        found.append(levels[(units[:, None] - levels).abs().argmin(1)] * scale)
+    return torch.cat(found).view(matrix.shape)
 
 
 def in_8_bits(matrix, signed):
@@ -425,7 +452,9 @@ class Job:
         updates += steps if self.algorithm["ptx_coefficient"] else 0
         optimizer = self.config["actor"]["optimizer"]
         scalar = self.program == "reward_model"
-        self.actor = Learner(Model(path, scalar=scalar, adapters=adapters), optimizer, updates)
+        bits = self.config["actor"]["lora"].get("base_format")
+        start = Model(path, scalar=scalar, adapters=adapters, bits=bits)
+        self.actor = Learner(start, optimizer, updates)
         self.reference = self.actor.model.frozen()
         self.history = [self.reference]
         self.critics = {}
@@ -434,7 +463,9 @@ class Job:
         for prefix in prefixes:
             own = self.config["models"].get(f"{prefix}critic") or {}
             start, of = own.get("path"), optimizer | own.get("optimizer", {})
-            model = Model(start or path, scalar=True, adapters=None if start else adapters)
+            model = Model(
+                start or path, scalar=True, adapters=None if start else adapters, bits=bits
+            )
             self.critics[prefix] = Learner(model, of, steps * self.splits * self.critic_epochs)
         if "distillation" in self.program:
             self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()

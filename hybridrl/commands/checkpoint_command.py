@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("folder", "a new folder"),
     )
     export.add_argument("--role", default="actor", help="whose model (actor)")
+    export.add_argument(
+        "--merged", action="store_true", help="adapters multiplied into the model they belong to"
+    )
     export.add_argument("--dtype", help="of its weights; else that of the run's own model")
     export.add_argument(
         "--file-gib", type=float, default=5.0, metavar="GIB", help="largest file, in GiB (5)"
@@ -180,7 +183,14 @@ def export_model(chosen: argparse.Namespace) -> int:
         raise ConfigError(f"--role {role}: step {step} has {', '.join(noted.roles)}.")
     files = [n.removeprefix(f"{role}/") for n in noted.files if n.startswith(f"{role}/")]
     most = int(chosen.file_gib * 2**30)
-    size = export_model(folders.at(step) / role, files, target, dtype, most)
+    place = folders.at(step) / role
+    if chosen.merged:
+        from hybridrl.commands.merged_export import export_merged_model
+
+        lora = load_stored(run.settings)["actor"]["lora"]
+        size = export_merged_model(str(place), lora.get("base_format"), target, dtype, most)
+    else:
+        size = export_model(place, files, target, dtype, most)
     if chosen.json:
         return print_json({"step": step, "role": role, "folder": str(target), "bytes": size})
     return print_for_people(f"{target}: {role} of step {step}, {format_bytes(size)} of {dtype}")

@@ -53,7 +53,7 @@ def with_adapters(config: Config) -> Config:
     folder = Path(path).expanduser()
     described = _described(folder, setting)
     base = str(described.get("base_model_name_or_path") or "")
-    found = _settings(described, folder, setting)
+    found = replace(_settings(described, folder, setting), base_format=lora.base_format)
     _check_same(lora, found, folder)
     if model.path is None:
         model = replace(model, path=_base_folder(base, folder, setting))

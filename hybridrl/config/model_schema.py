@@ -45,6 +45,8 @@ WITH_LORA = AppliesIf("actor.lora.rank")
 WITH_SEPARATE_GENERATOR = AppliesIf(
     *(f"placement.strategy={name}" for name in ("separation", "explicit", "file", "auto"))
 )
+FULL_FORMAT, NF4_FORMAT = "full", "nf4"
+"""What `actor.lora.base_format` may be."""
 LOSSY_WEIGHT_SYNCS = ("int8", "int4_delta")
 """Ways of `rollout.weight_sync` by which the generator's weights are not quite the trainer's."""
 _WITH_LOSSY_SYNC = AppliesIf(*(f"rollout.weight_sync={name}" for name in LOSSY_WEIGHT_SYNCS))
@@ -138,6 +140,10 @@ class LoraAdapterConfig:
     """Adapters to continue from: the folder of a LoRA run, of one of its steps, or one that peft
     saved. Rank, alpha and targets are theirs, `model.path` is by default the model that they belong
     to, and the reference keeps them as they are there. null: new adapters."""
+    base_format: Annotated[str, OneOf(FULL_FORMAT, NF4_FORMAT), WITH_LORA] = FULL_FORMAT
+    """Format of the frozen weights of the linear layers below the adapters, the reference's too:
+    `full`, float32; or `nf4`, 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), 0.52 bytes
+    for each of them on each device. Embeddings, heads and experts stay as they are."""
 
 
 _GRADIENT_ENCODINGS = ("full", "bfloat16", "int8", "two_level_int4", "auto")

@@ -33,7 +33,9 @@ from hybridrl.config.environment_schema import EnvironmentConfig, is_served
 from hybridrl.config.eval_schema import EvalConfig, EvalSetConfig, EvalStopConfig
 from hybridrl.config.model_schema import (
     CHECKPOINTING_MODES,
+    FULL_FORMAT,
     LOSSY_WEIGHT_SYNCS,
+    NF4_FORMAT,
     WITH_SEPARATE_GENERATOR,
     ActorConfig,
     CriticConfig,

@@ -63,7 +63,7 @@ class HybridEngine:
         if rollout is not None:
             engine = rollout.engine
             engine.sleep()  # the roles that are built after this one need the memory
-            lacks = engine.awaits_weights or not engine.keeps_weights or train.begins_with_adapters
+            lacks = engine.awaits_weights or not engine.keeps_weights or train.differs_from_folder
         self._loaded_version = _NOT_LOADED if lacks else 0
         self._phase = phase
         self._dtype = DTYPES[dtype]

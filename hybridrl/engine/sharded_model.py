@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
 from hybridrl.checkpoint.tensors.write_errors import convert_write_errors, raise_on_all_ranks
-from hybridrl.config.schema import ActorConfig
+from hybridrl.config.schema import FULL_FORMAT, ActorConfig
 from hybridrl.engine.compiled_layers import MEMORY_BUDGETS, compile_layers
 from hybridrl.engine.model_folder import (
     is_unread,
@@ -188,6 +188,13 @@ class ShardedModel:
     def begins_with_adapters(self) -> bool:
         """True if the model differs from its folder before it is trained: `actor.lora.path`."""
         return self.has_adapters and self.config.lora.path is not None
+
+    @property
+    def differs_from_folder(self) -> bool:
+        """True if what generates by the folder's weights is another model than this one before it
+        is trained: this one begins with adapters, or its base is in fewer bits."""
+        is_rounded = self.config.lora.base_format != FULL_FORMAT
+        return self.has_adapters and (is_rounded or self.begins_with_adapters)
 
     @contextmanager
     def untrained(self) -> Iterator[None]:

@@ -210,6 +210,12 @@ def list_data_remarks(config: Config, kind: str, rows: JobData) -> list[str]:
             f"data.prompts_per_step={wanted}, and there are {number} {kind} to learn from, so each "
             f"step repeats them. Lower data.prompts_per_step to {number} or less, or add data."
         )
+    if kind == "responses" and len(rows.training["label"].unique()) == 1:
+        what = "good" if rows.training["label"][0] else "bad"
+        found.append(
+            f"All {number} responses to learn from are labelled {what} (data.label_column), so "
+            "nothing tells good from bad ones. Add responses of the other label."
+        )
     if rows.held_out is None and evaluates_held_out(config, trains=True):
         found.append(
             f"None of the {number} {kind} are held out, for they are too few, so nothing is "

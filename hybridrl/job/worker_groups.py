@@ -14,6 +14,7 @@ from hybridrl.checks.models.tokenizer_checks import find_end_tokens
 from hybridrl.config.effective_settings import is_effective
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import (
+    FULL_FORMAT,
     ActorConfig,
     Config,
     JudgeConfig,
@@ -119,7 +120,9 @@ def _joined_actor(
         in_flight=config.placement.in_flight,
         store=store,
         weight_sync=weight_sync,
-        differs_from_folder=config.actor.lora.path is not None,
+        differs_from_folder=(
+            config.actor.lora.path is not None or config.actor.lora.base_format != FULL_FORMAT
+        ),
     )
 
 

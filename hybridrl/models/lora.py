@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hybridrl.config.schema import LoraAdapterConfig
+from hybridrl.config.schema import FULL_FORMAT, LoraAdapterConfig
 from hybridrl.errors import ConfigError, MissingPackageError, pip_install, suggest_name
 from hybridrl.models.language_model import build_language_model, decoder_of
 
@@ -124,14 +124,22 @@ def check_lora_targets(config: PretrainedConfig, settings: LoraAdapterConfig) ->
     Raises:
         ConfigError: if `lora.targets` names no module of the model, or adapters are of another.
     """
-    is_usual = settings.rank is None or (settings.targets == _ALL_LINEAR and settings.path is None)
-    if is_usual or importlib.util.find_spec("peft") is None:  # which is told elsewhere
+    is_whole = settings.base_format == FULL_FORMAT
+    is_usual = settings.targets == _ALL_LINEAR and settings.path is None and is_whole
+    if (
+        settings.rank is None or is_usual or importlib.util.find_spec("peft") is None
+    ):  # which is told elsewhere
         return
     try:
         with torch.device("meta"):
             model = build_language_model(config)
     except ValueError:  # it is no language model, which is told elsewhere, too
         return
+    if not is_whole and not find_frozen_linears(model):
+        raise ConfigError(
+            f"actor.lora.base_format={settings.base_format} is for models with linear layers, and "
+            f"{type(model).__name__} has none. Leave it out."
+        )
     add_adapters(model, settings)
     if settings.path is not None:
         with _opened(settings.path) as file:
@@ -217,6 +225,12 @@ def has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+def find_frozen_linears(model: PreTrainedModel) -> list[nn.Linear]:
+    """Return the linear layers of the decoder below adapters or without: not the head."""
+    found = (m for name, m in decoder_of(model).named_modules() if ".lora_" not in name)
+    return [module for module in found if type(module) is nn.Linear]
+
+
 def find_peft_names(model: PreTrainedModel, parameters: Iterable[str]) -> dict[str, str]:
     """Return peft's file names of the adapter's parameters, by their names in the model."""
     marks = {name: torch.empty(0, device="meta") for name in parameters}
@@ -233,6 +247,7 @@ def merge_adapters(
     model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield weights under their checkpoint names, each with its adapter multiplied in: W + s B A.
+    Weights of layers that keep them in few bits, which are no parameters, are brought back.
 
     Args:
         parameters: The model's parameters whole, in the order of `named_parameters`.
@@ -242,13 +257,13 @@ def merge_adapters(
         for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }
-    base: dict[str, tuple[str, Tensor]] = {}
+    base: dict[str, Tensor] = {}
     down: dict[str, Tensor] = {}
     for name, tensor in parameters:
         module, _, leaf = name.partition(".base_layer.")
         if leaf:
             if leaf == "weight" and module in scaling:
-                base[module] = (f"{module}.weight", tensor)
+                base[module] = tensor
             else:
                 yield f"{module}.{leaf}", tensor
             continue
@@ -257,7 +272,12 @@ def merge_adapters(
             down[module] = tensor
         elif leaf.startswith("B."):
             # peft makes a layer's weight, A and B in this order, so all three are here.
-            checkpoint_name, weight = base.pop(module)
-            yield checkpoint_name, weight + scaling[module] * (tensor @ down.pop(module))
+            weight = base.pop(module, None)
+            if weight is None:
+                weight = model.get_submodule(f"{module}.base_layer").dequantised()
+            yield f"{module}.weight", weight + scaling[module] * (tensor @ down.pop(module))
         else:
             yield name, tensor
+    for name, layer in model.named_modules():
+        if hasattr(layer, "dequantised") and not name.endswith(".base_layer"):
+            yield f"{name}.weight", layer.dequantised()

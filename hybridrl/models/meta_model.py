@@ -95,6 +95,16 @@ def _end(name: str) -> list[str]:
     return name.split(".")[-2:]
 
 
+def read_whole_parameter(model: PreTrainedModel, name: str, files: TensorReader) -> torch.Tensor:
+    """Read a parameter that is on the meta device, in full, on the CPU and in float32."""
+    shape = tuple(model.get_parameter(name).shape)
+    found = torch.empty(shape, dtype=torch.float32)
+    for part in find_stored_tensors(model, {name: shape}, files.shapes)[name]:
+        into = found[tuple(slice(*side) for side in part.box)][(0,) * part.lacking]
+        files.read(part.name, full_box(part.shape), into)
+    return found
+
+
 def _left_to_transformers(path: str, why: str) -> None:
     _log.info("Every rank reads the whole of %s, by transformers' own loading: %s.", path, why)
 

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.compress.dynamic_codes import BLOCK
-from hybridrl.config.schema import LoraAdapterConfig
+from hybridrl.config.schema import NF4_FORMAT, LoraAdapterConfig
 from hybridrl.errors import HybridRLError, NotPlannedError
 from hybridrl.models.activation_checkpointing import (
     BLOCK_CHECKPOINTING,
@@ -33,7 +33,7 @@ from hybridrl.models.activation_checkpointing import (
 )
 from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.lora import add_adapters
+from hybridrl.models.lora import add_adapters, find_frozen_linears
 from hybridrl.models.tensor_plan import read_tensor_plan
 from hybridrl.models.token_bytes import (
     META_ATTENTION,
@@ -118,6 +118,8 @@ class ModelShape:
             many as it goes to.
         crosswise: Parameters of one layer that a tensor-parallel cut divides along another dim than
             the first, along which shards are cut.
+        quantized, largest_quantized: Parameters of one layer that are kept in NF4
+            (`LoraAdapterConfig.base_format`), all of them and those of the largest matrix.
         item: Bytes of an element in computation.
         training, scoring: Memory of a token in forward and backward, and in a forward alone.
         compiled: As `training`, of layers that are compiled.
@@ -137,6 +139,8 @@ class ModelShape:
     trained_kinds: TrainedKinds
     active_of_layer: int
     crosswise: int
+    quantized: int
+    largest_quantized: int
     item: int
     training: TokenBytes
     scoring: TokenBytes
@@ -245,6 +249,8 @@ def _count(
             )
     size = DTYPES[dtype].itemsize
     share = item / size
+    is_rounded = lora is not None and lora.base_format == NF4_FORMAT
+    rounded = [linear.weight for linear in find_frozen_linears(model)] if is_rounded else []
     training = measure_token_bytes(shallow, deep, depths, trains=True)
     if checkpointing == OFFLOAD_CHECKPOINTING:  # which are on the host
         training = training.without(states)
@@ -272,10 +278,12 @@ def _count(
         head=_counts([head]),
         norm=_counts(model.parameters()) - layer.times(number) - known,
         tied=tied,
-        tensor_sizes=tuple(p.numel() for p in layers[-1].parameters()),
+        tensor_sizes=tuple(p.numel() for p in {*layers[-1].parameters()} - {*rounded}),
         trained_kinds=_count_kinds(model, layers),
         active_of_layer=layer.all - round(_idle(model) / number),
         crosswise=round(_count_crosswise(model) / number),
+        quantized=round(sum(p.numel() for p in rounded) / number),
+        largest_quantized=max((p.numel() for p in rounded), default=0),
         item=item,
         training=training.times(share),
         compiled=replace(training, per_layer=compiled).times(share),
@@ -296,7 +304,9 @@ def find_attention_length(model: PreTrainedModel) -> float:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
     tied = head is not None and head.weight is embedding
     looked_up = 0 if tied else embedding.numel()
-    used = sum(p.numel() for p in model.parameters()) - _idle(model) - looked_up
+    rounded = (m for m in model.modules() if hasattr(m, "dequantised"))  # no parameters any more
+    used = sum(m.in_features * m.out_features for m in rounded)
+    used += sum(p.numel() for p in model.parameters()) - _idle(model) - looked_up
     # Causal: a token is compared with half of a sample, in scores and in values.
     compared = _ATTENTION_SLOWDOWN * layers * _query_width(text) * _heads(text)
     return used / compared if compared else math.inf

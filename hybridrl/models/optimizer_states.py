@@ -26,7 +26,9 @@ ELEMENTWISE = "elementwise"
 _STATISTICS = {"row_var": -1, "col_var": -2}
 """Adafactor's means by name, and the dim of the matrix over which each goes."""
 _PROBED_SHAPE = (5, 3, 2)
-_PROBED_RATE = 1e-3
+_STEPS_BEFORE, _STEPS_AFTER = 2, 24
+"""Steps of a probe after which its state is read, and at the end: what counts steps elsewhere, such
+as until the slow weights of a lookahead follow, shows by then."""
 _Check = Callable[[Any], bool]
 
 
@@ -177,33 +179,73 @@ def make_user_optimizer(
 
 
 def probe_user_optimizer(config: OptimizerConfig, ndim: int, setting: str = SETTING) -> StateForm:
-    """Find what a user's optimizer remembers of a parameter, by two steps on a small one.
+    """Find what a user's optimizer remembers of a parameter, by steps on a small one, and whether
+    that is all that its next steps depend on.
 
     Raises:
-        ConfigError: if that is something that a checkpoint cannot hold.
+        ConfigError: if a checkpoint cannot hold it.
     """
+    said = f"{setting}.name={config.name}"
     with torch.random.fork_rng(devices=[]):
         parameter = nn.Parameter(torch.ones(_PROBED_SHAPE[:ndim]))
-        groups = [{"params": [parameter], "weight_decay": config.weight_decay}]
-        optimizer = make_user_optimizer(config, groups, setting)
+        optimizer = _probed_optimizer(config, parameter, setting)
         before = _describe_group(optimizer)
-        for _ in range(2):
-            parameter.grad = torch.ones_like(parameter)
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise ConfigError(
-                    f"{setting}.name={config.name}: its step raised {type(error).__name__}: {error}"
-                ) from error
-    said = f"{setting}.name={config.name}"
-    if (after := _describe_group(optimizer)) != before:
-        changed = next(key for key in after if after[key] != before.get(key))
+        for number in range(_STEPS_BEFORE):
+            _probe_step(optimizer, parameter, number, said)
+        if (after := _describe_group(optimizer)) != before:
+            changed = next(key for key in after if after[key] != before.get(key))
+            raise ConfigError(
+                f"{said}: its steps change `{changed}` of its parameter groups, which no "
+                "checkpoint holds. Keep it in the state of each parameter, as a tensor of its "
+                "shape."
+            )
+        state = optimizer.state[parameter]
+        form, names = _read_form(state, parameter, said), set(state)
+        again = nn.Parameter(parameter.detach().clone())
+        resumed = _probed_optimizer(config, again, setting)
+        count = form.make_step(float(state.get("step", 0)), parameter.device)
+        resumed.state[again] = {name: state[name].clone() for name in form.moments} | count
+        differs = False
+        for number in range(_STEPS_BEFORE, _STEPS_AFTER):
+            _probe_step(optimizer, parameter, number, said)
+            _probe_step(resumed, again, number, said)
+            differs |= not torch.equal(parameter.nan_to_num(), again.nan_to_num())
+    if late := sorted(state.keys() - names):
         raise ConfigError(
-            f"{said}: its steps change `{changed}` of its parameter groups, which no checkpoint "
-            "holds. Keep it in the state of each parameter, as a tensor of its shape."
+            f"{said}: it remembers `{late[0]}` of a parameter only after its step {_STEPS_BEFORE}, "
+            "and a checkpoint has the same of all. Begin it, with zeros, at the first step."
         )
+    if differs:
+        raise ConfigError(
+            f"{said}: its steps depend on more than it remembers of a parameter, so a resumed run "
+            "would make others. Keep all of it in the state of each parameter, as tensors of its "
+            "shape and a count named `step`, and in no attribute."
+        )
+    return form
+
+
+def _probed_optimizer(
+    config: OptimizerConfig, parameter: nn.Parameter, setting: str
+) -> torch.optim.Optimizer:
+    group = {"params": [parameter], "weight_decay": config.weight_decay}
+    return make_user_optimizer(config, [group], setting)
+
+
+def _probe_step(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, number: int, said: str
+) -> None:
+    """Make the step of this number, with a gradient and random numbers that are its own."""
+    torch.manual_seed(number)
+    parameter.grad = torch.randn_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise ConfigError(f"{said}: its step raised {type(error).__name__}: {error}") from error
+
+
+def _read_form(state: Mapping[str, Any], parameter: Tensor, said: str) -> StateForm:
     moments, step = [], ""
-    for name, value in optimizer.state[parameter].items():
+    for name, value in state.items():
         is_tensor = isinstance(value, Tensor)
         if is_tensor and value.shape == parameter.shape and value.is_floating_point():
             moments.append(name)

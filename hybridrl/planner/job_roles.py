@@ -20,11 +20,8 @@ from hybridrl.models.model_shape import ModelShape, compute_model_shape
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.disaggregated_actor import choose_weight_transport
 from hybridrl.planner.machine.device_catalog import GIB
-from hybridrl.planner.memory.model_part import (
-    FLOAT32_BYTES,
-    ModelPart,
-    generation_copy_bytes,
-)
+from hybridrl.planner.memory.generation_memory import generation_copy_bytes
+from hybridrl.planner.memory.model_part import FLOAT32_BYTES, ModelPart
 from hybridrl.planner.memory.optimizer_memory import count_gathered_bytes, count_state_bytes
 from hybridrl.planner.step.call_recorder import record_calls
 from hybridrl.planner.step.step_calls import StepSizes, plan_micro_batches
@@ -138,7 +135,8 @@ class JobRoles:
             gathered = count_gathered_bytes(optimizer, part)
             part = replace(part, moment=state / (2 * trained), gathered_by_step=gathered)
         # On CPUs vLLM, which generates there, switches the compiler off.
-        wanted = actor.compile if is_compile_worthwhile(self.cluster.kind) else "false"
+        compiles = is_compile_worthwhile(self.cluster.kind) and not part.shape.quantized
+        wanted = actor.compile if compiles else "false"
         return replace(part, compiled=wanted == "true" or (wanted == "auto" and not part.is_small))
 
     def optimizer(self, role: str) -> OptimizerConfig:

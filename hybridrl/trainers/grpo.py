@@ -7,6 +7,7 @@ GMPO, RLOO, REINFORCE++, OPO and pass@k training: `algorithm=<name>`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from hybridrl.algorithms import find_informative_rows
+from hybridrl.batch.batch import Batch
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
@@ -93,8 +95,7 @@ class Trainer(PolicyTrainer):
             samples = self.samples()
             batch = join_columns(samples, self.rewarded(samples))
             scored.append(batch)
-            known = batch.collect(["scores", SHAPED, "group_id"], partial=True)  # few numbers
-            rows = select_informative_rows(learned_scores(known), known["group_id"])
+            rows, known = select_informative_rows(batch, list_separate_rewards(self.config))
             prompts += len(known) // per_prompt
             if len(rows):
                 kept.append(batch.take(rows[: wanted - count]))
@@ -117,12 +118,25 @@ class Trainer(PolicyTrainer):
         )
 
 
-def select_informative_rows(scores: torch.Tensor, groups: torch.Tensor) -> npt.NDArray[np.int64]:
-    """Return the rows of all prompts whose samples have different scores; dropped samples (NaN) do
-    not count."""
-    scored = ~torch.isnan(scores)
-    informative = find_informative_rows(scores[scored], groups[scored])
-    return np.flatnonzero(torch.isin(groups, groups[scored][informative]))
+def select_informative_rows(
+    batch: BatchRef, rewards: Collection[str]
+) -> tuple[npt.NDArray[np.int64], Batch]:
+    """Return the rows of all prompts whose samples have different scores, and the scores and groups
+    of all rows; dropped samples (NaN) do not count.
+
+    Args:
+        rewards: Columns of those that are learned from each by itself, of which one must differ;
+            empty: all that is learned from is the sum.
+    """
+    columns = ["scores", SHAPED, "group_id", *rewards]  # a few numbers a sample
+    known = batch.collect(columns, partial=True)
+    groups, whole = known["group_id"], learned_scores(known)
+    found = []
+    for scores in [known[name] for name in rewards] or [whole]:
+        scored = ~torch.isnan(whole) & ~torch.isnan(scores)
+        informative = find_informative_rows(scores[scored], groups[scored])
+        found.append(groups[scored][informative])
+    return np.flatnonzero(torch.isin(groups, torch.cat(found))), known
 
 
 def compute_max_replayed_prompts(config: Config) -> int:
@@ -159,6 +173,7 @@ class ReplayBuffer:
         self._age = config.algorithm.replay_age
         self._kept: deque[_Kept] = deque()
         self._random = np.random.default_rng([config.run.seed, 3])
+        self._rewards = list_separate_rewards(config)
         self.figures: dict[str, float] = {}
 
     def keep(self, batch: BatchRef, version: int) -> None:
@@ -176,9 +191,7 @@ class ReplayBuffer:
             return []
         for kept in self._kept:
             if kept.rows is None:
-                columns = ["scores", SHAPED, "group_id"]  # a few numbers a sample
-                known = kept.batch.collect(columns, partial=True)
-                rows = select_informative_rows(learned_scores(known), known["group_id"])
+                rows, known = select_informative_rows(kept.batch, self._rewards)
                 groups = known["group_id"].numpy()[rows]
                 kept.rows = [rows[groups == group] for group in np.unique(groups)]
         ages = [version - kept.version for kept in self._kept for _ in kept.rows or ()]

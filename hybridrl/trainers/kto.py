@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 
 import numpy as np
 import torch
@@ -71,9 +72,18 @@ class Trainer(base.Trainer):
 
 
 def swap_responses(batch: Batch) -> Batch:
-    """Return each prompt with the response of the row before, to which the policy has not been
-    held: how much likelier it has become says how far the policy is from the reference."""
-    before = batch.take(np.roll(np.arange(len(batch)), 1))
+    """Return each prompt with a response to another one, to which the policy has not been held: how
+    much likelier it has become says how far the policy is from the reference. It is that of the row
+    before where all prompts differ. A prompt keeps a response of its own only where most rows have
+    that prompt."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for number, prompt in enumerate(batch.ragged("prompt_ids").rows()):
+        rows.setdefault(tuple(prompt.tolist()), []).append(number)
+    by_prompt = np.array([*chain.from_iterable(rows.values())], dtype=np.int64)
+    most = max(map(len, rows.values()), default=0)
+    sources = np.empty_like(by_prompt)
+    sources[by_prompt] = np.roll(by_prompt, most)  # past all rows of a prompt
+    before = batch.take(sources)
     return batch.select(["prompt_ids"]) | before.select(list(_ROW_COLUMNS[1:]))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hybridrl.checkpoint.tensors.file_plan import MAX_FILE_BYTES
 from hybridrl.checkpoint.tensors.tensor_reader import TensorReader
-from hybridrl.config.schema import ActorConfig, LoraAdapterConfig
+from hybridrl.config.schema import NF4_FORMAT, ActorConfig, LoraAdapterConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.conversations.rendering import TemplateContext
 from hybridrl.engine.parallel_trial import check_parallel_equivalence
@@ -21,6 +21,7 @@ from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_scoring import LowBitScoring
+from hybridrl.quantization.nf4_base import quantize_base
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.systems.low_bits.low_bit_training import enable_low_bit_training
 from hybridrl.systems.low_bits.precision_plan import PrecisionPlan
@@ -146,6 +147,10 @@ def _build_engine(
             scoring = LowBitScoring(model.inner, bits)
         if bits:  # kernels for 8 bits are no part of torch's compiler
             config = replace(config, compile="false")
+    if trains and config.lora.rank and config.lora.base_format == NF4_FORMAT:
+        quantize_base(model.inner, files, device)
+        # A compiler might keep the weights that a forward has brought back for its backward.
+        config = replace(config, compile="false")
     engine = TrainEngine(model, mesh, device, source.dtype, config, files)
     if scoring is not None:
         engine.forget_rounded = scoring.forget

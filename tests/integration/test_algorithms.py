@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from safetensors.torch import load_file
 from settings import SHORT
+from transformers import AutoModelForCausalLM
 
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.tasks.arithmetic import CHARACTERS
@@ -30,6 +32,37 @@ def test_adapters_are_the_same_on_all_ranks_and_in_all_runs_of_one_seed(run, mod
     one, other = (run(*settings, f"run.directory={tmp_path / name}") for name in ("one", "other"))
     found, expected = (load_file(f / "model" / "adapter_model.safetensors") for f in (one, other))
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.more
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "generator",
+    [
+        pytest.param(["rollout=vllm"], marks=pytest.mark.vllm),
+        ["rollout=transformers", "placement=separation", "num_devices=2"],
+    ],
+    ids=["vLLM", "on a device of its own"],
+)
+def test_samples_come_from_a_base_in_4_bits(run, model, generator):
+    """Also before the first update, when the folder has another model than the trainer's."""
+    pytest.importorskip("peft")
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    with torch.no_grad():  # far enough from uniform for rounding to be seen
+        for parameter in whole.parameters():
+            parameter *= 4 if parameter.ndim > 1 else 1
+    whole.save_pretrained(model)
+    directory = run(
+        *(*generator, *SHORT, f"model.path={model}", "warmup.steps=0", "trainer.steps=2"),
+        *("actor.lora={rank: 4, base_format: nf4}", "actor.optimizer.learning_rate=1e-2"),
+        *("actor.optimizer.warmup_steps=0", "algorithm.kl_coefficient=0.01"),
+        *("reward.function=length", "reward.options.length.limit=4"),
+        "reward.options.length.ramp=3",
+    )
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "policy/loss" in row]
+    assert len(steps) == 2 and all(row["mismatch/k3"] < 1e-6 for row in steps)
+    assert steps[-1]["policy/kl"] > 1e-5, "the adapters learned nothing"
 
 
 @pytest.mark.ray

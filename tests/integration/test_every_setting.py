@@ -209,6 +209,7 @@ VALUES: dict[str, tuple] = {
     "actor.lora.alpha": (4.0, *LORA),
     "actor.lora.targets": ("[q_proj]", *LORA),
     "actor.lora.path": ("adapters", "model.path=model"),
+    "actor.lora.base_format": ("nf4", *LORA),
     "actor.optimizer.warmup_steps": (3,),
     "actor.optimizer.min_ratio": (0.5, "actor.optimizer.schedule=linear"),
     "actor.optimizer.max_grad_norm": (0.01,),

@@ -63,6 +63,8 @@ def worked_out(run, tmp_path, folders):
         ("grpo", STALE),
         ("dppo_kl", (*STALE, "geometric")),
         ("gdpo", ["temperature", "two updates"]),
+        ("grpo", ["temperature", "two updates", "4 bits", "KL in the loss"]),
+        ("sft", ["4 bits"]),
         ("ppo", ["KL in the reward", "tool tokens"]),
         ("ppo", ["temperature", "two updates", "KL in the loss", "entropy", "kept sets"]),
         ("grpo", ["temperature", "two updates", "KL limit"]),

@@ -88,6 +88,10 @@ PROGRAMS = {
     "a sampler": ["data.sampler={file}:Hardest"],
     "partial rollouts": ["rollout.partial=0.5", "rollout.max_tokens=12"],
     "adapters": [*KL, "actor.lora={rank: 2, alpha: 4}", "model.path={model}", "warmup.steps=0"],
+    "adapters around 4 bits": [
+        *(*KL, "actor.lora={rank: 2, alpha: 4, base_format: nf4}"),
+        *("model.path={model}", "warmup.steps=0"),
+    ],
 }
 AS_OTHERS = ("sft, saved while nothing goes on", "reward_model", "dapo")
 """Programs whose state is like another's: left to `make test-long`."""

@@ -90,7 +90,7 @@ MAY_IMPORT = {
         *("batch", "layout", "system", "controller", "models", "parallel", "placement", "trainers"),
         *("rollout", "run_files", "composition", "=checks.machine.placement_checks"),
     },
-    "quantization": {"system", "models"},
+    "quantization": {"system", "models", "compress"},
     "systems.low_bits": {
         *("batch", "system", "models", "quantization", "systems", "trainers"),
     },
@@ -109,7 +109,7 @@ MAY_IMPORT = {
     "commands": {
         *("system", "checkpoint", "checkpoint.tensors", "doctor", "models", "planner", "report"),
         *("run_files", "trainers", "systems", "systems.low_bits", "systems.unequal_generation"),
-        *("systems.operator_costs", "job", "cli", "checks", "composition"),
+        *("systems.operator_costs", "job", "cli", "checks", "composition", "quantization"),
     },
     # Modules beside the rooms: they put the others together.
     "": EVERYTHING,

@@ -3,9 +3,11 @@
 import resource
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from settings import configured
 
+from hybridrl.batch.batch import Batch
 from hybridrl.checks.data.row_checks import check_eval_column, check_sample_lengths
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.job_data import JobData as Rows
@@ -46,6 +48,16 @@ def test_few_rows_are_told_of():
     enough = Rows([1, 2, 3], [4], None, 20, 30)
     assert list_data_remarks(configured(["data.prompts_per_step=3"]), "prompts", enough) == []
     assert list_data_remarks(configured(["trainer.name=evaluate"]), "prompts", few) == []
+
+
+@pytest.mark.parametrize(("labels", "said"), [([1, 1], "good"), ([0, 0], "bad"), ([0, 1], None)])
+def test_labels_that_are_all_alike_are_remarked_on(labels, said):
+    found = Batch.from_columns({"label": np.float32(labels)})
+    rows = Rows(found, found, None, 4, 4)
+    config = configured(["algorithm=kto", "data.prompts_per_step=2"])
+    remarks = list_data_remarks(config, "responses", rows)
+    assert remarks == ([] if said is None else remarks[:1])
+    assert said is None or f"All 2 responses to learn from are labelled {said}" in remarks[0]
 
 
 def test_a_tiny_model_has_heads_that_kernels_take(tmp_path):

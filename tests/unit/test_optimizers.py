@@ -57,6 +57,29 @@ class Mean(Base):
     def remember(self, group, state, p):
         state["mean"] = torch.zeros_like(p)
 
+class Aside(Base):
+    def remember(self, group, state, p):
+        self.total = getattr(self, "total", 0) + p.grad
+        p.data -= group["lr"] * self.total
+
+class EveryTenth(Base):
+    def remember(self, group, state, p):
+        self.count = getattr(self, "count", 0) + 1
+        p.data -= group["lr"] * (self.count % 10 == 0)
+
+class Late(Base):
+    def remember(self, group, state, p):
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > 5:
+            state["mean"] = torch.zeros_like(p)
+
+class Noisy(Base):
+    def remember(self, group, state, p):
+        state["step"] = state.get("step", 0) + 1
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        mean.lerp_(p.grad + torch.randn_like(p), 0.1)
+        p.data -= group["lr"] / state["step"] * mean
+
 class Even(Mean):
     elementwise = True
 
@@ -78,6 +101,9 @@ JOB = ["devices=cpu", "run.dry=true"]
         (["name=users.py:Squares"], r"it remembers `rows`, a tensor of shape \[\d, 1\]"),
         (["name=users.py:Counts"], r"its steps change `k` of its parameter groups"),
         (["name=users.py:Says"], r"it remembers `text`, a str, which no checkpoint"),
+        (["name=users.py:Aside"], r"depend on more than it remembers .* in no attribute"),
+        (["name=users.py:EveryTenth"], r"depend on more than it remembers"),
+        (["name=users.py:Late"], r"it remembers `mean` of a parameter only after its step 2"),
         (["name=users.py:Fails"], r"its step raised RuntimeError: no matrix"),
         (["name=users.py:Mean", "options={decay: 1}"], r"raised TypeError: .*decay"),
         (["name=users.py:function"], r"is no subclass of torch\.optim\.Optimizer"),
@@ -98,6 +124,7 @@ def test_of_a_cut_matrix_only_elementwise_steps_are_taken(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"Mean gets parts .*`elementwise = True`"):
         check(configured([*cut, "actor.optimizer.name=users.py:Mean"]))
     check(configured([*cut, "actor.optimizer.name=users.py:Even"]))
+    check(configured([*JOB, "actor.optimizer.name=users.py:Noisy"]))
 
 
 def test_hidden_matrices_are_those_of_layers():

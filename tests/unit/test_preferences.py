@@ -23,6 +23,7 @@ from hybridrl.checks.settings.role_checks import check_roles, find_ineffective_c
 from hybridrl.config.effective_settings import find_ineffective_settings
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.held_out_metrics import compute_label_metrics
+from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.trainers import dpo, kto, load_roles
 
 # Tokens of the answers of three pairs, the chosen one first.
@@ -369,6 +370,24 @@ def test_the_divergence_of_a_step_is_a_mean_over_its_rows_and_not_negative():
         columns = {"log_probs": policy, "ref_log_probs": [-x for x in map(torch.ones_like, policy)]}
         found = kto.estimate_divergence(Batch.from_columns({**columns, "response_mask": ids}))
         assert found["kl"].tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "own"),
+    [("abcd", 0), ("aabbcc", 0), ("abab", 0), ("aabcb", 0), ("abacaa", 2), ("aa", 2), ("", 0)],
+)
+def test_a_prompt_gets_a_response_to_another_one_where_there_is_one(prompts, own):
+    """With pairs in the order of the file, neighbours have the same prompt."""
+    prompt_ids = ragged([torch.tensor([ord(prompt)]) for prompt in prompts], torch.int64)
+    response_ids = ragged([torch.tensor([n]) for n in range(len(prompts))], torch.int64)
+    columns = {"prompt_ids": prompt_ids, "response_ids": response_ids}
+    found = kto.swap_responses(Batch.from_columns({**columns, "response_mask": response_ids}))
+    sources = found.ragged("response_ids").values.tolist()
+    assert sorted(sources) == list(range(len(prompts)))
+    assert found.ragged("prompt_ids").values.tolist() == prompt_ids.values.tolist()
+    assert sum(prompts[n] == prompts[of] for n, of in enumerate(sources)) == own
+    if prompts == "abcd":
+        assert sources == [3, 0, 1, 2]
 
 
 def test_figures_of_labels():

@@ -11,7 +11,7 @@ from hybridrl import load_config, main
 from hybridrl.batch.batch import Batch
 from hybridrl.checks.settings.algorithm_checks import check_algorithm
 from hybridrl.errors import ConfigError
-from hybridrl.trainers.grpo import ReplayBuffer
+from hybridrl.trainers.grpo import ReplayBuffer, select_informative_rows
 from hybridrl.trainers.objectives import is_off_policy
 
 
@@ -50,6 +50,21 @@ def test_whole_groups_that_teach_something_are_drawn_up_to_a_share():
         assert len(groups) == 8 and len(set(groups)) == 4, "as many as the step's own, none twice"
     assert buffer.figures["replay/age_max"] <= 2
     assert 1 <= buffer.figures["replay/age_mean"] <= 2
+
+
+def test_of_rewards_that_are_learned_from_alone_one_must_differ():
+    """Dropped samples, and rewards that a sample lacks, are compared with nothing."""
+    batch = Batch.from_columns(
+        {
+            "group_id": np.repeat(np.arange(5), 2),
+            "scores": np.float32([1, 1, 0, 2, 3, np.nan, 1, 1, 1, 1]),
+            "reward/one": np.float32([1, 0, 0, 1, 3, 0, 1, 1, 1, np.nan]),
+            "reward/two": np.float32([0, 1, 0, 1, 0, 0, 0, 0, 0, 0]),
+        }
+    )
+    names = ["reward/one", "reward/two"]
+    assert select_informative_rows(Ref(batch=batch), names)[0].tolist() == [0, 1, 2, 3]
+    assert select_informative_rows(Ref(batch=batch), [])[0].tolist() == [2, 3]
 
 
 def test_old_samples_go():

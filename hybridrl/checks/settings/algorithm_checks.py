@@ -15,7 +15,7 @@ from hybridrl.checks.settings.credit_checks import (
     check_turn_credit,
 )
 from hybridrl.config.effective_settings import unread
-from hybridrl.config.schema import Config, CostConfig, CriticConfig
+from hybridrl.config.schema import FULL_FORMAT, Config, CostConfig, CriticConfig
 from hybridrl.errors import ConfigError, ErrorCollector, suggest_name
 from hybridrl.trainers import PROGRAM_NAMES, load_roles, load_trainer
 from hybridrl.trainers.grpo import compute_max_replayed_prompts
@@ -152,8 +152,18 @@ def _check_cost(config: Config) -> None:
 
 def _check_lora(config: Config) -> None:
     lora, warmup, rollout = config.actor.lora, config.warmup.steps, config.rollout
-    if rollout.adapters == "separate" and (lora.rank is None or rollout.engine != "vllm"):
-        why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
+    is_rounded = lora.base_format != FULL_FORMAT
+    if is_rounded and lora.rank is None:
+        raise ConfigError(
+            f"actor.lora.base_format={lora.base_format} is for weights that stay as they are, and "
+            "without adapters all are trained. Set actor.lora.rank, or leave it out."
+        )
+    why = "there are none (actor.lora.rank)" if lora.rank is None else "only vLLM takes them"
+    if is_rounded:
+        why = "vLLM reads a base that is not in actor.lora.base_format"
+    if rollout.adapters == "separate" and (
+        lora.rank is None or rollout.engine != "vllm" or is_rounded
+    ):
         raise ConfigError(f"rollout.adapters=separate: {why}. Set rollout.adapters=merged.")
     if lora.rank is None:
         return

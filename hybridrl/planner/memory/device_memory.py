@@ -10,12 +10,12 @@ from hybridrl.models.activation_checkpointing import OFFLOAD_CHECKPOINTING
 from hybridrl.placement import GENERATOR_ROLE
 from hybridrl.planner.job_roles import VLLM_BYTES, JobRoles, load_model_shape
 from hybridrl.planner.machine.device_catalog import GIB
-from hybridrl.planner.memory.model_part import (
-    MemoryParts,
+from hybridrl.planner.memory.generation_memory import (
     estimate_transformers_generation,
     generation_copy_bytes,
     kv_cache_bytes,
 )
+from hybridrl.planner.memory.model_part import MemoryParts
 from hybridrl.system.device_traits import default_bucket_bytes, round_pinned_bytes
 from hybridrl.system.formatting import format_bytes
 from hybridrl.trainers.role_spec import SCORING_WORKERS

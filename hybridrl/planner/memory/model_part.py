@@ -21,6 +21,7 @@ from hybridrl.models.log_probs import vocabulary_block_size
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
 from hybridrl.parallel.compressed_collectives import DIFFERENCE_CODEC
 from hybridrl.planner.step.step_calls import MicroBatchPlan, StepSizes
+from hybridrl.quantization.nf4_base import NF4_BYTES
 from hybridrl.system.device_traits import (
     SMALL_MODEL_BYTES,
     has_mm_out_dtype,
@@ -37,8 +38,6 @@ _REPEATED_SHARES = {BLOCK_CHECKPOINTING: 0.65, FULL_CHECKPOINTING: 1.0, OFFLOAD_
 """Of a forward's matrix products, those that the backward repeats with a value of
 `actor.gradient_checkpointing`: with `block` all that come before a layer's last product, and no
 attention (counted in compiled layers of Qwen3's shape)."""
-_SAMPLING_LOGIT_COPIES = 4
-"""Of `[samples, vocabulary]` logits while `rollout=transformers` chooses tokens."""
 
 _NO_PARAMETERS = ParameterCounts(0, 0)
 
@@ -114,7 +113,18 @@ class ModelPart:
     @property
     def parameters(self) -> ParameterCounts:
         """Return the parameters of this part before sharding."""
-        return self.shape.layer.times(self.layers) + self.around
+        return self.layer.times(self.layers) + self.around
+
+    @property
+    def layer(self) -> ParameterCounts:
+        """Return the parameters of one layer that are sharded and gathered: not those in NF4, of
+        which each device has all."""
+        return self.shape.layer - ParameterCounts(self.shape.quantized, 0)
+
+    @property
+    def quantized_bytes(self) -> float:
+        """Return the bytes of the weights in NF4."""
+        return NF4_BYTES * self.shape.quantized * self.layers
 
     @property
     def is_small(self) -> bool:
@@ -132,14 +142,21 @@ class ModelPart:
         """Return the bytes of an element of a parameter in a shard."""
         return FLOAT32_BYTES if self.trains else self.shape.item
 
+    @property
+    def _brought_back(self) -> MemoryParts:
+        """Return the bytes of a weight in NF4 while it is brought back for a product."""
+        size = (FLOAT32_BYTES + max(2, self.shape.item)) * self.shape.largest_quantized
+        return {"base": size} if size else {}
+
     def resident(self) -> MemoryParts:
         """Return the bytes that stay on the device between calls."""
         # The copy of what others hold, in the precision of computation.
         kept = self.shape.item * self.parameters.all if self.by_difference else 0
+        base: MemoryParts = {"base": self.quantized_bytes} if self.shape.quantized else {}
         if self.offload_parameters:
-            return {"gathered": kept} if kept else {}
+            return base | ({"gathered": kept} if kept else {})
         held = self.parameter_bytes * self.parameters.all / self.shards
-        shards: MemoryParts = {"parameters": held + kept}
+        shards: MemoryParts = {"parameters": held + kept, **base}
         if self.trains and not self.offload_optimizer:
             shards["optimizer"] = 2 * self.moment * self.parameters.trained / self.shards
         return shards
@@ -189,7 +206,7 @@ class ModelPart:
         """Return the peak of a forward, beside what is resident."""
         again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
         between = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
-        inside = {"gathered": self._gathered(forward=self.is_small) + again}
+        inside = {"gathered": self._gathered(forward=self.is_small) + again} | self._brought_back
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         states = batch.tokens * self.shape.hidden * self.shape.item
         read = states * sizes.response_share if self.ends[1] else 0.0  # the others are gone
@@ -243,6 +260,7 @@ class ModelPart:
             "activations": kept + self._states(batch, sizes),
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
+        layers |= self._brought_back
         step: MemoryParts = {}
         if self.gathered_by_step:
             step = {"gradients": shard, "gathered": self.gathered_by_step}
@@ -267,7 +285,7 @@ class ModelPart:
         if self.is_small:
             return item * self.parameters.all * (1 + (buffer and forward))
         layers = min(self.layers, 2 if buffer else 1)
-        return item * (self.root.all + (layers + (buffer and forward)) * self.shape.layer.all)
+        return item * (self.root.all + (layers + (buffer and forward)) * self.layer.all)
 
     def _gathered_at_head(self, forward: bool) -> float:
         """Return the gathered bytes when the last layer is done; where the head is no unit of its
@@ -303,37 +321,6 @@ class ModelPart:
             return 0.0
         logits = batch.tokens * sizes.response_share * self.shape.vocabulary
         return FLOAT32_BYTES * min(logits_per_chunk(self.device), logits)
-
-
-def generation_copy_bytes(shape: ModelShape, quantization: str = "none") -> float:
-    """Return the bytes of the generator's weights on one device: in the precision of computation,
-    or with `rollout.quantization` one byte per value of a layer and a scale per row, which is about
-    as long as the states between layers are wide."""
-    if quantization == "none":
-        return float(shape.item * shape.parameters.all)
-    layers = shape.layer.all * shape.layers
-    rest = shape.item * (shape.parameters.all - layers)
-    return rest + layers * (1 + FLOAT32_BYTES / shape.hidden)
-
-
-def kv_cache_bytes(shape: ModelShape, tokens: float, kv_cache: str = "auto") -> float:
-    """Return the bytes of the keys and values of this many tokens on one device.
-
-    Args:
-        kv_cache: As `rollout.kv_cache`.
-    """
-    item = {"fp8": 1, "bf16": 2}.get(kv_cache, shape.item)
-    return float(tokens * shape.layers * shape.key_value * item)
-
-
-def estimate_transformers_generation(shape: ModelShape, sizes: StepSizes, rows: int) -> MemoryParts:
-    """Estimate the memory that generating `rows` samples at a time adds with
-    `rollout=transformers`."""
-    cache = kv_cache_bytes(shape, rows * sizes.sample_tokens)
-    prompts = rows * sizes.prompt_tokens * shape.scoring.of(shape.layers)
-    choosing = _SAMPLING_LOGIT_COPIES * rows * shape.vocabulary * FLOAT32_BYTES
-    # A layer's cache grows by copying; both copies live until the layer is done.
-    return {"kv_cache": cache + cache / shape.layers, "activations": max(prompts, choosing)}
 
 
 def _fullest(*moments: MemoryParts) -> MemoryParts:

@@ -14,12 +14,8 @@ from hybridrl.models.model_shape import ModelShape
 from hybridrl.parallel.reduction_choice import ReductionChoice
 from hybridrl.placement import GENERATOR_ROLE
 from hybridrl.planner.machine.device_rates import DeviceRates
-from hybridrl.planner.memory.model_part import (
-    FLOAT32_BYTES,
-    ModelPart,
-    generation_copy_bytes,
-    kv_cache_bytes,
-)
+from hybridrl.planner.memory.generation_memory import generation_copy_bytes, kv_cache_bytes
+from hybridrl.planner.memory.model_part import FLOAT32_BYTES, ModelPart
 from hybridrl.planner.step.gradient_sums import (
     choose_gradient_sums,
     list_sum_candidates,
