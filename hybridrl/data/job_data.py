@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.data.datasets import (
     check_eval_data_separate,
@@ -25,6 +26,7 @@ from hybridrl.data.mixture import load_mixture, parse_sources
 from hybridrl.data.preference_pairs import split_pairs_into_samples
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.table_columns import table_of
+from hybridrl.data.task_blocks import sort_by_task, split_tasks
 from hybridrl.errors import ConfigError
 from hybridrl.system.storage import explain_write_errors
 
@@ -81,6 +83,12 @@ def load_job_data(
     else:
         found = load(config.data, DATA, held_out)
     training, kept, examples = found
+    if kind == "pairs" and config.data.task_column is not None:
+        drop = config.data.bad_rows == "drop"
+        training = sort_by_task(training, drop)
+        if kept is not None:
+            meta = config.meta or MetaConfig()
+            kept = split_tasks(sort_by_task(kept, drop), meta, config.run.seed)
     if kind == "pairs" and kept is not None:
         kept = split_pairs_into_samples(kept)
     batches = [training] if kept is None else [training, kept]
