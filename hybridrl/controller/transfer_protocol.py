@@ -221,9 +221,9 @@ UPDATE = TransferProtocol(split=("dp",), speakers={"pp": -1}, answers="one", bal
 UPDATE_PAIRS = replace(UPDATE, rows_together=2)
 """Like `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
 
-TASKS = replace(THREE_D, rows_together=2, group_column="task")
-"""Like `THREE_D`, for pairs of many tasks: all pairs of a task go to the same rank."""
-UPDATE_TASKS = replace(UPDATE, rows_together=2, group_column="task")
+TASKS = replace(THREE_D, rows_together=2, group_column="task_block")
+"""Like `THREE_D`, for pairs of many tasks: all pairs of a block go to the same rank."""
+UPDATE_TASKS = replace(UPDATE, rows_together=2, group_column="task_block")
 """Like `UPDATE`, for a loss that compares the pairs of a task."""
 
 

@@ -21,6 +21,8 @@ from hybridrl.errors import DataError
 
 TASK = "task"
 """The column of a pair's task: its name as it was read, then the number of `number_task`."""
+TASK_BLOCK_COLUMNS = (TASK, "task_block", "is_query", "is_new", "query_weights")
+"""The columns of `split_tasks`."""
 Rows = npt.NDArray[np.int64]
 
 
@@ -139,22 +141,24 @@ def split_tasks(pairs: Batch, meta: MetaConfig, *seed: int) -> Batch:
         seed: Of the draw.
 
     Returns:
-        The pairs with the columns `is_query` and `is_new` (uint8; the latter of all pairs of tasks
-        that begin from the shared start), and `query_weights` (float32): of query pairs their
-        weights in the loss, mean over the query pairs of a task and then over tasks.
+        The pairs with the columns `task_block` (a number for each block), `is_query` and `is_new`
+        (uint8; the latter of all pairs of blocks that begin from the shared start), and
+        `query_weights` (float32): of query pairs their weights in the loss, mean over the query
+        pairs of a block and then over blocks.
     """
     random = np.random.default_rng([2, *seed])
     tasks = pairs[TASK].numpy()
     is_query, is_new = np.zeros(len(tasks), np.uint8), np.zeros(len(tasks), np.uint8)
-    weights = np.zeros(len(tasks), np.float32)
+    weights, of_block = np.zeros(len(tasks), np.float32), np.zeros(len(tasks), np.int64)
     blocks = index_tasks(tasks, max(1, len(tasks))) if len(tasks) else []
     with_query = sum(block.length > 1 for block in blocks)
-    for _, offset, length in blocks:
+    for number, (_, offset, length) in enumerate(blocks):
+        of_block[offset : offset + length] = number
         drawn = offset + random.permutation(length)
         query = drawn[min(meta.support_pairs, max(1, length - 1)) :]
         is_query[query] = 1
         is_new[offset : offset + length] = random.random() < meta.new_share
         weights[query] = 1 / (max(1, len(query)) * with_query) if with_query else 0.0
     return pairs.with_columns(
-        {"is_query": is_query, "is_new": is_new, "query_weights": weights},
+        dict(zip(TASK_BLOCK_COLUMNS[1:], (of_block, is_query, is_new, weights), strict=True))
     )

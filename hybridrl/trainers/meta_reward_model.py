@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
+from hybridrl.data.task_blocks import TASK_BLOCK_COLUMNS
 from hybridrl.evaluation.held_out_metrics import compute_pair_metrics
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import RoleSpec
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, StepResult
 
-_TASK_COLUMNS = (*SAMPLE_COLUMNS, "task", "is_query", "is_new", "query_weights")
+_TASK_COLUMNS = (*SAMPLE_COLUMNS, *TASK_BLOCK_COLUMNS)
 _ROLE = "reward_model"
 
 

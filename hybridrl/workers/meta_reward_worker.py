@@ -22,6 +22,7 @@ from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, TASKS, UPDATE_TASKS, WorkerContext, transfer
+from hybridrl.data.task_blocks import TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.system.device_traits import synchronize_device
@@ -30,14 +31,19 @@ from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_feature_engine
 
-TASK_COLUMNS = (*SAMPLE_COLUMNS, "task", "is_query", "is_new", "query_weights")
+TASK_COLUMNS = (*SAMPLE_COLUMNS, *TASK_BLOCK_COLUMNS)
 TABLE_FILE = "task_table"
 """Begins the names of the files of the table of tasks, one for each data-parallel rank."""
 _GRADIENT = "feature_gradient/"
 
 
 class _TaskPairs(NamedTuple):
-    """This rank's pairs, with the numbers of their tasks, and what they are compared by."""
+    """This rank's pairs, and the numbers of the tasks of its blocks.
+
+    Attributes:
+        numbers: `[blocks]`.
+        of_pair: `[pairs]`, the block of each.
+    """
 
     numbers: Tensor
     of_pair: Tensor
@@ -166,7 +172,9 @@ class MetaRewardWorker(TrainedModelWorker):
         return values[ends].to(self._engine.device)
 
     def _read_pairs(self, batch: Batch, features: Tensor) -> _TaskPairs:
-        numbers, of_pair = torch.unique(_by_pair(batch, "task"), return_inverse=True)
+        blocks, of_pair = torch.unique(_by_pair(batch, "task_block"), return_inverse=True)
+        numbers = torch.zeros_like(blocks)
+        numbers[of_pair] = _by_pair(batch, "task")  # a task may have several blocks in a step
         device = features.device
         return _TaskPairs(
             numbers.to(device),
