@@ -28,6 +28,7 @@ from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.table_columns import table_of
 from hybridrl.data.task_blocks import sort_by_task, split_tasks
 from hybridrl.errors import ConfigError
+from hybridrl.system.content_cache import find_cache_folder
 from hybridrl.system.storage import explain_write_errors
 
 LOADERS = {
@@ -85,7 +86,7 @@ def load_job_data(
     training, kept, examples = found
     if kind == "pairs" and config.data.task_column is not None:
         drop = config.data.bad_rows == "drop"
-        training = sort_by_task(training, drop)
+        training = sort_by_task(training, drop, find_cache_folder(config.cache) / "tasks")
         if kept is not None:
             meta = config.meta or MetaConfig()
             kept = split_tasks(sort_by_task(kept, drop), meta, config.run.seed)

@@ -9,20 +9,24 @@ import zlib
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from hybridrl.batch.batch import Batch
 from hybridrl.config.meta_schema import MetaConfig
+from hybridrl.data.stored_rows import store_rows
 from hybridrl.errors import DataError
+from hybridrl.system.storage import explain_write_errors
 
 TASK = "task"
 """The column of a pair's task: its name as it was read, then the number of `number_task`."""
 TASK_BLOCK_COLUMNS = (TASK, "task_block", "is_query", "is_new", "query_weights")
 """The columns of `split_tasks`."""
+LARGE_BYTES = 256 << 20
+"""From this size on, rows that are sorted by task are stored in a file."""
 Rows = npt.NDArray[np.int64]
 
 
@@ -40,12 +44,14 @@ def number_task(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def sort_by_task(pairs: Batch, drop: bool) -> Batch:
+def sort_by_task(pairs: Batch, drop: bool, folder: Path | None = None) -> Batch:
     """Return the pairs with those of a task next to each other, in the order of the data, and
     numbers in the column `task`.
 
     Args:
         drop: Leave out tasks with a single pair, which can not be split.
+        folder: Where large data is stored in this order, in a file without a name; None: it stays
+            in memory.
 
     Raises:
         DataError: for such a task, or if no task is left.
@@ -65,7 +71,13 @@ def sort_by_task(pairs: Batch, drop: bool) -> Batch:
     if not len(order):
         raise DataError("No task (data.task_column) has two pairs or more.")
     numbers = np.array([number_task(name) for name in names.tolist()], np.int64)
-    return pairs.take(order).with_columns({TASK: numbers[of_pair[order]]})
+    named = Batch(pairs.table.drop_columns([TASK])).with_columns({TASK: numbers[of_pair]})
+    if folder is None or named.nbytes < LARGE_BYTES:
+        return named.take(order)
+    with explain_write_errors(folder, "cache.folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            return store_rows(named, order, file)
 
 
 def index_tasks(tasks: Rows, most: int) -> list[TaskBlock]:
@@ -80,14 +92,6 @@ def index_tasks(tasks: Rows, most: int) -> list[TaskBlock]:
             TaskBlock(int(tasks[start]), begin, end - begin) for begin, end in pairwise(ends)
         ]
     return blocks
-
-
-def store_rows(rows: Batch, file: Path) -> Batch:
-    """Write rows to a file in their order and return them mapped from it, so that a block of
-    neighbouring rows is read from neighbouring pages."""
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, rows.table.schema) as writer:
-        writer.write_table(rows.table.combine_chunks())
-    return Batch(pa.ipc.open_file(pa.memory_map(str(file))).read_all())
 
 
 class TaskSchedule:

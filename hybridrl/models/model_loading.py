@@ -165,7 +165,8 @@ def check_single_label(config: PretrainedConfig, who: str) -> None:
     if classifies and config.num_labels != 1:
         raise ConfigError(
             f"{who} classifies into {config.num_labels} labels; a critic or a reward model has "
-            "one (num_labels=1)."
+            "one (num_labels=1). Of a model of algorithm=meta_reward_model, `hybridrl adapt` makes "
+            "one."
         )
 
 

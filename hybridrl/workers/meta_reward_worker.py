@@ -26,7 +26,7 @@ from hybridrl.data.task_blocks import TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.system.device_traits import synchronize_device
-from hybridrl.system.locations import Location, open_reader, parse_location
+from hybridrl.system.locations import Location, list_file_sizes, open_reader, parse_location
 from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_feature_engine
@@ -207,10 +207,10 @@ class MetaRewardWorker(TrainedModelWorker):
 
 def load_task_table(folder: Location) -> list[Mapping[str, Tensor]]:
     """Read the table of tasks of a folder, as each rank has written its part."""
-    found = []
-    for file in sorted(folder.iterdir(), key=str):
-        if file.name.startswith(TABLE_FILE):
-            with open_reader(file) as stream:
+    found: list[Mapping[str, Tensor]] = []
+    for name in sorted(list_file_sizes(folder)):
+        if name.startswith(TABLE_FILE):
+            with open_reader(folder / name) as stream:
                 found.append(load(stream.read()))
     return found
 

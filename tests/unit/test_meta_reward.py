@@ -12,13 +12,13 @@ from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller import WorkerContext
 from hybridrl.data.character_tokenizer import build_character_tokenizer
+from hybridrl.data.stored_rows import StoredRows
 from hybridrl.data.task_blocks import (
     TaskSchedule,
     index_tasks,
     number_task,
     sort_by_task,
     split_tasks,
-    store_rows,
 )
 from hybridrl.errors import DataError
 from hybridrl.models.model_loading import make_tiny_model
@@ -177,7 +177,7 @@ def test_pairs_are_sorted_by_task_in_the_order_of_the_data():
 
 
 def test_tasks_with_a_single_pair_are_refused_or_dropped():
-    with pytest.raises(DataError, match="2 of 3 tasks .* single pair, such as `a`"):
+    with pytest.raises(DataError, match=r"2 of 3 tasks .* single pair, such as `a`"):
         sort_by_task(make_pairs("b", "a", "b", "c"), drop=False)
     assert len(sort_by_task(make_pairs("b", "a", "b", "c"), drop=True)) == 2
     with pytest.raises(DataError, match="No task"):
@@ -195,7 +195,7 @@ def test_blocks_of_a_task_are_equal_and_an_epoch_deals_each_once():
     assert all(len(rows) >= 4 for rows in dealt)
     assert np.bincount(whole[: blocks // 5 * len(tasks)]).tolist() == [blocks // 5] * len(tasks)
     again = TaskSchedule(tasks, 3, seed=1)
-    for rows in dealt[:2]:
+    for _ in dealt[:2]:
         again.deal(4)
     resumed = TaskSchedule(tasks, 3, seed=1)
     resumed.load_state(again.state())
@@ -220,7 +220,14 @@ def test_support_and_query_pairs():
     assert 0.3 < np.mean([draw["is_new"].numpy() for draw in draws]) < 0.7
 
 
-def test_stored_rows_are_mapped_in_their_order(tmp_path):
-    rows = sort_by_task(make_pairs("b", "a", "b", "a"), drop=False)
-    found = store_rows(rows, tmp_path / "rows.arrow")
-    assert found.table.equals(rows.table)
+def test_large_data_is_sorted_in_a_file(tmp_path, monkeypatch):
+    pairs = make_pairs("b", "a", "b", "c", "a", "c", "b")
+    expected = sort_by_task(pairs, drop=False)
+    monkeypatch.setattr("hybridrl.data.task_blocks.LARGE_BYTES", 0)
+    monkeypatch.setattr("hybridrl.data.stored_rows._RECORD_ROWS", 3)
+    found = sort_by_task(pairs, False, tmp_path / "tasks")
+    assert isinstance(found, StoredRows) and not list((tmp_path / "tasks").iterdir())
+    for rows in (range(7), [2, 3, 4, 0, 6, 6], []):
+        mine, other = found.take(rows), expected.take(rows)
+        assert mine["task"].equal(other["task"])
+        assert mine.ragged("prompt_ids").values.equal(other.ragged("prompt_ids").values)
