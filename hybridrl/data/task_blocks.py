@@ -54,7 +54,7 @@ def sort_by_task(pairs: Batch, drop: bool, folder: Path | None = None) -> Batch:
             in memory.
 
     Raises:
-        DataError: for such a task, or if no task is left.
+        DataError: for such a task.
     """
     names, first, of_pair, sizes = np.unique(
         np.array(pairs[TASK], dtype=object).astype(str),
@@ -68,8 +68,6 @@ def sort_by_task(pairs: Batch, drop: bool, folder: Path | None = None) -> Batch:
         )
     order = np.argsort(first[of_pair], kind="stable")
     order = order[~small[of_pair[order]]]
-    if not len(order):
-        raise DataError("No task (data.task_column) has two pairs or more.")
     numbers = np.array([number_task(name) for name in names.tolist()], np.int64)
     named = Batch(pairs.table.drop_columns([TASK])).with_columns({TASK: numbers[of_pair]})
     if folder is None or named.nbytes < LARGE_BYTES:
