@@ -67,7 +67,7 @@ SHARED += (f"data.prompts_per_step={PER_STEP}", "eval.every=0", "eval.prompts=40
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--only", choices=("accuracy", "bytes", "rates"))
     options = parser.parse_args()

@@ -65,8 +65,8 @@ def tokenize_preference_pairs(
     Returns:
         A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
         `rejected_ids`, both answers with the end-of-sequence token at their end, `margin`
-        (float32), and with tasks `task`. Pairs of two equal answers, and rows dropped as too long,
-        are counted in a log message.
+        (float32), and with tasks `pair_task`. Pairs of two equal answers, and rows dropped as too
+        long, are counted in a log message.
 
     Raises:
         DataError: if a column is missing, a row is malformed or too long (names the row, counting

@@ -21,7 +21,7 @@ from hybridrl.data.stored_rows import store_rows
 from hybridrl.errors import DataError
 from hybridrl.system.storage import explain_write_errors
 
-TASK = "task"
+TASK = "pair_task"
 """The column of a pair's task: its name as it was read, then the number of `number_task`."""
 TASK_BLOCK_COLUMNS = (TASK, "task_block", "is_query", "is_new", "query_weights")
 """The columns of `split_tasks`."""
@@ -46,7 +46,7 @@ def number_task(name: str) -> int:
 
 def sort_by_task(pairs: Batch, drop: bool, folder: Path | None = None) -> Batch:
     """Return the pairs with those of a task next to each other, in the order of the data, and
-    numbers in the column `task`.
+    numbers in the column `pair_task`.
 
     Args:
         drop: Leave out tasks with a single pair, which can not be split.

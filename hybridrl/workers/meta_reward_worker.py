@@ -22,7 +22,7 @@ from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, TASKS, UPDATE_TASKS, WorkerContext, transfer
-from hybridrl.data.task_blocks import TASK_BLOCK_COLUMNS
+from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.system.device_traits import synchronize_device
@@ -174,7 +174,7 @@ class MetaRewardWorker(TrainedModelWorker):
     def _read_pairs(self, batch: Batch, features: Tensor) -> _TaskPairs:
         blocks, of_pair = torch.unique(_by_pair(batch, "task_block"), return_inverse=True)
         numbers = torch.zeros_like(blocks)
-        numbers[of_pair] = _by_pair(batch, "task")  # a task may have several blocks in a step
+        numbers[of_pair] = _by_pair(batch, TASK)  # a task may have several blocks in a step
         device = features.device
         return _TaskPairs(
             numbers.to(device),

@@ -60,7 +60,7 @@ def make_rows(new=(7,)):
                 lengths = torch.randint(1, 9, (2,), generator=random).tolist()
                 tokens = [torch.randint(3, 12, (n,), generator=random) for n in lengths]
                 row = dict(zip(("prompt_ids", "response_ids"), tokens, strict=True))
-                row |= {"task": task, "task_block": block, "is_query": is_query}
+                row |= {"pair_task": task, "task_block": block, "is_query": is_query}
                 row |= {"is_new": int(task in new), "query_weights": weight[task] * is_query}
                 for name, value in row.items():
                     columns.setdefault(name, []).append(value)
@@ -73,7 +73,7 @@ def plain_step(model, batch, tables, second_order, new=(7,)):
     ids = [torch.tensor(r["prompt_ids"] + r["response_ids"]) for r in batch.to_pylist()]
     hidden = torch.stack([model.model(row[None]).last_hidden_state[0, -1] for row in ids])
     features = hidden @ model.score.weight.T
-    differences, tasks = features[::2] - features[1::2], batch["task"][::2]
+    differences, tasks = features[::2] - features[1::2], batch["pair_task"][::2]
     loss, begins = 0.0, {}
     for task, split in SPLITS.items():
         row = tables.get(task, torch.zeros(3)) if task not in new else torch.zeros(3)
@@ -167,13 +167,13 @@ def test_the_table_of_two_ranks_is_that_of_one(tmp_path):
 
 def make_pairs(*names):
     tokens = [torch.tensor([number]) for number in range(len(names))]
-    return Batch.from_columns({"prompt_ids": tokens, "task": list(names)})
+    return Batch.from_columns({"prompt_ids": tokens, "pair_task": list(names)})
 
 
 def test_pairs_are_sorted_by_task_in_the_order_of_the_data():
     found = sort_by_task(make_pairs("b", "a", "b", "c", "a", "c", "b"), drop=False)
     assert found.ragged("prompt_ids").values.tolist() == [0, 2, 6, 1, 4, 3, 5]
-    assert found["task"].unique().tolist() == sorted(map(number_task, "abc"))
+    assert found["pair_task"].unique().tolist() == sorted(map(number_task, "abc"))
 
 
 def test_tasks_with_a_single_pair_are_refused_or_dropped():
@@ -205,7 +205,7 @@ def test_blocks_of_a_task_are_equal_and_an_epoch_deals_each_once():
 
 def test_support_and_query_pairs():
     numbers = np.repeat([5, 2, 9, 5], [7, 1, 3, 2])
-    pairs = Batch.from_columns({"task": numbers})
+    pairs = Batch.from_columns({"pair_task": numbers})
     meta = MetaConfig(support_pairs=2, new_share=0.5)
     found = split_tasks(pairs, meta, 0, 3)
     query, weights = found["is_query"].numpy(), found["query_weights"].numpy()
@@ -228,5 +228,5 @@ def test_large_data_is_sorted_in_a_file(tmp_path, monkeypatch):
     assert isinstance(found, StoredRows) and not list((tmp_path / "tasks").iterdir())
     for rows in (range(7), [2, 3, 4, 0, 6, 6], []):
         mine, other = found.take(rows), expected.take(rows)
-        assert mine["task"].equal(other["task"])
+        assert mine["pair_task"].equal(other["pair_task"])
         assert mine.ragged("prompt_ids").values.equal(other.ragged("prompt_ids").values)
