@@ -110,7 +110,7 @@ def test_steps_are_those_of_plain_torch(folder, tmp_path, second_order):
         metrics = worker.update_tasks(batch)
         loss, gradients = plain_step(model, batch, rows, second_order)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        assert metrics["loss"] == pytest.approx(float(loss), abs=1e-5)
+        assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         optimizer.step()
         for task, gradient in gradients.items():
