@@ -24,6 +24,7 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, TASKS, UPDATE_TASKS, WorkerContext, transfer
 from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.layout.rank_mesh import MeshCoordinate
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.system.device_traits import synchronize_device
 from hybridrl.system.locations import Location, list_file_sizes, open_reader, parse_location
@@ -157,13 +158,14 @@ class MetaRewardWorker(TrainedModelWorker):
             self._table.load(part["numbers"], part["state"])
 
     def _save_table(self, folder: Location) -> None:
-        mesh = self._engine.mesh
-        index, ranks = mesh.index("dp"), mesh.size("dp")
-        if mesh.place == index * (mesh.size() // ranks) or ranks == mesh.size():
-            if isinstance(folder, Path):
-                folder.mkdir(parents=True, exist_ok=True)
-            file = folder / f"{TABLE_FILE}-{index + 1:05d}-of-{ranks:05d}.safetensors"
-            write_small_file(file, save(self._table.export()))
+        places = dict(self._engine.mesh.coordinates)
+        part = places.pop("dp", MeshCoordinate(0, 1))
+        if any(place.index for place in places.values()):  # others have the same rows
+            return
+        if isinstance(folder, Path):
+            folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{TABLE_FILE}-{part.index + 1:05d}-of-{part.size:05d}.safetensors"
+        write_small_file(file, save(self._table.export()))
 
     def _compute_features(self, batch: Batch) -> Tensor:
         """Compute the reward features of each row, `[rows, features]`: those at its last token."""
