@@ -19,7 +19,7 @@ from hybridrl.trainers import trainer as base
 from hybridrl.trainers.role_spec import RoleSpec
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, StepResult
 
-_TASK_COLUMNS = (*SAMPLE_COLUMNS, *TASK_BLOCK_COLUMNS)
+_TASK_COLUMNS = ("features", *TASK_BLOCK_COLUMNS)
 _ROLE = "reward_model"
 
 
@@ -39,12 +39,15 @@ class Trainer(base.Trainer):
 
     def step(self) -> StepResult:
         batch = self.next_batch()
-        return StepResult(batch, [self._group.update_tasks(batch.select(*_TASK_COLUMNS))])
+        batch |= self._group.compute_features(batch.select(*SAMPLE_COLUMNS))
+        columns = (*SAMPLE_COLUMNS, *_TASK_COLUMNS)
+        return StepResult(batch, [self._group.update_tasks(batch.select(*columns))])
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """Return figures of the query pairs of held-out tasks: `eval/pair_accuracy` and
         `eval/pair_margin` after adapting to their support pairs, and `eval/shared_pair_accuracy`
         before. Tasks that were not learned from begin from the shared start."""
+        held_out |= self._group.compute_features(held_out.select(*SAMPLE_COLUMNS))
         scored = self._group.compute_task_scores(held_out.select(*_TASK_COLUMNS))
         found = (held_out | scored).collect(["scores", "shared_scores", "is_query"])
         if not (query := found["is_query"].bool()).any():

@@ -21,7 +21,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.checkpoint.tensors.tensor_writer import write_small_file
 from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig
-from hybridrl.controller import ONE_TO_ALL, TASKS, UPDATE_TASKS, WorkerContext, transfer
+from hybridrl.controller import ONE_TO_ALL, TASKS, THREE_D, UPDATE_TASKS, WorkerContext, transfer
 from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.layout.rank_mesh import MeshCoordinate
@@ -32,7 +32,7 @@ from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.model_worker import TrainedModelWorker
 from hybridrl.workers.training_engines import ModelSource, build_feature_engine
 
-TASK_COLUMNS = (*SAMPLE_COLUMNS, *TASK_BLOCK_COLUMNS)
+TASK_COLUMNS = ("features", *TASK_BLOCK_COLUMNS)
 TABLE_FILE = "task_table"
 """Begins the names of the files of the table of tasks, one for each data-parallel rank."""
 _GRADIENT = "feature_gradient/"
@@ -84,32 +84,37 @@ class MetaRewardWorker(TrainedModelWorker):
     def model_engine(self) -> TrainEngine:
         return self._engine
 
+    @transfer(THREE_D, reads=SAMPLE_COLUMNS, makes=("features",))
+    def compute_features(self, batch: Batch) -> Batch:
+        """Compute the reward `features` of each row, those at its last token."""
+        with self.phase("score"):
+            values = self._engine.forward(batch).ragged("values").values
+            ends = torch.from_numpy(batch.lengths("response_ids")).cumsum(0) - 1
+            return Batch.from_columns({"features": values.view(-1, self._meta.features)[ends]})
+
     @transfer(TASKS, reads=TASK_COLUMNS, makes=("scores", "shared_scores"))
     def compute_task_scores(self, batch: Batch) -> Batch:
         """Compute the `scores` of each row with the weights that the support pairs of its task
         gave, and the `shared_scores` with the start that all tasks share."""
-        with self.phase("score"):
-            features = self._compute_features(batch)
-            pairs = self._read_pairs(batch, features)
-            weights = self._inner.adapt(
-                self._table.fetch(pairs.numbers),
-                pairs.differences[~pairs.is_query],
-                pairs.of_pair[~pairs.is_query],
-            ).detach()
-            scores = (weights[pairs.of_pair.repeat_interleave(2)] * features).sum(1)
-            columns = {"scores": scores.cpu(), "shared_scores": features[:, 0].cpu()}
-            return Batch.from_columns(columns)
+        features, pairs = self._read_features(batch), self._read_pairs(batch)
+        support = ~pairs.is_query
+        weights = self._inner.adapt(
+            *(self._table.fetch(pairs.numbers), pairs.differences[support], pairs.of_pair[support])
+        ).detach()
+        scores = (weights[pairs.of_pair.repeat_interleave(2)] * features).sum(1)
+        columns = {"scores": scores.cpu(), "shared_scores": features[:, 0].cpu()}
+        return Batch.from_columns(columns)
 
-    @transfer(UPDATE_TASKS, reads=TASK_COLUMNS)
+    @transfer(UPDATE_TASKS, reads=(*SAMPLE_COLUMNS, *TASK_COLUMNS))
     def update_tasks(self, batch: Batch) -> dict[str, float]:
         """Take one step of the outer loop: of the model by the sum of all ranks' gradients, and of
         the rows of the tasks on the ranks that hold them.
 
-        The features are computed twice, so that micro-batches may divide tasks: first the gradient
-        of the loss with respect to all of them is found, then it is passed back through the model.
+        The gradient of the loss with respect to the `features` is found first and then passed back
+        through the model, so that micro-batches may divide tasks.
         """
         with self.phase("train"):
-            pairs = self._read_pairs(batch, self._compute_features(batch))
+            pairs = self._read_pairs(batch)
             is_new = _by_pair(batch, "is_new").bool().to(self._engine.device)
             is_known = torch.ones(len(pairs.numbers), dtype=torch.bool, device=is_new.device)
             is_known[pairs.of_pair[is_new]] = False
@@ -126,11 +131,6 @@ class MetaRewardWorker(TrainedModelWorker):
                 self._table.update(pairs.numbers[is_known], found.rows[is_known])
             synchronize_device(self._engine.device)
         return metrics | self._sum_metrics(pairs, found)
-
-    @transfer(ONE_TO_ALL)
-    def count_table_bytes(self) -> int:
-        """Return the bytes of the table and of tasks' numbers that this rank has sent to others."""
-        return self._table.bytes_sent
 
     @transfer(ONE_TO_ALL)
     def save_model(self, folder: str, dtype: str | None = None) -> None:
@@ -167,16 +167,15 @@ class MetaRewardWorker(TrainedModelWorker):
         file = folder / f"{TABLE_FILE}-{part.index + 1:05d}-of-{part.size:05d}.safetensors"
         write_small_file(file, save(self._table.export()))
 
-    def _compute_features(self, batch: Batch) -> Tensor:
-        """Compute the reward features of each row, `[rows, features]`: those at its last token."""
-        values = self._engine.forward(batch).ragged("values").values.view(-1, self._meta.features)
-        ends = torch.from_numpy(batch.lengths("response_ids")).cumsum(0) - 1
-        return values[ends].to(self._engine.device)
+    def _read_features(self, batch: Batch) -> Tensor:
+        values = batch.ragged("features").values.view(-1, self._meta.features)
+        return values.to(self._engine.device)
 
-    def _read_pairs(self, batch: Batch, features: Tensor) -> _TaskPairs:
+    def _read_pairs(self, batch: Batch) -> _TaskPairs:
         blocks, of_pair = torch.unique(_by_pair(batch, "task_block"), return_inverse=True)
         numbers = torch.zeros_like(blocks)
         numbers[of_pair] = _by_pair(batch, TASK)  # a task may have several blocks in a step
+        features = self._read_features(batch)
         device = features.device
         return _TaskPairs(
             numbers.to(device),

@@ -107,7 +107,7 @@ def test_steps_are_those_of_plain_torch(folder, tmp_path, second_order):
     adams = {task: torch.optim.Adam([row], TASK_RATE) for task, row in rows.items()}
     optimizer = torch.optim.AdamW(model.parameters(), RATE, (0.9, 0.95), weight_decay=0)
     for _ in range(3):
-        metrics = worker.update_tasks(batch)
+        metrics = worker.update_tasks(batch | worker.compute_features(batch))
         loss, gradients = plain_step(model, batch, rows, second_order)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
@@ -128,7 +128,8 @@ def test_steps_are_those_of_plain_torch(folder, tmp_path, second_order):
 
 def test_a_rank_without_rows_changes_nothing(folder):
     worker = build_worker(folder)
-    metrics = worker.update_tasks(make_rows().take([]))
+    batch = make_rows().take([])
+    metrics = worker.update_tasks(batch | worker.compute_features(batch))
     assert metrics["loss"] == metrics["grad_norm"] == 0.0
 
 
