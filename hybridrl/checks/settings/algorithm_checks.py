@@ -201,16 +201,14 @@ def _check_tasks(config: Config) -> None:
         "data.shuffle=false": not data.shuffle,
         f"data.order={data.order}": data.order != "random",
         "actor.lora": config.actor.lora.rank,
-        f"actor.parallel.pp={config.actor.parallel.pp}": config.actor.parallel.pp > 1,
         f"actor.updates_per_step={config.actor.updates_per_step}": (
             config.actor.updates_per_step > 1
         ),
     }
     for setting in (setting for setting, is_set in unread.items() if is_set):
         raise ConfigError(
-            f"{setting}: trainer.name={name} does without: it deals whole tasks in an order of its "
-            "own, makes one update of them, and trains all weights of an unstaged model. Leave it "
-            "out."
+            f"{setting}: trainer.name={name} deals whole tasks in an order of its own, makes one "
+            "update of them, and trains all weights. Leave it out."
         )
 
 
