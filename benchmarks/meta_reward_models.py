@@ -51,6 +51,7 @@ from hybridrl.parallel.sharded_table import ShardedTable
 
 DIGITS = "0123456789"
 ANNOTATORS, PAIRS, NEW, SUPPORT, QUERY = 200, 20, 60, 5, 20
+SIDES = ("chosen_ids", "rejected_ids")
 COMMON, SPREAD = np.array([0.4, 0.4, 0.0, 0.0]), 1.0
 """Weights of the four qualities that all annotators share, and how far each is from them."""
 PER_STEP = 400
@@ -170,20 +171,22 @@ def tune(model: Any, pairs: Batch, head_only: bool, rate: float, steps: int) -> 
     parameters = [model.score.weight] if head_only else list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
     for _ in range(steps):
-        margins = [
-            model.score(hidden(model, row, "chosen_ids") - hidden(model, row, "rejected_ids"))
-            for row in rows[:SUPPORT]
-        ]
-        F.softplus(-torch.cat(margins)).mean().backward()
+        chosen, rejected = (hidden(model, rows[:SUPPORT], side) for side in SIDES)
+        F.softplus(-model.score(chosen - rejected)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return compute_differences(model, pairs.slice(SUPPORT, len(pairs)))[:, 0]
+    with torch.no_grad():
+        chosen, rejected = (hidden(model, rows[SUPPORT:], side) for side in SIDES)
+        return model.score(chosen - rejected)[:, 0]  # type: ignore[no-any-return]
 
 
-def hidden(model: Any, row: dict[str, Any], side: str) -> Tensor:
-    ids = torch.tensor([row["prompt_ids"] + row[side]])
-    found: Tensor = model.model(input_ids=ids).last_hidden_state[0, -1]
-    return found
+def hidden(model: Any, rows: list[dict[str, Any]], side: str) -> Tensor:
+    """Return the states at the last tokens of rows, which what pads them after these leaves as they
+    are."""
+    ids = [torch.tensor(row["prompt_ids"] + row[side]) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
+    found: Tensor = model.model(input_ids=padded).last_hidden_state
+    return found[torch.arange(len(ids)), torch.tensor([len(one) - 1 for one in ids])]
 
 
 def accuracy(margins: Tensor) -> float:

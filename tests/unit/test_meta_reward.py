@@ -1,6 +1,8 @@
 """Reward models that adapt to tasks: a step against plain torch, the table on ranks, how pairs are
 read, dealt and split, and what is refused."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller import WorkerContext
+from hybridrl.controller.transfer_protocol import PartitionSelection
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.stored_rows import StoredRows
 from hybridrl.data.task_blocks import (
@@ -138,10 +141,16 @@ def test_the_table_of_two_ranks_is_that_of_one(tmp_path):
     asked = [torch.tensor([4, 9, 4, 2**62 + 1]), torch.tensor([9, 7])]
     random = torch.Generator().manual_seed(0)
     sent = [torch.randn(len(numbers), 2, generator=random) for numbers in asked]
+    numbers, gradients = torch.cat(asked), torch.cat(sent)
+    expected = torch.zeros(len(numbers), 2, requires_grad=True)
+    expected.grad = torch.stack([gradients[numbers == n].sum(0) for n in numbers])
+    adam = torch.optim.Adam([expected], 0.1)
+    for _ in range(3):
+        adam.step()
     one = ShardedTable(2, 0.1, None, torch.device("cpu"))
     for _ in range(3):
-        one.update(torch.cat(asked), torch.cat(sent))
-    expected = one.fetch(torch.cat(asked))
+        one.update(numbers, gradients)
+    torch.testing.assert_close(one.fetch(numbers), expected := expected.detach())
 
     def program(rank):
         table = ShardedTable(2, 0.1, torch.distributed.group.WORLD, torch.device("cpu"))
@@ -164,6 +173,25 @@ def test_the_table_of_two_ranks_is_that_of_one(tmp_path):
     # Of rank 0: in each update two numbers and two rows that rank 1 holds (9 and 2**62 + 1), in the
     # last fetch the numbers again and rank 1's row of no number of its own.
     assert found[0][2] == 3 * 2 * (8 + 8) + 2 * 8
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 5, 2, 1], [4], [1, 9]])
+def test_blocks_stay_together_on_ranks(sizes):
+    blocks = np.repeat(np.arange(len(sizes)), 2 * np.array(sizes))
+    rows = Batch.from_columns(
+        {"prompt_ids": list(torch.ones(len(blocks), 3)), "task_block": blocks}
+    )
+    by = ("tokens", 2, math.inf, "task_block")
+    parts = [PartitionSelection(n, 2, *by).rows(InlineTable(rows)) for n in (0, 1)]
+    assert sorted(np.concatenate(parts)) == list(range(len(blocks)))
+    assert not set(blocks[parts[0]]) & set(blocks[parts[1]])
+
+
+class InlineTable:
+    def __init__(self, rows):
+        self.num_rows = lambda: len(rows)
+        self.tokens = lambda: {"prompt_ids": rows.lengths("prompt_ids")}
+        self.read = lambda numbers, names: rows.select(names).take(numbers)
 
 
 def make_pairs(*names):
