@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from hybridrl.config.schema import ActorConfig
 from hybridrl.controller import ONE_TO_ALL, TASKS, THREE_D, UPDATE_TASKS, WorkerContext, transfer
 from hybridrl.data.task_blocks import TASK, TASK_BLOCK_COLUMNS
 from hybridrl.engine.train_engine import TrainEngine
+from hybridrl.errors import ConfigError, StorageError
 from hybridrl.layout.rank_mesh import MeshCoordinate
 from hybridrl.parallel.sharded_table import ShardedTable
 from hybridrl.system.device_traits import synchronize_device
@@ -35,6 +37,7 @@ from hybridrl.workers.training_engines import ModelSource, build_feature_engine
 TASK_COLUMNS = ("features", *TASK_BLOCK_COLUMNS)
 TABLE_FILE = "task_table"
 """Begins the names of the files of the table of tasks, one for each data-parallel rank."""
+_ENDING = ".safetensors"
 _GRADIENT = "feature_gradient/"
 
 
@@ -147,8 +150,10 @@ class MetaRewardWorker(TrainedModelWorker):
     @transfer(ONE_TO_ALL)
     def start_saving(self, folder: str, copy: str | None = None) -> None:
         super().start_saving(folder, copy)
-        for place in filter(None, (folder, copy)):
-            self._save_table(parse_location(place))
+        self._save_table(parse_location(folder))
+        if copy is not None:
+            with suppress(StorageError):  # the state is on the disk all the same
+                self._save_table(parse_location(copy))
 
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
@@ -164,8 +169,11 @@ class MetaRewardWorker(TrainedModelWorker):
             return
         if isinstance(folder, Path):
             folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{TABLE_FILE}-{part.index + 1:05d}-of-{part.size:05d}.safetensors"
-        write_small_file(file, save(self._table.export()))
+            for file in folder.glob(f"{TABLE_FILE}-*") if part.index == 0 else ():
+                if not file.name.endswith(f"-of-{part.size:05d}{_ENDING}"):
+                    file.unlink()  # of a run on another number of ranks
+        name = f"{TABLE_FILE}-{part.index + 1:05d}-of-{part.size:05d}{_ENDING}"
+        write_small_file(folder / name, save(self._table.export()))
 
     def _read_features(self, batch: Batch) -> Tensor:
         values = batch.ragged("features").values.view(-1, self._meta.features)
@@ -207,12 +215,21 @@ class MetaRewardWorker(TrainedModelWorker):
 
 
 def load_task_table(folder: Location) -> list[Mapping[str, Tensor]]:
-    """Read the table of tasks of a folder, as each rank has written its part."""
+    """Read the table of tasks of a folder, as each rank has written its part.
+
+    Raises:
+        ConfigError: if parts are missing.
+    """
     found: list[Mapping[str, Tensor]] = []
-    for name in sorted(list_file_sizes(folder)):
-        if name.startswith(TABLE_FILE):
-            with open_reader(folder / name) as stream:
-                found.append(load(stream.read()))
+    names = [name for name in list_file_sizes(folder) if name.startswith(TABLE_FILE)]
+    if not names or len(names) != int(names[0].removesuffix(_ENDING).rpartition("-")[2]):
+        raise ConfigError(
+            f"{folder} has {len(names)} files `{TABLE_FILE}-*`, not all parts of the table of "
+            "tasks of algorithm=meta_reward_model. Take another step, or bring the files back."
+        )
+    for name in names:
+        with open_reader(folder / name) as stream:
+            found.append(load(stream.read()))
     return found
 
 

@@ -23,10 +23,10 @@ from hybridrl.data.task_blocks import (
     sort_by_task,
     split_tasks,
 )
-from hybridrl.errors import DataError
+from hybridrl.errors import ConfigError, DataError
 from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.parallel.sharded_table import ShardedTable
-from hybridrl.workers.meta_reward_worker import MetaRewardWorker
+from hybridrl.workers.meta_reward_worker import MetaRewardWorker, load_task_table
 from hybridrl.workers.training_engines import ModelSource
 
 RATE, TASK_RATE, STEPS, INNER_RATE = 1e-3, 0.02, 3, 0.7
@@ -259,3 +259,18 @@ def test_large_data_is_sorted_in_a_file(tmp_path, monkeypatch):
         mine, other = found.take(rows), expected.take(rows)
         assert mine["pair_task"].equal(other["pair_task"])
         assert mine.ragged("prompt_ids").values.equal(other.ragged("prompt_ids").values)
+
+
+def test_a_table_is_whole_and_replaces_that_of_other_ranks(folder, tmp_path):
+    worker = build_worker(folder)
+    with pytest.raises(ConfigError, match="has 0 files"):
+        load_task_table(tmp_path)
+    for part in (1, 2):
+        (tmp_path / f"task_table-{part:05d}-of-00002.safetensors").touch()
+    worker.save_model(str(tmp_path))
+    assert [len(part["numbers"]) for part in load_task_table(tmp_path)] == [0]
+    (tmp_path / "task_table-00001-of-00001.safetensors").rename(
+        tmp_path / "task_table-00001-of-00003.safetensors"
+    )
+    with pytest.raises(ConfigError, match="has 1 files"):
+        load_task_table(tmp_path)
