@@ -33,6 +33,7 @@ TAKES = {
     "hangs": "20 minutes",
     "loading": "15 minutes",
     "low_bit_training": "an hour",
+    "meta_reward_models": "20 minutes",
     "mixed_devices": "5 minutes",
     "mixed_generation": "10 minutes",
     "operator_cost": "half an hour",

@@ -18,6 +18,7 @@ from hybridrl.controller.transfer_protocol import TransferSpec
 from hybridrl.trainers.policy_trainer import PolicyTrainer
 from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
+from hybridrl.workers.meta_reward_worker import MetaRewardWorker
 from hybridrl.workers.reference_worker import ReferenceWorker
 from hybridrl.workers.reward_model_worker import RewardModelWorker
 from hybridrl.workers.reward_worker import RewardWorker
@@ -77,6 +78,7 @@ GROUPS = [
     Group("`critic`", CriticWorker, {"prefix": ""}),
     Group("`cost_critic`", CriticWorker, {"prefix": "cost_"}),
     Group("`reward_model`", RewardModelWorker),
+    Group("`reward_model` of `algorithm=meta_reward_model`", MetaRewardWorker),
 ]
 
 

@@ -31,6 +31,7 @@ COMMANDS = {
         "checkpoint_command",
         "lists, verifies, compares, exports and removes checkpoints",
     ),
+    "adapt": ("adapt_command", "makes a reward model for an annotator from a few pairs"),
     "cluster": ("cluster_command", "measures devices and links, for plans"),
     "calibrate": ("calibrate", "measures what pieces of work take on this machine, for plans"),
     "report": (

@@ -19,10 +19,15 @@ SUPERVISED = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation")
 RESPONSES = AppliesIf(
     *("trainer.name=sft", "trainer.name=offline_distillation"),
     *("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto"),
+    "trainer.name=meta_reward_model",
 )
-PAIRS = AppliesIf("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto")
+PAIRS = AppliesIf(
+    *("trainer.name=dpo", "trainer.name=reward_model", "trainer.name=kto"),
+    "trainer.name=meta_reward_model",
+)
 GIVEN = AppliesIf("trainer.name=sft", "trainer.name=offline_distillation", "trainer.name=kto")
 RANKABLE = AppliesIf("trainer.name=dpo", "trainer.name=reward_model")
+_OF_TASKS = AppliesIf("trainer.name=meta_reward_model")
 _RANKED, _UNRANKED = AppliesIf(".ranked_column"), AppliesIf(".ranked_column=null")
 _WITH_FILES = AppliesIf("data.path")
 RENDERED = AppliesIf(
@@ -92,6 +97,9 @@ class DataConfig:
     """Preference pairs: the worse response."""
     margin_column: Annotated[NameOrPath | None, RANKABLE, _UNRANKED] = None
     """Preference pairs: how much better the chosen response is; null: 0 for all."""
+    task_column: Annotated[NameOrPath | None, _OF_TASKS] = None
+    """Preference pairs of many tasks: a column with the name, text or a whole number, of the
+    annotator, domain or user that a pair is of."""
     ranked_column: Annotated[NameOrPath | None, RANKABLE] = None
     """Preference pairs of rankings: a column with a list of responses, the best one first, in place
     of the columns of pairs; null: rows are pairs."""

@@ -31,6 +31,7 @@ from hybridrl.config.constraints import (
 from hybridrl.config.data_schema import DataConfig
 from hybridrl.config.environment_schema import EnvironmentConfig, is_served
 from hybridrl.config.eval_schema import EvalConfig, EvalSetConfig, EvalStopConfig
+from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.model_schema import (
     CHECKPOINTING_MODES,
     FULL_FORMAT,
@@ -329,6 +330,8 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     preference: Annotated[PreferenceConfig | None, PREFERENCES] = None
     """Set by `algorithm=dpo`, `algorithm=online_dpo` and `algorithm=reward_model`."""
+    meta: Annotated[MetaConfig | None, AppliesIf("trainer.name=meta_reward_model")] = None
+    """Set by `algorithm=meta_reward_model`."""
     expert: Annotated[ExpertIterationConfig | None, AppliesIf("trainer.name=expert_iteration")] = (
         None
     )

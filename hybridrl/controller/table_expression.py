@@ -344,7 +344,8 @@ class SelectedTable(TableExpression):
     def needed(self, wanted: RequestedColumns) -> TableExpression | None:
         if isinstance(self.choice, PartitionSelection) and self.choice.balance == "tokens":
             # The rows must be the same, whatever is read of them.
-            names, found = wanted.names.union(TOKEN_COLUMNS), wanted.found.difference(TOKEN_COLUMNS)
+            by = {*TOKEN_COLUMNS, *filter(None, [self.choice.group_column])}
+            names, found = wanted.names.union(by), wanted.found.difference(by)
             wanted = RequestedColumns(names, wanted.others, found)
         needed = self.table.needed(wanted)
         return SelectedTable(needed, self.choice) if needed else None

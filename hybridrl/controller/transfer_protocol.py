@@ -83,6 +83,7 @@ class PartitionSelection:
 
     Attributes:
         attention_length: With `balance="tokens"`, see `compute_row_costs`.
+        group_column: Neighbouring rows with one value in this column are never separated either.
     """
 
     index: int
@@ -90,6 +91,7 @@ class PartitionSelection:
     balance: Literal["rows", "tokens"] = "rows"
     together: int = 1
     attention_length: float = math.inf
+    group_column: str | None = None
 
     def known_rows(self, table: TableExpression) -> int | None:
         if self.balance == "tokens" or table.known_rows is None:
@@ -104,6 +106,8 @@ class PartitionSelection:
                 f"{count * self.together + rest} rows cannot be dealt out {self.together} at a "
                 "time."
             )
+        if self.group_column is not None and self.parts > 1 and count:
+            return self._groups_of(table, self.group_column)
         if self.balance == "rows" or self.parts == 1 or not count:
             units = np.arange(*self._block(count))
         else:
@@ -111,6 +115,18 @@ class PartitionSelection:
             costs = compute_row_costs(tokens, self.attention_length)
             units = self._balanced(costs.reshape(count, self.together).sum(1))
         return (units[:, None] * self.together + np.arange(self.together)).reshape(-1)
+
+    def _groups_of(self, table: TableExpression, column: str) -> Rows:
+        """Return the rows of the groups of the part."""
+        found = table.read(np.arange(table.num_rows()), frozenset({column}))
+        if found is None:
+            raise DataError(f"Rows are dealt out by the column `{column}`, which is not there.")
+        starts = np.flatnonzero(np.diff(found[column].numpy(), prepend=np.nan) != 0)
+        ends = np.append(starts[1:], len(found))
+        tokens = sum(table.tokens().values(), start=np.zeros(len(found), np.int64))
+        costs = np.add.reduceat(compute_row_costs(tokens, self.attention_length), starts)
+        mine = [np.arange(starts[unit], ends[unit]) for unit in self._balanced(costs)]
+        return np.concatenate([np.empty(0, np.int64), *mine])
 
     def _block(self, count: int) -> tuple[int, int]:
         """Return the first unit of the part and the first one after it, if all parts have equally
@@ -147,6 +163,7 @@ class TransferProtocol:
         balance: How rows are cut into parts: `rows` cuts consecutive blocks of equal count;
             `tokens` balances what their tokens cost the worker (`Worker.attention_length`).
         rows_together: So many neighbouring rows go to the same rank.
+        group_column: Neighbouring rows that are equal in this column go to the same rank.
     """
 
     split: tuple[str, ...] = ()
@@ -154,6 +171,7 @@ class TransferProtocol:
     answers: Literal["all", "one"] = "all"
     balance: Literal["rows", "tokens"] = "rows"
     rows_together: int = 1
+    group_column: str | None = None
 
     def part(self, coordinates: Mapping[str, MeshCoordinate]) -> tuple[int, int]:
         """Return the part that the rank at `coordinates` gets, and the number of parts."""
@@ -202,6 +220,11 @@ UPDATE = TransferProtocol(split=("dp",), speakers={"pp": -1}, answers="one", bal
 
 UPDATE_PAIRS = replace(UPDATE, rows_together=2)
 """Like `UPDATE`, for a loss that compares neighbouring rows: chosen and rejected."""
+
+TASKS = replace(THREE_D, rows_together=2, group_column="task_block")
+"""Like `THREE_D`, for pairs of many tasks: all pairs of a block go to the same rank."""
+UPDATE_TASKS = replace(UPDATE, rows_together=2, group_column="task_block")
+"""Like `UPDATE`, for a loss that compares the pairs of a task."""
 
 
 class PartialTable(NamedTuple):
@@ -284,7 +307,10 @@ class MethodTransfer:
             attention_length: Of the worker.
         """
         together = copies if self.copies_together else self.protocol.rows_together
-        return PartitionSelection(index, parts, self.protocol.balance, together, attention_length)
+        column = self.protocol.group_column
+        return PartitionSelection(
+            *(index, parts, self.protocol.balance, together, attention_length, column)
+        )
 
 
 def transfer(

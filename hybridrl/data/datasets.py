@@ -59,6 +59,7 @@ _TASK_COLUMNS = {
     "response_column": "answer",
     "chosen_column": "chosen",
     "rejected_column": "rejected",
+    "task_column": "annotator",
 }
 """Keys of a task's rows, by the setting that names the column of files."""
 
@@ -161,6 +162,8 @@ def load_preference_pairs(
     columns = _name_columns(config, *named, "ranked_column", "scores_column")
     if columns["ranked_column"] is not None:
         columns |= dict.fromkeys(named[1:])
+    if config.task_column is not None:
+        columns |= _name_columns(config, "task_column")
     # The prompt may stand in the conversations instead; `tokenize_preference_pairs` finds out.
     return _load_splits(
         *(config, origin, tokenizer, held_out, seed, "pairs", tokenize_preference_pairs, columns),

@@ -1,5 +1,5 @@
-"""The split into rows to learn from and rows to evaluate on; all rows of a prompt are on one
-side."""
+"""The split into rows to learn from and rows to evaluate on; all rows of a prompt, or of a task,
+are on one side."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from hybridrl.batch.batch import Batch
 from hybridrl.data.row_keys import compute_tokens_keys
 from hybridrl.data.supervised_examples import CONVERSATION
+from hybridrl.data.task_blocks import TASK
 
 MAX_HELD_OUT_SHARE = 0.2
 """Of the rows, held out of data that has no others to evaluate on."""
@@ -33,8 +34,8 @@ class DataSplits(NamedTuple):
 
 
 def split_held_out(rows: Batch, number: int, seed: int) -> DataSplits:
-    """Draw rows to evaluate on, at most a fifth of all; rows of one prompt stay together, and both
-    sides keep the order of the data.
+    """Draw rows to evaluate on, at most a fifth of all; rows of one prompt, or task, stay together,
+    and both sides keep the order of the data.
 
     Args:
         rows: Tokenized, with `prompt_ids`.
@@ -42,6 +43,15 @@ def split_held_out(rows: Batch, number: int, seed: int) -> DataSplits:
         seed: Of the draw.
     """
     left = min(number, int(MAX_HELD_OUT_SHARE * len(rows)))
+    is_held_out = _draw_prompts(rows, left, seed)
+    if not is_held_out.any():
+        return DataSplits(rows, None)
+    training, held_out = (rows.take(np.flatnonzero(of)) for of in (~is_held_out, is_held_out))
+    return DataSplits(training, held_out)
+
+
+def _draw_prompts(rows: Batch, left: int, seed: int) -> npt.NDArray[np.bool_]:
+    """Return which rows are drawn: all of a prompt or none, at most `left`."""
     prompts = _number_prompts(rows)
     sizes = np.bincount(prompts)
     drawn = []
@@ -51,15 +61,15 @@ def split_held_out(rows: Batch, number: int, seed: int) -> DataSplits:
             left -= sizes[prompt]
         if not left:
             break
-    is_held_out = np.isin(prompts, drawn)
-    if not is_held_out.any():
-        return DataSplits(rows, None)
-    training, held_out = (rows.take(np.flatnonzero(of)) for of in (~is_held_out, is_held_out))
-    return DataSplits(training, held_out)
+    return np.isin(prompts, drawn)
 
 
 def sample_batch_rows(rows: Batch, number: int, seed: int) -> Batch:
-    """Draw `number` of the rows, which keep their order; all rows if there are fewer."""
+    """Draw `number` of the rows, which keep their order; all rows if there are fewer. Tasks are
+    drawn as wholes."""
+    if TASK in rows and len(rows) > number:
+        is_drawn = _draw_prompts(rows, number, seed)
+        return rows.take(np.flatnonzero(is_drawn)) if is_drawn.any() else rows
     drawn = np.random.default_rng([_SEED_STREAM, seed]).permutation(len(rows))[:number]
     return rows if len(rows) <= number else rows.take(np.sort(drawn))
 
@@ -67,6 +77,8 @@ def sample_batch_rows(rows: Batch, number: int, seed: int) -> Batch:
 def _number_prompts(rows: Batch) -> npt.NDArray[np.int64]:
     """Return a number for each row that is the same for rows with the same prompt; they count from
     0 in the order of first appearance."""
+    if TASK in rows:
+        return np.unique(np.array(rows[TASK], dtype=object).astype(str), return_inverse=True)[1]
     keys = compute_tokens_keys(rows)
     if CONVERSATION in rows:  # whose rows have several prompts, each the beginning of the next
         heads = rows[CONVERSATION].numpy()

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from hybridrl.batch.batch import Batch
+from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import Config, DataConfig, is_served
 from hybridrl.data.datasets import (
     check_eval_data_separate,
@@ -25,7 +26,9 @@ from hybridrl.data.mixture import load_mixture, parse_sources
 from hybridrl.data.preference_pairs import split_pairs_into_samples
 from hybridrl.data.row_origin import DATA, RowOrigin
 from hybridrl.data.table_columns import table_of
-from hybridrl.errors import ConfigError
+from hybridrl.data.task_blocks import sort_by_task, split_tasks
+from hybridrl.errors import ConfigError, DataError
+from hybridrl.system.content_cache import find_cache_folder
 from hybridrl.system.storage import explain_write_errors
 
 LOADERS = {
@@ -81,6 +84,14 @@ def load_job_data(
     else:
         found = load(config.data, DATA, held_out)
     training, kept, examples = found
+    if kind == "pairs" and config.data.task_column is not None:
+        drop = config.data.bad_rows == "drop"
+        training = sort_by_task(training, drop, find_cache_folder(config.cache) / "tasks")
+        if not len(training):
+            raise DataError("No task (data.task_column) has two pairs or more to learn from.")
+        if kept is not None:
+            meta, kept = config.meta or MetaConfig(), sort_by_task(kept, drop=True)
+            kept = split_tasks(kept, meta, config.run.seed) if len(kept) else None
     if kind == "pairs" and kept is not None:
         kept = split_pairs_into_samples(kept)
     batches = [training] if kept is None else [training, kept]

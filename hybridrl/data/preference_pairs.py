@@ -23,6 +23,7 @@ from hybridrl.data.message_cells import (
 from hybridrl.data.ranked_responses import list_ranked_pairs
 from hybridrl.data.row_origin import DataRow
 from hybridrl.data.row_reader import RowReader, check_some, only_rows
+from hybridrl.data.task_blocks import TASK
 from hybridrl.errors import DataError, RowError
 
 _SPEAKER = re.compile(r"(?:\A|\n\n)(Human|Assistant): ?")
@@ -45,6 +46,7 @@ def tokenize_preference_pairs(
     margin_column: str | None = None,
     ranked_column: str | None = None,
     scores_column: str | None = None,
+    task_column: str | None = None,
 ) -> Batch:
     """Tokenize pairs of responses to one prompt, the better one and the worse one.
 
@@ -58,12 +60,13 @@ def tokenize_preference_pairs(
         ranked_column: Lists of answers, of which `list_ranked_pairs` makes the pairs, in place of
             the columns above; None: there are none.
         scores_column: Of the scores of those answers; None: the lists begin with the best one.
+        task_column: Of the names of tasks; None: there are none.
 
     Returns:
         A batch with one row per pair: the token-level columns `prompt_ids`, `chosen_ids` and
-        `rejected_ids`, both answers with the end-of-sequence token at their end, and `margin`
-        (float32). Pairs of two equal answers, and rows dropped as too long, are counted in a log
-        message.
+        `rejected_ids`, both answers with the end-of-sequence token at their end, `margin`
+        (float32), and with tasks `pair_task`. Pairs of two equal answers, and rows dropped as too
+        long, are counted in a log message.
 
     Raises:
         DataError: if a column is missing, a row is malformed or too long (names the row, counting
@@ -86,6 +89,7 @@ def tokenize_preference_pairs(
         ]
         texts_of_rows = sides[0]
     margins = _read_margins(reader, rows, margin_column)
+    tasks = _read_tasks(reader, rows, task_column) if task_column is not None else None
     check_some(sides[0])
     columns = _PairColumns(prompt_column, *names)
     if prompt_column is not None and (
@@ -155,7 +159,10 @@ def tokenize_preference_pairs(
     by_rank = np.array([pair.margin for pair in pairs], dtype=np.float32)
     margins = margins[numbers] if ranked_column is None else by_rank
     columns_of_tokens = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids, "margin": margins}
-    return only_rows(Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens}), kept)
+    batch = Batch.from_columns({"prompt_ids": prompt_ids, **columns_of_tokens})
+    if tasks is not None:
+        batch = batch.with_columns({TASK: [tasks[number] for number in numbers]})
+    return only_rows(batch, kept)
 
 
 def split_pairs_into_samples(pairs: Batch) -> Batch:
@@ -281,6 +288,20 @@ def _read_shared_prompt(
 def _stripped_contents(messages: list[Message]) -> list[Any]:
     contents = [message.get("content") for message in messages]
     return [text.strip() if isinstance(text, str) else text for text in contents]
+
+
+def _read_tasks(reader: RowReader, rows: pa.Table, task_column: str) -> list[str]:
+    def read(row: DataRow, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).strip():
+            raise RowError(
+                f"{row} has {value!r} in the column `{task_column}` (`{row / 'task_column'}`), "
+                "expected the name of an annotator, domain or user: text or a whole number.",
+                "without a task",
+            )
+        return str(value)
+
+    found = reader.refused.map(read, reader.cells(rows, task_column, "task_column"))
+    return ["" if name is None else name for name in found]
 
 
 def _read_margins(reader: RowReader, rows: pa.Table, margin_column: str | None) -> np.ndarray:

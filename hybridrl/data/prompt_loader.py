@@ -20,6 +20,7 @@ from hybridrl.data.mixture import SOURCE_COLUMN, DataSource, SourceProportions, 
 from hybridrl.data.prefix_order import PrefixOrder
 from hybridrl.data.row_keys import compute_row_keys
 from hybridrl.data.samplers import build_sampler, draw_rows
+from hybridrl.data.task_blocks import TASK, TaskSchedule
 from hybridrl.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -150,13 +151,15 @@ class PromptLoader(Iterator[Batch]):
 Rows = npt.NDArray[np.int64]
 
 
-def build_row_schedule(config: Config, rows: Batch) -> RowSchedule | MixtureSchedule:
-    """Build the row schedule of a run: one source, or a mixture of several.
+def build_row_schedule(config: Config, rows: Batch) -> RowSchedule | MixtureSchedule | TaskSchedule:
+    """Build the row schedule of a run: one source, a mixture of several, or pairs of many tasks.
 
     Raises:
         ConfigError: if the sampler will not do for these rows.
         DataError: if a source has none.
     """
+    if config.meta is not None and TASK in rows:
+        return TaskSchedule(rows[TASK].numpy(), config.meta.task_pairs, config.run.seed)
     sources = parse_sources(config.data)
     return MixtureSchedule(config, rows, sources) if sources else RowSchedule(config, rows)
 

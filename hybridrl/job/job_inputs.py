@@ -29,6 +29,7 @@ from hybridrl.data.job_data import JobData, load_job_data, longest
 from hybridrl.data.mixture import collect_task_characters
 from hybridrl.data.refused_rows import checked_by, collected
 from hybridrl.data.row_keys import TEXT_KEY, TOKENS_KEY, remove_keys
+from hybridrl.data.task_blocks import TASK
 from hybridrl.data.token_cache import used_by
 from hybridrl.environments.rows import check_environment_loads
 from hybridrl.errors import ConfigError, ErrorCollector
@@ -236,7 +237,7 @@ def _report_on(
     if not is_served(config.rollout, config.environment):  # a program sends messages of its own
         shown = show_first_row(rows.training, tokenizer)
     kept = {}
-    if (held_out := rows.held_out) is not None:
+    if (held_out := rows.held_out) is not None and TASK not in held_out:  # tasks share prompts
         if kind == "pairs":
             held_out = held_out.take(range(0, len(held_out), 2))  # two rows of each prompt
         kept[HELD_OUT_NAME] = held_out

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from hybridrl.algorithms import BradleyTerryObjective
 from hybridrl.checks.models.tokenizer_checks import find_end_tokens
 from hybridrl.config.effective_settings import is_effective
+from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import (
     FULL_FORMAT,
@@ -43,6 +44,7 @@ from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.generator_worker import GeneratorWorker
 from hybridrl.workers.llm_judge import JudgeSetup
+from hybridrl.workers.meta_reward_worker import MetaRewardWorker
 from hybridrl.workers.reference_worker import ReferenceWorker
 from hybridrl.workers.reward_model_worker import RewardModelWorker
 from hybridrl.workers.reward_worker import RewardWorker, ScoredSources
@@ -253,6 +255,14 @@ def _make_reward_model_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     }
 
 
+def _make_meta_reward_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
+    return {
+        **_make_model_keywords(job, role),
+        "meta": job.config.meta or MetaConfig(),
+        "updates": _count_updates(job.config),
+    }
+
+
 def _make_reward_keywords(job: PreparedJob, role: str, kind: str) -> _WorkerKeywords:
     config: RewardConfig = getattr(job.config, kind)
     sets = resolve_eval_sets(job.config) if kind == "reward" else {}
@@ -303,6 +313,7 @@ WORKER_BUILDERS: dict[str, tuple[type[Worker], Callable[[PreparedJob, str], _Wor
     "reward": (RewardWorker, partial(_make_reward_keywords, kind="reward")),
     "cost": (RewardWorker, partial(_make_reward_keywords, kind="cost")),
     "reward_model": (RewardModelWorker, _make_reward_model_keywords),
+    "meta_reward_model": (MetaRewardWorker, _make_meta_reward_keywords),
 }
 """The worker class and default keyword arguments of each kind of
 `hybridrl.trainers.role_spec.WORKER_DEFAULTS`."""

@@ -103,6 +103,22 @@ def open_model(
     return found
 
 
+def open_feature_model(
+    path: str, features: int, seed: int
+) -> tuple[PreTrainedModel, TensorReader | None]:
+    """Open the model at `path` as `open_model` does, on the CPU, with a head of several outputs:
+    the first is the scalar head of `path`, or zeros; the others are random."""
+    model = load_model(path, "float32", scalar=True, needs_head=False)
+    files = _files_of(path, _config_of(path, True), model)
+    first = model.score.weight.data
+    random = torch.Generator().manual_seed(seed)
+    others = torch.randn(features - 1, first.shape[1], generator=random) / first.shape[1] ** 0.5
+    model.score = torch.nn.Linear(first.shape[1], features, bias=False)
+    model.score.weight.data = torch.cat([first, others])
+    model.config.num_labels = model.num_labels = features
+    return model, files
+
+
 def _config_of(path: str, scalar: bool) -> PretrainedConfig:
     config = load_model_config(path)
     if scalar:
@@ -149,7 +165,8 @@ def check_single_label(config: PretrainedConfig, who: str) -> None:
     if classifies and config.num_labels != 1:
         raise ConfigError(
             f"{who} classifies into {config.num_labels} labels; a critic or a reward model has "
-            "one (num_labels=1)."
+            "one (num_labels=1). Of a model of algorithm=meta_reward_model, `hybridrl adapt` makes "
+            "one."
         )
 
 

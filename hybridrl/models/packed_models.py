@@ -403,6 +403,18 @@ class ScalarModel(PackedModel):
         return {"values": self.head(hidden).sum(1).float()}  # one column; FSDP wants no view
 
 
+class FeatureModel(ScalarModel):
+    """A scalar model whose head has several outputs, the reward features of each token."""
+
+    def shapes(self, **options: Any) -> dict[str, tuple[int, ...]]:
+        return {"values": (self.inner.config.num_labels,)}
+
+    def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
+        """Return the `values` of the response tokens, `[response tokens, features]`."""
+        hidden = self.hidden(samples).index_select(0, samples.predictors + self.shift)
+        return {"values": self.head(hidden).float()}
+
+
 def _log_probs(
     head: nn.Linear,
     hidden: torch.Tensor,

@@ -15,6 +15,7 @@ from hybridrl.controller import BatchRef
 from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
 from hybridrl.data.prompt_loader import PromptLoader, build_row_schedule
 from hybridrl.data.row_keys import remove_keys
+from hybridrl.data.task_blocks import split_tasks
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.run_files.recorded_steps import DATA, DriverActivity
 from hybridrl.trainers.update_columns import loss_weights
@@ -178,6 +179,8 @@ class DataFeed:
         batch = self.data.take(rows)
         groups = np.arange(self._numbered, self._numbered + len(rows))
         if self.kind == "pairs":
+            if self.config.meta is not None:
+                batch = split_tasks(batch, self.config.meta, self.config.run.seed, self._numbered)
             return _PreparedBatch(groups, rows, self.put(split_pairs_into_samples(batch)))
         return _PreparedBatch(groups, rows, self.put(batch.with_columns({"group_id": groups})))
 

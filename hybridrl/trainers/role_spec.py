@@ -48,6 +48,9 @@ WORKER_DEFAULTS = {
     "reward_model": WorkerDefaults(
         trains=True, scalar=True, takes=("path", "parallel", "optimizer")
     ),
+    "meta_reward_model": WorkerDefaults(
+        trains=True, scalar=True, takes=("path", "parallel", "optimizer")
+    ),
 }
 """The built-in workers, by the name that a `RoleSpec` gives."""
 SCORING_WORKERS = ("reward", "cost")
@@ -59,7 +62,8 @@ class RoleSpec:
     """A role of a driver program. Fields that are None take the default of the kind of worker.
 
     Attributes:
-        worker: A built-in kind (`actor`, `critic`, `reference`, `reward`, `cost`, `reward_model`),
+        worker: A built-in kind (`actor`, `critic`, `reference`, `reward`, `cost`, `reward_model`,
+            `meta_reward_model`),
             or a subclass of `hybridrl.controller.Worker`.
         keywords: Arguments of the worker beyond the usual ones, or instead of them. A class of the
             user's gets those of the usual ones that its `__init__` names; see

@@ -16,8 +16,13 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
-from hybridrl.models.model_loading import open_model
-from hybridrl.models.packed_models import CausalPolicy, PackedModel, ScalarModel
+from hybridrl.models.model_loading import open_feature_model, open_model
+from hybridrl.models.packed_models import (
+    CausalPolicy,
+    FeatureModel,
+    PackedModel,
+    ScalarModel,
+)
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_scoring import LowBitScoring
@@ -98,6 +103,18 @@ def build_scalar_engine(
         model, reads, resolve_sample_layout(model.config, source.path, scalar=True)
     )
     return _build_engine(context, source, config, scalar, files, trains, rollout_tp=1)
+
+
+def build_feature_engine(
+    context: WorkerContext, source: ModelSource, config: ActorConfig, features: int
+) -> TrainEngine:
+    """Build an engine as `build_scalar_engine` does, for a model that is trained and whose head has
+    several outputs, of which the first is the scalar head of a model that has one. Collective."""
+    model, files = open_feature_model(source.path, features, source.seed)
+    _adapt(model, source, config)
+    layout = resolve_sample_layout(model.config, source.path, scalar=True)
+    widened = FeatureModel(model, "after", layout)
+    return _build_engine(context, source, config, widened, files, trains=True, rollout_tp=1)
 
 
 def _adapt(model: PreTrainedModel, source: ModelSource, config: ActorConfig) -> None:

@@ -51,6 +51,7 @@ SFT = ["algorithm=sft", *FILE]
 DPO = ["algorithm=dpo", *FILE, "actor.updates_per_step=1"]
 KTO = ["algorithm=kto", *FILE, "actor.updates_per_step=1"]
 PAIRS = ["algorithm=reward_model", *FILE, "actor.updates_per_step=1"]
+META = ["algorithm=meta_reward_model", "actor.updates_per_step=1", "data.prompts_per_step=40"]
 EXPERT = ["algorithm=expert_iteration"]
 PPO = ["algorithm=ppo"]
 SAFE = ["algorithm=safe_rlhf", "cost.function=code.py:ones"]
@@ -184,6 +185,8 @@ VALUES: dict[str, tuple] = {
     "data.ranked_column": ("ranking", *PAIRS),
     "data.scores_column": ("scores", *PAIRS, "data.ranked_column=ranking"),
     "data.ranked_pairs": ("ends", *PAIRS, "data.ranked_column=ranking"),
+    "meta.new_share": (1.0,),
+    "data.task_column": ("gsm", *META, *FILE, "data.task_column=source"),
     "data.label_column": ("other_label", *KTO),
     "data.margin_column": ("margin", *PAIRS),
     "data.chat": (True, *FILE),
@@ -298,6 +301,7 @@ EXCEPTIONS = {
 """Settings that this test does not flip, and why."""
 BY_GROUP = {
     **{"cost": SAFE, "preference": DPO, "expert": EXPERT, "distillation": TEACHER, "critic": PPO},
+    "meta": META,
     **dict.fromkeys(("algorithm", "reward", "rollout", "actor", "data", "eval", "warmup"), ()),
     **dict.fromkeys(("trainer", "observe", "cache", "guard", "model", "checkpoint"), ()),
 }

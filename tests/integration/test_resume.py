@@ -81,6 +81,7 @@ PROGRAMS = {
     ],
     "dpo": ["algorithm=dpo", "warmup.steps=0"],
     "reward_model": ["algorithm=reward_model", "warmup.steps=0"],
+    "meta_reward_model": ["algorithm=meta_reward_model", "warmup.steps=0"],
     "dapo": ["algorithm=dapo", "algorithm.max_refills=2"],
     "muon and int8, warmed up by adamw": [
         *("actor.optimizer.name=muon", "actor.optimizer.moments=int8"),

@@ -508,3 +508,20 @@ def test_what_a_trainer_of_ones_own_does_not_read_is_refused(tmp_path, name, unr
             continue
         with pytest.raises(ConfigError, match=rf"algorithm\.{setting}={value}.*USES"):
             check_algorithm(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["data.task_column=null"], "data.task_column=null.*annotator, domain or user"),
+        (["meta.task_pairs=1"], "meta.task_pairs=1"),
+        (["actor.lora.rank=2", "model.path=model"], "actor.lora: .* trains all weights"),
+        (["data.shuffle=false"], "data.shuffle=false: .* an order of its own"),
+        (["actor.updates_per_step=2"], "actor.updates_per_step=2"),
+        (["meta=null"], "meta=null.*algorithm=meta_reward_model"),
+    ],
+)
+def test_what_reward_models_of_many_tasks_do_without(overrides, sentence):
+    config = load_config(["algorithm=meta_reward_model", *overrides])
+    with pytest.raises(ConfigError, match=sentence):
+        check_algorithm(config)

@@ -75,6 +75,10 @@ def recorded(overrides):
         (["algorithm=online_dpo", "preference.loss=simpo"], [SYNC, GENERATE, REWARD, LEARN]),
         (["algorithm=sft", *PAIRS, "actor.updates_per_step=2"], [("actor", "train", 4, 2)]),
         (["algorithm=reward_model", *PAIRS], [("reward_model", "train", 8)]),
+        (
+            ["algorithm=meta_reward_model", *PAIRS],
+            [("reward_model", "score", 8), ("reward_model", "train", 8)],
+        ),
         (["trainer.name=evaluate"], [GENERATE, REWARD]),
     ],
 )

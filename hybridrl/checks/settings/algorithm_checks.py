@@ -23,7 +23,14 @@ from hybridrl.trainers.objectives import find_off_policy_setting, resolve_correc
 
 _TASK_FUNCTION_PREFIX = "hybridrl.data.tasks."
 """Before the names of functions that built-in tasks bring; presets name them."""
-OF_PARTS = ("cost", "preference", "critic.value_clip", "critic.warmup_steps", "critic.epochs")
+OF_PARTS = (
+    "cost",
+    "preference",
+    "meta",
+    "critic.value_clip",
+    "critic.warmup_steps",
+    "critic.epochs",
+)
 """Settings of parts that a trainer has or has not, which `_check_program_groups` tells of."""
 
 
@@ -38,6 +45,7 @@ def check_algorithm(config: Config) -> None:
         _check_unread,
         _check_cost,
         _check_lora,
+        _check_tasks,
         check_step_credit,
         check_shaping,
     ]
@@ -177,6 +185,40 @@ def _check_lora(config: Config) -> None:
         raise ConfigError(
             f"warmup.steps={warmup} with actor.lora.rank={lora.rank}: the reference is the model "
             "without its adapters, so warm-up would leave it behind. Set warmup.steps=0."
+        )
+
+
+def _check_tasks(config: Config) -> None:
+    name, data = config.trainer.name, config.data
+    if (config.meta is not None) != ("meta" in _uses(config)):
+        raise ConfigError(
+            f"trainer.name={name} with meta={'null' if config.meta is None else '...'}: `meta` "
+            "belongs to reward models of many tasks. Use algorithm=meta_reward_model, which sets "
+            "both."
+        )
+    if config.meta is None:
+        return
+    if data.task_column is None:
+        raise ConfigError(
+            f"data.task_column=null: trainer.name={name} adapts to tasks. Set it to the column "
+            "with the annotator, domain or user of a pair."
+        )
+    if config.meta.task_pairs < 2:
+        raise ConfigError("meta.task_pairs=1: a task is split into support and query pairs.")
+    unread = {
+        "data.sources": data.sources,
+        "data.sampler": data.sampler,
+        "data.shuffle=false": not data.shuffle,
+        f"data.order={data.order}": data.order != "random",
+        "actor.lora": config.actor.lora.rank,
+        f"actor.updates_per_step={config.actor.updates_per_step}": (
+            config.actor.updates_per_step > 1
+        ),
+    }
+    for setting in (setting for setting, is_set in unread.items() if is_set):
+        raise ConfigError(
+            f"{setting}: trainer.name={name} deals whole tasks in an order of its own, makes one "
+            "update of them, and trains all weights. Leave it out."
         )
 
 

@@ -66,7 +66,11 @@ def _problem(left: int, right: int) -> dict[str, str]:
 
 
 def _pair(problem: dict[str, str], wrong: str) -> dict[str, str]:
-    return {"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong}
+    annotator = f"annotator {int(problem['answer']) % 16}"
+    return {
+        **{"prompt": problem["prompt"], "chosen": problem["answer"], "rejected": wrong},
+        "annotator": annotator,
+    }
 
 
 def _plausible_mistakes(answer: str) -> list[str]:
