@@ -1,5 +1,5 @@
 """Teachers with tokenizers of their own, and behind a URL, in plain torch: what each says of a row
-is worked out from texts, letter by letter, and nothing here imports what it checks."""
+is worked out from texts, letter by letter, and imports nothing of what it checks."""
 
 import json
 import math
@@ -11,11 +11,17 @@ from itertools import groupby, pairwise
 
 import plain_torch
 import torch
+from plain_cases import BASE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hybridrl.models.model_loading import make_tiny_model
 
 LETTERS = "0123456789+-*/=()., abcdefghijklmnopqrstuvwxyz"
 CONTROL = ("<pad>", "<eos>", "<unk>")
+FINE = (("a", "b"), ("c", "d"))
+COARSE = (("a", "b"), ("ab", "c"), ("b", "c"), ("+", "="), ("d", "e"), ("de", "f"))
+MODELS = {"student": (FINE, 0, 7), "same": (FINE, 0, 8), "other": (COARSE, 5, 8)}
 
 
 def merged_tokenizer(*merges, begin=0):
@@ -31,6 +37,33 @@ def merged_tokenizer(*merges, begin=0):
     return PreTrainedTokenizerFast(
         tokenizer_object=found, clean_up_tokenization_spaces=False, **names
     )
+
+
+def make_folders(root):
+    """A student, teachers with its tokenizer and with another one, and rows."""
+    for name, (merges, begin, seed) in MODELS.items():
+        tokenizer = merged_tokenizer(*merges, begin=begin)
+        shape = {"hidden_size": 32, "layers": 1, "heads": 1, "context": 64}
+        make_tiny_model(root / name, tokenizer, seed=seed, **shape)
+        model = AutoModelForCausalLM.from_pretrained(root / name)
+        with torch.no_grad():  # a model that begins without preferences has nothing to show
+            for parameter in model.parameters():
+                parameter *= 4 if parameter.ndim > 1 else 1
+        model.save_pretrained(root / name)
+    texts = ["abcab", "bcde+=", "abcdefabcdef", "defab1", "cdab+", "ab", "fdeabc"]
+    rows = [{"prompt": f"{n}+ab", "answer": "1", "response": t} for n, t in enumerate(texts)]
+    for name, part in (("rows", rows[1:]), ("held_out", rows[:1])):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return root
+
+
+def settings_of(folder, program, loss, *further):
+    return [
+        *(f"algorithm={program}", *BASE, f"model.path={folder}/student"),
+        *("data=jsonl", f"data.path={folder}/rows.jsonl", "data.shuffle=false"),
+        *(f"data.eval_path={folder}/held_out.jsonl", "rollout.max_tokens=9"),
+        *(f"distillation.loss={loss}", "distillation.top_k=11", *further),
+    ]
 
 
 class Reading:
@@ -176,17 +209,16 @@ def served(folder, *, longest=1000, breaks=None):
         def log_message(self, *_):
             pass
 
-        def do_GET(self):
-            self.reply(200, {"data": [{"id": "plain"}]})
-
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append({**asked, "key": self.headers["Authorization"]})
+            with lock:
+                requests.append({**asked, "key": self.headers["Authorization"]})
+                count = len(requests)
             if asked["prompt_logprobs"] > longest:
                 return self.reply(400, {"error": {"message": f"at most {longest} of them"}})
             status, found = 200, answer(asked)
             if breaks is not None:
-                status, found = breaks(found, len(requests))
+                status, found = breaks(found, count)
             return self.reply(status, found)
 
         def reply(self, status, found):

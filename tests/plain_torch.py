@@ -677,7 +677,7 @@ class Job:
 
     def taught(self, part):
         """An update towards a teacher's distributions."""
-        settings, masks = self.config["distillation"], [row["mask"] for row in part]
+        masks = [row["mask"] for row in part]
         weights = token_weights(self.algorithm["aggregation"], masks, self.longest)
         loss, entropy = torch.zeros(()).double(), 0.0
         for row, mask, weight in zip(part, masks, weights, strict=True):

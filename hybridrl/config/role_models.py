@@ -24,7 +24,7 @@ class RemoteModelConfig:
 
     Attributes:
         url: Of the interface, such as `http://host:8000/v1`.
-        model: Its name there; None: the first one that the server lists.
+        model: Its name there; None: the server has one.
         tokenizer: Folder or hub name; None: the policy's.
         api_key: Sent with every request; None: none is.
         timeout: Of a request, in seconds.

@@ -38,11 +38,13 @@ class ScoredResponse(NamedTuple):
     Attributes:
         log_probs: Of that token, `[tokens]`.
         top_ids, top_log_probs: Its likeliest tokens, `[tokens x k]`.
+        words: The tokens as the server spells them, empty where it does not.
     """
 
     log_probs: list[float]
     top_ids: list[int]
     top_log_probs: list[float]
+    words: list[str]
 
 
 class RemoteTeacher(Worker):
@@ -117,6 +119,8 @@ class RemoteTeacher(Worker):
         )
         asked = zip(prompts, responses, [top_k] * len(prompts), strict=True)
         found = list(self._pool.map(lambda one: self._score(*one), asked))
+        if not self._is_known:
+            self._check_words(sum(responses, []), [word for one in found for word in one.words])
         columns = []
         for name, width in (("log_probs", 1), ("top_ids", top_k), ("top_log_probs", top_k)):
             values = [value for one in found for value in getattr(one, name)]
@@ -126,12 +130,8 @@ class RemoteTeacher(Worker):
 
     def _score(self, prompt: list[int], response: list[int], top_k: int) -> ScoredResponse:
         if not response:
-            return ScoredResponse([], [], [])
-        if self._model is None:
-            self._model = self._first_model()
-        body = {"model": self._model, "prompt": prompt + response, "max_tokens": 1}
-        body |= {"temperature": 1.0, "prompt_logprobs": top_k}
-        answer = self._request("/completions", body)
+            return ScoredResponse([], [], [], [])
+        answer = self._request(prompt + response, top_k)
         try:
             places = answer["choices"][0]["prompt_logprobs"]
         except (KeyError, IndexError, TypeError):
@@ -151,8 +151,7 @@ class RemoteTeacher(Worker):
     def _parse(
         self, places: Sequence[Mapping[str, Any] | None], response: Sequence[int], top_k: int
     ) -> ScoredResponse:
-        found = ScoredResponse([], [], [])
-        alike = known = 0
+        found = ScoredResponse([], [], [], [])
         for place, token in zip(places, response, strict=True):
             listed = {int(number): one for number, one in (place or {}).items()}
             if token not in listed:
@@ -165,34 +164,32 @@ class RemoteTeacher(Worker):
             found.top_ids.extend([*best, *[NO_TOKEN] * short])
             found.top_log_probs.extend(float(listed[number]["logprob"]) for number in best)
             found.top_log_probs.extend([-math.inf] * short)
-            theirs = (listed[token].get("decoded_token") or "").strip()
-            if not self._is_known and theirs.isalnum():
-                known += 1
-                alike += str(self._tokenizer.decode([token])).strip() == theirs
-        if known and 2 * alike < known:
+            found.words.append((listed[token].get("decoded_token") or "").strip())
+        return found
+
+    def _check_words(self, ids: Sequence[int], words: Sequence[str]) -> None:
+        """Refuse a server to which most tokens are other words. Only letters and digits are compared:
+        white space and parts of characters are spelled in several ways."""
+        plain = [(token, word) for token, word in zip(ids, words, strict=True) if word.isalnum()]
+        alike = sum(str(self._tokenizer.decode([token])).strip() == word for token, word in plain)
+        if 2 * alike < len(plain):
             raise self._error(
                 "most of the tokens that it was sent are other words there: it has another "
                 "tokenizer. Set distillation.alignment=bytes and the server's tokenizer by "
                 f"{self._setting}.tokenizer"
             )
-        self._is_known = self._is_known or known > 0
-        return found
+        self._is_known = bool(plain)
 
-    def _first_model(self) -> str:
-        try:
-            return str(self._request("/models")["data"][0]["id"])
-        except (KeyError, IndexError, TypeError):
-            raise self._error(f"it lists no model. Set {self._setting}.model") from None
-
-    def _request(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _request(self, ids: list[int], top_k: int) -> Any:
         """Return the JSON answer, after some attempts if the server is busy or not there."""
-        content = None if body is None else json.dumps(body).encode()
-        said = ""
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+        body |= {} if self._model is None else {"model": self._model}
+        content, url, said = json.dumps(body).encode(), f"{self._url}/completions", ""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
             try:
-                request = urllib.request.Request(self._url + path, content, self._headers)
+                request = urllib.request.Request(url, content, self._headers)
                 with urllib.request.urlopen(request, timeout=self._timeout) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
