@@ -168,8 +168,8 @@ class RemoteTeacher(Worker):
         return found
 
     def _check_words(self, ids: Sequence[int], words: Sequence[str]) -> None:
-        """Refuse a server to which most tokens are other words. Only letters and digits are compared:
-        white space and parts of characters are spelled in several ways."""
+        """Refuse a server to which most tokens are other words. Only letters and digits are
+        compared: white space and parts of characters are spelled in several ways."""
         plain = [(token, word) for token, word in zip(ids, words, strict=True) if word.isalnum()]
         alike = sum(str(self._tokenizer.decode([token])).strip() == word for token, word in plain)
         if 2 * alike < len(plain):
