@@ -40,8 +40,8 @@ TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """The tokens that a teacher finds likeliest in the place of each response token, as many for every
 one, one token after the other."""
 TEACHER_CHUNKS = "teacher_chunks"
-"""The chunk of each response token, counted from 0: a text of whole tokens of the student and of the
-teacher; -1: none."""
+"""The chunk of each response token, counted from 0: a text of whole tokens of the student and of
+the teacher; -1: none."""
 MASKS = ("response_mask", "branch_response_mask")
 """Which tokens the model sampled: of a sample's last branch, and of those before."""
 LIBRARY_COLUMNS = frozenset(

@@ -120,7 +120,8 @@ class RemoteTeacher(Worker):
         asked = zip(prompts, responses, [top_k] * len(prompts), strict=True)
         found = list(self._pool.map(lambda one: self._score(*one), asked))
         if not self._is_known:
-            self._check_words(sum(responses, []), [word for one in found for word in one.words])
+            words = [word for one in found for word in one.words]
+            self._check_words([token for row in responses for token in row], words)
         columns = []
         for name, width in (("log_probs", 1), ("top_ids", top_k), ("top_log_probs", top_k)):
             values = [value for one in found for value in getattr(one, name)]

@@ -145,15 +145,14 @@ class TeacherReading:
                 that token, and its likeliest tokens.
             top_k: How many of these.
         """
+        columns: dict[str, list[torch.Tensor]] = {TEACHER_IDS: [], TEACHER_LOG_PROBS: []}
         said = zip(paths, scored.rows(), ids.rows(), log_probs.rows(), strict=True)
-        found = [
-            self.translate(path, *(part.double().numpy() for part in row), top_k)
-            for path, *row in said
-        ]
-        columns = {TEACHER_IDS: [i for i, _ in found], TEACHER_LOG_PROBS: [v for _, v in found]}
-        return Batch.from_columns(
-            {n: _ragged([torch.from_numpy(x).float() for x in rows]) for n, rows in columns.items()}
-        )
+        for path, *row in said:
+            parts = [part.double().numpy() for part in row]
+            found = self.translate(path, parts[0], parts[1], parts[2], top_k)
+            for column, values in zip(columns.values(), found, strict=True):
+                column.append(torch.from_numpy(values).float())
+        return Batch.from_columns({name: _ragged(rows) for name, rows in columns.items()})
 
     def translate(
         self,
@@ -239,7 +238,7 @@ class TeacherReading:
     def _read_prompt(self, ids: Sequence[int]) -> list[int]:
         """Return a prompt in the teacher's tokens, one message of a user's in its own template."""
         student, teacher = self._student.tokenizer, self._teacher.tokenizer
-        text, (ours, theirs) = str(student.decode(ids)), self._frames
+        text, (ours, theirs) = str(student.decode(list(ids))), self._frames
         is_chat = ours is not None and text.startswith(ours[0]) and text.endswith(ours[1])
         if is_chat:
             assert ours is not None
