@@ -75,8 +75,14 @@ class TeacherReading:
             for name, number in self._student.control.items()
             if name in self._teacher.control
         } | dict.fromkeys(ends, self._teacher.end)
-        self._spelled = {theirs: ours for ours, theirs in self._controls.items()}
-        self._spelled[self._teacher.end] = self._student.end
+        vocabulary = self._teacher.tokenizer.get_vocab().values()
+        # The last one stands in the place of `NO_TOKEN`.
+        self._first_tokens = np.full(max(vocabulary) + 2, NO_TOKEN, np.int64)
+        for token in vocabulary:
+            self._first_tokens[token] = self._student.first_token(self._teacher.spell(token) or b"")
+        for ours, theirs in self._controls.items():
+            self._first_tokens[theirs] = ours
+        self._first_tokens[self._teacher.end] = self._student.end
         self._frames = [
             _frame_prompts(side, source.template, system_prompt)
             for side in (self._student, self._teacher)
@@ -173,46 +179,44 @@ class TeacherReading:
         found = np.full((len(path.student), top_k), NO_TOKEN, np.int64)
         values = np.full(found.shape, -np.inf)
         bounds = path.teacher_ends
-        lists = np.nan_to_num(ids, nan=NO_TOKEN).astype(np.int64).reshape(-1, top_k)
-        weights = log_probs.reshape(-1, top_k)
         total = bounds[-1] if len(bounds) else 0
-        for place in np.flatnonzero((path.ends > path.starts) & (path.starts < total)):
-            start, end = path.starts[place], path.ends[place]
-            at = int(np.searchsorted(bounds, start, side="right"))
-            last = int(np.searchsorted(bounds, end))
-            spelled = self._teacher.spell(path.teacher[at]) or b""
-            begun = spelled[: max(0, len(spelled) - int(bounds[at] - start))]
-            mass = dict[int, float]()
-            whole = 0.0
-            for token, weight in zip(lists[at].tolist(), weights[at].tolist(), strict=True):
-                text = self._teacher.spell(token)
-                if begun and not (text or b"").startswith(begun):
-                    continue
-                share = np.exp(weight)
-                whole += share
-                if token == path.teacher[at]:
-                    if last == at:
-                        ours = int(path.student[place])
-                    elif last < len(bounds) and bounds[last] == end:
-                        ours = int(path.student[place])
-                        share *= np.exp(scored[at + 1 : last + 1].sum())
-                    else:
-                        continue
-                else:
-                    ours = self._first(token, text, len(begun))
-                if ours != NO_TOKEN:
-                    mass[ours] = mass.get(ours, 0.0) + share
-            scale = np.log(whole) if begun and whole else 0.0
-            found[place, : len(mass)] = list(mass)
-            with np.errstate(divide="ignore"):
-                values[place, : len(mass)] = np.log(list(mass.values())) - scale
+        places = np.flatnonzero((path.ends > path.starts) & (path.starts < total))
+        starts, ends = path.starts[places], path.ends[places]
+        at, last = np.searchsorted(bounds, starts, side="right"), np.searchsorted(bounds, ends)
+        theirs = np.nan_to_num(ids, nan=NO_TOKEN).astype(np.int64).reshape(-1, top_k)[at]
+        mass = np.exp(log_probs.reshape(-1, top_k)[at])
+        ours = self._first_tokens[theirs]
+        for row, left in enumerate(bounds[at] - starts):
+            spelled = self._teacher.spell(path.teacher[at[row]]) or b""
+            if begun := spelled[: max(0, len(spelled) - left)]:
+                ours[row], mass[row] = self._continue(begun, theirs[row], mass[row])
+        is_read = theirs == path.teacher[at][:, None]
+        within = np.minimum(last, len(bounds) - 1)
+        fits = (last == at) | (bounds[within] == ends)
+        sums = np.cumsum([0.0, *scored])
+        further = np.exp(np.where(fits, sums[within + 1] - sums[at + 1], 0.0))
+        ours = np.where(is_read, np.where(fits, path.student[places], NO_TOKEN)[:, None], ours)
+        mass = np.where(is_read, mass * further[:, None], mass)
+        rows, columns = np.nonzero(ours != NO_TOKEN)
+        keys, same = np.unique(rows << 32 | ours[rows, columns], return_inverse=True)
+        rows = keys >> 32
+        columns = np.arange(len(keys)) - np.searchsorted(rows, rows)
+        found[places[rows], columns] = keys & 0xFFFFFFFF
+        with np.errstate(divide="ignore"):
+            sums = np.log(np.bincount(same, mass[ours != NO_TOKEN]))
+        values[places[rows], columns] = sums
         return found.ravel(), values.ravel()
 
-    def _first(self, token: int, text: bytes | None, begun: int) -> int:
-        """Return the student's token for the rest of one of the teacher's."""
-        if text is None:
-            return self._spelled.get(token, NO_TOKEN)
-        return self._student.first_token(text[begun:])
+    def _continue(
+        self, begun: bytes, theirs: _Numbers, mass: npt.NDArray[np.float64]
+    ) -> tuple[_Numbers, npt.NDArray[np.float64]]:
+        """Return the student's tokens for what is left of those that begin so, and the
+        probabilities among these."""
+        texts = [self._teacher.spell(token) or b"" for token in theirs.tolist()]
+        fits = np.array([text.startswith(begun) for text in texts])
+        whole = mass[fits].sum()
+        ours = [self._student.first_token(text[len(begun) :]) for text in texts]
+        return np.where(fits, ours, NO_TOKEN), mass / (whole if fits.any() and whole else 1.0)
 
     def _encode(self, text: bytes) -> tuple[list[int], list[int]]:
         """Return the teacher's tokens for as much of a text as it can spell, and their lengths in

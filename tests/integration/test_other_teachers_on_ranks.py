@@ -1,15 +1,34 @@
 """Teachers with another tokenizer, and behind a URL: on two ranks, resumed, and learned from."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
 
+import plain_torch
 import pytest
 import torch
 from other_teachers import Job, make_folders, served, settings_of
 from safetensors.torch import load_file
 
 from hybridrl import load_config, main
+from hybridrl.batch.batch import Batch
+from hybridrl.controller import WorkerContext
+from hybridrl.workers.remote_teacher import RemoteTeacher
+from hybridrl.workers.training_engines import ModelSource
 
 CLOSE = 1e-5
+COLUMNS = ("teacher_ids", "teacher_log_probs", "ref_log_probs")
+SERVER_VARIABLES = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 ALIGNED = "distillation.alignment=bytes"
 
 
@@ -82,3 +101,47 @@ def test_a_student_comes_nearer_to_a_teacher_with_another_tokenizer(
     found = [row[name] for row in map(json.loads, lines) if name in row]
     first, last = (sum(part) / len(part) for part in (found[:5], found[-5:]))
     assert last < 0.8 * first
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+def test_vllms_own_server_is_a_teacher(folder, tmp_path):
+    """Its start takes minutes on a busy machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += ["--model", str(folder / "same"), "--host=127.0.0.1", f"--port={port}"]
+    command += ["--dtype=float32", "--max-model-len=64", "--max-logprobs=20"]
+    log = tmp_path / "server.txt"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, stdout=output, stderr=output, env={**os.environ, **SERVER_VARIABLES}
+        )
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        for _ in range(500):
+            assert server.poll() is None, log.read_text()[-2000:]
+            with suppress(OSError), urllib.request.urlopen(f"{url}/models", timeout=5):
+                break
+            time.sleep(1)
+        source = ModelSource(str(folder / "student"), str(folder / "student"), "float32", 64, (1,))
+        context = WorkerContext("teacher", 0, 1)
+        teacher = RemoteTeacher(context, source, url, top_k=20)
+        rows = {"prompt_ids": [[3, 20, 30]] * 2, "response_ids": [[31, 32, 1], [49]]}
+        batch = Batch.from_columns(rows)
+        found = teacher.compute_top_log_probs(batch) | teacher.compute_ref_log_prob(batch)
+        teacher.close()
+    finally:
+        server.terminate()
+        server.wait(60)
+    model = plain_torch.Model(folder / "same").frozen()
+    for place, row in enumerate(batch.to_pylist()):
+        with torch.no_grad():
+            table, scored = model.distributions(row, 1.0), model.log_probs(row, 1.0)[0]
+        ids, values, own = (found.ragged(name).rows()[place] for name in COLUMNS)
+        ids = ids.long().view(-1, 20)
+        assert torch.equal(ids.sort(1).values, table.topk(20).indices.sort(1).values)
+        expected = table.gather(1, ids).float()
+        torch.testing.assert_close(values.view(-1, 20), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(own, scored.float(), atol=1e-5, rtol=0)
