@@ -185,7 +185,8 @@ class TeacherReading:
         at, last = np.searchsorted(bounds, starts, side="right"), np.searchsorted(bounds, ends)
         theirs = np.nan_to_num(ids, nan=NO_TOKEN).astype(np.int64).reshape(-1, top_k)[at]
         mass = np.exp(log_probs.reshape(-1, top_k)[at])
-        ours = self._first_tokens[theirs]
+        is_word = theirs < len(self._first_tokens) - 1  # a model may have rows to fill up with
+        ours = self._first_tokens[np.where(is_word, theirs, NO_TOKEN)]
         for row, left in enumerate(bounds[at] - starts):
             spelled = self._teacher.spell(path.teacher[at[row]]) or b""
             if begun := spelled[: max(0, len(spelled) - left)]:

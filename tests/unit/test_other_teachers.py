@@ -1,6 +1,7 @@
 """Teachers with another tokenizer, and behind a URL: whole jobs against plain torch, and what goes
 wrong with a server."""
 
+import numpy as np
 import pytest
 import torch
 from other_teachers import Job, make_folders, served, settings_of
@@ -264,6 +265,34 @@ def test_a_response_is_read_up_to_half_a_character_and_a_space_belongs_to_no_byt
     assert ours.tolist() == [0, 0, 0, 1, -1] and theirs.tolist() == [0, 1]
     again = back.read_response(path.teacher.tolist())
     assert b"".join(map(TokenSpelling(student).spell, again.teacher[:-1])) == " hello é".encode()
+
+
+def test_what_a_list_of_the_teachers_is_in_the_students_tokens(readings):
+    """The student has written `he`, `l`, `l`; the teacher reads one token, `▁hello`."""
+    (reading, student, teacher), _ = readings
+    words = ["he", "l", "l", "o"]
+    path = reading.read_response(student.convert_tokens_to_ids(words))
+    assert teacher.convert_ids_to_tokens(path.teacher) == ["▁hello"]
+    listed = ["▁hello", "▁he", "h", "</s>"]
+    ids = [*teacher.convert_tokens_to_ids(listed), 10**6]  # the last is a row without a token
+    shares = np.array([0.4, 0.2, 0.1, 0.1, 0.1])
+    found, values = reading.translate(path, np.log([0.4]), np.array(ids, float), np.log(shares), 5)
+    expected = [
+        # The space that the teacher reads first is written by nobody.
+        {"he": 1.0},
+        {"l": 0.4 / 0.6},
+        {"l": 1.0},
+        {"o": 1.0},
+    ]
+    for row, log_shares, one in zip(
+        found.reshape(4, 5), values.reshape(4, 5), expected, strict=True
+    ):
+        said = {
+            student.convert_ids_to_tokens(int(i)): v
+            for i, v in zip(row, log_shares, strict=True)
+            if i >= 0
+        }
+        assert {word: np.exp(v) for word, v in said.items()} == pytest.approx(one)
 
 
 def test_a_prompt_goes_into_the_teachers_chat_template(readings):
