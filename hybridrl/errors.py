@@ -127,6 +127,11 @@ class RolloutError(HybridRLError):
     """Generation did not keep to the tokens of a sample. Names the tokens."""
 
 
+class RemoteModelError(HybridRLError):
+    """A server that has a model of the job is gone, or does not answer what it is asked. Names its
+    setting."""
+
+
 class TrainingError(HybridRLError):
     """Training cannot go on: its gradients are no numbers. Names what to look at."""
 

@@ -468,11 +468,14 @@ class Job:
             )
             self.critics[prefix] = Learner(model, of, steps * self.splits * self.critic_epochs)
         if "distillation" in self.program:
-            self.teacher = Model(self.config["models"]["teacher"]["path"]).frozen()
+            self.teacher = Model(self.teacher_folder()).frozen()
         self.pool, self.costs = [], []
         self.multiplier = (self.config["cost"] or {}).get("multiplier")
         self.coefficient, self.kls = self.algorithm["kl_coefficient"], []
         self.updates = []
+
+    def teacher_folder(self):
+        return self.config["models"]["teacher"]["path"]
 
     def compare(self, name, found, expected, floor=FLOOR):
         found, expected = (torch.as_tensor(x).detach().double() for x in (found, expected))
@@ -706,12 +709,12 @@ class Job:
 
     def taught(self, part):
         """An update towards a teacher's distributions."""
-        settings, masks = self.config["distillation"], [row["mask"] for row in part]
+        masks = [row["mask"] for row in part]
         weights = token_weights(self.algorithm["aggregation"], masks, self.longest)
         loss, entropy = torch.zeros(()).double(), 0.0
         for row, mask, weight in zip(part, masks, weights, strict=True):
             student = self.actor.model.distributions(row, self.temperature)
-            far = distance(student, row["taught"], settings["loss"], settings["top_k"])
+            far = self.far(student, row)
             loss = loss + weight * far[mask].sum()
             entropy += float(
                 self.actor.model.log_probs(row, self.temperature)[1].detach()[mask].sum()
@@ -720,6 +723,16 @@ class Job:
         self.history.append(self.actor.model.frozen())
         figures = {"policy/loss": loss.item(), "policy/grad_norm": norm}
         self.note(tokens, **figures, **{"policy/entropy": entropy / max(1, tokens)})
+
+    def far(self, student, row):
+        settings = self.config["distillation"]
+        return distance(student, row["taught"], settings["loss"], settings["top_k"])
+
+    def teach(self, row, temperature):
+        """What the teacher says of a row."""
+        row["taught"] = self.teacher.distributions(row, temperature)
+        row["teacher"] = self.teacher.log_probs(row, temperature)[0]
+        row["gain"] = row["teacher"] - row["rollout"] if "rollout" in row else None
 
     # The programs.
 
@@ -974,12 +987,13 @@ class Job:
         sampled = self.config["distillation"]["loss"] == "sampled"
         with torch.no_grad():
             for row in rows:
-                row["taught"] = self.teacher.distributions(row, self.temperature)
                 row["mask"] = torch.tensor(row["response_mask"]).bool()
-                row["teacher"] = self.log_probs(self.teacher, row)
+                self.teach(row, self.temperature)
         if sampled:
-            gains = [row["teacher"] - row["rollout"] for row in rows]
-            self.credit(rows, whitened(gains, [row["mask"] for row in rows]))
+            gains = [row["gain"] for row in rows]
+            read = [row["mask"] & ~row["gain"].isnan() for row in rows]
+            found = [x.nan_to_num(0.0) for x in whitened(gains, read)]
+            self.credit(rows, found)
             self.learn(rows, old=self.splits * self.epochs > 1, towards="teacher")
             return
         for epoch in range(self.epochs):
@@ -989,7 +1003,7 @@ class Job:
     def step_of_offline_distillation(self, rows):
         with torch.no_grad():
             for row in rows:
-                row["taught"] = self.teacher.distributions(row, 1.0)
+                self.teach(row, 1.0)
         for part in self.parts(rows):
             self.taught(part)
 

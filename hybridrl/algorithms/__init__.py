@@ -18,7 +18,7 @@ from hybridrl.algorithms.credit import (
     part_numbers,
     place_part_rewards,
 )
-from hybridrl.algorithms.distillation_loss import DistillationObjective
+from hybridrl.algorithms.distillation_loss import DistillationObjective, sum_over_chunks
 from hybridrl.algorithms.group_advantages import (
     find_informative_rows,
     gdpo,
@@ -104,6 +104,7 @@ __all__ = [
     "returns_to_go",
     "sapo",
     "shape_rewards",
+    "sum_over_chunks",
     "token_weights",
     "value_loss",
     "vespo",

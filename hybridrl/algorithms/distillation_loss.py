@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hybridrl.algorithms.segments import TokenSegments, apply_mask, check_known_name
@@ -42,3 +43,20 @@ class DistillationObjective:
         """Return the loss per token, `[tokens]`, from the outputs `divergence` and `entropy`."""
         found = apply_mask(outputs["divergence"], segments.mask)
         return TokenLoss(found, {"entropy": outputs["entropy"].detach()})
+
+
+def sum_over_chunks(values: Tensor, chunks: Tensor, row_starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each token the sum over its chunk, 0 without one, and the chunk's length.
+
+    Args:
+        values: `[tokens]`.
+        chunks: `[tokens]`, counted from 0 in each row; -1: none.
+        row_starts: `[tokens]`, the place of the first token of each token's row.
+    """
+    inside = chunks >= 0
+    places = row_starts + chunks.clamp_min(0)
+    sums, counts = (
+        torch.zeros_like(values).index_add(0, places, torch.where(inside, x, 0.0))[places]
+        for x in (values, torch.ones_like(values))
+    )
+    return torch.where(inside, sums, 0.0), counts.clamp_min(1)

@@ -39,6 +39,9 @@ ROUTED_EXPERTS = "routed_experts"
 TEACHER_IDS, TEACHER_LOG_PROBS = "teacher_ids", "teacher_log_probs"
 """The tokens that a teacher finds likeliest in the place of each response token, as many for every
 one, one token after the other."""
+TEACHER_CHUNKS = "teacher_chunks"
+"""The chunk of each response token, counted from 0: a text of whole tokens of the student and of
+the teacher; -1: none."""
 MASKS = ("response_mask", "branch_response_mask")
 """Which tokens the model sampled: of a sample's last branch, and of those before."""
 LIBRARY_COLUMNS = frozenset(
@@ -47,7 +50,7 @@ LIBRARY_COLUMNS = frozenset(
         *("prompt_ids", "response_ids", "response_mask", "token_versions", ROUTED_EXPERTS),
         *("rollout_log_probs", "log_probs", "ref_log_probs", "entropy", "values", "cost_values"),
         *("returns", "cost_returns", "advantages", "loss_weights"),
-        *(TEACHER_IDS, TEACHER_LOG_PROBS, "turn"),
+        *(TEACHER_IDS, TEACHER_LOG_PROBS, TEACHER_CHUNKS, "turn"),
         # of samples
         *("group_id", "policy_version", "scores", "shaped_scores", "costs", "greedy_scores"),
         *("response", "episode", "branch", "branches", "carried"),

@@ -32,7 +32,7 @@ from hybridrl.system.redaction import (
 
 _FREE = re.compile(
     r"(?:(?:eval\.sets\.[\w-]+\.)?reward\.options|cost\.options|rollout\.engine_options"
-    r"|environment\.options|data\.(?:sources\.[\w-]+\.)?(?:task|sampler)_options)\b"
+    r"|environment\.options|models\.\w+|data\.(?:sources\.[\w-]+\.)?(?:task|sampler)_options)\b"
 )
 
 

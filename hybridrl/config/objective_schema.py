@@ -300,9 +300,12 @@ class DistillationConfig:
     ] = 64
     """So many of the teacher's likeliest tokens; all others count as one. As many as the vocabulary
     has: nothing is left out."""
+    alignment: Annotated[str, OneOf("tokens", "bytes")] = "tokens"
+    """How teachers' tokens fit the student's. `tokens`: they are the same; `bytes`: a teacher has a
+    tokenizer of its own, and what it says counts by the bytes of the text."""
     teacher: Annotated[str, OneOf("model", "self")] = "model"
-    """`model`: `models.teacher.path`; `self`: the policy as it began, which reads
-    `teacher_prompt`."""
+    """`model`: `models.teacher.path`, or a server at `models.teacher.url`; `self`: the policy as it
+    began, which reads `teacher_prompt`."""
     teacher_prompt: NameOrPath | None = None
     """A text file in which `{prompt}`, `{answer}` and any other column of the data stand for their
     values: what teachers read in place of the prompt, such as the right answer beside it. null: the

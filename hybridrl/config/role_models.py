@@ -10,11 +10,33 @@ from typing import Any, TypeVar
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridrl.config.constraints import PositiveInt, Seconds
 from hybridrl.config.schema import Config, OptimizerConfig, ParallelConfig
 from hybridrl.config.setting_types import describe_expected, find_invalid_values, read_type_hints
 from hybridrl.errors import ConfigError, suggest_name
 
 _Settings = TypeVar("_Settings")
+
+
+@dataclass
+class RemoteModelConfig:
+    """The settings of a role whose model a server has, with the interface of OpenAI's completions.
+
+    Attributes:
+        url: Of the interface, such as `http://host:8000/v1`.
+        model: Its name there; None: the server has one.
+        tokenizer: Folder or hub name; None: the policy's.
+        api_key: Sent with every request; None: none is.
+        timeout: Of a request, in seconds.
+        concurrency: Requests of a rank at a time.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    tokenizer: str | None = None
+    api_key: str | None = None
+    timeout: Seconds = 300.0
+    concurrency: PositiveInt = 16
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from hybridrl.workers.generator_worker import GeneratorWorker
 from hybridrl.workers.llm_judge import JudgeSetup
 from hybridrl.workers.meta_reward_worker import MetaRewardWorker
 from hybridrl.workers.reference_worker import ReferenceWorker
+from hybridrl.workers.remote_teacher import RemoteTeacher
 from hybridrl.workers.reward_model_worker import RewardModelWorker
 from hybridrl.workers.reward_worker import RewardWorker, ScoredSources
 from hybridrl.workers.training_engines import ModelSource
@@ -238,6 +239,10 @@ def _temperature(job: PreparedJob) -> float:
     return job.config.rollout.temperature if samples else 1.0
 
 
+def _make_remote_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
+    return {"source": _make_policy_source(job)}
+
+
 def _make_critic_keywords(job: PreparedJob, role: str) -> _WorkerKeywords:
     return {
         **_make_model_keywords(job, role),
@@ -310,6 +315,7 @@ WORKER_BUILDERS: dict[str, tuple[type[Worker], Callable[[PreparedJob, str], _Wor
     "actor": (ActorWorker, _make_actor_keywords),
     "critic": (CriticWorker, _make_critic_keywords),
     "reference": (ReferenceWorker, _make_reference_keywords),
+    "remote_teacher": (RemoteTeacher, _make_remote_keywords),
     "reward": (RewardWorker, partial(_make_reward_keywords, kind="reward")),
     "cost": (RewardWorker, partial(_make_reward_keywords, kind="cost")),
     "reward_model": (RewardModelWorker, _make_reward_model_keywords),

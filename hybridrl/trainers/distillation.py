@@ -20,8 +20,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hybridrl.algorithms import DistillationObjective, PolicyObjective, whiten
-from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.algorithms import (
+    DistillationObjective,
+    PolicyObjective,
+    sum_over_chunks,
+    whiten,
+)
+from hybridrl.batch.batch import TEACHER_CHUNKS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config, DistillationConfig
 from hybridrl.controller import BatchRef
@@ -30,6 +35,7 @@ from hybridrl.trainers.objectives import build_policy_objective
 from hybridrl.trainers.policy_trainer import PolicyTrainer, join_columns
 from hybridrl.trainers.role_spec import RoleSpec, standard_roles
 from hybridrl.trainers.teacher_prompt import TeacherPrompt
+from hybridrl.trainers.teacher_role import build_teacher_role
 from hybridrl.trainers.trainer import ROLLOUT_COLUMNS, SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
 TEACHER_ROLE = "teacher"
@@ -53,9 +59,9 @@ class Trainer(PolicyTrainer):
     @classmethod
     def roles(cls, config: Config) -> Mapping[str, RoleSpec]:
         settings = config.distillation or DistillationConfig()
-        top_k = 0 if settings.loss == "sampled" else settings.top_k
         if settings.teacher == "self":
             _check_self_teaching(config, settings)
+            top_k = 0 if settings.loss == "sampled" else settings.top_k
             own = {TEACHER_ROLE: RoleSpec("reference", {"top_k": top_k})}
             return {**standard_roles("actor", "reward"), **own}
         names = [name for name in config.models if _is_teacher_role(name, settings.by)]
@@ -64,15 +70,9 @@ class Trainer(PolicyTrainer):
                 "trainer.name=distillation needs a teacher: set models.teacher.path=<folder>"
                 + (f", or models.teacher_<value of {settings.by}>.path." if settings.by else ".")
             )
-        for name in names:
-            if not (config.models[name] or {}).get("path"):
-                raise ConfigError(
-                    f"models.{name}.path is not set: a teacher has a model of its own, with the "
-                    "tokenizer of the student."
-                )
         return {
             **standard_roles("actor", "reward"),
-            **{name: RoleSpec("reference", {"top_k": top_k}) for name in names},
+            **{name: build_teacher_role(config, name) for name in names},
         }
 
     @staticmethod
@@ -105,7 +105,10 @@ class Trainer(PolicyTrainer):
             # Later updates of a step learn from samples of the policy before the first one.
             old = ["log_probs"] if self.config.actor.step_updates > 1 else []
             batch = join_columns(batch, self.score(rows) if old else [])
-            batch |= batch.apply(teacher_advantages, list(_ADVANTAGE_INPUTS), makes=["advantages"])
+            inputs, makes = list(_ADVANTAGE_INPUTS), ["advantages"]
+            if settings.alignment == "bytes":
+                inputs, makes = [*inputs, TEACHER_CHUNKS], [*makes, "ref_log_probs"]
+            batch |= batch.apply(teacher_advantages, inputs, makes=makes)
             updates = self.learn(batch, "ref_log_probs", *old)
             return StepResult(batch, updates, notices=notices, scored_samples=scored)
         needed = (*UPDATE_COLUMNS, *ROLLOUT_COLUMNS, TEACHER_IDS, TEACHER_LOG_PROBS)
@@ -177,6 +180,11 @@ def _check_self_teaching(config: Config, settings: DistillationConfig) -> None:
             "distillation.teacher=self: the policy is the teacher of all rows, so there are no "
             "others. Leave distillation.by and the teachers' models out."
         )
+    if settings.alignment != "tokens":
+        raise ConfigError(
+            f"distillation.teacher=self with distillation.alignment={settings.alignment}: the "
+            "policy has one tokenizer. Leave distillation.alignment out."
+        )
     if config.actor.lora.rank is not None:
         raise ConfigError(
             f"distillation.teacher=self with actor.lora.rank={config.actor.lora.rank}: the teacher "
@@ -187,10 +195,22 @@ def _check_self_teaching(config: Config, settings: DistillationConfig) -> None:
 
 def teacher_advantages(batch: Batch) -> Batch:
     """Return `advantages` that descend KL(student, teacher), estimated on the sampled tokens. They
-    depend on all rows."""
+    depend on all rows.
+
+    With `teacher_chunks` each token of a chunk has the gain of all of it, for the gradient of the
+    chunk's log-probability is the sum of theirs, and `ref_log_probs` are returned in which its
+    tokens share that gain; the others gain nothing.
+    """
     teacher, student, mask = (batch.ragged(name) for name in _ADVANTAGE_INPUTS)
-    gain = whiten(teacher.values - student.values, mask.values.bool())
-    return Batch.from_columns({"advantages": mask._replace(values=gain)})
+    gain, counts = teacher.values - student.values, mask.values.bool()
+    found = {}
+    if TEACHER_CHUNKS in batch.columns:
+        chunks = batch.ragged(TEACHER_CHUNKS).values
+        starts = mask.cu_seqlens[:-1].repeat_interleave(mask.lengths)
+        gain, sizes = sum_over_chunks(gain, chunks, starts)
+        found["ref_log_probs"] = mask._replace(values=student.values + gain / sizes)
+        counts &= chunks >= 0
+    return Batch.from_columns(found | {"advantages": mask._replace(values=whiten(gain, counts))})
 
 
 def _is_teacher_role(name: str, by: str | None) -> bool:

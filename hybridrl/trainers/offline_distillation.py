@@ -19,6 +19,7 @@ from hybridrl.trainers import sft
 from hybridrl.trainers import trainer as base
 from hybridrl.trainers.distillation import TEACHER_ROLE
 from hybridrl.trainers.role_spec import LEARNER_ROLE, RoleSpec
+from hybridrl.trainers.teacher_role import build_teacher_role
 from hybridrl.trainers.trainer import SAMPLE_COLUMNS, UPDATE_COLUMNS, StepResult
 
 
@@ -34,7 +35,7 @@ class Trainer(base.Trainer):
         _check_settings(config, settings)
         return {
             "actor": LEARNER_ROLE,
-            TEACHER_ROLE: RoleSpec("reference", {"top_k": settings.top_k}),
+            TEACHER_ROLE: build_teacher_role(config, TEACHER_ROLE),
         }
 
     @staticmethod
@@ -56,7 +57,7 @@ def _check_settings(config: Config, settings: DistillationConfig) -> None:
     """Refuse settings that need samples of the student, or more columns than prompt and
     response."""
     begin = "trainer.name=offline_distillation"
-    if not (config.models.get(TEACHER_ROLE) or {}).get("path"):
+    if not (config.models.get(TEACHER_ROLE) or {}).keys() & {"path", "url"}:
         raise ConfigError(
             f"{begin} needs a teacher: set models.teacher.path=<folder>. Where there are only "
             "texts that it wrote, algorithm=sft learns from them."

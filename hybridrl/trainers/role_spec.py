@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from hybridrl.config.role_models import parse_role_model
+from hybridrl.config.role_models import RemoteModelConfig, parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.controller import Worker
 from hybridrl.errors import ConfigError, suggest_name
@@ -30,6 +30,7 @@ class WorkerDefaults:
     scalar: bool = False
     copies_actor: bool = False
     takes: tuple[str, ...] = ("path", "parallel")
+    has_model: bool = True
 
 
 WORKER_DEFAULTS = {
@@ -51,6 +52,9 @@ WORKER_DEFAULTS = {
     "meta_reward_model": WorkerDefaults(
         trains=True, scalar=True, takes=("path", "parallel", "optimizer")
     ),
+    "remote_teacher": WorkerDefaults(
+        takes=tuple(one.name for one in fields(RemoteModelConfig)), has_model=False
+    ),
 }
 """The built-in workers, by the name that a `RoleSpec` gives."""
 SCORING_WORKERS = ("reward", "cost")
@@ -63,8 +67,7 @@ class RoleSpec:
 
     Attributes:
         worker: A built-in kind (`actor`, `critic`, `reference`, `reward`, `cost`, `reward_model`,
-            `meta_reward_model`),
-            or a subclass of `hybridrl.controller.Worker`.
+            `meta_reward_model`, `remote_teacher`), or a subclass of `hybridrl.controller.Worker`.
         keywords: Arguments of the worker beyond the usual ones, or instead of them. A class of the
             user's gets those of the usual ones that its `__init__` names; see
             `hybridrl.job.worker_groups`.
@@ -130,7 +133,7 @@ class RoleSpec:
         if self.worker in SCORING_WORKERS:
             return bool(self.path(role, config))
         if isinstance(self.worker, str):
-            return True
+            return WORKER_DEFAULTS[self.worker].has_model
         return "source" in inspect.signature(self.worker.__init__).parameters
 
     @property

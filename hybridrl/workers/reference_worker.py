@@ -3,9 +3,11 @@ the KL, or a teacher."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.batch.batch import TEACHER_CHUNKS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.config.schema import ActorConfig, CacheConfig
 from hybridrl.controller import ONE_TO_ALL, THREE_D, WorkerContext, transfer
@@ -13,7 +15,14 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.log_prob_cache import LogProbCache
 from hybridrl.workers.model_worker import ModelWorker
+from hybridrl.workers.teacher_reading import TeacherReading, chunk_columns
 from hybridrl.workers.training_engines import ModelSource, build_policy_engine
+
+
+def list_scored_columns(keywords: Mapping[str, Any]) -> Sequence[str]:
+    """Return the columns that `compute_ref_log_prob` makes in workers built with these keywords."""
+    aligned = keywords.get("alignment") == "bytes"
+    return ("ref_log_probs", TEACHER_CHUNKS) if aligned else ("ref_log_probs",)
 
 
 class ReferenceWorker(ModelWorker):
@@ -25,6 +34,8 @@ class ReferenceWorker(ModelWorker):
         temperature: At which responses are scored.
         top_k: Of `compute_top_log_probs`.
         cache: Of `compute_ref_log_prob`; None: there is none.
+        alignment: `bytes`: it has a tokenizer of its own (`distillation.alignment`).
+        system_prompt: Of the student's chats, which such a model reads in its own template.
     """
 
     def __init__(
@@ -35,11 +46,16 @@ class ReferenceWorker(ModelWorker):
         temperature: float,
         top_k: int = 0,
         cache: CacheConfig | None = None,
+        alignment: str = "tokens",
+        system_prompt: str | None = None,
     ) -> None:
         super().__init__(context)
         self._temperature, self._top_k = temperature, top_k
         self._engine = build_policy_engine(context, source, config, trains=False)
         self._cache = LogProbCache(cache, self._engine, source, temperature)
+        self._reading = None
+        if alignment == "bytes":
+            self._reading = TeacherReading(source, source.path, system_prompt)
 
     @property
     def model_engine(self) -> TrainEngine:
@@ -55,12 +71,16 @@ class ReferenceWorker(ModelWorker):
         THREE_D,
         reads=SAMPLE_COLUMNS,
         follows=(KEPT_SETS,),
-        makes=("ref_log_probs",),
+        makes=list_scored_columns,
         streams=True,
     )
     def compute_ref_log_prob(self, batch: Batch) -> Batch:
-        """Compute the `ref_log_probs` of the responses."""
+        """Compute the `ref_log_probs` of the responses; with `alignment=bytes` of their chunks, and
+        `teacher_chunks`."""
         with self.phase("score"):
+            if self._reading is not None:
+                read, paths = self._reading.read(batch)
+                return chunk_columns(paths, self._cache.score(self, read))
             scored = self._cache.score(self, batch)
         return Batch.from_columns({"ref_log_probs": scored})
 
@@ -70,7 +90,14 @@ class ReferenceWorker(ModelWorker):
         token: `teacher_ids` and `teacher_log_probs`, `top_k` numbers per token, one token after the
         other."""
         with self.phase("score"):
-            scored = self._engine.forward(batch, temperature=self._temperature, top_k=self._top_k)
+            read, paths = batch, None
+            if self._reading is not None:
+                read, paths = self._reading.read(batch)
+            scored = self._engine.forward(read, temperature=self._temperature, top_k=self._top_k)
+            names = ("log_probs", "top_ids", "top_log_probs")
+            if self._reading is not None and paths is not None:
+                width = self._engine.model.shapes(top_k=self._top_k)["top_ids"][0]
+                return self._reading.top_columns(paths, *map(scored.ragged, names), top_k=width)
         return Batch.from_columns(
             {
                 TEACHER_IDS: scored.ragged("top_ids"),

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config
 from hybridrl.conversations.turn_ends import closing_token
+from hybridrl.data.token_spelling import TokenSpelling
 from hybridrl.errors import ConfigError
 from hybridrl.trainers.role_spec import SCORING_WORKERS, RoleSpec
 
@@ -68,11 +70,18 @@ def check_vocabularies(
 
     for role, spec in roles.items():
         own = spec.path(role, config)
+        if spec.keywords.get("alignment") == "bytes":
+            own = own or parse_role_model(config, role).further["tokenizer"]
+            for one in (load_tokenizer(own), tokenizer):
+                TokenSpelling(one)  # refuses tokens that are no pieces of text
+            continue
         if not own or load_tokenizer(own).get_vocab() == tokenizer.get_vocab():
             continue
         scores = spec.worker in SCORING_WORKERS
         setting = f"{spec.worker}.model" if scores else f"models.{role}.path"
         cure = f", or a judge ({spec.worker}.judge.path), which reads text" if scores else ""
+        if "top_k" in spec.keywords:  # a teacher
+            cure = ", or set distillation.alignment=bytes"
         raise ConfigError(
             f"{setting}={own} has another vocabulary than the policy's tokenizer ({path}): it "
             f"would read other words than were written. Take a model of the same family{cure}."

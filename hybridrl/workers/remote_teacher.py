@@ -1,0 +1,209 @@
+"""RemoteTeacher: a teacher behind an endpoint of OpenAI's completions that tells of prompts, as
+vLLM's does: asked to continue a sample, it returns the log-probabilities of the sample's tokens."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from hybridrl.batch.arrow_columns import RaggedColumn
+from hybridrl.batch.batch import TEACHER_IDS, TEACHER_LOG_PROBS, Batch
+from hybridrl.controller import DP, Worker, WorkerContext, transfer
+from hybridrl.data.token_spelling import NO_TOKEN
+from hybridrl.errors import RemoteModelError
+from hybridrl.models.model_loading import load_tokenizer
+from hybridrl.system.redaction import register_secret
+from hybridrl.workers.generation import SAMPLE_COLUMNS
+from hybridrl.workers.reference_worker import list_scored_columns
+from hybridrl.workers.teacher_reading import TeacherReading, chunk_columns
+from hybridrl.workers.training_engines import ModelSource
+
+_ATTEMPTS = 5
+"""Of a request that the server may answer later."""
+_TRANSIENT = (408, 429, 500, 502, 503, 504)
+
+
+class ScoredResponse(NamedTuple):
+    """What the teacher says in the place of each response token.
+
+    Attributes:
+        log_probs: Of that token, `[tokens]`.
+        top_ids, top_log_probs: Its likeliest tokens, `[tokens x k]`.
+        words: The tokens as the server spells them, empty where it does not.
+    """
+
+    log_probs: list[float]
+    top_ids: list[int]
+    top_log_probs: list[float]
+    words: list[str]
+
+
+class RemoteTeacher(Worker):
+    """One rank's connection to the server.
+
+    Args:
+        source: Of the student's tokenizer.
+        top_k, alignment, system_prompt: As of `ReferenceWorker`.
+        url, model, tokenizer, api_key, timeout, concurrency: See `RemoteModelConfig`.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        source: ModelSource,
+        url: str,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 300.0,
+        concurrency: int = 16,
+        top_k: int = 0,
+        alignment: str = "tokens",
+        system_prompt: str | None = None,
+    ) -> None:
+        super().__init__(context)
+        self._url, self._timeout, self._top_k = url.rstrip("/"), timeout, top_k
+        self._setting = f"models.{context.role}"
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            register_secret(api_key)
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._pool = ThreadPoolExecutor(concurrency)
+        self._tokenizer = load_tokenizer(tokenizer or source.tokenizer)
+        self._reading = None
+        if alignment == "bytes" and tokenizer is not None:
+            self._reading = TeacherReading(source, tokenizer, system_prompt)
+        self._model, self._is_known = model, False
+
+    @classmethod
+    def runs_beside(cls, keywords: Mapping[str, Any]) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    @transfer(DP, reads=SAMPLE_COLUMNS, makes=list_scored_columns, streams=True)
+    def compute_ref_log_prob(self, batch: Batch) -> Batch:
+        """Compute what `ReferenceWorker.compute_ref_log_prob` does."""
+        with self.phase("score"):
+            read, paths = (batch, None) if self._reading is None else self._reading.read(batch)
+            scored = self._ask(read, 1)[0]
+            if paths is not None:
+                return chunk_columns(paths, scored)
+        return Batch.from_columns({"ref_log_probs": scored})
+
+    @transfer(DP, reads=SAMPLE_COLUMNS, makes=(TEACHER_IDS, TEACHER_LOG_PROBS), streams=True)
+    def compute_top_log_probs(self, batch: Batch) -> Batch:
+        """Compute what `ReferenceWorker.compute_top_log_probs` does."""
+        with self.phase("score"):
+            if self._reading is not None:
+                read, paths = self._reading.read(batch)
+                found = self._ask(read, self._top_k)
+                return self._reading.top_columns(paths, *found, top_k=self._top_k)
+            _, ids, log_probs = self._ask(batch, self._top_k)
+        return Batch.from_columns({TEACHER_IDS: ids, TEACHER_LOG_PROBS: log_probs})
+
+    def _ask(self, batch: Batch, top_k: int) -> list[RaggedColumn]:
+        """Return the columns of `ScoredResponse` for samples in the teacher's tokens."""
+        prompts, responses = (
+            [row.tolist() for row in batch.ragged(name).rows()] for name in SAMPLE_COLUMNS
+        )
+        asked = zip(prompts, responses, [top_k] * len(prompts), strict=True)
+        found = list(self._pool.map(lambda one: self._score(*one), asked))
+        if not self._is_known:
+            words = [word for one in found for word in one.words]
+            self._check_words([token for row in responses for token in row], words)
+        columns = []
+        for name, width in (("log_probs", 1), ("top_ids", top_k), ("top_log_probs", top_k)):
+            values = [value for one in found for value in getattr(one, name)]
+            bounds = batch.ragged("response_ids").cu_seqlens * width
+            columns.append(RaggedColumn(torch.tensor(values, dtype=torch.float32), bounds))
+        return columns
+
+    def _score(self, prompt: list[int], response: list[int], top_k: int) -> ScoredResponse:
+        if not response:
+            return ScoredResponse([], [], [], [])
+        answer = self._request(prompt + response, top_k)
+        try:
+            places = answer["choices"][0]["prompt_logprobs"]
+        except (KeyError, IndexError, TypeError):
+            places = None
+        if not isinstance(places, list):
+            raise self._error(
+                "its answer has no `prompt_logprobs`. The server must tell the log-probabilities "
+                "of a prompt, as vLLM's /v1/completions does"
+            )
+        if len(places) != len(prompt) + len(response):
+            raise self._error(
+                f"it tells of {len(places)} tokens where {len(prompt) + len(response)} were sent. "
+                "A server that changes prompts cannot be a teacher"
+            )
+        return self._parse(places[len(prompt) :], response, top_k)
+
+    def _parse(
+        self, places: Sequence[Mapping[str, Any] | None], response: Sequence[int], top_k: int
+    ) -> ScoredResponse:
+        found = ScoredResponse([], [], [], [])
+        for place, token in zip(places, response, strict=True):
+            listed = {int(number): one for number, one in (place or {}).items()}
+            if token not in listed:
+                raise self._error(
+                    f"it does not tell the log-probability of token {token}, which it was sent"
+                )
+            found.log_probs.append(float(listed[token]["logprob"]))
+            best = sorted(listed, key=lambda n: -float(listed[n]["logprob"]))[:top_k]
+            short = top_k - len(best)
+            found.top_ids.extend([*best, *[NO_TOKEN] * short])
+            found.top_log_probs.extend(float(listed[number]["logprob"]) for number in best)
+            found.top_log_probs.extend([-math.inf] * short)
+            found.words.append((listed[token].get("decoded_token") or "").strip())
+        return found
+
+    def _check_words(self, ids: Sequence[int], words: Sequence[str]) -> None:
+        """Refuse a server to which most tokens are other words. Only letters and digits are
+        compared: white space and parts of characters are spelled in several ways."""
+        plain = [(token, word) for token, word in zip(ids, words, strict=True) if word.isalnum()]
+        alike = sum(str(self._tokenizer.decode([token])).strip() == word for token, word in plain)
+        if 2 * alike < len(plain):
+            raise self._error(
+                "most of the tokens that it was sent are other words there: it has another "
+                "tokenizer. Set distillation.alignment=bytes and the server's tokenizer by "
+                f"{self._setting}.tokenizer"
+            )
+        self._is_known = bool(plain)
+
+    def _request(self, ids: list[int], top_k: int) -> Any:
+        """Return the JSON answer, after some attempts if the server is busy or not there."""
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+        body |= {} if self._model is None else {"model": self._model}
+        content, url, said = json.dumps(body).encode(), f"{self._url}/completions", ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(2.0 ** (attempt - 1))
+            try:
+                request = urllib.request.Request(url, content, self._headers)
+                with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+                    return json.load(answer)
+            except urllib.error.HTTPError as error:
+                said = f"status {error.code}: {error.read(2000).decode(errors='replace').strip()}"
+                if error.code not in _TRANSIENT:
+                    cure = (
+                        f". If it tells of fewer tokens than distillation.top_k={self._top_k}, "
+                        "lower that or raise the server's limit (vLLM: --max-logprobs)"
+                    )
+                    raise self._error(f"it refuses a request with {said}{cure}") from error
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                said = str(getattr(error, "reason", None) or error or type(error).__name__)
+        raise self._error(f"{_ATTEMPTS} attempts have failed, the last with {said}")
+
+    def _error(self, said: str) -> RemoteModelError:
+        return RemoteModelError(f"{self._setting}.url={self._url}: {said}.")
