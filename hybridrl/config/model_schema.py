@@ -208,6 +208,14 @@ class ActorConfig:
     router_loss_weight: Annotated[NonNegativeFloat, AppliesIf(".router_loss_weight")] = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.expert_routing`; with it an update forwards its samples once more. 0: none."""
+    share_prefixes: Annotated[
+        str,
+        OneOf("auto", "true", "false"),
+        AppliesIf(".share_prefixes=true", ".share_prefixes=false"),
+    ] = "auto"
+    """Compute a prompt once for its samples in a micro-batch, forward and backward, in training and
+    scoring: `true`, `false`, or `auto`: where the model can do so and a tenth of the tokens is
+    spared; see docs/performance.md."""
     gradient_checkpointing: Annotated[str, OneOf("auto", *CHECKPOINTING_MODES)] = "auto"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `block`: those of attention; `full`
@@ -232,6 +240,7 @@ class ActorConfig:
         said = str(self.gradient_checkpointing).lower()
         self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
         self.compile = str(self.compile).lower()
+        self.share_prefixes = str(self.share_prefixes).lower()
 
     @property
     def step_updates(self) -> int:
