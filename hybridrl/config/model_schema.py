@@ -191,8 +191,8 @@ class ActorConfig:
     are trained in the same way except for what `models.<role>` sets."""
 
     tokens_per_microbatch: PositiveInt | None = 16384
-    """Tokens, prompts included, of one forward and backward on one device; null: as many as its
-    memory has room for, by the plan."""
+    """Tokens, prompts included, of one forward and backward on one device; a prompt that samples
+    share counts once. null: as many as its memory has room for, by the plan."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates on the samples of one step, each on its own part of them; in each epoch."""
     epochs: Annotated[PositiveInt, AppliesIf(*_REINFORCES, "trainer.name=distillation")] = 1
@@ -213,9 +213,9 @@ class ActorConfig:
         OneOf("auto", "true", "false"),
         AppliesIf(".share_prefixes=true", ".share_prefixes=false"),
     ] = "auto"
-    """Compute a prompt once for its samples in a micro-batch, forward and backward, in training and
-    scoring: `true`, `false`, or `auto`: where the model can do so and a tenth of the tokens is
-    spared; see docs/performance.md."""
+    """Compute a prompt once for its samples in a micro-batch, in updates and in scoring: `true`,
+    `false`, or `auto`: where the model can do so and it spares a tenth of the samples' tokens. The
+    results are the same; see docs/models.md."""
     gradient_checkpointing: Annotated[str, OneOf("auto", *CHECKPOINTING_MODES)] = "auto"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `block`: those of attention; `full`

@@ -83,6 +83,7 @@ class TrainEngine(ShardedModel):
 
     Attributes:
         attention_length: Of the model, see `find_attention_length`.
+        shares_prompts: Whether rows of a micro-batch may share a prompt, see `MicroBatch`.
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
         fault: Where the last of these had the first such number, as this rank saw it.
         optimizer_config: Of the phase that has begun last.
@@ -102,6 +103,7 @@ class TrainEngine(ShardedModel):
     ) -> None:
         check_rows_divisible(model.rows, mesh.size("ring") * mesh.size("ulysses"))
         self._least_saving = find_least_saving(config.share_prefixes, model)
+        self.shares_prompts = self._least_saving is not None
         self._routing = ExpertRouters.of(model.inner)
         self.attention_length = find_attention_length(model.inner)
         super().__init__(model, mesh, device, dtype, config, files)
