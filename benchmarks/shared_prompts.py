@@ -95,8 +95,8 @@ def arm(setting: str, rows: Batch, chosen: argparse.Namespace) -> Callable[[], f
         hidden_size=chosen.hidden,
         intermediate_size=4 * chosen.hidden,
         num_hidden_layers=chosen.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=max(2, chosen.hidden // 64),
+        num_key_value_heads=max(1, chosen.hidden // 128),
         max_position_embeddings=4096,
     )
     torch.manual_seed(0)

@@ -214,8 +214,8 @@ class ActorConfig:
         AppliesIf(".share_prefixes=true", ".share_prefixes=false"),
     ] = "auto"
     """Compute a prompt once for its samples in a micro-batch, in updates and in scoring: `true`,
-    `false`, or `auto`: where the model can do so and it spares a tenth of the samples' tokens. The
-    results are the same; see docs/models.md."""
+    `false`, or `auto`: where the model can do so and it spares a tenth of the samples' tokens, 64
+    or more. The results are the same; see docs/models.md."""
     gradient_checkpointing: Annotated[str, OneOf("auto", *CHECKPOINTING_MODES)] = "auto"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `block`: those of attention; `full`

@@ -15,10 +15,22 @@ from hybridrl.errors import ConfigError
 from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.prompt_trees import explain_unshareable
 
-LEAST_SAVING = {"auto": 0.1, "true": 0.0}
-"""The share of the tokens of a prompt's samples that has to be spared for it to be shared, by the
-setting `actor.share_prefixes`. Attention of trees takes more operations, which a few tokens are
-not worth."""
+
+class LeastSaving(NamedTuple):
+    """What sharing a prompt has to spare. Attention of trees takes more operations, which a few
+    tokens are not worth.
+
+    Attributes:
+        share: Of the tokens of the prompt's samples.
+        tokens: How many of them at least.
+    """
+
+    share: float
+    tokens: int
+
+
+LEAST_SAVINGS = {"auto": LeastSaving(0.1, 64), "true": LeastSaving(0.0, 1)}
+"""By the setting `actor.share_prefixes`. With 64 tokens the smallest models gain, too."""
 
 
 class MicroBatch(NamedTuple):
@@ -34,8 +46,8 @@ class MicroBatch(NamedTuple):
     shared: torch.Tensor | None
 
 
-def find_least_saving(setting: str, model: PackedModel) -> float | None:
-    """Return the `LEAST_SAVING` for a model; None: its samples share no prompts.
+def find_least_saving(setting: str, model: PackedModel) -> LeastSaving | None:
+    """Return what sharing has to spare in a model; None: its samples share no prompts.
 
     Raises:
         ConfigError: if they are to, and cannot.
@@ -46,18 +58,18 @@ def find_least_saving(setting: str, model: PackedModel) -> float | None:
             f"actor.share_prefixes=true: samples of {type(model.inner).__name__} cannot share a "
             f"prompt, because {why}. Set actor.share_prefixes=auto."
         )
-    return None if why else LEAST_SAVING.get(setting)
+    return None if why else LEAST_SAVINGS.get(setting)
 
 
 def group_rows(
-    batch: Batch, together: int, budget: int, least_saving: float | None
+    batch: Batch, together: int, budget: int, least: LeastSaving | None
 ) -> tuple[list[list[int]], npt.NDArray[np.bool_]]:
     """Group rows that are to share a prompt.
 
     Args:
         together: So many neighbouring rows are never separated.
         budget: Tokens that a group may have, its prompt counted once. One that has more is cut.
-        least_saving: See `find_least_saving`.
+        least: See `find_least_saving`.
 
     Returns:
         The rows of each group, by its first row; `together` rows that share nothing are one too.
@@ -65,7 +77,7 @@ def group_rows(
     """
     is_shared = np.zeros(len(batch), dtype=np.bool_)
     units = [list(range(start, start + together)) for start in range(0, len(batch), together)]
-    if least_saving is None or ROUTED_EXPERTS in batch.columns:  # which differ between samples
+    if least is None or ROUTED_EXPERTS in batch.columns:  # which differ between samples
         return units, is_shared
     prompts, responses = batch.ragged("prompt_ids"), batch.lengths("response_ids")
     tokens, bounds = prompts.values.numpy(), prompts.cu_seqlens.tolist()
@@ -80,7 +92,7 @@ def group_rows(
         prompt = bounds[rows[0] + 1] - bounds[rows[0]]
         spared = prompt * (len(rows) - 1)
         whole = prompt * len(rows) + int(responses[rows].sum())
-        if isinstance(key, int) or not spared or spared < least_saving * whole:
+        if isinstance(key, int) or spared < max(least.tokens, least.share * whole):
             found += members
             continue
         parts = _cut(members, prompt, responses, budget)

@@ -27,7 +27,7 @@ from tree_cases import (
 
 from hybridrl import main
 from hybridrl.config.schema import LoraAdapterConfig
-from hybridrl.engine.prompt_groups import find_least_saving, group_rows
+from hybridrl.engine.prompt_groups import LeastSaving, find_least_saving, group_rows
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.models import packed_attention
@@ -42,7 +42,7 @@ from hybridrl.models.packed_models import (
 )
 from hybridrl.models.prompt_trees import PromptTrees
 
-CLOSE = 1e-5
+CLOSE, EVERY = 1e-5, LeastSaving(0.0, 1)
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_values_are_read_where_they_were(reads):
 
 def shared(batch, multiple=1):
     """All rows in one packed row with their trees."""
-    groups, is_shared = group_rows(batch, 1, 10_000, 0.0)
+    groups, is_shared = group_rows(batch, 1, 10_000, EVERY)
     assert [row for group in groups for row in group] == list(range(len(batch)))
     lengths = (batch.ragged(name).lengths for name in ("prompt_ids", "response_ids"))
     trees = PromptTrees.of(*lengths, torch.from_numpy(is_shared), CPU, multiple)
@@ -227,8 +227,8 @@ def test_rows_that_share_nothing_are_packed_as_before(mesh):
 def test_auto_leaves_out_what_spares_little():
     batch = make_rows()
     tree = [9, 10, 11]
-    for least, is_tree in ((0.1, True), (0.5, False)):
-        groups, is_shared = group_rows(batch, 1, 100, least)
+    for least, is_tree in (((0.1, 18), True), ((0.5, 18), False), ((0.1, 19), False)):
+        groups, is_shared = group_rows(batch, 1, 100, LeastSaving(*least))
         assert (tree in groups) is is_tree and is_shared[10] == is_tree
     assert group_rows(batch, 1, 100, None)[0] == [[row] for row in range(len(batch))]
 
@@ -236,7 +236,7 @@ def test_auto_leaves_out_what_spares_little():
 def test_choices_of_experts_are_repeated_row_by_row():
     batch = make_rows()
     batch = batch.with_columns({"routed_experts": batch["loss_weights"]})
-    assert not group_rows(batch, 1, 100, 0.0)[1].any()
+    assert not group_rows(batch, 1, 100, EVERY)[1].any()
 
 
 def test_models_that_cannot_share_do_not_and_say_why():
