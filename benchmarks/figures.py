@@ -50,6 +50,7 @@ TAKES = {
     "reshard": "10 minutes",
     "sandbox": "1 minute",
     "scaling": "3 minutes",
+    "shared_prompts": "5 minutes",
     "slow_device": "half an hour",
     "slow_link": "20 minutes",
     "streamed_data": "3 minutes; with --rows 1000000 an hour",

@@ -197,8 +197,8 @@ class ActorConfig:
     are trained in the same way except for what `models.<role>` sets."""
 
     tokens_per_microbatch: PositiveInt | None = 16384
-    """Tokens, prompts included, of one forward and backward on one device; null: as many as its
-    memory has room for, by the plan."""
+    """Tokens, prompts included, of one forward and backward on one device; a prompt that samples
+    share counts once. null: as many as its memory has room for, by the plan."""
     updates_per_step: PositiveInt = 1
     """Optimizer updates on the samples of one step, each on its own part of them; in each epoch."""
     epochs: Annotated[PositiveInt, AppliesIf(*_REINFORCES, "trainer.name=distillation")] = 1
@@ -214,6 +214,14 @@ class ActorConfig:
     router_loss_weight: Annotated[NonNegativeFloat, AppliesIf(".router_loss_weight")] = 0.0
     """Of the auxiliary loss that keeps a mixture of experts in balance, see
     `hybridrl.models.expert_routing`; with it an update forwards its samples once more. 0: none."""
+    share_prefixes: Annotated[
+        str,
+        OneOf("auto", "true", "false"),
+        AppliesIf(".share_prefixes=true", ".share_prefixes=false"),
+    ] = "auto"
+    """Compute a prompt once for its samples in a micro-batch, in updates and in scoring: `true`,
+    `false`, or `auto`: where the model can do so and it spares a tenth of the samples' tokens, 64
+    or more. The results are the same; see docs/models.md."""
     gradient_checkpointing: Annotated[str, OneOf("auto", *CHECKPOINTING_MODES)] = "auto"
     """What a layer does not keep of its forward is computed again in its backward. `none`: it keeps
     all; `selective`: results of matrix products and attention; `block`: those of attention; `full`
@@ -238,6 +246,7 @@ class ActorConfig:
         said = str(self.gradient_checkpointing).lower()
         self.gradient_checkpointing = {"true": "full", "false": "none"}.get(said, said)
         self.compile = str(self.compile).lower()
+        self.share_prefixes = str(self.share_prefixes).lower()
 
     @property
     def step_updates(self) -> int:

@@ -8,6 +8,7 @@ and a worker may define another. The rows that a rank reads are a selection of i
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,8 @@ class PartitionSelection:
 
     Attributes:
         attention_length: With `balance="tokens"`, see `compute_row_costs`.
+        sharing: Likewise, so many neighbouring rows share the work of their prompt, as long as they
+            are on one rank.
         group_column: Neighbouring rows with one value in this column are never separated either.
     """
 
@@ -91,6 +94,7 @@ class PartitionSelection:
     balance: Literal["rows", "tokens"] = "rows"
     together: int = 1
     attention_length: float = math.inf
+    sharing: int = 1
     group_column: str | None = None
 
     def known_rows(self, table: TableExpression) -> int | None:
@@ -108,13 +112,9 @@ class PartitionSelection:
             )
         if self.group_column is not None and self.parts > 1 and count:
             return self._groups_of(table, self.group_column)
-        if self.balance == "rows" or self.parts == 1 or not count:
-            units = np.arange(*self._block(count))
-        else:
-            tokens = sum(table.tokens().values(), start=np.zeros(count * self.together, np.int64))
-            costs = compute_row_costs(tokens, self.attention_length)
-            units = self._balanced(costs.reshape(count, self.together).sum(1))
-        return (units[:, None] * self.together + np.arange(self.together)).reshape(-1)
+        if self.balance == "tokens" and self.parts > 1 and count:
+            return self._deal_by_tokens(table.tokens(), count * self.together)
+        return _list_rows(np.arange(*self._block(count)), self.together)
 
     def _groups_of(self, table: TableExpression, column: str) -> Rows:
         """Return the rows of the groups of the part."""
@@ -133,17 +133,48 @@ class PartitionSelection:
         many units."""
         return count * self.index // self.parts, count * (self.index + 1) // self.parts
 
-    def _balanced(self, costs: npt.NDArray[np.float64]) -> Rows:
-        """Return the units of the part if all parts cost about equally much."""
+    def _deal_by_tokens(self, lengths: Mapping[str, Rows], count: int) -> Rows:
+        """Return the rows of the part if all parts cost about equally much. Rows that share a
+        prompt stay on one rank unless the costliest is done sooner without that."""
+        costs = compute_row_costs(
+            sum(lengths.values(), np.zeros(count, np.int64)), self.attention_length
+        )
+        prompts = lengths.get("prompt_ids", np.zeros(count, np.int64))
+        spared = compute_row_costs(prompts, self.attention_length)
+        group = np.arange(count) // self.sharing
+
+        def longest(parts: list[Rows]) -> float:
+            repeated = [np.diff(group[rows], prepend=-1) == 0 for rows in parts]
+            each = zip(parts, repeated, strict=True)
+            return max(float(costs[rows].sum() - spared[rows][same].sum()) for rows, same in each)
+
+        ways = [self.together]
+        if self.sharing > self.together and count % self.sharing == 0:
+            ways.append(self.sharing)
+        even = costs - spared * (1 - 1 / self.sharing)
+        dealt = [self._deal(even.reshape(-1, way).sum(1), way) for way in ways]
+        return min(dealt, key=longest)[self.index]
+
+    def _deal(self, costs: npt.NDArray[np.float64], together: int) -> list[Rows]:
+        """Return the rows of each part if all parts cost about equally much, by the costs of units
+        of `together` rows."""
         count = len(costs)
         costs = costs + 1  # so that rows without tokens spread evenly
         ends = np.cumsum(costs)
         goals = ends[-1] * np.arange(1, self.parts) / self.parts
         edges = np.concatenate([[0], np.searchsorted(ends, goals, side="left") + 1, [count]])
-        sizes = np.diff(np.concatenate([[0], ends])[np.minimum(edges, count)])
+        edges = np.minimum(edges, count)
+        sizes = np.diff(np.concatenate([[0], ends])[edges])
         if sizes.max() <= BALANCE_TOLERANCE * sizes.mean():
-            return np.arange(edges[self.index], edges[self.index + 1])  # read without copying
-        return np.asarray(balance_rows(costs.tolist(), self.parts)[self.index], dtype=np.int64)
+            units = [np.arange(*edge) for edge in itertools.pairwise(edges)]  # read without copying
+        else:
+            units = [np.asarray(x, np.int64) for x in balance_rows(costs.tolist(), self.parts)]
+        return [_list_rows(one, together) for one in units]
+
+
+def _list_rows(units: Rows, together: int) -> Rows:
+    """Return the rows of units of `together` neighbouring rows."""
+    return (units[:, None] * together + np.arange(together)).reshape(-1)
 
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
@@ -298,19 +329,23 @@ class MethodTransfer:
     rows: Callable[[Any], Rows] | None
 
     def part(
-        self, index: int, parts: int, copies: int, attention_length: float = math.inf
+        self,
+        index: int,
+        parts: int,
+        copies: int,
+        attention_length: float = math.inf,
+        shares_prompts: bool = False,
     ) -> PartitionSelection:
         """Return the selection of part `index` of `parts` of a batch.
 
         Args:
             copies: So many neighbouring rows of the batch are copies of one.
-            attention_length: Of the worker.
+            attention_length, shares_prompts: Of the worker.
         """
         together = copies if self.copies_together else self.protocol.rows_together
-        column = self.protocol.group_column
-        return PartitionSelection(
-            *(index, parts, self.protocol.balance, together, attention_length, column)
-        )
+        sharing = max(copies, together) if shares_prompts else 1
+        how = self.protocol.balance, together, attention_length, sharing
+        return PartitionSelection(index, parts, *how, self.protocol.group_column)
 
 
 def transfer(

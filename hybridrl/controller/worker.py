@@ -138,6 +138,11 @@ class Worker:
         to ranks by it (see `compute_row_costs`). Infinite: work is linear in tokens."""
         return math.inf
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether samples of a prompt are worked on together, their prompt once."""
+        return False
+
     def enter(self) -> None:
         """Make this role's state current where it is global to the process. Called before each
         call."""

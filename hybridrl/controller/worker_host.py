@@ -152,7 +152,8 @@ class WorkerHost:
             if not isinstance(argument, BatchRef):
                 return argument
             copies = argument.node.copies
-            part = transfer.part(mine.index, mine.parts, copies, worker.attention_length)
+            work = worker.attention_length, worker.shares_prompts
+            part = transfer.part(mine.index, mine.parts, copies, *work)
             if first is None:
                 first = argument
                 rows = argument.rows_of(part) if transfer.rows is None else transfer.rows(worker)

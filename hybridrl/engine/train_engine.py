@@ -35,6 +35,7 @@ from hybridrl.engine.optimizer import (
     make_optimizer,
 )
 from hybridrl.engine.parameter_shards import ParameterShards
+from hybridrl.engine.prompt_groups import MicroBatch, find_least_saving, group_rows
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.errors import TrainingError
 from hybridrl.models.expert_routing import (
@@ -51,6 +52,7 @@ from hybridrl.models.packed_models import (
     SampleLayout,
     concatenate_ranges,
 )
+from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel, check_rows_divisible
@@ -81,6 +83,7 @@ class TrainEngine(ShardedModel):
 
     Attributes:
         attention_length: Of the model, see `find_attention_length`.
+        shares_prompts: Whether rows of a micro-batch may share a prompt, see `MicroBatch`.
         skipped_in_a_row: Updates whose gradients were not finite, since the last one that was.
         fault: Where the last of these had the first such number, as this rank saw it.
         optimizer_config: Of the phase that has begun last.
@@ -99,6 +102,8 @@ class TrainEngine(ShardedModel):
         files: TensorReader | None = None,
     ) -> None:
         check_rows_divisible(model.rows, mesh.size("ring") * mesh.size("ulysses"))
+        self._least_saving = find_least_saving(config.share_prefixes, model)
+        self.shares_prompts = self._least_saving is not None
         self._routing = ExpertRouters.of(model.inner)
         self.attention_length = find_attention_length(model.inner)
         super().__init__(model, mesh, device, dtype, config, files)
@@ -172,10 +177,10 @@ class TrainEngine(ShardedModel):
         count = len(responses.values)
         outputs = {name: torch.full((count, *shape), torch.nan) for name, shape in shapes}
         micro_batches = self._micro_batches(batch)
-        samples = [self._pack(batch.take(rows)) for rows in micro_batches]
+        samples = [self._pack(batch.take(one.rows), one.shared) for one in micro_batches]
 
         def keep(number: int, found: Mapping[str, Tensor]) -> None:
-            rows = micro_batches[number]
+            rows = micro_batches[number].rows
             places = concatenate_ranges(responses.cu_seqlens[rows], responses.lengths[rows])
             whole = self._whole(found, samples[number])
             for name, kept in outputs.items():
@@ -226,8 +231,10 @@ class TrainEngine(ShardedModel):
             drawn = hash((self.rounding_seed, self.schedule.last_epoch)) % 2**62
             seed_rounding(self.device, drawn)
         gathered = UpdateMetrics()
-        parts = [batch.take(rows) for rows in self._micro_batches(batch, rows_together)]
-        samples = [self._pack(part) for part in parts]
+        micro_batches = self._micro_batches(batch, rows_together)
+        parts = [batch.take(one.rows) for one in micro_batches]
+        packed = zip(parts, micro_batches, strict=True)
+        samples = [self._pack(part, one.shared) for part, one in packed]
         self._balance_routers(samples, options)
 
         def value_of(number: int, outputs: Mapping[str, Tensor]) -> Tensor:
@@ -245,10 +252,10 @@ class TrainEngine(ShardedModel):
                 self.model, samples, value_of, reduce_once=self._reduce_once, **options
             )
         else:
-            for number, packed in enumerate(samples):
+            for number, given in enumerate(samples):
                 last = number == len(samples) - 1
                 self.model.set_requires_gradient_sync(last or not self._reduce_once)
-                value_of(number, self.model(packed, **options)).backward()
+                value_of(number, self.model(given, **options)).backward()
         found = self._routed()
         has_outputs = self._pipeline is None or self._pipeline.is_last
         metrics = gathered.reduce(self.mesh.group("dp")) if has_outputs else {}
@@ -304,10 +311,19 @@ class TrainEngine(ShardedModel):
             for number, packed in enumerate(samples):
                 take(number, self.model(packed, **options))
 
-    def _pack(self, batch: Batch) -> PackedSamples:
+    def _pack(self, batch: Batch, shared: Tensor | None = None) -> PackedSamples:
         """Pack rows into samples for the model, or into this rank's part of them with sequence
-        parallelism."""
-        samples = PackedSamples.of(batch, self.device, self.model.rows, self.model.multiple)
+        parallelism.
+
+        Args:
+            shared: See `MicroBatch`.
+        """
+        multiple, trees = self.model.multiple, None
+        if shared is not None:
+            columns = batch.ragged("prompt_ids"), batch.ragged("response_ids")
+            lengths = (column.lengths for column in columns)
+            trees = PromptTrees.of(*lengths, shared, self.device, multiple)
+        samples = PackedSamples.of(batch, self.device, self.model.rows, multiple, trees)
         if self._sequence is None:
             return samples
         return self._sequence.split(samples, self.model.shift)
@@ -357,17 +373,22 @@ class TrainEngine(ShardedModel):
         here = [(parameters[n], self.cuts.get(n)) for n in self._partial if n in parameters]
         return ShardedGradients(self.model, self.mesh, copies, here)
 
-    def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[list[int]]:
-        """Return the rows of each micro-batch within the token budget; equally many micro-batches
-        on every rank, because each is a round of collectives, and the costliest first on each, so
-        that those of a round take about equally long. A rank with too few rows gets empty ones."""
-        lengths = batch.lengths("prompt_ids") + batch.lengths("response_ids")
-        rows = lengths.reshape(-1, rows_together)
-        is_padded = self.model.rows is SampleLayout.PADDED
-        units = (rows_together * rows.max(1) if is_padded else rows.sum(1)).tolist()
+    def _micro_batches(self, batch: Batch, rows_together: int = 1) -> list[MicroBatch]:
+        """Return the micro-batches within the token budget; equally many on every rank, because
+        each is a round of collectives, and the costliest first on each, so that those of a round
+        take about equally long. A rank with too few rows gets empty ones."""
+        prompts = batch.lengths("prompt_ids")
+        lengths = prompts + batch.lengths("response_ids")
         budget, setting = self.config.tokens_per_microbatch, "actor.tokens_per_microbatch"
         if self._sequence is not None:  # the budget is what one device takes
             budget, setting = budget * self._sequence.size, f"{setting} x sequence-parallel ranks"
+        groups, is_shared = group_rows(batch, rows_together, budget, self._least_saving)
+        tokens = lengths - prompts * is_shared
+        is_padded = self.model.rows is SampleLayout.PADDED
+        units = [
+            int(len(rows) * tokens[rows].max() if is_padded else tokens[rows].sum())
+            for rows in groups
+        ]
         packed = pack_rows(units, budget, setting=setting, padded=is_padded) or [[]]
         count = torch.tensor([len(packed)])
         if (group := self.mesh.group("dp")) is not None:
@@ -376,12 +397,12 @@ class TrainEngine(ShardedModel):
             fullest = max(packed, key=len)
             packed.remove(fullest)
             packed += [fullest[::2], fullest[1::2]]
-        costs = compute_row_costs(lengths, self.attention_length).reshape(-1, rows_together).sum(1)
-        packed.sort(key=lambda units: -costs[units].sum())
-        return [
-            [unit * rows_together + row for unit in units for row in range(rows_together)]
-            for units in packed
-        ]
+        costs = compute_row_costs(lengths, self.attention_length)
+        costs -= compute_row_costs(prompts, self.attention_length) * is_shared
+        rows_of = [[row for unit in units for row in groups[unit]] for units in packed]
+        rows_of.sort(key=lambda rows: -costs[rows].sum())
+        shared = torch.from_numpy(is_shared)
+        return [MicroBatch(rows, shared[rows] if shared[rows].any() else None) for rows in rows_of]
 
     def _step(self) -> float:
         """Clip the gradients, step and clear them; return their norm before clipping. A step with a

@@ -8,7 +8,7 @@ rectangles for torch's scaled-dot-product attention; only attention sees the pad
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from hybridrl.models.flash_attention import FlashCase, flash_backward, flash_forward
 from hybridrl.models.packed_models import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
+
+
+class PromptCase(NamedTuple):
+    """The attention of responses to the prompts that they share.
+
+    Attributes:
+        queries: int64, the places of the responses' tokens in the packed row.
+        keys: Of the prompts' tokens.
+        bounds: Every response token of a prompt sees all of its tokens.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    bounds: FlashCase
+
 
 _SINK_DIMS = 8
 """Kernels want heads of a multiple of 8 dims."""
@@ -74,6 +89,7 @@ def causal_attention(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    prompt: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute causal attention inside each packed sample whose tokens are all on this rank.
 
@@ -83,24 +99,36 @@ def causal_attention(
         scale: Of the scores; 1 / sqrt(head_dim) if None.
         window: How many tokens a query sees, itself included; None for all before it.
         sinks: See `packed_attention`.
+        prompt: Keys and values before those of every sample, which all of these see; not with
+            flash attention.
 
     Returns:
         `[tokens, heads, width of v]`.
+
+    Raises:
+        ValueError: for a window over a shared prompt.
     """
+    trees = packing.trees
+    if trees is not None and window is not None:
+        raise ValueError("its attention has windows, which do not go with shared prompts")
     if fits_flash(q):
         width = v.shape[-1]  # the kernels want that of the keys, which latent attention makes wider
         v = F.pad(v, (0, k.shape[-1] - width))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         bounds = (packing.cu_seqlens, packing.longest)
         case = FlashCase(*bounds, *bounds, True, scale, window)
-        return _FlashAttention.apply(q, k, v, sinks, case)[..., :width]
+        above = None if trees is None else trees.prompt_case(scale)
+        return _FlashAttention.apply(q, k, v, sinks, case, above)[..., :width]
+    if trees is not None:
+        return trees.attend(q, k, v, scale, sinks)
     buckets = packing.buckets
     if len(buckets) == 1:
-        return _rectangle(q, k, v, buckets[0], scale, window, sinks)
+        return _rectangle(q, k, v, buckets[0], scale, window, sinks, prompt)
     output = q.new_zeros(*q.shape[:-1], v.shape[-1])
     for bucket in buckets:
         part = _rectangle(
-            *(x.index_select(0, bucket.source) for x in (q, k, v)), bucket, scale, window, sinks
+            *(x.index_select(0, bucket.source) for x in (q, k, v)),
+            *(bucket, scale, window, sinks, prompt),
         )
         output = output.index_copy(0, bucket.source, part)
     return output
@@ -118,26 +146,56 @@ class _FlashAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         case: FlashCase,
+        above: PromptCase | None = None,
     ) -> torch.Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = flash_forward(q, k, v, case)
+        if above is not None:
+            _merge_prompts(q, k, v, above, out, lse)
         if sinks is not None:
             without = lse
             lse = torch.logaddexp(without, sinks[:, None].float())
             out = (out * (without - lse).exp().T[..., None]).to(out.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.case = case
+        ctx.case, ctx.above = case, above
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grads = flash_backward(grad.contiguous(), q, k, v, out, lse, ctx.case)
+        if (above := ctx.above) is not None:
+            queries, keys, bounds = above
+            of_queries, of_keys = (
+                [x[at] for x in xs] for xs, at in (((grad, q, out), queries), ((k, v), keys))
+            )
+            parts = flash_backward(
+                *of_queries[:2], *of_keys, of_queries[2], lse[:, queries].contiguous(), bounds
+            )
+            for whole, part, places in zip(grads, parts, (queries, keys, keys), strict=True):
+                whole.index_add_(0, places, part)
         if sinks is None:
-            return *grads, None, None
+            return *grads, None, None, None
         shares = (sinks[:, None].float() - lse).exp()
         of_sinks = -(shares * (grad.float() * out.float()).sum(-1).T).sum(1)
-        return *grads, of_sinks.to(sinks.dtype), None
+        return *grads, of_sinks.to(sinks.dtype), None, None
+
+
+def _merge_prompts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    above: PromptCase,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Add what responses see of their prompts to their attention, in place."""
+    queries, keys, bounds = above
+    part, part_lse = flash_forward(q[queries], k[keys], v[keys], bounds)
+    own, own_lse = out[queries].float(), lse[:, queries]
+    share = torch.sigmoid(part_lse - own_lse).T[..., None]
+    out[queries] = (own + share * (part.float() - own)).to(out.dtype)
+    lse[:, queries] = torch.logaddexp(own_lse, part_lse)
 
 
 def _rectangle(
@@ -148,6 +206,7 @@ def _rectangle(
     scale: float | None,
     window: int | None,
     sinks: torch.Tensor | None = None,
+    prompt: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Compute the attention of one bucket, `[real tokens, heads, head_dim]` in and out. Right
     padding needs no mask, because a causal query never looks to its right."""
@@ -158,10 +217,16 @@ def _rectangle(
         .transpose(1, 2)
         for x in (q, k, v)
     ]
-    mask = None
-    if window is not None or sinks is not None:
-        mask = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool, device=q.device)
-        mask = mask.tril() if window is None else mask.tril().triu(1 - window)
+    mask, seen = None, 0
+    if prompt is not None:
+        seen = len(prompt[0])
+        dense[1:] = [
+            torch.cat([x.transpose(0, 1).expand(bucket.rows, -1, -1, -1), part], 2)
+            for x, part in zip(prompt, dense[1:], strict=True)
+        ]
+    if prompt is not None or window is not None or sinks is not None:
+        mask = torch.ones(bucket.longest, seen + bucket.longest, dtype=torch.bool, device=q.device)
+        mask = mask.tril(seen) if window is None else mask.tril().triu(1 - window)
     if sinks is not None:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         dense, mask = _with_sink_key(*dense, sinks / scale), F.pad(mask, (1, 0), value=True)

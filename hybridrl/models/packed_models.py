@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
 from hybridrl.models.teacher_kl import TopTokens, find_top_tokens, teacher_kl_loss
 from hybridrl.system.device_traits import copy_to_device
+
+if TYPE_CHECKING:
+    from hybridrl.models.prompt_trees import PromptTrees
 
 MAX_PADDING_RATIO = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
@@ -92,7 +95,9 @@ class PackingMetadata:
         longest: Tokens of the longest sample.
         lengths: int64 `[samples]`, on the CPU.
         split: This rank's part of the row, if other ranks have the rest of it.
-        real: `[tokens]`, which of this rank's tokens are those of samples.
+        real: `[tokens]`, for each of this rank's tokens the number of samples that it belongs to.
+        trees: The samples that share a prompt. Their prompt and each response stand for samples
+            above; None: no prompt is shared.
         routes: `[tokens, experts chosen in all layers]` of this rank's tokens: the experts that are
             to take each of them, or -1 where the model chooses itself; None: everywhere.
     """
@@ -103,6 +108,7 @@ class PackingMetadata:
     split: SequenceShard | None = None
     real: torch.Tensor | None = None
     routes: torch.Tensor | None = None
+    trees: PromptTrees | None = None
 
     @classmethod
     def of(
@@ -111,6 +117,7 @@ class PackingMetadata:
         device: torch.device,
         real: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
+        trees: PromptTrees | None = None,
     ) -> PackingMetadata:
         """Build the metadata of samples with the bounds `cu_seqlens` `[samples + 1]`."""
         lengths = cu_seqlens.diff()
@@ -120,6 +127,7 @@ class PackingMetadata:
             lengths,
             real=None if real is None else real.to(device),
             routes=None if routes is None else routes.to(device),
+            trees=trees,
         )
 
     @cached_property
@@ -131,12 +139,15 @@ class PackingMetadata:
         return tuple(AttentionBucket.of(samples, self.lengths, device) for samples in groups)
 
     def position_ids(self, tokens: int) -> torch.Tensor:
-        """Return positions that start at 0 in each sample, `[tokens]`; with their number given, the
-        host need not wait for an accelerator."""
+        """Return positions that start at 0 in each sample, and behind its prompt in a response
+        that shares one, `[tokens]`; with their number given, the host need not wait for an
+        accelerator."""
         if self.split is not None:
             return self.split.position_ids
-        lengths = self.cu_seqlens.diff()
-        starts = self.cu_seqlens[:-1].repeat_interleave(lengths, output_size=tokens)
+        lengths, starts = self.cu_seqlens.diff(), self.cu_seqlens[:-1]
+        if self.trees is not None:
+            starts = starts - copy_to_device(self.trees.offsets, starts.device)
+        starts = starts.repeat_interleave(lengths, output_size=tokens)
         return torch.arange(tokens, device=starts.device) - starts
 
 
@@ -149,7 +160,8 @@ class PackedSamples:
             row for each sample, with zeros after it.
         packing: Bounds of the samples, or of the rows, all rows one after the other.
         predictors: `[response tokens]`: the place, in all rows one after the other, whose output
-            predicts each response token.
+            predicts each response token. First tokens of responses that share a prompt have one.
+        places: `[response tokens]`: the place of each response token itself.
         targets: `[response tokens]`: the response tokens, in the order of the batch's own column.
         response_bounds: `[samples + 1]`: bounds of the samples in `targets`.
         candidates: What a teacher expected in the place of each response token.
@@ -159,6 +171,7 @@ class PackedSamples:
     input_ids: torch.Tensor
     packing: PackingMetadata
     predictors: torch.Tensor
+    places: torch.Tensor
     targets: torch.Tensor
     response_bounds: torch.Tensor
     candidates: TopTokens | None = None
@@ -171,10 +184,12 @@ class PackedSamples:
         device: torch.device,
         rows: SampleLayout = SampleLayout.PACKED,
         multiple: int = 1,
+        trees: PromptTrees | None = None,
     ) -> PackedSamples:
         """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
         `teacher_ids`, `teacher_log_probs` and `kept_sets` if it has them). A sample that nobody
-        reads makes the tokens of a packed row a multiple of a number.
+        reads makes the tokens of a packed row a multiple of a number. With `trees`, which are those
+        of these rows, a prompt that rows share stands once in the packed row.
 
         A batch without rows gives one token that predicts nothing: no model runs on no tokens, and
         a rank without rows still takes part in its peers' collectives.
@@ -182,25 +197,34 @@ class PackedSamples:
         prompts, responses = batch.ragged("prompt_ids"), batch.ragged("response_ids")
         bounds = prompts.cu_seqlens + responses.cu_seqlens
         bounds = bounds if len(batch) else torch.tensor([0, 1])
+        if trees is not None:
+            bounds = trees.bounds
         if rows is SampleLayout.PADDED:
             bounds = torch.arange(len(bounds)) * bounds.diff().max()
         elif lacking := -int(bounds[-1]) % multiple:
             bounds = torch.cat([bounds, bounds[-1:] + lacking])
         tokens = torch.zeros(int(bounds[-1]), dtype=torch.int64)
-        starts = bounds[: len(batch)]
+        starts = bounds[: len(batch)] if trees is None else trees.prompt_starts
+        ends = starts + prompts.lengths
         prompt_places = concatenate_ranges(starts, prompts.lengths)
-        response_places = concatenate_ranges(starts + prompts.lengths, responses.lengths)
+        response_places = concatenate_ranges(
+            ends if trees is None else trees.response_starts, responses.lengths
+        )
+        predictors, has_tokens = response_places - 1, responses.lengths > 0
+        predictors[responses.cu_seqlens[:-1][has_tokens]] = ends[has_tokens] - 1
         tokens[prompt_places] = prompts.values
         tokens[response_places] = responses.values
-        real = torch.zeros(len(tokens), dtype=torch.bool)
-        real[prompt_places] = real[response_places] = True
+        real = torch.zeros(len(tokens), dtype=torch.int32)
+        for places in (prompt_places, response_places):
+            real.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         routes = _routes(batch, starts, len(tokens)) if ROUTED_EXPERTS in batch.columns else None
         return cls(
             input_ids=tokens.view(1 if rows is SampleLayout.PACKED else len(starts) or 1, -1).to(
                 device
             ),
-            packing=PackingMetadata.of(bounds, device, real, routes),
-            predictors=(response_places - 1).to(device),
+            packing=PackingMetadata.of(bounds, device, real, routes, trees),
+            predictors=predictors.to(device),
+            places=response_places.to(device),
             targets=responses.values.to(device, copy=True),  # a plain tensor
             response_bounds=responses.cu_seqlens,
             candidates=_candidates(batch, device) if TEACHER_IDS in batch.columns else None,
@@ -399,7 +423,8 @@ class ScalarModel(PackedModel):
 
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
         """Return the `values` of the response tokens."""
-        hidden = self.hidden(samples).index_select(0, samples.predictors + self.shift)
+        places = samples.places if self.shift else samples.predictors
+        hidden = self.hidden(samples).index_select(0, places)
         return {"values": self.head(hidden).sum(1).float()}  # one column; FSDP wants no view
 
 

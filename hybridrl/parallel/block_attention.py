@@ -76,6 +76,26 @@ class AttentionBlock:
             device=device,
         )
 
+    @classmethod
+    def of_ranges(
+        cls,
+        queries: tuple[Tensor, Tensor],
+        keys: tuple[Tensor, Tensor],
+        reader: RingRow,
+        source: RingRow,
+        device: torch.device,
+    ) -> AttentionBlock | None:
+        """Build the block in which each range of the reader's tokens sees all of a range of the
+        source's; None if no query sees any key. Ranges are starts and lengths."""
+        kept = (queries[1] > 0) & (keys[1] > 0)
+        if not kept.any():
+            return None
+        return cls(
+            _indices(queries[0][kept], queries[1][kept], len(reader.places), device),
+            _indices(keys[0][kept], keys[1][kept], len(source.places), device),
+            *(queries[1][kept], keys[1][kept], False, device),
+        )
+
     def flash_case(self, scale: float) -> FlashCase:
         """Return the block as flash attention takes it."""
         lengths = (self.query_lengths, self.key_lengths)

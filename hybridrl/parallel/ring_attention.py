@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.block_attention import (
     AttentionBlock,
     block_attention_backward,
@@ -44,22 +45,32 @@ class RingPlan:
         group: The ring.
         rank: This rank's place in it.
         sizes: Tokens of each ring rank's row.
-        blocks: What this rank's queries see of each ring rank's keys; None for nothing.
+        blocks: What this rank's queries see of each ring rank's keys: of those of their samples,
+            and of shared prompts.
     """
 
     group: dist.ProcessGroup
     rank: int
     sizes: list[int]
-    blocks: list[AttentionBlock | None]
+    blocks: list[list[AttentionBlock]]
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, rows: list[RingRow], device: torch.device) -> RingPlan:
+    def of(
+        cls,
+        group: dist.ProcessGroup,
+        rows: list[RingRow],
+        device: torch.device,
+        trees: PromptTrees | None = None,
+    ) -> RingPlan:
         """Build the plan of this rank for the `rows` of the ring."""
         rank = dist.get_rank(group)
-        blocks = [
-            AttentionBlock.between(rows[rank], row, rank - source, device)
-            for source, row in enumerate(rows)
-        ]
+        mine, blocks = rows[rank], []
+        for source, row in enumerate(rows):
+            found = [AttentionBlock.between(mine, row, rank - source, device)]
+            if trees is not None:
+                ranges = trees.find_responses(mine.places), trees.find_prompts(row.places)
+                found.append(AttentionBlock.of_ranges(*ranges, mine, row, device))
+            blocks.append([block for block in found if block is not None])
         return cls(group, rank, [len(row.places) for row in rows], blocks)
 
     def source(self, step: int) -> int:
@@ -122,10 +133,10 @@ class _RingAttention(torch.autograd.Function):
         for step in range(steps):
             more = step + 1 < steps
             transfer = plan.pass_on(kv, plan.sizes[plan.source(step + 1)]) if more else None
-            if block := plan.blocks[plan.source(step)]:
+            for number, block in enumerate(plan.blocks[plan.source(step)]):
                 k, v = _rows(kv, block.keys).chunk(2, dim=1)
                 found = block_attention_forward(_rows(q, block.queries), k, v, block, scale)
-                if step == 0:
+                if step == number == 0:
                     out, lse = found
                 else:
                     merged = _rows(out, block.queries), _rows(lse, block.queries)
@@ -153,7 +164,7 @@ class _RingAttention(torch.autograd.Function):
             following = plan.sizes[plan.source(step + 1)]
             transfer = plan.pass_on(kv, following) if more else None
             grad_kv = grad_own if step == 0 else torch.zeros_like(kv, dtype=torch.float32)
-            if block := plan.blocks[plan.source(step)]:
+            for block in plan.blocks[plan.source(step)]:
                 k, v = _rows(kv, block.keys).chunk(2, dim=1)
                 of_queries = (_rows(x, block.queries) for x in (grad, q))
                 merged = (_rows(x, block.queries) for x in (out, lse))

@@ -81,18 +81,19 @@ class SequenceParallel:
         rows = split_over_ring(cu_seqlens, self.ring)
         places = compute_rank_positions(rows, self.ulysses)
         mine = places[self._rank]
-        reading = TokenOwnership.of(samples.predictors.cpu() + shift, places, self._rank, device)
+        read_at = samples.places if shift else samples.predictors
+        reading = TokenOwnership.of(read_at.cpu(), places, self._rank, device)
         exchange = plan = None
         if self.ulysses > 1:
             bounds = split_bounds(len(rows[self._ring_rank].places), self.ulysses)
             counts = torch.tensor(bounds).diff().tolist()
             exchange = HeadExchange(self._ulysses_group, counts)
         if self.ring > 1:
-            plan = RingPlan.of(self._ring_group, rows, device)
-        starts = cu_seqlens[torch.bucketize(mine, cu_seqlens, right=True) - 1]
+            plan = RingPlan.of(self._ring_group, rows, device, samples.packing.trees)
+        positions = samples.packing.position_ids(samples.input_ids.numel()).cpu()
         held = LocalTokens(
             tokens=len(mine),
-            position_ids=_pad_empty(mine - starts).to(device),
+            position_ids=_pad_empty(positions[mine]).to(device),
             packing=samples.packing,
             reading=reading,
             exchange=exchange,
@@ -103,10 +104,11 @@ class SequenceParallel:
             packing=dataclasses.replace(
                 samples.packing,
                 split=held,
-                real=_select_local(samples.packing.real, mine.to(device), False),
+                real=_select_local(samples.packing.real, mine.to(device), 0),
                 routes=_select_local(samples.packing.routes, mine.to(device), -1),
             ),
-            predictors=reading.local - shift,
+            predictors=reading.local,
+            places=reading.local,
             targets=samples.targets[reading.mine],
             response_bounds=samples.response_bounds,
             candidates=samples.candidates

@@ -43,6 +43,11 @@ class ModelWorker(Worker):
         engine = self.model_engine
         return super().attention_length if engine is None else engine.attention_length
 
+    @property
+    def shares_prompts(self) -> bool:
+        engine = self.model_engine
+        return engine is not None and engine.shares_prompts
+
     def enter(self) -> None:
         process_group.enter_world(self.context.role)
         if (engine := self.model_engine) is not None:

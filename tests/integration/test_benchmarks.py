@@ -20,7 +20,8 @@ SECONDS = {
         "packing",
         "paper_placements",
     ),
-    *("content_cache", "plan_at_size", "reshard", "sandbox", "unwaited_generation", "weight_sync"),
+    *("content_cache", "plan_at_size", "reshard", "sandbox", "shared_prompts", "weight_sync"),
+    "unwaited_generation",
 }
 """What takes less than a minute is for `make test-more`, all others for `make test-long`."""
 HOSTS = pytest.mark.skipif(
@@ -61,6 +62,7 @@ SMALLEST = {
     "reshard": (["--rounds", "1", "--no-vllm"],),
     "sandbox": ([],),
     "scaling": ([],),
+    "shared_prompts": (["--rounds", "1"],),
     "step_trace": ([],),
     "slow_device": (
         ["--jobs", "1"],

@@ -86,6 +86,7 @@ PROGRAMS = {
     "muon and int8, warmed up by adamw": [
         *("actor.optimizer.name=muon", "actor.optimizer.moments=int8"),
     ],
+    "shared prompts": ["actor.share_prefixes=true", "actor.updates_per_step=2"],
     "a sampler": ["data.sampler={file}:Hardest"],
     "partial rollouts": ["rollout.partial=0.5", "rollout.max_tokens=12"],
     "adapters": [*KL, "actor.lora={rank: 2, alpha: 4}", "model.path={model}", "warmup.steps=0"],

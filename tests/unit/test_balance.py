@@ -142,3 +142,48 @@ def test_pack_names_the_row_and_the_setting():
         pack_rows([11], 10, setting="critic.tokens_per_microbatch")
     with pytest.raises(ConfigError, match="length of -1"):
         pack_rows([-1], 10)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "shared", "alone"),
+    [
+        # One rank has 80 tokens and the other 130; row by row each has 140.
+        ([60, 60, 10, 10], [10, 10, 60, 60], [0, 1], [0, 1]),
+        # One group for both ranks: whole it would be 170 tokens, cut it is 90.
+        ([10, 10, 10, 10], [40, 40, 40, 40], [0, 1], [0, 1]),
+        # Whole groups would be 56 tokens and 152; both ranks have 128.
+        ([40] * 4 + [8] * 4, [4] * 4 + [36] * 4, [0, 2, 4, 6], [0, 1, 2, 3]),
+    ],
+)
+def test_samples_that_share_a_prompt_stay_together_where_that_is_quicker(
+    prompts, responses, shared, alone
+):
+    table = Lengths(np.array(responses))
+    lengths = {"prompt_ids": np.array(prompts), "response_ids": np.array(responses)}
+    table.tokens = lambda: lengths
+    size = 4 if len(set(prompts[:4])) == 1 else 2
+    for sharing, wanted in ((size, shared), (1, alone)):
+        dealt = [
+            PartitionSelection(rank, 2, "tokens", 1, math.inf, sharing).rows(table).tolist()
+            for rank in (0, 1)
+        ]
+        assert dealt[0] == wanted
+        assert sorted(dealt[0] + dealt[1]) == list(range(len(prompts)))
+
+
+def test_uneven_groups_are_not_scattered():
+    """Without a word of groups, rows of all of them are dealt to both ranks."""
+    generator = np.random.default_rng(0)
+    prompts = np.repeat(generator.integers(200, 400, 16), 8)
+    responses = generator.integers(1, 100, 128)
+    table = Lengths(responses)
+    table.tokens = lambda: {"prompt_ids": prompts, "response_ids": responses}
+    work = {}
+    for sharing in (8, 1):
+        work[sharing] = []
+        for rank in (0, 1):
+            rows = PartitionSelection(rank, 2, "tokens", 1, math.inf, sharing).rows(table)
+            groups = np.unique(rows // 8)
+            work[sharing].append(responses[rows].sum() + prompts[groups * 8].sum())
+    assert max(work[8]) <= 1.1 * min(work[8])
+    assert sum(work[8]) <= sum(work[1])

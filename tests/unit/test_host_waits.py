@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2] / "hybridrl"
 LAYERS = [
     *("models/packed_attention.py", "models/log_probs.py", "models/packed_models.py"),
     *("models/flash_attention.py", "models/head_kernels.py", "models/teacher_kl.py"),
+    "models/prompt_trees.py",
     *("parallel/block_attention.py", "parallel/collectives.py"),
     *("parallel/fsdp.py", "parallel/padded_attention.py", "parallel/ring_attention.py"),
     *("parallel/sequence_parallel.py", "parallel/staged_model.py", "parallel/tensor_parallel.py"),
@@ -27,7 +28,12 @@ ALLOWED = {
     ("models/packed_models.py", "buckets"): "lengths are on the host",
     ("models/packed_models.py", "_candidates"): "on the host, before the model runs",
     ("models/packed_models.py", "_routes"): "on the host, before the model runs",
+    **{
+        ("models/prompt_trees.py", name): "lengths are on the host"
+        for name in ("of", "prompt_case", "_parts")
+    },
     ("parallel/block_attention.py", "between"): "lengths are on the host",
+    ("parallel/block_attention.py", "of_ranges"): "lengths are on the host",
     ("parallel/block_attention.py", "flash_case"): "lengths are on the host",
     ("parallel/block_attention.py", "_indices"): "lengths are on the host",
     (

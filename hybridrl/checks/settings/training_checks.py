@@ -60,6 +60,15 @@ def _check_max_kl(config: Config) -> None:
         )
 
 
+def _check_shared_prompts(config: Config) -> None:
+    if config.actor.share_prefixes == "true" and config.rollout.routing_replay:
+        raise ConfigError(
+            "actor.share_prefixes=true: with rollout.routing_replay=true each sample repeats the "
+            "choices of experts for its own prompt, so samples cannot share one. Set "
+            "actor.share_prefixes=auto."
+        )
+
+
 def _check_experts(config: Config) -> None:
     if config.model.tiny.experts == 1:
         raise ConfigError(
@@ -186,5 +195,6 @@ def _check_ring(config: Config) -> None:
 
 TRAINING_CHECKS = (
     *(_check_updates, _check_max_kl, _check_experts, _check_chunks, _check_ring, _check_moments),
+    _check_shared_prompts,
     *(_check_weights, _check_optimizers),
 )

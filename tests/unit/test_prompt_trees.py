@@ -1,0 +1,306 @@
+"""A prompt that rows share is computed once, and nothing else is another number for it."""
+
+import itertools
+import runpy
+
+import plain_torch
+import pytest
+import torch
+from plain_cases import make_folders, settings_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    Qwen2Config,
+)
+from tree_cases import (
+    CPU,
+    LONGEST,
+    TEMPERATURE,
+    VOCABULARY,
+    loss,
+    make_engine,
+    make_model,
+    make_rows,
+    work_out,
+)
+
+from hybridrl import main
+from hybridrl.config.schema import LoraAdapterConfig
+from hybridrl.engine.prompt_groups import LeastSaving, find_least_saving, group_rows
+from hybridrl.errors import ConfigError
+from hybridrl.job.config_resolution import load_config
+from hybridrl.models import packed_attention
+from hybridrl.models.lora import add_adapters
+from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
+from hybridrl.models.packed_models import (
+    CausalPolicy,
+    PackedSamples,
+    PackingMetadata,
+    SampleLayout,
+    ScalarModel,
+)
+from hybridrl.models.prompt_trees import PromptTrees
+
+CLOSE, EVERY = 1e-5, LeastSaving(0.0, 1)
+
+
+@pytest.fixture
+def trees(monkeypatch):
+    """The trees that are made."""
+    made, make = [], PromptTrees.of.__func__
+
+    def keep(cls, *arguments):
+        made.append(make(cls, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(PromptTrees, "of", classmethod(keep))
+    return made
+
+
+def gradient(engine, batch, together=1):
+    found = {}
+    hook = engine.optimizer.register_step_pre_hook(
+        lambda *_: found.update(
+            {
+                name: parameter.grad.clone()
+                for name, parameter in engine.model.inner.named_parameters()
+                if parameter.requires_grad
+            }
+        )
+    )
+    metrics = engine.update(batch, loss, temperature=TEMPERATURE, rows_together=together)
+    hook.remove()
+    return metrics, {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in found.items()}
+
+
+def assert_close(found, expected):
+    for name, tensor in expected.items():
+        assert (found[name] - tensor).norm() <= CLOSE * tensor.norm().clamp(min=1), name
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective", "block"])
+@pytest.mark.parametrize("budget", [LONGEST, 37, 10_000])
+def test_it_is_what_plain_torch_makes_of_each_row(mesh, trees, budget, checkpointing):
+    batch = make_rows()
+    expected = work_out(batch)
+    engine = make_engine(mesh, tokens_per_microbatch=budget, gradient_checkpointing=checkpointing)
+    scored = engine.forward(batch, temperature=TEMPERATURE)
+    torch.testing.assert_close(scored["log_probs"].values, expected.log_probs, atol=CLOSE, rtol=0)
+    torch.testing.assert_close(scored["entropy"].values, expected.entropy, atol=CLOSE, rtol=0)
+    metrics, found = gradient(engine, batch)
+    assert metrics["loss"] == pytest.approx(expected.loss, rel=CLOSE)
+    assert metrics["tokens"] == int(batch["response_mask"].values.sum())
+    assert_close(found, expected.gradient)
+    assert any(len(tree.starts) for tree in trees)
+    assert all(int(tree.bounds[-1]) <= budget for tree in trees)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_rows_need_not_be_neighbours(mesh, trees, together):
+    batch = make_rows(shuffled=together == 1, pairs=together == 2)
+    expected = work_out(batch)
+    engine = make_engine(mesh, tokens_per_microbatch=60)
+    scored = engine.forward(batch, temperature=TEMPERATURE)
+    torch.testing.assert_close(scored["log_probs"].values, expected.log_probs, atol=CLOSE, rtol=0)
+    assert_close(gradient(engine, batch, together)[1], expected.gradient)
+    assert trees
+
+
+def test_adapters_learn_the_same(mesh, trees):
+    found = []
+    for setting in ("true", "false"):
+        model = make_model()
+        add_adapters(model, LoraAdapterConfig(rank=2), seed=1)
+        found.append(gradient(make_engine(mesh, model, share_prefixes=setting), make_rows())[1])
+        assert trees
+    assert len(trees) == 1
+    assert found[1] and all("lora" in name for name in found[1])
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("reads", ["before", "after"])
+def test_values_are_read_where_they_were(reads):
+    config = LlamaConfig(
+        **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3},
+    )
+    torch.manual_seed(0)
+    inner = AutoModelForSequenceClassification.from_config(
+        config, attn_implementation=PACKED_ATTENTION
+    )
+    model, batch = ScalarModel(inner, reads), make_rows()
+    torch.testing.assert_close(
+        model(shared(batch))["values"], model(PackedSamples.of(batch, CPU))["values"]
+    )
+
+
+def shared(batch, multiple=1):
+    """All rows in one packed row with their trees."""
+    groups, is_shared = group_rows(batch, 1, 10_000, EVERY)
+    assert [row for group in groups for row in group] == list(range(len(batch)))
+    lengths = (batch.ragged(name).lengths for name in ("prompt_ids", "response_ids"))
+    trees = PromptTrees.of(*lengths, torch.from_numpy(is_shared), CPU, multiple)
+    return PackedSamples.of(batch, CPU, multiple=multiple, trees=trees)
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_a_shared_prompt_counts_for_each_of_its_samples(multiple):
+    batch = make_rows()
+    samples = shared(batch, multiple)
+    tokens = sum(batch.lengths("prompt_ids") + batch.lengths("response_ids"))
+    assert int(samples.packing.real.sum()) == tokens
+    assert samples.input_ids.numel() % multiple == 0
+    assert torch.equal(samples.input_ids[0, samples.places], samples.targets)
+
+
+def blocks_of(q, k, case):
+    """Places of each sample's queries and keys, and their scores."""
+    bounds = (itertools.pairwise(x.tolist()) for x in (case.query_bounds, case.key_bounds))
+    for queries, keys in zip(*(itertools.starmap(slice, one) for one in bounds), strict=True):
+        of_keys = k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("qhd,khd->hqk", q[queries], of_keys) * case.scale
+        if case.causal:
+            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        yield queries, keys, scores
+
+
+def flash_forward(q, k, v, case):
+    """What the kernel promises."""
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    for queries, keys, scores in blocks_of(q, k, case):
+        values = v[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        lse[:, queries] = scores.logsumexp(-1)
+        out[queries] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+    return out, lse
+
+
+def flash_backward(grad, q, k, v, out, lse, case):
+    """By `out` and `lse` as they are given, as the kernel does."""
+    found, groups = [torch.zeros_like(x) for x in (q, k, v)], q.shape[1] // k.shape[1]
+    for queries, keys, scores in blocks_of(q, k, case):
+        weights = (scores - lse[:, queries, None]).exp()
+        of_keys, values = (x[keys].repeat_interleave(groups, 1) for x in (k, v))
+        delta = (grad[queries] * out[queries]).sum(-1).T[..., None]
+        of_scores = torch.einsum("qhd,khd->hqk", grad[queries], values) - delta
+        of_scores = weights * of_scores * case.scale
+        found[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, of_keys)
+        for n, (left, right) in ((1, (of_scores, q)), (2, (weights, grad))):
+            part = torch.einsum("hqk,qhd->khd", left, right[queries])
+            found[n][keys] = part.unflatten(1, (-1, groups)).sum(2)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_flash_attention_merges_what_rectangles_see_at_once(monkeypatch, with_sinks):
+    packing = shared(make_rows()).packing
+    tokens = int(packing.cu_seqlens[-1])
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8), (tokens, 4, 8)]
+    q, k, v, grad = (torch.randn(shape, generator=generator) for shape in shapes)
+    sinks = [torch.randn(4, generator=generator)] if with_sinks else []
+    inputs = [x.requires_grad_() for x in (q, k, v, *sinks)]
+
+    def computed():
+        out = causal_attention(q, k, v, packing, 0.3, None, *sinks)
+        return [out, *torch.autograd.grad(out, inputs, grad)]
+
+    wanted = computed()
+    for name, stand_in in (("flash_forward", flash_forward), ("flash_backward", flash_backward)):
+        monkeypatch.setattr(packed_attention, name, stand_in)
+    monkeypatch.setattr(packed_attention, "fits_flash", lambda q: True)
+    for found, other in zip(computed(), wanted, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_share_nothing_are_packed_as_before(mesh):
+    batch = make_rows().take([0, 4, 6, 7, 9, 12, 13])
+    found = {}
+    for setting in ("auto", "false"):
+        engine = make_engine(mesh, share_prefixes=setting, tokens_per_microbatch=LONGEST)
+        found[setting] = [(one.rows, one.shared) for one in engine._micro_batches(batch)]
+    assert found["auto"] == found["false"]
+    assert all(one is None for _, one in found["auto"])
+
+
+def test_auto_leaves_out_what_spares_little():
+    batch = make_rows()
+    tree = [9, 10, 11]
+    for least, is_tree in (((0.1, 18), True), ((0.5, 18), False), ((0.1, 19), False)):
+        groups, is_shared = group_rows(batch, 1, 100, LeastSaving(*least))
+        assert (tree in groups) is is_tree and is_shared[10] == is_tree
+    assert group_rows(batch, 1, 100, None)[0] == [[row] for row in range(len(batch))]
+
+
+def test_choices_of_experts_are_repeated_row_by_row():
+    batch = make_rows()
+    batch = batch.with_columns({"routed_experts": batch["loss_weights"]})
+    assert not group_rows(batch, 1, 100, EVERY)[1].any()
+
+
+def test_models_that_cannot_share_do_not_and_say_why():
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    config = Qwen2Config(**shape, vocab_size=9, num_hidden_layers=2, **windows)
+    model = CausalPolicy(AutoModelForCausalLM.from_config(config))
+    padded = CausalPolicy(make_model(), SampleLayout.PADDED)
+    for one, why in ((model, "windows of 5 tokens"), (padded, "besides attention")):
+        assert find_least_saving("auto", one) is None
+        with pytest.raises(ConfigError, match=f"actor.share_prefixes=true.*{why}"):
+            find_least_saving("true", one)
+    assert find_least_saving("false", CausalPolicy(make_model())) is None
+
+
+def test_a_window_over_a_shared_prompt_is_an_error():
+    packing = shared(make_rows()).packing
+    q = torch.zeros(int(packing.cu_seqlens[-1]), 1, 8)
+    with pytest.raises(ValueError, match="windows"):
+        causal_attention(q, q, q, packing, None, 3)
+
+
+def test_packing_without_trees_is_as_it_was():
+    packing = PackingMetadata.of(torch.tensor([0, 2, 5]), CPU)
+    assert packing.position_ids(5).tolist() == [0, 1, 0, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("plain")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)
+        yield make_folders(root)
+
+
+JOBS = [
+    ("grpo", ["temperature", "two updates", "two epochs", "entropy"], 40),
+    ("grpo", ["temperature", "tool tokens", "dropped samples", "KL in the loss"], 17),
+    ("dpo", [], 40),
+    *(
+        pytest.param(*case, 25, marks=pytest.mark.more)
+        for case in (
+            ("ppo", ["temperature", "two updates", "KL in the reward", "kept sets"]),
+            ("grpo", ["LoRA", "KL in the loss"]),
+            ("reward_model", []),
+            ("online_dpo", ["temperature"]),
+            ("distillation", ["temperature"]),
+        )
+    ),
+]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize(("program", "options", "budget"), JOBS)
+def test_whole_jobs_share_prompts(tmp_path, folders, trees, program, options, budget):
+    settings = [
+        *settings_of(program, options, folders),
+        *("actor.share_prefixes=true", f"actor.tokens_per_microbatch={budget}"),
+    ]
+    folder = tmp_path / "run"
+    main.run(load_config([*settings, "executor=inline", f"run.directory={folder}"]))
+    assert any(len(tree.starts) for tree in trees)
+    rewarded = runpy.run_path(folders.program)[
+        "holes" if "dropped samples" in options else "digits"
+    ]
+    found = plain_torch.recompute(folder, rewarded)
+    assert found == pytest.approx(dict.fromkeys(found, 0.0), abs=CLOSE)
