@@ -125,7 +125,7 @@ class PartitionSelection:
         ends = np.append(starts[1:], len(found))
         tokens = sum(table.tokens().values(), start=np.zeros(len(found), np.int64))
         costs = np.add.reduceat(compute_row_costs(tokens, self.attention_length), starts)
-        mine = [np.arange(starts[unit], ends[unit]) for unit in self._balanced(costs)]
+        mine = [np.arange(starts[unit], ends[unit]) for unit in self._deal(costs, 1)[self.index]]
         return np.concatenate([np.empty(0, np.int64), *mine])
 
     def _block(self, count: int) -> tuple[int, int]:
