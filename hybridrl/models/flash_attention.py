@@ -55,6 +55,20 @@ class FlashCase(NamedTuple):
         return -1 if self.window is None else self.window - 1, 0 if self.causal else -1
 
 
+class PromptCase(NamedTuple):
+    """The attention of responses to the prompts that they share.
+
+    Attributes:
+        queries: int64, the places of the responses' tokens in the packed row.
+        keys: Of the prompts' tokens.
+        bounds: Every response token of a prompt sees all of its tokens.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    bounds: FlashCase
+
+
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, case: FlashCase) -> tuple[Tensor, Tensor]:
     """Compute attention.
 

@@ -8,30 +8,20 @@ rectangles for torch's scaled-dot-product attention; only attention sees the pad
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hybridrl.models.flash_attention import FlashCase, flash_backward, flash_forward
+from hybridrl.models.flash_attention import (
+    FlashCase,
+    PromptCase,
+    flash_backward,
+    flash_forward,
+)
 from hybridrl.models.packed_models import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
-
-
-class PromptCase(NamedTuple):
-    """The attention of responses to the prompts that they share.
-
-    Attributes:
-        queries: int64, the places of the responses' tokens in the packed row.
-        keys: Of the prompts' tokens.
-        bounds: Every response token of a prompt sees all of its tokens.
-    """
-
-    queries: torch.Tensor
-    keys: torch.Tensor
-    bounds: FlashCase
-
 
 _SINK_DIMS = 8
 """Kernels want heads of a multiple of 8 dims."""

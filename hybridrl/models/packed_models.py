@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,14 +18,12 @@ from transformers import PreTrainedModel
 from hybridrl.batch.batch import ROUTED_EXPERTS, TEACHER_IDS, TEACHER_LOG_PROBS, Batch
 from hybridrl.batch.kept_sets import KEPT_SETS
 from hybridrl.errors import DataError
+from hybridrl.models.flash_attention import PromptCase
 from hybridrl.models.kept_tokens import KeptTokens
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard, soft_cap_of, token_log_probs
 from hybridrl.models.teacher_kl import TopTokens, find_top_tokens, teacher_kl_loss
 from hybridrl.system.device_traits import copy_to_device
-
-if TYPE_CHECKING:
-    from hybridrl.models.prompt_trees import PromptTrees
 
 MAX_PADDING_RATIO = 1.25
 """Samples share an attention bucket while padded tokens stay within this multiple of real ones."""
@@ -86,6 +84,30 @@ class SequenceShard(Protocol):
         """Return the attention of this rank's tokens; see `causal_attention`. Collective."""
 
 
+class SharedPrompts(Protocol):
+    """The prompts that samples of a packed row share; see `hybridrl.models.prompt_trees`."""
+
+    @property
+    def prompt_starts(self) -> torch.Tensor: ...
+    @property
+    def response_starts(self) -> torch.Tensor: ...
+    @property
+    def bounds(self) -> torch.Tensor: ...
+    @property
+    def offsets(self) -> torch.Tensor: ...
+    def find_prompts(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def find_responses(self, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def prompt_case(self, scale: float) -> PromptCase: ...
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class PackingMetadata:
     """The bounds of the samples of a packed row, and what attention and routers need of them.
@@ -108,7 +130,7 @@ class PackingMetadata:
     split: SequenceShard | None = None
     real: torch.Tensor | None = None
     routes: torch.Tensor | None = None
-    trees: PromptTrees | None = None
+    trees: SharedPrompts | None = None
 
     @classmethod
     def of(
@@ -117,7 +139,7 @@ class PackingMetadata:
         device: torch.device,
         real: torch.Tensor | None = None,
         routes: torch.Tensor | None = None,
-        trees: PromptTrees | None = None,
+        trees: SharedPrompts | None = None,
     ) -> PackingMetadata:
         """Build the metadata of samples with the bounds `cu_seqlens` `[samples + 1]`."""
         lengths = cu_seqlens.diff()
@@ -184,7 +206,7 @@ class PackedSamples:
         device: torch.device,
         rows: SampleLayout = SampleLayout.PACKED,
         multiple: int = 1,
-        trees: PromptTrees | None = None,
+        trees: SharedPrompts | None = None,
     ) -> PackedSamples:
         """Lay out all rows of `batch` (columns `prompt_ids`, `response_ids`, and `routed_experts`,
         `teacher_ids`, `teacher_log_probs` and `kept_sets` if it has them). A sample that nobody

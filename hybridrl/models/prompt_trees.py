@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridrl.models.flash_attention import FlashCase
-from hybridrl.models.packed_attention import PromptCase, causal_attention
+from hybridrl.models.flash_attention import FlashCase, PromptCase
+from hybridrl.models.packed_attention import causal_attention
 from hybridrl.models.packed_models import (
     PackedModel,
     PackingMetadata,
