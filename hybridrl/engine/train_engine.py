@@ -131,6 +131,15 @@ class TrainEngine(ShardedModel):
             place = torch.device("cpu") if self._hosts_moments else self.device
             self._resting = MomentStorage(self.optimizer, parts, self.device, place, config.moments)
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the highest rate of the schedule, from the next update on."""
+        groups, schedule = self.optimizer.param_groups, self.schedule
+        schedule.base_lrs = [rate] * len(groups)
+        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+        schedule._last_lr = [rate * factor for factor in factors]
+        for group, now in zip(groups, schedule._last_lr, strict=True):
+            group["lr"] = now
+
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory until `onload`. Only with
         `actor.offload_between_calls`."""
