@@ -18,6 +18,16 @@ from hybridrl.algorithms.loss_forecast import forecast_loss
 from hybridrl.algorithms.rate_proposal import RateTrial, propose_rate
 
 MIN_TRIAL_STEPS = 5
+_VALIDATED_STEPS = 10
+"""A trial of so many steps is judged by its held-out loss, which is worth its time then; a shorter
+one by the losses of its steps."""
+_VALIDATIONS = 3
+"""Of a trial."""
+_REACH = 0.5
+"""Later stages try rates within so many decades of that of the stage before: the start of a trial
+favours rates that are too low, since less noise shows at once and slow progress does not."""
+_SAME = 0.1
+"""Rates within so many decades are one."""
 _TRIAL_SHARE = 0.1
 """Of a stage's steps, those of a trial."""
 _MAX_GROWTH = 8
@@ -26,6 +36,8 @@ _MAX_AGE = 3
 """Stages after which a trial is forgotten."""
 _KAPPA = 2.0
 """Of the first trial of the first stage; later ones explore less."""
+_LEAST_GAIN = 0.02
+"""Of the loss at the start of a stage: smaller differences between rates are noise."""
 _WORST = 2.0
 """The value of a trial that diverged; none is worse."""
 _WINDOW = 5
@@ -60,8 +72,8 @@ class RateSearch:
         lowest, highest: Rates that are tried.
         steps: Of the whole run, those of trials included.
         first_stage: Steps of the first stage; None: a sixteenth of the run's.
-        trials: Number of rates that the first stage tries; later stages, which know those of the
-            ones before, try half as many.
+        trials: Number of rates that the first stage tries at most; later stages, which begin with
+            the rate of the one before, try half as many.
         fall: Share of the run's steps over which the rate falls to 0 at its end.
     """
 
@@ -83,10 +95,12 @@ class RateSearch:
         self._length = 0  # of the stage
         self._left = 0  # trials to make in it, the one under way included
         self._losses: list[float] = []
+        self._held_out: list[float] = []  # of the trial
         self._forecasts: list[tuple[float, float | None]] = []  # of the stage; None: it diverged
         self._known: list[RateTrial] = []  # of earlier stages
         self._level: float | None = None  # the loss at the start of the stage
         self._noise = 0.0
+        self._reached = 0.0  # the logarithm of the rate of the stage before
 
     @property
     def is_trial(self) -> bool:
@@ -111,20 +125,33 @@ class RateSearch:
         trial diverged."""
         return self._forecasts[-1][1] if self._forecasts else None
 
+    @property
+    def wants_validation(self) -> bool:
+        """Whether the held-out loss after the step that is under way is of use."""
+        steps, done = self._trial_steps, len(self._losses) + 1
+        return self.is_trial and steps >= _VALIDATED_STEPS and done in self._validated_at
+
+    @property
+    def _validated_at(self) -> list[int]:
+        steps = self._trial_steps
+        return [steps * (number + 1) // _VALIDATIONS for number in range(_VALIDATIONS)]
+
     def begin(self) -> SearchMove:
         """Begin the first stage."""
         return self._begin_stage()
 
-    def observe(self, loss: float) -> SearchMove | None:
+    def observe(self, loss: float, held_out: float | None = None) -> SearchMove | None:
         """Take note of the loss of a step, before its update; return what is to be done before the
         next one, None if that goes on as it is.
 
         Args:
             loss: Not finite, if the step could not be made.
+            held_out: The loss of the held-out data after it, where it is known.
         """
         before = self.rate
         self._done += 1
         self._losses.append(loss)
+        self._held_out += [] if held_out is None else [held_out]
         if self._level is None and math.isfinite(loss):
             self._level = loss
         move = self._after_trial_step() if self.is_trial else self._after_stage_step()
@@ -134,11 +161,10 @@ class RateSearch:
 
     def _begin_stage(self) -> SearchMove:
         self._known = [
-            RateTrial(place, value, age + 1)
-            for place, value, age in [*self._known, *self._values()]
-            if age < _MAX_AGE
+            RateTrial(place, value, age + 1) for place, value, age in self._known if age < _MAX_AGE
         ]
-        self._forecasts, self._losses = [], []
+        self._forecasts, self._losses, self._held_out = [], [], []
+        self._reached = math.log10(self._rate)
         self._length = self._first * min(2**self._stage, _MAX_GROWTH)
         self._left = self._trials if self._stage == 0 else -(-self._trials // 2)
         self._stage += 1
@@ -153,6 +179,15 @@ class RateSearch:
         return self._begin_trial(keeps=True) if self._left else SearchMove(self.rate, keeps=True)
 
     @property
+    def _bounds(self) -> tuple[float, float]:
+        """The logarithms of the lowest and the highest rate to try."""
+        if self._stage == 1:
+            return self._lowest, self._highest
+        reached = self._reached - _REACH, self._reached + _REACH
+        lowest = max(reached[0], min(self._lowest, self._reached))
+        return lowest, max(lowest, min(reached[1], self._highest))
+
+    @property
     def _cost(self) -> int:
         """The number of steps of the stage, with those of its trials."""
         return self._length + self._left * self._trial_steps
@@ -162,20 +197,41 @@ class RateSearch:
         return max(MIN_TRIAL_STEPS, int(_TRIAL_SHARE * self._length))
 
     def _begin_trial(self, keeps: bool = False) -> SearchMove:
-        self._losses = []
-        kappa = _KAPPA * self._left / self._trials
-        self._rate = 10 ** self._propose(kappa)
+        if not (keeps and self._stage > 1):
+            self._rate = 10 ** self._propose(_KAPPA * self._left / self._trials)
+        place = math.log10(self._rate)
+        if any(abs(place - tried) < _SAME for tried, _ in self._forecasts):
+            return self._end_search()
+        self._losses, self._held_out = [], []
         return SearchMove(self.rate, keeps=keeps, restores=not keeps)
 
     def _propose(self, kappa: float) -> float:
-        trials = [*self._known, *self._values()]
-        return propose_rate(trials, self._lowest, self._highest, kappa)
+        """Return the logarithm of a rate within reach."""
+        return propose_rate([*self._known, *self._values()], *self._bounds, kappa)
+
+    def _end_search(self) -> SearchMove:
+        """Begin to train at the best rate. If that is the rate of the last trial, what it has
+        trained is the beginning of the stage."""
+        self._left, last = 0, self._forecasts[-1]
+        self._rate = 10 ** self._propose(0.0)
+        self._known += self._values()
+        goes_on = last[1] is not None and abs(math.log10(self._rate) - last[0]) < _SAME
+        if goes_on:
+            self._rate = 10 ** last[0]
+        else:
+            self._losses = []
+        ahead = self._steps - self._done + len(self._losses)
+        if ahead - self._length < self._first:
+            self._length = ahead
+        return SearchMove(self.rate, restores=not goes_on)
 
     def _values(self) -> list[RateTrial]:
         """Return the trials of this stage, valued between the best of them and its start."""
         level = self._level or 0.0
-        best = min((value for _, value in self._forecasts if value is not None), default=level)
-        gain = max(level - best, 1e-6 * level, 1e-12)
+        known = [value for _, value in self._forecasts if value is not None] or [level]
+        # Batches that are harder than those before raise all forecasts of a stage.
+        best = min(known)
+        gain = max(min(max(known), best + level) - best, level - best, _LEAST_GAIN * level, 1e-12)
         return [
             RateTrial(place, _WORST if value is None else min(_WORST, (value - best) / gain))
             for place, value in self._forecasts
@@ -185,17 +241,16 @@ class RateSearch:
         has_diverged = self._has_exploded()
         if not has_diverged and len(self._losses) < self._trial_steps:
             return None
-        found = None if has_diverged else forecast_loss(self._losses, self._length)
-        self._forecasts.append((math.log10(self._rate), found))
+        self._forecasts.append((math.log10(self._rate), None if has_diverged else self._forecast()))
         self._left -= 1
-        if self.is_trial:
-            return self._begin_trial()
-        self._losses = []
-        self._rate = 10 ** self._propose(0.0)
-        self._length = min(self._length, self._steps - self._done)
-        if self._steps - self._done - self._length < self._first:
-            self._length = self._steps - self._done
-        return SearchMove(self.rate, restores=True)
+        return self._begin_trial() if self.is_trial else self._end_search()
+
+    def _forecast(self) -> float | None:
+        if len(self._held_out) == _VALIDATIONS:
+            if not all(map(math.isfinite, self._held_out)):
+                return None
+            return forecast_loss(self._held_out, self._length, self._validated_at)
+        return forecast_loss(self._losses, self._length)
 
     def _has_exploded(self) -> bool:
         return not self._losses[-1] <= self._limit(_EXPLOSION)
@@ -211,7 +266,6 @@ class RateSearch:
         is_worse = len(self._losses) >= _WINDOW and median(self._losses[-_WINDOW:]) > most
         if self._has_exploded() or is_worse:
             self._rate /= _FALLBACK
-            self._lowest = min(self._lowest, math.log10(self._rate))
             self._losses = []
             self._length = min(self._length, self._steps - self._done)
             return SearchMove(self.rate, restores=True)

@@ -123,7 +123,7 @@ class RunLoop(RunEnd):
 
     def _make_rate_search(self) -> RateSearchWatcher | None:
         is_wanted = self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS
-        return RateSearchWatcher(self.job, self._guard) if is_wanted else None
+        return RateSearchWatcher(self.job, self.trainer, self._guard) if is_wanted else None
 
     def run(self) -> dict[str, Any]:
         """Train; go on from the newest checkpoint when workers are lost. Ctrl-C saves what there is

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 from hybridrl.algorithms.rate_search import RateSearch, SearchMove
 from hybridrl.run.watchers.nan_guard import NanGuard
 from hybridrl.run.watchers.watcher import Finding, FinishedStep, Watcher
+from hybridrl.run_files.recorded_steps import DRIVER_EVALUATION
 
 if TYPE_CHECKING:
     from hybridrl.job.job import Job
+    from hybridrl.trainers.trainer import Trainer
 
 
 class RateSearchWatcher(Watcher):
@@ -22,11 +24,12 @@ class RateSearchWatcher(Watcher):
 
     Args:
         job: Its groups and its data.
+        trainer: Its driver program.
         guard: Of the run.
     """
 
-    def __init__(self, job: Job, guard: NanGuard) -> None:
-        self._job, self._guard = job, guard
+    def __init__(self, job: Job, trainer: Trainer, guard: NanGuard) -> None:
+        self._job, self._trainer, self._guard = job, trainer, guard
         self._groups = [job.groups[role] for role, spec in job.roles.items() if spec.trains]
         self._search: RateSearch | None = None
         self._loaded: Mapping[str, Any] | None = None
@@ -58,7 +61,8 @@ class RateSearchWatcher(Watcher):
         yield {"search/stage": search.stage, f"search/{kind}_log10_rate": math.log10(search.rate)}
         skipped = any(update.get("skipped_updates") for update in step.updates)
         loss = math.nan if skipped else fmean(update["loss"] for update in step.updates)
-        move = search.observe(loss)
+        wanted = search.wants_validation and math.isfinite(loss)
+        move = search.observe(loss, self._compute_held_out_loss() if wanted else None)
         if not math.isfinite(loss):
             self._guard.unasked = step.number
         if move is None:
@@ -87,6 +91,15 @@ class RateSearchWatcher(Watcher):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where the watcher that returned `state` stopped."""
         self._loaded = state or None
+
+    def _compute_held_out_loss(self) -> float | None:
+        job = self._job
+        if job.held_out is None:
+            return None
+        with job.beside.doing(DRIVER_EVALUATION):
+            found = self._trainer.compute_held_out_loss(job.put(job.held_out))
+        job.beside.called(job.executor.take_records())
+        return found
 
     def _do(self, move: SearchMove) -> None:
         if move.keeps:
