@@ -16,7 +16,10 @@ _DROPPED_SHARE = 0.03
 """Of the points, the most that a round of smoothing drops: the worst of the first half."""
 _MIN_SMOOTHED = 8
 """Shorter curves are fitted as they are."""
-_CANDIDATES = 64
+_MAX_KNOTS = 3
+_OUTLIER = 5.0
+"""Nearer points than so many median distances stay."""
+_CANDIDATES = 256
 """Exponents that are tried."""
 Curve = npt.NDArray[np.float64]
 
@@ -46,30 +49,25 @@ def forecast_loss(losses: Sequence[float], steps: int, times: Sequence[int] | No
 
 
 def smooth_losses(losses: Sequence[float]) -> Curve:
-    """Return the losses on a smoothing spline of degree 2, fitted again without the points of the
-    first half that are furthest from it, since early outliers tilt a forecast most."""
-    from scipy.interpolate import UnivariateSpline  # takes a second to import
+    """Return the losses on a spline of degree 2 with few knots, fitted again without the points of
+    the first half that are furthest from it, since early outliers tilt a forecast most."""
+    from scipy.interpolate import LSQUnivariateSpline  # takes a second to import
 
     values = np.asarray(losses, np.float64)
     count = len(values)
     if count < _MIN_SMOOTHED:
         return values
     at, kept = np.arange(count, dtype=np.float64), np.ones(count, bool)
-    noise = _estimate_noise(values)
+    knots = np.linspace(0, count - 1, 2 + min(_MAX_KNOTS, count // _MIN_SMOOTHED))[1:-1]
     dropped = max(1, int(_DROPPED_SHARE * count))
     for _ in range(_ROUNDS):
-        spline = UnivariateSpline(at[kept], values[kept], k=2, s=kept.sum() * noise**2)
-        distances = np.where(kept, np.abs(values - spline(at)), 0.0)[: count // 2]
-        worst = np.argsort(distances)[-dropped:]
-        worst = worst[distances[worst] > 3 * noise]
-        if not len(worst) or kept.sum() - len(worst) < _MIN_SMOOTHED // 2:
+        curve = LSQUnivariateSpline(at[kept], values[kept], knots, k=2)(at)
+        distances = np.where(kept, np.abs(values - curve), 0.0)
+        limit = _OUTLIER * float(np.median(distances[kept]))
+        early = distances[: count // 2]
+        worst = np.argsort(early)[-dropped:]
+        worst = worst[early[worst] > limit]
+        if not len(worst) or kept[: count // 2].sum() - len(worst) < count // 4:
             break
         kept[worst] = False
-    return np.asarray(spline(at))
-
-
-def _estimate_noise(values: Curve) -> float:
-    """Return the standard deviation of noise on a smooth curve, by the median of its second
-    differences, which outliers do not move."""
-    second = np.diff(values, 2)
-    return float(1.4826 * np.median(np.abs(second)) / np.sqrt(6)) + 1e-12
+    return np.asarray(curve)

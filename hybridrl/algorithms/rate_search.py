@@ -93,6 +93,7 @@ class RateSearch:
         self._done = self._stage = 0
         self._rate = 10 ** ((self._lowest + self._highest) / 2)
         self._length = 0  # of the stage
+        self._is_last = False
         self._left = 0  # trials to make in it, the one under way included
         self._losses: list[float] = []
         self._held_out: list[float] = []  # of the trial
@@ -170,12 +171,13 @@ class RateSearch:
         self._stage += 1
         ahead = self._steps - self._done
         self._left = min(self._left, ahead // (2 * MIN_TRIAL_STEPS))
-        if ahead < 1.5 * self._cost:  # what is left would be no stage
+        self._is_last = ahead < 1.5 * self._cost  # what is left would be no stage
+        if self._is_last:
             self._length = ahead
             while self._cost > ahead:
                 self._length -= 1
         if self._stage > 1 and self._cost > 2 * self._length:
-            self._left, self._length = 0, ahead
+            self._left, self._length, self._is_last = 0, ahead, True
         return self._begin_trial(keeps=True) if self._left else SearchMove(self.rate, keeps=True)
 
     @property
@@ -220,9 +222,8 @@ class RateSearch:
             self._rate = 10 ** last[0]
         else:
             self._losses = []
-        ahead = self._steps - self._done + len(self._losses)
-        if ahead - self._length < self._first:
-            self._length = ahead
+        if self._is_last:  # its search may have taken fewer steps than it could have
+            self._length = self._steps - self._done + len(self._losses)
         return SearchMove(self.rate, restores=not goes_on)
 
     def _values(self) -> list[RateTrial]:
