@@ -68,7 +68,7 @@ def test_a_run_resumed_in_a_trial_and_in_a_stage_is_the_run_that_was_not(
     resumed = [line for line in said if "after step" in line]
     assert resumed == [f"resuming {again} after step {in_stage}"]
     assert_same_run(again, whole)
-    rates = {row["policy/learning_rate"] for row in rows_of(whole) if row["step"]}
+    rates = {row["policy/learning_rate"] for row in rows_of(whole) if "search/stage" in row}
     assert all(1e-6 < rate < 0.11 for rate in rates) and len(rates) > 4
 
 
