@@ -133,12 +133,12 @@ class TrainEngine(ShardedModel):
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the highest rate of the schedule, from the next update on."""
-        groups, schedule = self.optimizer.param_groups, self.schedule
-        schedule.base_lrs = [rate] * len(groups)
-        factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
-        schedule._last_lr = [rate * factor for factor in factors]
-        for group, now in zip(groups, schedule._last_lr, strict=True):
-            group["lr"] = now
+        # One step back and one forward, which sets the rates.
+        schedule, position = self.schedule, self.schedule.last_epoch
+        rates = {"base_lrs": [rate] * len(self.optimizer.param_groups)}
+        before = {"last_epoch": position - 1, "_step_count": position + 2}
+        schedule.load_state_dict({**schedule.state_dict(), **rates, **before})
+        schedule.step()
 
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory until `onload`. Only with
