@@ -254,11 +254,10 @@ class RateSearch:
         return forecast_loss(self._losses, self._length)
 
     def _has_exploded(self) -> bool:
-        return not self._losses[-1] <= self._limit(_EXPLOSION)
+        return not math.isfinite(self._losses[-1]) or self._losses[-1] > self._limit(_EXPLOSION)
 
     def _limit(self, times: float) -> float:
-        """Return the most that a loss may be that may be so many times that at the stage's start;
-        a loss that is no number is never less."""
+        """Return so many times the loss at the start of the stage, and three times its noise."""
         return math.inf if self._level is None else times * self._level + 3 * self._noise
 
     def _after_stage_step(self) -> SearchMove | None:

@@ -81,9 +81,17 @@ def test_trials_learn_from_the_same_rows_from_the_same_weights(run):
     assert len({rows[n + 1]["policy/loss"] for n in starts}) == len(starts), "rates differ"
 
 
-@pytest.mark.parametrize("bounds", ["[1e-1,1]", "[1e-12,1e-9]"])
-def test_silly_ranges_do_no_harm(run, bounds):
-    folder, _ = run("run", *SFT, f"actor.optimizer.learning_rate_range={bounds}")
+SILLY = ["[1e-1,1]", "[1e-12,1e-9]", "[9e-1,1]", "[1e-3,1]"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "seed"),
+    [(bounds, 0) for bounds in SILLY[:2]]
+    + [pytest.param(bounds, seed, marks=pytest.mark.long) for bounds in SILLY for seed in range(5)],
+)
+def test_silly_ranges_do_no_harm(run, bounds, seed):
+    settings = [*SFT, f"run.seed={seed}", f"actor.optimizer.learning_rate_range={bounds}"]
+    folder, _ = run("run", *settings)
     losses = [row["policy/loss"] for row in rows_of(folder) if "policy/loss" in row]
     assert math.isfinite(losses[-1]) and losses[-1] < 1.05 * losses[0]
     weights = load_file(folder / "model" / "model.safetensors")

@@ -5,8 +5,8 @@ import signal
 import pytest
 from safetensors.torch import load_file
 from settings import SHORT
-from test_searched_rates import SFT, fails_in_steps, kinds_of
 from test_resume import rows_of
+from test_searched_rates import SFT, fails_in_steps, kinds_of
 
 from hybridrl.trainers import sft
 
