@@ -2,7 +2,7 @@
 constant rates and a tuned cosine.
 
     python benchmarks/auto_learning_rate.py [--tasks sft reward_model text] [--seeds 0 1 2]
-                                            [--steps 400] [--folder FOLDER]
+                                            [--steps 400] [--prompts N] [--folder FOLDER]
 
 `sft` and `reward_model` are the built-in task and the tiny model. `text` is a model of 8 million
 parameters, with a tokenizer made on the spot, that learns the docstrings of Python's standard
@@ -60,6 +60,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=None, help="of a step")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp())
@@ -71,7 +72,8 @@ def main() -> None:
         ratios: dict[str, list[tuple[float, float]]] = {"constant": [], "cosine": []}
         for seed in options.seeds:
             place = folder / f"{task}-{seed}-{options.steps}"
-            settings = [*TASKS[task], *(write_text(folder) if task == "text" else [])]
+            fewer = [f"data.prompts_per_step={options.prompts}"] if options.prompts else []
+            settings = [*TASKS[task], *fewer, *(write_text(folder) if task == "text" else [])]
             found = compare(place, seed, options.steps, settings)
             for arm, pairs in ratios.items():
                 pairs.append((found["auto"], found[arm]))
