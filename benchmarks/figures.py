@@ -19,6 +19,7 @@ SMOKE = os.environ.get("HYBRIDRL_BENCH_SMOKE") == "1"
 ANNOUNCED = "HYBRIDRL_BENCH_ANNOUNCED"
 TAKES = {
     "auto_choice": "an hour",
+    "auto_learning_rate": "4 hours",
     "checkpoint": "5 minutes",
     "codecs": "2 minutes",
     "core_isolation": "10 minutes",

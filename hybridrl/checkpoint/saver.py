@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hybridrl.controller import Handle
     from hybridrl.job.job import Job
     from hybridrl.run.watchers.nan_guard import NanGuard
+    from hybridrl.run.watchers.rate_search_watcher import RateSearchWatcher
     from hybridrl.run.watchers.tripwires import TripwireWatcher
     from hybridrl.trainers.trainer import Trainer
 
@@ -62,7 +63,7 @@ class CheckpointSaver:
         job: Job,
         trainer: Trainer,
         summary: dict[str, Any],
-        watches: Mapping[str, NanGuard | TripwireWatcher],
+        watches: Mapping[str, NanGuard | TripwireWatcher | RateSearchWatcher],
     ) -> None:
         self.job, self.trainer, self.summary, self.watches = job, trainer, summary, watches
         settings = job.config.checkpoint

@@ -35,10 +35,13 @@ _WITH_EPISODE = AppliesIf("rollout.episode")
 _WITH_TURNS = AppliesIf("rollout.episode", "rollout.serve", "environment.name")
 _WITH_PARTIAL = AppliesIf("rollout.partial")
 _BY_REWARDS = AppliesIf(*(f"trainer.name={name}" for name in ("grpo", "ppo", "safe_rlhf")))
-SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+_DECAYING_SCHEDULES = ("linear", "cosine", "wsd", "inverse_sqrt")
+AUTO_SCHEDULE = "auto"
+SCHEDULES = ("constant", *_DECAYING_SCHEDULES, AUTO_SCHEDULE)
 """What `actor.optimizer.schedule` may be."""
-_WITH_DECAYING_SCHEDULE = AppliesIf(*(f"actor.optimizer.schedule={s}" for s in SCHEDULES[1:]))
-_WITH_WSD = AppliesIf("actor.optimizer.schedule=wsd")
+_WITH_DECAYING_SCHEDULE = AppliesIf(*(f"actor.optimizer.schedule={s}" for s in _DECAYING_SCHEDULES))
+_WITH_AUTO = AppliesIf(f"actor.optimizer.schedule={AUTO_SCHEDULE}")
+_WITH_WSD_OR_AUTO = AppliesIf(*(f"actor.optimizer.schedule={s}" for s in ("wsd", AUTO_SCHEDULE)))
 _WITH_OPTIONS = AppliesIf("actor.optimizer.name=muon", "actor.optimizer.name=adafactor")
 _WITH_MOMENTS = AppliesIf("actor.optimizer.name=adamw", "actor.optimizer.name=muon")
 WITH_LORA = AppliesIf("actor.lora.rank")
@@ -116,12 +119,23 @@ class OptimizerConfig:
     schedule: Annotated[str, OneOf(*SCHEDULES)] = "constant"
     """`constant`; `linear` or `cosine`, down to `min_ratio` of the rate at the last step; `wsd`,
     which stays and falls linearly over the last `decay_share` of the updates (Hu et al. 2024,
-    arXiv:2404.06395); or `inverse_sqrt`, with the root of the updates since the warm-up, never
-    below `min_ratio`."""
+    arXiv:2404.06395); `inverse_sqrt`, with the root of the updates since the warm-up, never
+    below `min_ratio`; or `auto`, of programs that learn from given data: rates are found while
+    training, in place of `learning_rate` and `warmup_steps`; see docs/algorithms.md."""
     min_ratio: Annotated[Probability, _WITH_DECAYING_SCHEDULE] = 0.0
     """Of the highest learning rate, at the last step."""
-    decay_share: Annotated[ProperFraction, _WITH_WSD] = 0.1
-    """Share of the updates over which `wsd` falls."""
+    decay_share: Annotated[ProperFraction, _WITH_WSD_OR_AUTO] = 0.1
+    """Share of the updates over which `wsd` falls, and `auto`, which falls to 0."""
+    learning_rate_range: Annotated[list[LearningRate], ListLength(2), _WITH_AUTO] = field(
+        default_factory=lambda: [1e-5, 1e-1]
+    )
+    """Lowest and highest rate that `auto` tries."""
+    stage_steps: Annotated[PositiveInt | None, _WITH_AUTO] = None
+    """Steps of the first stage of `auto`; each has one rate and is twice as long as the one before,
+    up to 8 times the first. null: a sixteenth of `trainer.steps`."""
+    trial_rates: Annotated[PositiveInt, _WITH_AUTO] = 8
+    """Rates that the first stage tries, each for a tenth of the stage's steps; later stages try
+    half as many. These steps are among those of `trainer.steps`."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Longer gradients are scaled down to it; 0: none are."""
 

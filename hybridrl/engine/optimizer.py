@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from hybridrl.batch.arrow_columns import RaggedColumn
 from hybridrl.batch.batch import Batch
 from hybridrl.batch.call_record import IN_COLUMN, IN_GRADIENT, IN_LOSS, IN_WEIGHT, NonFiniteValue
+from hybridrl.config.model_schema import AUTO_SCHEDULE
 from hybridrl.config.schema import OptimizerConfig
 from hybridrl.engine.adafactor import Adafactor
 from hybridrl.engine.muon import Muon
@@ -78,6 +79,8 @@ def learning_rate_factor(step: int, config: OptimizerConfig, updates: int) -> fl
     `min_ratio` at the last update and stays there. `inverse_sqrt` falls as far as it comes by then,
     and no further than `min_ratio`.
     """
+    if config.schedule == AUTO_SCHEDULE:  # whoever searches sets the rate
+        return 1.0
     warmup = config.warmup_steps
     if step < warmup:
         return (step + 1) / warmup

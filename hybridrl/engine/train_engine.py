@@ -136,6 +136,15 @@ class TrainEngine(ShardedModel):
             place = torch.device("cpu") if self._hosts_moments else self.device
             self._resting = MomentStorage(self.optimizer, parts, self.device, place, config.moments)
 
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the highest rate of the schedule, from the next update on."""
+        # One step back and one forward, which sets the rates.
+        schedule, position = self.schedule, self.schedule.last_epoch
+        rates = {"base_lrs": [rate] * len(self.optimizer.param_groups)}
+        before = {"last_epoch": position - 1, "_step_count": position + 2}
+        schedule.load_state_dict({**schedule.state_dict(), **rates, **before})
+        schedule.step()
+
     def offload(self) -> None:
         """Move parameters and optimizer state to host memory until `onload`. Only with
         `actor.offload_between_calls`."""

@@ -36,6 +36,11 @@ CURVE_PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         (("policy/grad_norm", "policy"), ("critic/grad_norm", "critic")),
     ),
     ("Loss", "", (("policy/loss", "policy"), ("critic/loss", "critic"))),
+    (
+        "Learning rate search",
+        "log10 of the rate",
+        (("search/stage_log10_rate", "of the stage"), ("search/trial_log10_rate", "of trials")),
+    ),
     ("Throughput", "tokens/s", (("throughput/tokens_per_second", "tokens/s"),)),
     ("Staleness", "updates", (("staleness/mean", "mean"), ("staleness/max", "most"))),
 )

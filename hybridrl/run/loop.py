@@ -27,6 +27,7 @@ from hybridrl.checkpoint.keep_rule import check_figure, metric_of
 from hybridrl.checkpoint.resume import ResumePoint
 from hybridrl.checkpoint.saver import CheckpointSaver
 from hybridrl.checkpoint.warm_model import has_warmup
+from hybridrl.config.model_schema import AUTO_SCHEDULE
 from hybridrl.console.run_view import RunView
 from hybridrl.errors import HybridRLError, LostError, PreemptionInterrupt
 from hybridrl.evaluation.eval_sets import HELD_OUT_SET, evaluates_held_out
@@ -38,6 +39,7 @@ from hybridrl.run.warmup import warm_up
 from hybridrl.run.watchers.core_isolation import CoreIsolation
 from hybridrl.run.watchers.evaluation_watchers import AccuracyDeclineWatcher, EarlyStopWatcher
 from hybridrl.run.watchers.nan_guard import NanGuard
+from hybridrl.run.watchers.rate_search_watcher import RateSearchWatcher
 from hybridrl.run.watchers.tripwires import TripwireWatcher
 from hybridrl.run.watchers.watcher import (
     EndRun,
@@ -100,7 +102,9 @@ class RunLoop(RunEnd):
         )
         places = {role: place.devices for role, place in job.placement.roles.items()}
         tripwires = TripwireWatcher(self.config, self._prompts)
+        search = self._make_rate_search()
         self.watchers: list[Watcher] = [
+            *([search] if search else []),
             UnscoredSamplesWatcher(self.trainer.TRAINS),
             self._guard,
             GeneratorCheck(self.config),
@@ -110,11 +114,16 @@ class RunLoop(RunEnd):
             EarlyStopWatcher(self.config.eval.stop, self.summary),
             *([CoreIsolation(job.executor)] if self.config.resources == "auto" else []),
         ]
-        watches: dict[str, NanGuard | TripwireWatcher] = {
+        watches: dict[str, NanGuard | TripwireWatcher | RateSearchWatcher] = {
             "guard": self._guard,
             "tripwires": tripwires,
+            **({"rate_search": search} if search else {}),
         }
         self.checkpoints = CheckpointSaver(job, self.trainer, self.summary, watches)
+
+    def _make_rate_search(self) -> RateSearchWatcher | None:
+        is_wanted = self.config.actor.optimizer.schedule == AUTO_SCHEDULE and self.trainer.TRAINS
+        return RateSearchWatcher(self.job, self.trainer, self._guard) if is_wanted else None
 
     def run(self) -> dict[str, Any]:
         """Train; go on from the newest checkpoint when workers are lost. Ctrl-C saves what there is

@@ -51,6 +51,7 @@ class Trainer(base.Trainer):
         )
 
     evaluate = sft.Trainer.evaluate
+    compute_held_out_loss = sft.Trainer.compute_held_out_loss
 
 
 def _check_settings(config: Config, settings: DistillationConfig) -> None:

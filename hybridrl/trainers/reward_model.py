@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
+from torch import Tensor
+from torch.nn.functional import softplus
+
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
@@ -38,5 +41,13 @@ class Trainer(base.Trainer):
 
     def evaluate(self, held_out: BatchRef) -> dict[str, float]:
         """Return `eval/pair_accuracy` and `eval/pair_margin` of the held-out pairs."""
+        return compute_pair_metrics(self._compute_scores(held_out))
+
+    def compute_held_out_loss(self, held_out: BatchRef) -> float:
+        scores = self._compute_scores(held_out)
+        return float(softplus(scores[1::2] - scores[0::2]).mean())
+
+    def _compute_scores(self, held_out: BatchRef) -> Tensor:
         scored = self.groups["reward_model"].compute_score(held_out.select(*SAMPLE_COLUMNS))
-        return compute_pair_metrics(scored.collect(["scores"])["scores"])
+        scores: Tensor = scored.collect(["scores"])["scores"]
+        return scores

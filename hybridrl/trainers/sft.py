@@ -36,3 +36,6 @@ class Trainer(base.Trainer):
         total = partial(sum_token_column, column="log_probs")
         sums = batch.apply(total, ["log_probs", "response_mask"]).collect()
         return {"eval/loss": float(-sums["total"].sum() / sums["tokens"].sum())}
+
+    def compute_held_out_loss(self, held_out: BatchRef) -> float:
+        return self.evaluate(held_out)["eval/loss"]

@@ -185,6 +185,11 @@ class Trainer(ABC):
             found |= {f"{prefix}{name}": value for name, value in figures.items()}
         return EvaluationResult(found, samples)
 
+    def compute_held_out_loss(self, held_out: BatchRef) -> float | None:
+        """Return the loss of held-out data, by which `actor.optimizer.schedule=auto` judges long
+        trials of learning rates; None: it judges them by the losses of their steps."""
+        return None
+
     def state(self) -> dict[str, Any]:
         """Return the state that the program keeps between steps, as plain data: numbers, strings,
         lists, dictionaries."""

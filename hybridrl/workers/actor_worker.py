@@ -392,6 +392,7 @@ class ActorWorker(TrainedModelWorker):
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Load the state of a saved actor, to continue where it stopped."""
+        self.load_snapshot(folder)
         counters = load_training_state(self.model_engine, parse_location(folder))
         self._engine.resume(counters["policy_version"])
         if self._engine.rollout is not None:

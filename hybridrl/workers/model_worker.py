@@ -7,10 +7,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.checkpoint.engine_state.state_files import NUMBERS_FILE
 from hybridrl.checkpoint.engine_state.state_saver import EngineStateSaver
 from hybridrl.checkpoint.engine_state.training_state import load_training_state
 from hybridrl.checkpoint.tensors.rank_manifest import SaveResult
 from hybridrl.controller import ONE_TO_ALL, Worker, WorkerContext, transfer
+from hybridrl.engine.training_snapshot import TrainingSnapshot
 from hybridrl.models.model_loading import load_tokenizer, read_stored_dtype
 from hybridrl.parallel import process_group
 from hybridrl.system.content_cache import ContentCache
@@ -21,6 +23,10 @@ from hybridrl.workers.training_engines import ModelSource
 if TYPE_CHECKING:
     from hybridrl.engine.train_engine import TrainEngine
     from hybridrl.layout.rank_mesh import MeshCoordinate
+
+
+SNAPSHOT_FOLDER = "stage-start"
+"""Of a saved state: the copy that the worker had in memory."""
 
 
 class ModelWorker(Worker):
@@ -88,6 +94,7 @@ class TrainedModelWorker(ModelWorker):
     def __init__(self, context: WorkerContext, source: ModelSource) -> None:
         super().__init__(context)
         self._source = source
+        self._snapshot: TrainingSnapshot | None = None
 
     @property
     def model_engine(self) -> TrainEngine:
@@ -119,12 +126,14 @@ class TrainedModelWorker(ModelWorker):
     def save_state(self, folder: str) -> None:
         """Write weights, optimizer and counters, for `load_state` on any number of ranks. The
         folder must hold no state yet."""
+        self._save_snapshot(folder)
         self._saver.save(parse_location(folder), self.counters(), self.beside())
 
     @transfer(ONE_TO_ALL)
     def start_saving(self, folder: str, copy: str | None = None) -> None:
         """Start saving as `save_state` does, but return when a copy is made. It is written in the
         background, after earlier ones, and also to a second folder if possible."""
+        self._save_snapshot(folder)
         second = None if copy is None else parse_location(copy)
         self._saver.start(parse_location(folder), self.counters(), self.beside(), second)
 
@@ -137,10 +146,46 @@ class TrainedModelWorker(ModelWorker):
     @transfer(ONE_TO_ALL)
     def load_state(self, folder: str) -> None:
         """Load a saved state, to continue where the worker stopped."""
+        self.load_snapshot(folder)
         load_training_state(self.model_engine, parse_location(folder))
+
+    @transfer(ONE_TO_ALL)
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of the next updates."""
+        self.model_engine.set_learning_rate(rate)
+
+    @transfer(ONE_TO_ALL)
+    def keep_snapshot(self) -> None:
+        """Keep a copy of the training state in memory, in place of the one before. Checkpoints have
+        both."""
+        self._snapshot = None  # its memory is for the new one
+        self._snapshot = TrainingSnapshot(self.model_engine)
+
+    @transfer(ONE_TO_ALL)
+    def restore_snapshot(self) -> None:
+        """Bring the training state back to the copy in memory."""
+        assert self._snapshot is not None  # `keep_snapshot` comes first
+        self._snapshot.restore()
+
+    def load_snapshot(self, folder: str) -> None:
+        """Load the copy that was in memory when a state was saved, if there was one. The state
+        itself is to be loaded next."""
+        kept = parse_location(folder) / SNAPSHOT_FOLDER
+        if (kept / NUMBERS_FILE).is_file():
+            load_training_state(self.model_engine, kept)
+            self._snapshot = TrainingSnapshot(self.model_engine)
+
+    def _save_snapshot(self, folder: str) -> None:
+        if self._snapshot is not None:
+            with self._snapshot.in_place():
+                self._snapshot_saver.save(parse_location(folder) / SNAPSHOT_FOLDER, {}, {})
 
     def close(self) -> None:
         self._saver.close()
+
+    @cached_property
+    def _snapshot_saver(self) -> EngineStateSaver:
+        return EngineStateSaver(self.model_engine, None, self._source.file_bytes)
 
     @cached_property
     def _saver(self) -> EngineStateSaver:

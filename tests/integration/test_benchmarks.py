@@ -29,6 +29,7 @@ HOSTS = pytest.mark.skipif(
 )
 SMALLEST = {
     "auto_choice": (["1", "--steps", "4"], HOSTS),
+    "auto_learning_rate": (["--seeds", "0", "--steps", "40"],),
     "checkpoint": (["--rounds", "1"],),
     "codecs": (["--values", "65536", "--rounds", "1"],),
     "core_isolation": (["--rounds", "1"], HOSTS),

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.algorithms import PreferenceObjective, TokenLoss, negative_log_likelihood
 from hybridrl.algorithms.policy_losses import AGGREGATION_MODES
-from hybridrl.config.model_schema import SCHEDULES
+from hybridrl.config.model_schema import AUTO_SCHEDULE, SCHEDULES
 from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig, OptimizerConfig
 from hybridrl.controller.worker import WorkerContext
 from hybridrl.engine.optimizer import learning_rate_factor, make_optimizer
@@ -312,7 +312,7 @@ def test_rate_factor(schedule, updates, warmup, least):
     assert rise == sorted(rise) and fall == sorted(fall, reverse=True)
     assert not warmup or rise[-1] == 1
     assert all(least - 1e-9 <= factor <= 1 for factor in fall)
-    if schedule == "constant":
+    if schedule in ("constant", AUTO_SCHEDULE):
         assert set(fall) == {1.0}
     elif schedule == "inverse_sqrt":
         since = len(fall) - 1

