@@ -445,9 +445,14 @@ class ScalarModel(PackedModel):
 
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
         """Return the `values` of the response tokens."""
+        # One column; FSDP wants no view.
+        return {"values": self.head(self.read_states(samples)).sum(1).float()}
+
+    def read_states(self, samples: PackedSamples) -> torch.Tensor:
+        """Return the states that the head reads, `[response tokens, hidden]`: before each token or,
+        with `shift`, after it."""
         places = samples.places if self.shift else samples.predictors
-        hidden = self.hidden(samples).index_select(0, places)
-        return {"values": self.head(hidden).sum(1).float()}  # one column; FSDP wants no view
+        return self.hidden(samples).index_select(0, places)
 
 
 class FeatureModel(ScalarModel):
@@ -458,8 +463,7 @@ class FeatureModel(ScalarModel):
 
     def forward(self, samples: PackedSamples) -> dict[str, torch.Tensor]:
         """Return the `values` of the response tokens, `[response tokens, features]`."""
-        hidden = self.hidden(samples).index_select(0, samples.predictors + self.shift)
-        return {"values": self.head(hidden).float()}
+        return {"values": self.head(self.read_states(samples)).float()}
 
 
 def _log_probs(

@@ -35,6 +35,7 @@ from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
 from hybridrl.models.packed_models import (
     CausalPolicy,
+    FeatureModel,
     PackedSamples,
     PackingMetadata,
     SampleLayout,
@@ -120,16 +121,18 @@ def test_adapters_learn_the_same(mesh, trees):
 
 
 @pytest.mark.parametrize("reads", ["before", "after"])
-def test_values_are_read_where_they_were(reads):
+@pytest.mark.parametrize(("kind", "labels"), [(ScalarModel, 1), (FeatureModel, 3)])
+def test_values_are_read_where_they_were(reads, kind, labels):
     config = LlamaConfig(
-        **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1},
+        **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24},
+        num_labels=labels,
         **{"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3},
     )
     torch.manual_seed(0)
     inner = AutoModelForSequenceClassification.from_config(
         config, attn_implementation=PACKED_ATTENTION
     )
-    model, batch = ScalarModel(inner, reads), make_rows()
+    model, batch = kind(inner, reads), make_rows()
     torch.testing.assert_close(
         model(shared(batch))["values"], model(PackedSamples.of(batch, CPU))["values"]
     )
