@@ -17,7 +17,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from hybridrl.batch.batch import Batch
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 
 SAMPLES, LONGEST, PROMPT, ROUNDS = 32, 256, 8, 7
 

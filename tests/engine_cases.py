@@ -13,7 +13,8 @@ from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.engine.micro_batches import TokenColumns
 from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 
 CPU = torch.device("cpu")
 WORLD = 4

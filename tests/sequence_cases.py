@@ -16,7 +16,8 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples, ScalarModel
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.sequence_parallel import SequenceParallel
 

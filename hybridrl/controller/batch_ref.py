@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from hybridrl.batch.batch import Batch, resolve_row_numbers
 from hybridrl.controller.group_call import ExpectedColumns, RequestedColumns, Rows
+from hybridrl.controller.row_selections import IndexSelection, PartitionSelection, RepeatSelection
 from hybridrl.controller.table_expression import (
     ResultTable,
     SelectedTable,
@@ -25,11 +26,6 @@ from hybridrl.controller.table_expression import (
     choose,
     concatenate_tables,
     join,
-)
-from hybridrl.controller.transfer_protocol import (
-    IndexSelection,
-    PartitionSelection,
-    RepeatSelection,
 )
 from hybridrl.errors import DataError, suggest_name
 

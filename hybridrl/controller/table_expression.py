@@ -27,11 +27,7 @@ from hybridrl.controller.group_call import (
     ShardedResult,
     ShardInfo,
 )
-from hybridrl.controller.transfer_protocol import (
-    IndexSelection,
-    PartitionSelection,
-    RepeatSelection,
-)
+from hybridrl.controller.row_selections import IndexSelection, PartitionSelection, RepeatSelection
 from hybridrl.errors import DataError
 
 _Value = TypeVar("_Value")

@@ -41,7 +41,8 @@ from hybridrl.controller.group_call import (
     count_tokens,
 )
 from hybridrl.controller.host_health import HostSnapshot, HostStatus, capture_snapshot
-from hybridrl.controller.transfer_protocol import MethodTransfer, PartialTable, PartitionSelection
+from hybridrl.controller.row_selections import PartitionSelection
+from hybridrl.controller.transfer_protocol import MethodTransfer, PartialTable
 from hybridrl.controller.worker import Rendezvous, Worker, WorkerContext
 from hybridrl.errors import DataError, HybridRLError
 from hybridrl.system.collective_waits import count_gpu_operations, read_wait_seconds

@@ -46,12 +46,8 @@ from hybridrl.models.expert_routing import (
 from hybridrl.models.hidden_matrices import list_hidden_matrices
 from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
-from hybridrl.models.packed_models import (
-    PackedModel,
-    PackedSamples,
-    SampleLayout,
-    concatenate_ranges,
-)
+from hybridrl.models.packed_models import PackedModel
+from hybridrl.models.packed_samples import PackedSamples, SampleLayout, concatenate_ranges
 from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh

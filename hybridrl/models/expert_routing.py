@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import build_language_model, decoder_of
-from hybridrl.models.packed_models import PackingMetadata
+from hybridrl.models.packed_samples import PackingMetadata
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from hybridrl.models.flash_attention import (
     flash_backward,
     flash_forward,
 )
-from hybridrl.models.packed_models import AttentionBucket, PackingMetadata
+from hybridrl.models.packed_samples import AttentionBucket, PackingMetadata
 from hybridrl.system.device_traits import fits_flash
 
 _SINK_DIMS = 8

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import check_scalar
 from hybridrl.models.model_trial import TOLERANCE, ModelTrial, trial_key, trial_seed
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples, SampleLayout, ScalarModel
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
+from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 
 _SAMPLE_LENGTHS = (11, 40, 7)
 """Of the samples: the second is longer than a window and than what rotary positions were made

@@ -18,12 +18,8 @@ from torch import Tensor
 
 from hybridrl.models.flash_attention import FlashCase, PromptCase
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packed_models import (
-    PackedModel,
-    PackingMetadata,
-    SampleLayout,
-    concatenate_ranges,
-)
+from hybridrl.models.packed_models import PackedModel
+from hybridrl.models.packed_samples import PackingMetadata, SampleLayout, concatenate_ranges
 from hybridrl.system.device_traits import copy_to_device
 
 

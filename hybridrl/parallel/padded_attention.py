@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridrl.models.packed_models import AttentionBucket, group_similar_samples
+from hybridrl.models.packed_samples import AttentionBucket, group_similar_samples
 
 SLICE_ELEMENTS = 1 << 20
 """Scores held at a time."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.models.packed_models import SharedPrompts
+from hybridrl.models.packed_samples import SharedPrompts
 from hybridrl.parallel.block_attention import (
     AttentionBlock,
     block_attention_backward,

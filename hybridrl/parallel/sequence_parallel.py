@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hybridrl.errors import ConfigError
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packed_models import PackedSamples, PackingMetadata, SampleLayout
+from hybridrl.models.packed_samples import PackedSamples, PackingMetadata, SampleLayout
 from hybridrl.models.teacher_kl import TopTokens
 from hybridrl.parallel.process_group import ParallelMesh
 from hybridrl.parallel.ring_attention import RingPlan, ring_attention
@@ -137,7 +137,7 @@ class SequenceParallel:
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalTokens:
     """The tokens of a packed row that this rank holds; implements
-    `hybridrl.models.packed_models.SequenceShard`.
+    `hybridrl.models.packed_samples.SequenceShard`.
 
     Attributes:
         tokens: How many.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.lora import has_adapters
-from hybridrl.models.packed_models import PackedModel, PackedSamples
+from hybridrl.models.packed_models import PackedModel
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel.pipeline_schedule import check_stages, split_layers
 
 _DECODER_PARTS = ("embed_tokens", "layers", "norm")

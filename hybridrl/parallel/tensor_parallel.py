@@ -24,7 +24,8 @@ from transformers import PretrainedConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.log_probs import VocabularyShard
-from hybridrl.models.packed_models import CausalPolicy, PackedModel, SampleLayout
+from hybridrl.models.packed_models import CausalPolicy, PackedModel
+from hybridrl.models.packed_samples import SampleLayout
 from hybridrl.models.tensor_plan import (
     EXPERTS_STYLE,
     TIED_EMBEDDING_STYLE,

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.models.packed_models import PackedModel, PackedSamples
+from hybridrl.models.packed_models import PackedModel
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel.pipeline_schedule import ActionKind, PipelineAction, build_schedule
 from hybridrl.parallel.process_group import to_local
 from hybridrl.parallel.staged_model import StagedModel

@@ -31,7 +31,7 @@ from hybridrl.errors import DataError
 from hybridrl.models.language_model import attention_of, decoder_of
 from hybridrl.models.log_probs import LogitScale, soft_cap_of
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import PackingMetadata
+from hybridrl.models.packed_samples import PackingMetadata
 from hybridrl.quantization.low_bit_linear import (
     INT4_GROUP_SIZE,
     INT4_MAX,

@@ -17,12 +17,7 @@ from hybridrl.errors import ConfigError
 from hybridrl.layout.training_mesh import build_training_mesh
 from hybridrl.models.lora import ADAPTER_NAME, add_adapters, load_adapters
 from hybridrl.models.model_loading import open_feature_model, open_model
-from hybridrl.models.packed_models import (
-    CausalPolicy,
-    FeatureModel,
-    PackedModel,
-    ScalarModel,
-)
+from hybridrl.models.packed_models import CausalPolicy, FeatureModel, PackedModel, ScalarModel
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.parallel.process_group import ParallelMesh, join_group_world
 from hybridrl.quantization.low_bit_scoring import LowBitScoring

@@ -412,8 +412,8 @@ def test_a_rank_of_many_fetches_little(monkeypatch):
     """What an update of a GRPO step fetches on one rank of 256: not the replies of all ranks."""
     from hybridrl.batch.call_record import CallRecord
     from hybridrl.controller.group_call import ExpectedColumns, RankReply, ShardInfo
+    from hybridrl.controller.row_selections import PartitionSelection
     from hybridrl.controller.table_expression import ResultTable
-    from hybridrl.controller.transfer_protocol import PartitionSelection
     from hybridrl.ray_backend import remote_result
     from hybridrl.ray_backend.remote_result import HostLocality, RemoteResult, ResultRefs
 

@@ -16,7 +16,8 @@ from hybridrl.config.schema import RolloutConfig
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.models.expert_routing import ExpertRouters, find_routers
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.rollout.rollout_engine import EngineSetup, Request, SamplingSettings
 from hybridrl.rollout.sample_generator import GenerationTask, ReplicaShare, SingleTurnStream
 from hybridrl.system.shared_memory import remove_shared_memory

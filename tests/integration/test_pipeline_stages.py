@@ -23,7 +23,8 @@ from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.errors import ConfigError
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples, ScalarModel
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel.pipeline_schedule import check_stages, split_layers
 from hybridrl.parallel.staged_model import StagedModel
 

@@ -36,7 +36,8 @@ from sequence_cases import (
 )
 
 from hybridrl.errors import ConfigError
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel import fsdp
 from hybridrl.parallel.process_group import ParallelMesh
 

@@ -37,7 +37,8 @@ from hybridrl.models.lora import (
 )
 from hybridrl.models.model_loading import load_model, open_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples, ScalarModel
+from hybridrl.models.packed_models import CausalPolicy, ScalarModel
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.workers.reward_model_worker import compute_sample_scores
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from hybridrl.batch.batch import Batch
 from hybridrl.errors import ConfigError
-from hybridrl.models.packed_models import PackedSamples, SampleLayout
+from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 from hybridrl.models.packing_trial import resolve_sample_layout
 from hybridrl.models.shrunk_config import shrink_config
 from hybridrl.parallel.sequence_parallel import check_rows_divisible

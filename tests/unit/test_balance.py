@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridrl.batch.row_balancing import balance_rows
-from hybridrl.controller.transfer_protocol import PartitionSelection
+from hybridrl.controller.row_selections import PartitionSelection
 from hybridrl.engine.micro_batches import pack_rows
 from hybridrl.errors import ConfigError
 from hybridrl.models.model_shape import find_attention_length

@@ -18,8 +18,8 @@ from hybridrl.controller.group_call import (
     ShardedResult,
     ShardInfo,
 )
+from hybridrl.controller.row_selections import PartitionSelection
 from hybridrl.controller.table_expression import ResultTable
-from hybridrl.controller.transfer_protocol import PartitionSelection
 from hybridrl.errors import DataError
 
 WHOLE = PartitionSelection(0, 1)

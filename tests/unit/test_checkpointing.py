@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.config.schema import CHECKPOINTING_MODES, ActorConfig
 from hybridrl.models import activation_checkpointing as checkpointing
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 
 ATTENTION = checkpointing.KEPT_OPERATIONS["block"]
 PRODUCTS = set(checkpointing.KEPT_OPERATIONS["selective"]) - set(ATTENTION)

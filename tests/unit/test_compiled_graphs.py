@@ -16,7 +16,8 @@ from hybridrl.models.activation_checkpointing import set_activation_checkpointin
 from hybridrl.models.expert_routing import ExpertRouters
 from hybridrl.models.language_model import build_language_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION, packed_attention
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.models.shrunk_config import shrink_config
 
 LENGTHS = [(20, 33), (17, 40, 9)]

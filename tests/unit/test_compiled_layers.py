@@ -27,7 +27,8 @@ from hybridrl.models import packed_attention
 from hybridrl.models.language_model import build_language_model
 from hybridrl.models.model_shape import compute_model_shape
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.parallel import fsdp
 
 

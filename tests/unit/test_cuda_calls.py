@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packed_models import PackingMetadata
+from hybridrl.models.packed_samples import PackingMetadata
 from hybridrl.system.device_traits import COLLECTIVE_BACKENDS
 
 ROOT = Path(__file__).parents[2] / "hybridrl"

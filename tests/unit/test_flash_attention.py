@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hybridrl.models import flash_attention, packed_attention
 from hybridrl.models.flash_attention import FLASH_4, FlashCase, _choose_kernel, flash_forward
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packed_models import PackingMetadata
+from hybridrl.models.packed_samples import PackingMetadata
 
 CPU = torch.device("cpu")
 BOUNDS = torch.tensor([0, 7, 8, 21])
@@ -121,7 +121,7 @@ def test_rectangles_are_made_once_for_all_layers(monkeypatch):
     made = []
     group = packed_attention.AttentionBucket.of
     monkeypatch.setattr(
-        "hybridrl.models.packed_models.AttentionBucket.of",
+        "hybridrl.models.packed_samples.AttentionBucket.of",
         lambda *arguments: made.append(1) or group(*arguments),
     )
     packing = PackingMetadata.of(torch.tensor([0, 9]), CPU)

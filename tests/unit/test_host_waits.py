@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "hybridrl"
 LAYERS = [
     *("models/packed_attention.py", "models/log_probs.py", "models/packed_models.py"),
+    "models/packed_samples.py",
     *("models/flash_attention.py", "models/head_kernels.py", "models/teacher_kl.py"),
     "models/prompt_trees.py",
     *("parallel/block_attention.py", "parallel/collectives.py"),
@@ -23,11 +24,11 @@ LAYERS = [
 WAITS = {"item", "tolist", "cpu", "nonzero", "numpy", "masked_select", "unique", "synchronize"}
 """Methods whose result depends on the values of a tensor, which the host has to have."""
 ALLOWED = {
-    ("models/packed_models.py", "of"): "on the host, before the model runs",
-    ("models/packed_models.py", "concatenate_ranges"): "on the host, before the model runs",
-    ("models/packed_models.py", "buckets"): "lengths are on the host",
-    ("models/packed_models.py", "_candidates"): "on the host, before the model runs",
-    ("models/packed_models.py", "_routes"): "on the host, before the model runs",
+    ("models/packed_samples.py", "of"): "on the host, before the model runs",
+    ("models/packed_samples.py", "concatenate_ranges"): "on the host, before the model runs",
+    ("models/packed_samples.py", "buckets"): "lengths are on the host",
+    ("models/packed_samples.py", "_candidates"): "on the host, before the model runs",
+    ("models/packed_samples.py", "_routes"): "on the host, before the model runs",
     **{
         ("models/prompt_trees.py", name): "lengths are on the host"
         for name in ("of", "prompt_case", "_parts")
@@ -92,7 +93,7 @@ import torch
 from simulated import DEVICE, Accelerator
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.packed_attention import causal_attention
-from hybridrl.models.packed_models import PackingMetadata
+from hybridrl.models.packed_samples import PackingMetadata
 
 dtype = getattr(torch, sys.argv[1])
 def on_device(*shape):

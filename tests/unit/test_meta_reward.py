@@ -13,7 +13,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.schema import ActorConfig, OptimizerConfig
 from hybridrl.controller import WorkerContext
-from hybridrl.controller.transfer_protocol import PartitionSelection
+from hybridrl.controller.row_selections import PartitionSelection
 from hybridrl.data.character_tokenizer import build_character_tokenizer
 from hybridrl.data.stored_rows import StoredRows
 from hybridrl.data.task_blocks import (

@@ -14,9 +14,9 @@ from hybridrl.models import log_probs
 from hybridrl.models.log_probs import token_log_probs
 from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import (
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import (
     MAX_PADDING_RATIO,
-    CausalPolicy,
     PackedSamples,
     PackingMetadata,
     SampleLayout,

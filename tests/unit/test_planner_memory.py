@@ -22,7 +22,8 @@ from hybridrl.models import model_shape, token_bytes
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.model_loading import make_tiny_config
 from hybridrl.models.model_shape import compute_model_shape
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.machine.device_catalog import GIB, add_device_memory, parse_cluster
 from hybridrl.planner.step.step_calls import SampleLengths

@@ -33,14 +33,8 @@ from hybridrl.job.config_resolution import load_config
 from hybridrl.models import packed_attention
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
-from hybridrl.models.packed_models import (
-    CausalPolicy,
-    FeatureModel,
-    PackedSamples,
-    PackingMetadata,
-    SampleLayout,
-    ScalarModel,
-)
+from hybridrl.models.packed_models import CausalPolicy, FeatureModel, ScalarModel
+from hybridrl.models.packed_samples import PackedSamples, PackingMetadata, SampleLayout
 from hybridrl.models.prompt_trees import PromptTrees
 
 CLOSE, EVERY = 1e-5, LeastSaving(0.0, 1)

@@ -11,7 +11,8 @@ from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
 from hybridrl.config.schema import CHECKPOINTING_MODES, OptimizerConfig
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.models.expert_routing import ExpertRouters, check_routers, find_routers
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples, SampleLayout
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples, SampleLayout
 
 WEIGHT = 0.5
 TINY = {

@@ -20,7 +20,8 @@ from hybridrl.engine.train_engine import TrainEngine
 from hybridrl.errors import ConfigError
 from hybridrl.models.model_loading import load_model
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import PackedSamples, ScalarModel
+from hybridrl.models.packed_models import ScalarModel
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.reward_model_worker import compute_sample_scores
 

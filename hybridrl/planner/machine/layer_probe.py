@@ -14,7 +14,7 @@ from hybridrl.models.language_model import build_language_model, decoder_of
 from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape, narrow_config
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import PackingMetadata
+from hybridrl.models.packed_samples import PackingMetadata
 from hybridrl.planner.machine.device_probe import collectives, measure_memory_rate, measure_small_op
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds

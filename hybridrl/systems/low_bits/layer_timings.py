@@ -17,7 +17,8 @@ from hybridrl.batch.batch import Batch
 from hybridrl.models.language_model import build_language_model
 from hybridrl.models.model_shape import narrow_config
 from hybridrl.models.packed_attention import PACKED_ATTENTION
-from hybridrl.models.packed_models import CausalPolicy, PackedSamples
+from hybridrl.models.packed_models import CausalPolicy
+from hybridrl.models.packed_samples import PackedSamples
 from hybridrl.quantization.low_bit_linear import apply_layer_bits
 from hybridrl.system.dtypes import DTYPES
 from hybridrl.system.timing import measure_seconds
