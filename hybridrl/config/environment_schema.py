@@ -15,7 +15,7 @@ from hybridrl.config.constraints import (
 )
 
 if TYPE_CHECKING:
-    from hybridrl.config.model_schema import RolloutConfig
+    from hybridrl.config.rollout_schema import RolloutConfig
 
 _WITH_ENVIRONMENT = AppliesIf("environment.name")
 _WITH_ENDPOINT = AppliesIf("environment.name", "rollout.serve")

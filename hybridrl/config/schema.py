@@ -35,17 +35,13 @@ from hybridrl.config.meta_schema import MetaConfig
 from hybridrl.config.model_schema import (
     CHECKPOINTING_MODES,
     FULL_FORMAT,
-    LOSSY_WEIGHT_SYNCS,
     NF4_FORMAT,
-    WITH_SEPARATE_GENERATOR,
     ActorConfig,
     CriticConfig,
     LoraAdapterConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    RolloutConfig,
-    RolloutParallelConfig,
     TinyModelConfig,
 )
 from hybridrl.config.objective_schema import (
@@ -59,6 +55,12 @@ from hybridrl.config.objective_schema import (
     RewardConfig,
 )
 from hybridrl.config.preference_schema import PreferenceConfig
+from hybridrl.config.rollout_schema import (
+    LOSSY_WEIGHT_SYNCS,
+    WITH_SEPARATE_GENERATOR,
+    RolloutConfig,
+    RolloutParallelConfig,
+)
 
 _WITH_ROLE_PLACEMENT = AppliesIf("placement.strategy=explicit", "placement.strategy=interleaving")
 PREFERENCES = AppliesIf(
