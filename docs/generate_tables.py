@@ -20,6 +20,7 @@ from hybridrl.workers.actor_worker import ActorWorker
 from hybridrl.workers.critic_worker import CriticWorker
 from hybridrl.workers.meta_reward_worker import MetaRewardWorker
 from hybridrl.workers.reference_worker import ReferenceWorker
+from hybridrl.workers.remote_teacher import RemoteTeacher
 from hybridrl.workers.reward_model_worker import RewardModelWorker
 from hybridrl.workers.reward_worker import RewardWorker
 
@@ -73,6 +74,7 @@ GROUPS = [
         ("update_preference", "compute_log_prob"),
     ),
     Group("`reference`", ReferenceWorker),
+    Group("`teacher` with `models.teacher.url`", RemoteTeacher),
     Group("`reward`", RewardWorker, {"kind": "reward"}),
     Group("`cost`", RewardWorker, {"kind": "cost"}),
     Group("`critic`", CriticWorker, {"prefix": ""}),

@@ -32,7 +32,7 @@ OF_PLACE = ("path", "split", "task", "tasks", "task_options", "rows")
 OF_TRAINING = (
     *("eval_path", "eval_split", "response_column", "messages_column", "chosen_column"),
     *("rejected_column", "margin_column", "ranked_column", "scores_column", "ranked_pairs"),
-    *("label_column", "max_response_tokens", "prompts_per_step", "shuffle"),
+    *("label_column", "task_column", "max_response_tokens", "prompts_per_step", "shuffle"),
     *("sampler", "sampler_options", "sources", "learn", "order", "max_shuffle_error"),
 )
 """Settings of `data` that say nothing of prompts to evaluate on."""

@@ -41,6 +41,7 @@ def engine(rollout):
     mesh = SimpleNamespace(group=lambda: None)
     train = SimpleNamespace(
         begins_with_adapters=False,
+        differs_from_folder=False,
         device=torch.device("cpu"),
         mesh=mesh,
         has_adapters=True,

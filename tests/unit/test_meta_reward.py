@@ -1,8 +1,6 @@
 """Reward models that adapt to tasks: a step against plain torch, the table on ranks, how pairs are
 read, dealt and split, and what is refused."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -181,8 +179,8 @@ def test_blocks_stay_together_on_ranks(sizes):
     rows = Batch.from_columns(
         {"prompt_ids": list(torch.ones(len(blocks), 3)), "task_block": blocks}
     )
-    by = ("tokens", 2, math.inf, "task_block")
-    parts = [PartitionSelection(n, 2, *by).rows(InlineTable(rows)) for n in (0, 1)]
+    by = {"balance": "tokens", "together": 2, "group_column": "task_block"}
+    parts = [PartitionSelection(n, 2, **by).rows(InlineTable(rows)) for n in (0, 1)]
     assert sorted(np.concatenate(parts)) == list(range(len(blocks)))
     assert not set(blocks[parts[0]]) & set(blocks[parts[1]])
 

@@ -32,6 +32,8 @@ from hybridrl.trainers.update_columns import (
 LENGTHS = [3, 5, 1, 4, 2, 5]
 GROUPS = [7, 7, 2, 7, 2, 2]
 SCORES = [1.0, 0.0, 0.5, 0.25, 1.0, 0.0]
+NOT_NEGATIVE = "maximum_likelihood"
+"""The advantage that refuses scores below 0."""
 OF_SCORES = [
     name for name, f in ADVANTAGE_ESTIMATORS.items() if not has_parameter(f, "reward_scores")
 ]
@@ -66,6 +68,11 @@ def make_batch(holes=True, **replaced):
 
 def dense(batch, name):
     return batch.padded(name)[0]
+
+
+def scored_for(name, batch):
+    """The batch, with scores that this advantage can be computed of."""
+    return batch.with_columns({"scores": batch["scores"].abs()}) if name == NOT_NEGATIVE else batch
 
 
 def mask_of(batch):
@@ -157,7 +164,7 @@ def test_where_all_are_dropped_nothing_is_learned(name):
     assert (loss_weights(found, "token-mean")["loss_weights"].values == 0).all()
 
 
-@pytest.mark.parametrize("name", OF_SCORES)
+@pytest.mark.parametrize("name", [name for name in OF_SCORES if name != NOT_NEGATIVE])
 def test_answers_near_the_limit_are_punished(name):
     batch, overlong = make_batch(), {"overlong_buffer": 2, "overlong_factor": 0.8}
     # Of a limit of 5 with a buffer of 2: lengths 3, 5, 1, 4, 2, 5 lose nothing up to 3.
@@ -414,6 +421,7 @@ def test_packed_remax_equals_padded(batch):
 @FEW
 @given(batch=ragged_batches(), with_kl=st.booleans())
 def test_packed_group_advantages_equal_padded(name, batch, with_kl):
+    batch, with_kl = scored_for(name, batch), with_kl and name != NOT_NEGATIVE
     config = settings(advantage=name, kl_in_reward=with_kl, kl_coefficient=0.3)
     found = group_advantages(batch, config, 6)
     mask, columns = padded(batch, "scores")
@@ -452,6 +460,7 @@ def test_packed_loss_weights_equal_padded(mode, batch):
 @FEW
 @given(batch=ragged_batches(), scale=st.sampled_from(["std", "none"]))
 def test_what_splits_by_group_gives_the_same_in_parts(name, batch, scale):
+    batch = scored_for(name, batch)
     config = settings(advantage=name, advantage_scale=scale)
     if not is_group_local(config):
         return
@@ -504,7 +513,8 @@ def test_what_is_computed_is_as_large_as_there_are_tokens():
     batch, config = Batch.from_columns(columns), settings(kl_in_reward=True, kl_coefficient=0.1)
     with Largest() as largest:
         for name in OF_SCORES:
-            group_advantages(batch, replace(config, advantage=name), 2_000)
+            with_kl = name != NOT_NEGATIVE
+            group_advantages(batch, replace(config, advantage=name, kl_in_reward=with_kl), 2_000)
         critic_advantages(batch, config, 2_000, 0.1)
         constrained_advantages(batch, config, 2_000, 0.1, 1.0)
         greedy_advantages(batch, config, 2_000, 0.1)
