@@ -86,12 +86,12 @@ def compare_accuracy(seeds: list[int], steps: int, rate: float) -> None:
     for seed in seeds:
         with tempfile.TemporaryDirectory() as name:
             found.append(train_and_measure(Path(name), seed, steps, rate))
-        print(json.dumps({"seed": seed, **found[-1]}), flush=True)
+        print("#", json.dumps({"seed": seed, **found[-1]}), flush=True)
     mean = {name: statistics.mean(one[name] for one in found) for name in found[0]}
     for arm in ("shared", "fine-tuned"):
         figure = mean["adapted"] - mean[arm]
         name = f"accuracy on new annotators after {SUPPORT} pairs, above the {arm} model"
-        print(json.dumps({"name": name, "gain": figure, "goal": ">= 0.05", **mean}), flush=True)
+        print("#", json.dumps({"name": name, "gain": figure, "goal": ">= 0.05", **mean}), flush=True)
         report(name, mean["adapted"], mean[arm], "report", "accuracy")
 
 
@@ -204,7 +204,7 @@ def count_bytes(ranks: int = 4, tasks: int = 256, hidden: int = 1024, features: 
     head = 4 * features * hidden
     ours = of_table + 2 * (ranks - 1) * head
     gathered = tasks * (ranks - 1) / ranks * 4 * hidden + (ranks - 1) * head
-    print(json.dumps({"table": of_table, "head": 2 * (ranks - 1) * head}))
+    print("#", json.dumps({"table": of_table, "head": 2 * (ranks - 1) * head}))
     name = f"bytes of an outer step of {tasks} tasks on {ranks} ranks"
     report(name, ours, gathered, "<= 1", "bytes")
 
@@ -236,7 +236,7 @@ def compare_reading(tasks: int = 10000 if not SMOKE else 40, tokens: int = 200) 
     steps["task by task"] = [schedule.deal(PER_STEP) for _ in range(10)]
     with tempfile.NamedTemporaryFile(dir=Path.cwd()) as file:
         store_rows(Batch.from_columns(columns), np.arange(tasks * PAIRS), file)  # type: ignore[arg-type]
-        print(json.dumps({"file MiB": Path(file.name).stat().st_size >> 20}))
+        print("#", json.dumps({"file MiB": Path(file.name).stat().st_size >> 20}))
         rates: dict[str, list[float]] = {}
         for _, (name, dealt) in product(range(3), steps.items()):
             drop_from_memory(file.fileno())
@@ -245,7 +245,7 @@ def compare_reading(tasks: int = 10000 if not SMOKE else 40, tokens: int = 200) 
             count = sum(len(read_whole(stored.take(rows))) for rows in dealt)
             rates.setdefault(name, []).append(count / (time.perf_counter() - begin))
             del stored
-    print(json.dumps(rates))
+    print("#", json.dumps(rates))
     medians = {name: statistics.median(one) for name, one in rates.items()}
     by_task, by_row = medians["task by task"], medians["row by row"]
     report("reading cold rows task by task", by_task, by_row, ">= 3", "rows/s")

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 
 from hybridrl.algorithms import find_informative_rows
-from hybridrl.batch.batch import Batch
 from hybridrl.config.effective_settings import trainer_settings
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
@@ -95,8 +94,8 @@ class Trainer(PolicyTrainer):
             samples = self.samples()
             batch = join_columns(samples, self.rewarded(samples))
             scored.append(batch)
-            rows, known = select_informative_rows(batch, list_separate_rewards(self.config))
-            prompts += len(known) // per_prompt
+            rows, groups = select_informative_rows(batch, list_separate_rewards(self.config))
+            prompts += len(groups) // per_prompt
             if len(rows):
                 kept.append(batch.take(rows[: wanted - count]))
                 count += min(len(rows), wanted - count)
@@ -120,9 +119,9 @@ class Trainer(PolicyTrainer):
 
 def select_informative_rows(
     batch: BatchRef, rewards: Collection[str]
-) -> tuple[npt.NDArray[np.int64], Batch]:
-    """Return the rows of all prompts whose samples have different scores, and the scores and groups
-    of all rows; dropped samples (NaN) do not count.
+) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+    """Return the rows of all prompts whose samples have different scores, and the groups of all
+    rows; dropped samples (NaN) do not count.
 
     Args:
         rewards: Columns of those that are learned from each by itself, of which one must differ;
@@ -136,7 +135,7 @@ def select_informative_rows(
         scored = ~torch.isnan(whole) & ~torch.isnan(scores)
         informative = find_informative_rows(scores[scored], groups[scored])
         found.append(groups[scored][informative])
-    return np.flatnonzero(torch.isin(groups, torch.cat(found))), known
+    return np.flatnonzero(torch.isin(groups, torch.cat(found))), groups
 
 
 def compute_max_replayed_prompts(config: Config) -> int:
@@ -191,9 +190,9 @@ class ReplayBuffer:
             return []
         for kept in self._kept:
             if kept.rows is None:
-                rows, known = select_informative_rows(kept.batch, self._rewards)
-                groups = known["group_id"].numpy()[rows]
-                kept.rows = [rows[groups == group] for group in np.unique(groups)]
+                rows, groups = select_informative_rows(kept.batch, self._rewards)
+                mine = groups.numpy()[rows]
+                kept.rows = [rows[mine == group] for group in np.unique(mine)]
         ages = [version - kept.version for kept in self._kept for _ in kept.rows or ()]
         number = min(self._most, len(ages))
         chosen = np.sort(self._random.permutation(len(ages))[:number])

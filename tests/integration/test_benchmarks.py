@@ -61,6 +61,7 @@ SMALLEST = {
     "quantised_generation": (["--rounds", "1", "--seeds"],),
     "recovery": (["--minutes", "1", "--fault-every", "30"],),
     "reshard": (["--rounds", "1", "--no-vllm"],),
+    "meta_reward_models": (["--seeds", "0", "--steps", "2"],),
     "sandbox": ([],),
     "scaling": ([],),
     "shared_prompts": (["--rounds", "1"],),
