@@ -91,7 +91,9 @@ def compare_accuracy(seeds: list[int], steps: int, rate: float) -> None:
     for arm in ("shared", "fine-tuned"):
         figure = mean["adapted"] - mean[arm]
         name = f"accuracy on new annotators after {SUPPORT} pairs, above the {arm} model"
-        print("#", json.dumps({"name": name, "gain": figure, "goal": ">= 0.05", **mean}), flush=True)
+        print(
+            "#", json.dumps({"name": name, "gain": figure, "goal": ">= 0.05", **mean}), flush=True
+        )
         report(name, mean["adapted"], mean[arm], "report", "accuracy")
 
 

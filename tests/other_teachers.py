@@ -225,6 +225,8 @@ def served(folder, *, longest=1000, breaks=None):
             content = json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
+            if status // 100 == 3:
+                self.send_header("Location", found["Location"])
             self.end_headers()
             self.wfile.write(content)
 

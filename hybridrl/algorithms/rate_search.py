@@ -49,6 +49,12 @@ _EXPLOSION, _HARM, _NO_GAIN = 3.0, 1.5, 1.05
 `_WINDOW`, and the median of those at its end."""
 _FALLBACK = 10.0
 """A stage that diverged is trained again with a rate so many times lower."""
+_MAX_RESTARTS = 6
+"""Of a stage; then it goes on, whatever its losses are."""
+_NO_LOSS = 1e300
+"""Stands for a loss that is no number."""
+_SAME_RISE = 0.8
+"""A loss that is as high as this share of what it was with a higher rate comes from its rows."""
 
 
 class SearchMove(NamedTuple):
@@ -101,6 +107,8 @@ class RateSearch:
         self._known: list[RateTrial] = []  # of earlier stages
         self._level: float | None = None  # the loss at the start of the stage
         self._noise = 0.0
+        self._restarts = 0  # of the stage
+        self._rise = (0, 0.0)  # the step and the loss for which it was restarted last
         self._reached = 0.0  # the logarithm of the rate of the stage before
 
     @property
@@ -165,6 +173,7 @@ class RateSearch:
             RateTrial(place, value, age + 1) for place, value, age in self._known if age < _MAX_AGE
         ]
         self._forecasts, self._losses, self._held_out = [], [], []
+        self._restarts, self._rise = 0, (0, 0.0)
         self._reached = math.log10(self._rate)
         self._length = self._first * min(2**self._stage, _MAX_GROWTH)
         self._left = self._trials if self._stage == 0 else -(-self._trials // 2)
@@ -264,11 +273,20 @@ class RateSearch:
         is_over = len(self._losses) >= self._length
         most = self._limit(_NO_GAIN if is_over else _HARM)
         is_worse = len(self._losses) >= _WINDOW and median(self._losses[-_WINDOW:]) > most
-        if self._has_exploded() or is_worse:
-            self._rate /= _FALLBACK
-            self._losses = []
-            self._length = min(self._length, self._steps - self._done)
-            return SearchMove(self.rate, restores=True)
+        if self._restarts < _MAX_RESTARTS and (self._has_exploded() or is_worse):
+            loss = self._losses[-1]
+            rise = len(self._losses), loss if math.isfinite(loss) else _NO_LOSS
+            before = self._rise
+            is_of_rows = rise[0] == before[0] and not rise[1] < _SAME_RISE * before[1]
+            if not is_of_rows:
+                self._restarts, self._rise = self._restarts + 1, rise
+                self._rate /= _FALLBACK
+                self._losses = []
+                self._length = min(self._length, self._steps - self._done)
+                return SearchMove(self.rate, restores=True)
+            self._restarts, self._rate = _MAX_RESTARTS, self._rate * _FALLBACK
+        if not math.isfinite(self._losses[-1]):  # nothing was learned from its rows
+            self._losses[-1] = self._level or 0.0
         if not is_over or self._done >= self._steps:
             return None
         last = self._losses[-_LEVEL_WINDOW:]
@@ -278,8 +296,11 @@ class RateSearch:
 
     def state(self) -> dict[str, Any]:
         """Return the state of the search, as plain data."""
+        settings = ("_lowest", "_highest", "_steps", "_trials", "_first", "_falling")
         return {
-            name.removeprefix("_"): value for name, value in vars(self).items() if name != "_steps"
+            name.removeprefix("_"): value
+            for name, value in vars(self).items()
+            if name not in settings
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -288,3 +309,4 @@ class RateSearch:
             setattr(self, f"_{name}", value)
         self._known = [RateTrial(*trial) for trial in self._known]
         self._forecasts = [(place, value) for place, value in self._forecasts]
+        self._rise = (self._rise[0], self._rise[1])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -17,11 +18,12 @@ from hybridrl.composition.load import load_run_config
 from hybridrl.config.schema import Config, DataConfig
 from hybridrl.data.datasets import load_preference_pairs
 from hybridrl.data.task_blocks import number_task
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, DataError
 from hybridrl.models.folder_checks import silence_transformers
 from hybridrl.models.language_model import decoder_of
 from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.run_files.run_paths import MODEL, SETTINGS
+from hybridrl.system.storage import explain_write_errors
 from hybridrl.workers.meta_reward_worker import load_task_table
 
 
@@ -66,6 +68,9 @@ def adapt_reward_model(run: Path, pairs: str, folder: Path, task: str | None) ->
     found = load_preference_pairs(
         _read_as_new_data(config, pairs), tokenizer, held_out=0, seed=config.run.seed
     )
+    _check_lengths(model, found.training, pairs)
+    with explain_write_errors(folder, "FOLDER"):
+        folder.mkdir(parents=True, exist_ok=True)
     differences = compute_differences(model, found.training)
     meta, tasks = config.meta, torch.zeros(len(differences), dtype=torch.int64)
     begin = _find_row(run, task, meta.features)[None]
@@ -78,6 +83,17 @@ def adapt_reward_model(run: Path, pairs: str, folder: Path, task: str | None) ->
     tokenizer.save_pretrained(folder)
     shares = [float((differences @ w[0] > 0).float().mean()) for w in (before, weights)]
     return AdaptedReward(len(differences), *shares)
+
+
+def _check_lengths(model: Any, rows: Batch, pairs: str) -> None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    responses = np.maximum(rows.lengths("chosen_ids"), rows.lengths("rejected_ids"))
+    most = int((rows.lengths("prompt_ids") + responses).max())
+    if limit is not None and most > limit:
+        raise DataError(
+            f"The longest sample of {pairs} has {most} tokens, and the model takes {limit}. Leave "
+            "such pairs out."
+        )
 
 
 @torch.no_grad()

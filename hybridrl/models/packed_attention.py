@@ -64,6 +64,8 @@ def packed_attention(
     rows = len(query)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     window = sliding_window if sliding_window and sliding_window < packing.longest else None
+    if packing.trees is not None:  # a sample is longer than its parts
+        window = sliding_window
     if packing.split is not None:
         out = packing.split.attend(q, k, v, scaling, window)
     else:
@@ -100,7 +102,10 @@ def causal_attention(
     """
     trees = packing.trees
     if trees is not None and window is not None:
-        raise ValueError("its attention has windows, which do not go with shared prompts")
+        raise ValueError(
+            f"its attention has windows of {window} tokens, with which samples cannot share a "
+            "prompt: set actor.share_prefixes=false"
+        )
     if fits_flash(q):
         width = v.shape[-1]  # the kernels want that of the keys, which latent attention makes wider
         v = F.pad(v, (0, k.shape[-1] - width))

@@ -151,10 +151,21 @@ def explain_unshareable(model: PackedModel) -> str | None:
     """Return why samples cannot share a prompt in a model, "it ..."; None if they can."""
     if model.rows is SampleLayout.PADDED:
         return "it hands on states from token to token besides attention"
-    windows = (getattr(module, "sliding_window", None) for module in model.inner.modules())
-    if window := next(filter(None, windows), None):
+    if window := _find_window(model):
         return f"its attention has windows of {window} tokens"
     return None
+
+
+def _find_window(model: PackedModel) -> int | None:
+    """Return how many tokens some layers' attention sees at most, None if all see everything.
+    Some classes note it at their layers, others read it from the configuration."""
+    text = model.inner.config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    of_kinds = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+    names = of_kinds.values() if kinds is None else map(of_kinds.get, kinds)
+    windows = [getattr(text, name, None) for name in names if name is not None]
+    windows += [getattr(module, "sliding_window", None) for module in model.inner.modules()]
+    return next(filter(None, windows), None)
 
 
 def _find_ranges(places: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class RunLoop(RunEnd):
         )
         places = {role: place.devices for role, place in job.placement.roles.items()}
         tripwires = TripwireWatcher(self.config, self._prompts)
-        search = self._make_rate_search()
+        search = self._search = self._make_rate_search()
         self.watchers: list[Watcher] = [
             *([search] if search else []),
             UnscoredSamplesWatcher(self.trainer.TRAINS),
@@ -174,6 +174,8 @@ class RunLoop(RunEnd):
             ahead = 0 if sets or saves else self.config.placement.staleness
             while len(pending) > (0 if self._preempted else ahead):
                 self._end_step(pending.popleft())
+            if self._search is not None and self._search.undone == number:
+                sets = []  # what it learned is gone
             figures, reason = self._evaluate(number, sets)
             if reason and number < steps:  # sets that are to be evaluated at the end are, now
                 last = self._due_sets(number, last=True, but=sets)

@@ -30,6 +30,18 @@ from hybridrl.workers.training_engines import ModelSource
 _ATTEMPTS = 5
 """Of a request that the server may answer later."""
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
+_MOST_LOG_PROB = 1e-3
+"""Rounding may put a log-probability above 0."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would send the key, and no samples, to another server."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class ScoredResponse(NamedTuple):
@@ -149,23 +161,34 @@ class RemoteTeacher(Worker):
             )
         return self._parse(places[len(prompt) :], response, top_k)
 
-    def _parse(
-        self, places: Sequence[Mapping[str, Any] | None], response: Sequence[int], top_k: int
-    ) -> ScoredResponse:
+    def _parse(self, places: Sequence[Any], response: Sequence[int], top_k: int) -> ScoredResponse:
         found = ScoredResponse([], [], [], [])
         for place, token in zip(places, response, strict=True):
-            listed = {int(number): one for number, one in (place or {}).items()}
+            try:
+                listed = {int(number): float(one["logprob"]) for number, one in place.items()}
+                word = str(place[str(token)].get("decoded_token") or "") if token in listed else ""
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise self._error(
+                    f"of token {token} it tells {str(place)[:80]}, which is no list of tokens with "
+                    "their `logprob`, as vLLM's /v1/completions gives it"
+                ) from error
             if token not in listed:
                 raise self._error(
                     f"it does not tell the log-probability of token {token}, which it was sent"
                 )
-            found.log_probs.append(float(listed[token]["logprob"]))
-            best = sorted(listed, key=lambda n: -float(listed[n]["logprob"]))[:top_k]
+            wrong = [value for value in listed.values() if not value <= _MOST_LOG_PROB]
+            if wrong or math.isinf(listed[token]):
+                raise self._error(
+                    f"of token {token} it tells the log-probability {(wrong or [-math.inf])[0]:g}, "
+                    "of which nothing can be learned"
+                )
+            found.log_probs.append(listed[token])
+            best = sorted(listed, key=lambda n: -listed[n])[:top_k]
             short = top_k - len(best)
             found.top_ids.extend([*best, *[NO_TOKEN] * short])
-            found.top_log_probs.extend(float(listed[number]["logprob"]) for number in best)
+            found.top_log_probs.extend(listed[number] for number in best)
             found.top_log_probs.extend([-math.inf] * short)
-            found.words.append((listed[token].get("decoded_token") or "").strip())
+            found.words.append(word.strip())
         return found
 
     def _check_words(self, ids: Sequence[int], words: Sequence[str]) -> None:
@@ -191,17 +214,20 @@ class RemoteTeacher(Worker):
                 time.sleep(2.0 ** (attempt - 1))
             try:
                 request = urllib.request.Request(url, content, self._headers)
-                with urllib.request.urlopen(request, timeout=self._timeout) as answer:
+                with _OPENER.open(request, timeout=self._timeout) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
                 said = f"status {error.code}: {error.read(2000).decode(errors='replace').strip()}"
+                if to := error.headers.get("Location"):
+                    raise self._error(f"it redirects to {to}. Name that address") from error
                 if error.code not in _TRANSIENT:
                     cure = (
                         f". If it tells of fewer tokens than distillation.top_k={self._top_k}, "
                         "lower that or raise the server's limit (vLLM: --max-logprobs)"
                     )
+                    cure = cure if error.code in (400, 422) else ""
                     raise self._error(f"it refuses a request with {said}{cure}") from error
-            except (OSError, ValueError, http.client.HTTPException) as error:
+            except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
                 said = str(getattr(error, "reason", None) or error or type(error).__name__)
         raise self._error(f"{_ATTEMPTS} attempts have failed, the last with {said}")
 

@@ -1,6 +1,8 @@
 """Teachers with another tokenizer, and behind a URL: whole jobs against plain torch, and what goes
 wrong with a server."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -112,12 +114,26 @@ def other_tokens(answer, _):
     return 200, answer
 
 
+def with_log_prob(value):
+    def breaks(answer, _):
+        for place in answer["choices"][0]["prompt_logprobs"][-1:]:
+            for one in place.values():
+                one["logprob"] = value
+        return 200, answer
+
+    return breaks
+
+
 @pytest.mark.parametrize(
     ("breaks", "said"),
     [
         (without_places, "no `prompt_logprobs`"),
         (one_less, "tells of 5 tokens where 6 were sent"),
         (other_tokens, "does not tell the log-probability of token"),
+        (with_log_prob(3.0), "the log-probability 3, of which nothing can be learned"),
+        (with_log_prob(math.nan), "the log-probability nan"),
+        (with_log_prob(-math.inf), "the log-probability -inf"),
+        (with_log_prob(None), r"is no list of tokens with their `logprob`"),
         (lambda *_: (404, {"error": "no such model"}), "refuses.*404.*no such model"),
         (lambda *_: (503, {}), "5 attempts have failed, the last with status 503"),
     ],
@@ -129,6 +145,15 @@ def test_an_answer_that_teaches_nothing_is_told_with_the_setting(connected, fold
         pytest.raises(RemoteModelError, match=said),
     ):
         connected(url, top_k=4).compute_top_log_probs(SAMPLES.take([0]))
+
+
+def test_a_redirect_takes_the_key_nowhere(connected, folder):
+    with served(folder / "same") as (other, requests):
+        moved = served(folder / "same", breaks=lambda *_: (302, {"Location": f"{other}/there"}))
+        said = rf"it redirects to {other}/there. Name that address"
+        with moved as (url, _), pytest.raises(RemoteModelError, match=said):
+            connected(url, api_key="sesame-7").compute_ref_log_prob(SAMPLES)
+        assert not requests
 
 
 def test_a_server_that_is_gone_busy_or_short_of_tokens(connected, folder):

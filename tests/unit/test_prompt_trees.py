@@ -11,7 +11,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
     Qwen2Config,
+    Starcoder2Config,
 )
 from tree_cases import (
     CPU,
@@ -35,7 +39,7 @@ from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
 from hybridrl.models.packed_models import CausalPolicy, FeatureModel, ScalarModel
 from hybridrl.models.packed_samples import PackedSamples, PackingMetadata, SampleLayout
-from hybridrl.models.prompt_trees import PromptTrees
+from hybridrl.models.prompt_trees import PromptTrees, explain_unshareable
 
 CLOSE, EVERY = 1e-5, LeastSaving(0.0, 1)
 
@@ -247,6 +251,27 @@ def test_models_that_cannot_share_do_not_and_say_why():
         with pytest.raises(ConfigError, match=f"actor.share_prefixes=true.*{why}"):
             find_least_saving("true", one)
     assert find_least_saving("false", CausalPolicy(make_model())) is None
+
+
+@pytest.mark.parametrize("kind", [MistralConfig, MixtralConfig, Phi3Config, Starcoder2Config])
+def test_windows_that_only_the_configuration_names_are_known(kind):
+    """No layer of these has an attribute for its window."""
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "pad_token_id": 0, "vocab_size": 40}
+    for window, why in ((75, "windows of 75 tokens"), (None, None)):
+        config = kind(**shape, num_hidden_layers=2, sliding_window=window)
+        with torch.device("meta"):
+            model = CausalPolicy(AutoModelForCausalLM.from_config(config))
+        assert (explain_unshareable(model) or "").endswith(why or "")
+        assert (find_least_saving("auto", model) is None) == (window is not None)
+
+
+def test_a_window_wider_than_each_part_of_a_sample_is_seen():
+    packing = shared(make_rows()).packing
+    q = torch.zeros(1, 1, int(packing.cu_seqlens[-1]), 8)
+    given = {"attention_mask": None, "packing": packing, "scaling": 1.0}
+    with pytest.raises(ValueError, match=r"windows of 75 .*actor\.share_prefixes=false"):
+        packed_attention.packed_attention(None, q, q, q, **given, sliding_window=75)
 
 
 def test_a_window_over_a_shared_prompt_is_an_error():

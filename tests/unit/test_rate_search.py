@@ -156,6 +156,37 @@ def test_a_search_in_a_silly_range_never_lets_training_diverge(bounds, seed):
         assert problem.x < 0.5, "it fell back to rates that learn"
 
 
+@pytest.mark.parametrize("loss", [9.0, math.nan])
+def test_rows_that_are_hard_at_any_rate_do_not_stop_a_stage(loss):
+    """A loss rises at the same step whatever the rate, because of its rows."""
+    search, hard, place, kept = search_of(200), 45, 0, 0
+    move, restarts, rates = search.begin(), 0, []
+    for _ in range(200):
+        if move is not None:
+            kept = place if move.keeps else kept
+            restarts += move.restores and not search.is_trial and place > kept
+            place = kept if move.restores else place
+        is_stage = not search.is_trial
+        place += 1
+        rates.append(search.rate)
+        move = search.observe(loss if is_stage and place == hard else 1.0 / (1 + place / 50))
+    assert place > 100, "it goes on"
+    assert min(rates[:150]) > 1e-7
+
+
+def test_settings_that_changed_count_in_a_search_that_goes_on():
+    search = search_of(400)
+    play(Quadratic(50.0), search, 100)
+    other = search_of(400, lowest=1e-7, highest=1e-6)
+    other.load_state(json.loads(json.dumps(search.state())))
+    assert not {"lowest", "highest", "steps", "trials"} & set(search.state())
+    problem, move, tried = Quadratic(50.0), None, []
+    for _ in range(300):
+        move = other.observe(problem.step(other.rate))
+        tried += [other.rate] if other.is_trial and move is not None and move.restores else []
+    assert tried and min(tried) < 1e-4, "rates of the new range, as far as they are in reach"
+
+
 @pytest.mark.parametrize("steps", [40, 41, 57, 100, 1000])
 @pytest.mark.parametrize("trials", [1, 2, 8, 20])
 def test_stages_and_trials_take_the_steps_of_the_run(steps, trials):

@@ -213,6 +213,12 @@ def _check_rate_search(config: Config) -> None:
             "learns from samples that its policy draws. Set actor.optimizer.schedule=constant and "
             "actor.optimizer.learning_rate."
         )
+    if config.meta is not None:
+        raise ConfigError(
+            f"{setting} goes back to the start of a stage, and algorithm=meta_reward_model also "
+            "learns a table of tasks, which stays. Set actor.optimizer.schedule=constant and "
+            "actor.optimizer.learning_rate."
+        )
     lowest, highest = optimizer.learning_rate_range
     if not lowest < highest:
         raise ConfigError(

@@ -26,7 +26,12 @@ class RateSearchWatcher(Watcher):
         job: Its groups and its data.
         trainer: Its driver program.
         guard: Of the run.
+
+    Attributes:
+        undone: The number of the last step of which nothing stays.
     """
+
+    undone = 0
 
     def __init__(self, job: Job, trainer: Trainer, guard: NanGuard) -> None:
         self._job, self._trainer, self._guard = job, trainer, guard
@@ -63,8 +68,10 @@ class RateSearchWatcher(Watcher):
         loss = math.nan if skipped else fmean(update["loss"] for update in step.updates)
         wanted = search.wants_validation and math.isfinite(loss)
         move = search.observe(loss, self._compute_held_out_loss() if wanted else None)
-        if not math.isfinite(loss):
-            self._guard.unasked = step.number
+        if kind == "trial" or (move is not None and move.restores):
+            self.undone = step.number
+            if not math.isfinite(loss):
+                self._guard.unasked = step.number
         if move is None:
             return
         self._do(move)
@@ -77,8 +84,9 @@ class RateSearchWatcher(Watcher):
                     f"{move.rate:.2g}"
                 )
         elif move.restores:
+            why = "the loss rose too far" if math.isfinite(loss) else "the loss was not finite"
             yield (
-                f"step {step.number}: the loss rose too far, so stage {search.stage} starts again "
+                f"step {step.number}: {why}, so stage {search.stage} starts again "
                 f"with the learning rate {move.rate:.2g}"
             )
 
