@@ -73,7 +73,12 @@ def test_a_run_resumed_in_a_trial_and_in_a_stage_is_the_run_that_was_not(
 
 
 def test_trials_learn_from_the_same_rows_from_the_same_weights(run):
-    rows = [row for row in rows_of(run("run", *SFT)[0]) if "policy/loss" in row]
+    every = ["eval.every=1" if word == "eval.every=0" else word for word in SFT]
+    written = rows_of(run("run", *every)[0])
+    trials, stages = kinds_of(written)
+    evaluated = {row["step"] for row in written if "eval/loss" in row} - {0}
+    assert evaluated == set(stages) and trials, "what a trial has learned is gone"
+    rows = [row for row in written if "policy/loss" in row]
     rates = [row.get("search/trial_log10_rate") for row in rows]
     starts = [n for n in range(15) if rates[n] and (n == 0 or rates[n] != rates[n - 1])]
     assert len(starts) >= 2
