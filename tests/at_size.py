@@ -121,6 +121,7 @@ SETTINGS = (
     "rollout.partial=0.5",
     "actor.compile=false",  # what is not there cannot be compiled for
     f"actor.tokens_per_microbatch={TOKENS}",
+    "actor.share_prefixes=false",  # all rows are alike here, and plans count each prompt
     "rollout.samples_per_prompt=2",
 )
 
