@@ -58,7 +58,7 @@ _SAME_RISE = 0.8
 
 
 class SearchMove(NamedTuple):
-    """What is to be done before the next step.
+    """An instruction for the time before the next step.
 
     Attributes:
         rate: Its learning rate.
@@ -113,7 +113,7 @@ class RateSearch:
 
     @property
     def is_trial(self) -> bool:
-        """Whether the next step belongs to a trial."""
+        """Return whether the next step belongs to a trial."""
         return self._left > 0
 
     @property
@@ -136,7 +136,7 @@ class RateSearch:
 
     @property
     def wants_validation(self) -> bool:
-        """Whether the held-out loss after the step that is under way is of use."""
+        """Return whether the held-out loss after the current step is needed."""
         steps, done = self._trial_steps, len(self._losses) + 1
         return self.is_trial and steps >= _VALIDATED_STEPS and done in self._validated_at
 

@@ -140,7 +140,7 @@ class Worker:
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether samples of a prompt are worked on together, their prompt once."""
+        """Return whether the samples of a prompt are computed together, with their prompt once."""
         return False
 
     def enter(self) -> None:

@@ -17,8 +17,8 @@ from hybridrl.models.prompt_trees import explain_unshareable
 
 
 class LeastSaving(NamedTuple):
-    """What sharing a prompt has to spare. Attention of trees takes more operations, which a few
-    tokens are not worth.
+    """A least saving with which a prompt is shared. Attention of trees takes more operations, which
+    a few tokens are not worth.
 
     Attributes:
         share: Of the tokens of the prompt's samples.

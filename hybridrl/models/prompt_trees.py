@@ -94,7 +94,7 @@ class PromptTrees:
         return _find_ranges(places, self.starts, self.prompts)
 
     def find_responses(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        """As `find_prompts`, of the tokens of all responses."""
+        """Return the same as `find_prompts`, for the tokens of all responses."""
         return _find_ranges(places, self.starts + self.prompts, self.responses)
 
     def prompt_case(self, scale: float) -> PromptCase:

@@ -45,7 +45,7 @@ _OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 class ScoredResponse(NamedTuple):
-    """What the teacher says in the place of each response token.
+    """The log-probabilities that the teacher gives in the place of each response token.
 
     Attributes:
         log_probs: Of that token, `[tokens]`.
