@@ -92,6 +92,7 @@ def assert_same(function, batches, *names):
 
 
 CREDITS = ("episode", "turn")
+WITHOUT_NEGATIVE_SCORES = {"maximum_likelihood"}
 
 
 @pytest.mark.more
@@ -105,16 +106,31 @@ CREDITS = ("episode", "turn")
 def test_how_an_episode_is_cut_into_rows_does_not_change_its_advantages(
     advantage, credit, batches, with_kl
 ):
+    negative = advantage not in WITHOUT_NEGATIVE_SCORES
+    with_kl = with_kl and negative
     config = AlgorithmConfig(
         advantage=advantage,
         turn_credit=credit,
         gamma=0.9,
         kl_in_reward=with_kl,
         kl_coefficient=0.1 * with_kl,
-        overlong_buffer=3,
+        overlong_buffer=3 * negative,
     )
+    if not negative:
+        batches = [with_positive_rewards(batch) for batch in batches]
     names = ("advantages", "response_mask")
     assert_same(lambda batch: group_advantages(batch, config, 5), batches, *names)
+
+
+def with_positive_rewards(batch):
+    """Lift scores above the rewards of turns, so that what follows a turn is never negative."""
+    rewards = batch.ragged("turn_rewards")
+    return batch.with_columns(
+        {
+            "turn_rewards": rewards._replace(values=rewards.values.abs()),
+            "scores": batch["scores"] + 50,
+        }
+    )
 
 
 @pytest.mark.parametrize("credit", CREDITS)
