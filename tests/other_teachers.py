@@ -179,15 +179,17 @@ class Job(plain_torch.Job):
 
 
 @contextmanager
-def served(folder, *, longest=1000, breaks=None):
+def served(folder, *, longest=1000, breaks=None, drips=None):
     """A server of completions with a plain model; its address, and the requests that came.
 
     Args:
         longest: List of log-probabilities that it returns.
-        breaks: What becomes of its answers: a function of the answer and the number of requests.
+        breaks: What becomes of its answers: a function of the answer and the number of requests,
+            which returns a status, an answer and perhaps headers.
+        drips: With what an answer begins in place of its own; one byte after the other follows.
     """
     model, tokenizer = plain_torch.Model(folder).frozen(), AutoTokenizer.from_pretrained(folder)
-    lock, requests = threading.Lock(), []
+    lock, is_over, requests = threading.Lock(), threading.Event(), []
 
     def answer(asked):
         ids = asked["prompt"]
@@ -216,19 +218,28 @@ def served(folder, *, longest=1000, breaks=None):
                 count = len(requests)
             if asked["prompt_logprobs"] > longest:
                 return self.reply(400, {"error": {"message": f"at most {longest} of them"}})
-            status, found = 200, answer(asked)
+            if drips is not None:
+                return self.drip()
+            given = 200, answer(asked)
             if breaks is not None:
-                status, found = breaks(found, count)
-            return self.reply(status, found)
+                given = breaks(given[1], count)
+            return self.reply(*given)
 
-        def reply(self, status, found):
+        def reply(self, status, found, headers=()):
             content = json.dumps(found).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
+            for name, value in dict(headers).items():
+                self.send_header(name, value)
             if status // 100 == 3:
                 self.send_header("Location", found["Location"])
             self.end_headers()
             self.wfile.write(content)
+
+        def drip(self):
+            self.wfile.write(drips)
+            while not is_over.wait(0.05):
+                self.wfile.write(b" ")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -236,6 +247,7 @@ def served(folder, *, longest=1000, breaks=None):
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1", requests
     finally:
+        is_over.set()
         server.shutdown()
         server.server_close()
         thread.join()

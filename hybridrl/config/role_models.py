@@ -27,7 +27,7 @@ class RemoteModelConfig:
         model: Its name there; None: the server has one.
         tokenizer: Folder or hub name; None: the policy's.
         api_key: Sent with every request; None: none is.
-        timeout: Of a request, in seconds.
+        timeout: Of a request with all its attempts, in seconds.
         concurrency: Requests of a rank at a time.
     """
 

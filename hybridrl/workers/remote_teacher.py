@@ -6,11 +6,12 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import torch
@@ -34,14 +35,23 @@ _MOST_LOG_PROB = 1e-3
 """Rounding may put a log-probability above 0."""
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would send the key, and no samples, to another server."""
+class _AnyStatus(urllib.request.HTTPErrorProcessor):
+    """Answers of every status as they are. To follow a redirect would send the key, and no samples,
+    to another server."""
 
-    def redirect_request(self, *_: Any) -> None:
-        return None
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+    https_response = http_response
 
 
-_OPENER = urllib.request.build_opener(_NoRedirects)
+_OPENER = urllib.request.build_opener(_AnyStatus)
+
+
+class _HttpAnswer(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
 
 
 class ScoredResponse(NamedTuple):
@@ -208,28 +218,81 @@ class RemoteTeacher(Worker):
         """Return the JSON answer, after some attempts if the server is busy or not there."""
         body = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         body |= {} if self._model is None else {"model": self._model}
-        content, url, said = json.dumps(body).encode(), f"{self._url}/completions", ""
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(2.0 ** (attempt - 1))
+        content, url = json.dumps(body).encode(), f"{self._url}/completions"
+        until, pause, said = time.monotonic() + self._timeout, 0.0, ""
+        for attempt in range(1, _ATTEMPTS + 1):
+            time.sleep(pause)
+            pause = 2.0 ** (attempt - 1)
+            request = urllib.request.Request(url, content, self._headers)
             try:
-                request = urllib.request.Request(url, content, self._headers)
-                with _OPENER.open(request, timeout=self._timeout) as answer:
-                    return json.load(answer)
-            except urllib.error.HTTPError as error:
-                said = f"status {error.code}: {error.read(2000).decode(errors='replace').strip()}"
-                if to := error.headers.get("Location"):
-                    raise self._error(f"it redirects to {to}. Name that address") from error
-                if error.code not in _TRANSIENT:
-                    cure = (
-                        f". If it tells of fewer tokens than distillation.top_k={self._top_k}, "
-                        "lower that or raise the server's limit (vLLM: --max-logprobs)"
-                    )
-                    cure = cure if error.code in (400, 422) else ""
-                    raise self._error(f"it refuses a request with {said}{cure}") from error
+                answer = _exchange(request, until - time.monotonic())
+                if 200 <= answer.status < 300:
+                    return json.loads(answer.content)
+                said = self._read_refusal(answer)
+                pause = max(pause, _parse_pause(answer.headers.get("Retry-After")))
             except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-                said = str(getattr(error, "reason", None) or error or type(error).__name__)
+                why = getattr(error, "reason", None) or error
+                is_late = isinstance(why, TimeoutError)
+                said = "a time-out" if is_late else str(why) or type(why).__name__
+            if time.monotonic() + (pause if attempt < _ATTEMPTS else 0.0) >= until:
+                raise self._error(
+                    f"attempt {attempt} of {_ATTEMPTS} has failed with {said}, and "
+                    f"{self._setting}.timeout={self._timeout:g} seconds leave no time for another. "
+                    f"Raise that, or lower {self._setting}.concurrency"
+                )
         raise self._error(f"{_ATTEMPTS} attempts have failed, the last with {said}")
+
+    def _read_refusal(self, answer: _HttpAnswer) -> str:
+        """Return what a server says that may answer later.
+
+        Raises:
+            RemoteModelError: if it will not.
+        """
+        said = f"status {answer.status}: {answer.content[:2000].decode(errors='replace').strip()}"
+        if to := answer.headers.get("Location"):
+            raise self._error(f"it redirects to {to}. Name that address")
+        if answer.status not in _TRANSIENT:
+            cure = (
+                f". If it tells of fewer tokens than distillation.top_k={self._top_k}, "
+                "lower that or raise the server's limit (vLLM: --max-logprobs)"
+            )
+            cure = cure if answer.status in (400, 422) else ""
+            raise self._error(f"it refuses a request with {said}{cure}")
+        return said
 
     def _error(self, said: str) -> RemoteModelError:
         return RemoteModelError(f"{self._setting}.url={self._url}: {said}.")
+
+
+def _exchange(request: urllib.request.Request, seconds: float) -> _HttpAnswer:
+    """Return the whole answer.
+
+    Raises:
+        TimeoutError: if it has not come within these seconds.
+    """
+    found: Future[_HttpAnswer] = Future()
+
+    def run() -> None:
+        try:
+            with _OPENER.open(request, timeout=seconds) as answer:
+                read = _HttpAnswer(answer.status, answer.headers, answer.read())
+        except Exception as error:
+            found.set_exception(error)
+        else:
+            found.set_result(read)
+
+    # In a thread: the time-out of a socket begins anew with every byte.
+    threading.Thread(target=run, daemon=True).start()
+    return found.result(seconds)
+
+
+def _parse_pause(told: str | None) -> float:
+    """Return the seconds of a `Retry-After`, which may be a date; 0 if there is none."""
+    try:
+        return float(told or 0)
+    except ValueError:
+        pass
+    try:
+        return parsedate_to_datetime(str(told)).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0

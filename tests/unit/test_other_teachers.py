@@ -2,6 +2,8 @@
 wrong with a server."""
 
 import math
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import numpy as np
 import pytest
@@ -168,6 +170,36 @@ def test_a_server_that_is_gone_busy_or_short_of_tokens(connected, folder):
             connected(url, top_k=9).compute_top_log_probs(SAMPLES)
     with pytest.raises(RemoteModelError, match=r"5 attempts have failed.*refused"):
         connected(url).compute_ref_log_prob(SAMPLES)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("begun", [b"HTTP/1.0 200 OK\r\n\r\n", b"HTTP/1.0 200 OK\r\nSlow: "])
+def test_a_server_that_sends_a_byte_now_and_then_is_late(connected, folder, begun):
+    said = r"teacher\.url=http://127.*attempt 1 of 5.*a time-out.*teacher\.timeout=0\.3 seconds"
+    slow = served(folder / "same", drips=begun)
+    with slow as (url, _), pytest.raises(RemoteModelError, match=said):
+        connected(url, timeout=0.3).compute_ref_log_prob(SAMPLES.take([0]))
+
+
+def test_a_server_says_when_it_may_be_asked_again(connected, folder, monkeypatch):
+    pauses = []
+
+    def busy(answer, count):
+        later = ["7", format_datetime(datetime.now(UTC) + timedelta(seconds=30), True), "soon"]
+        return (429, {}, {"Retry-After": later[count - 1]}) if count <= 3 else (200, answer)
+
+    with served(folder / "same", breaks=busy) as (url, _):
+        worker = connected(url)
+        monkeypatch.setattr("time.sleep", pauses.append)
+        worker.compute_ref_log_prob(SAMPLES.take([0]))
+    first, second, third = filter(None, pauses)
+    assert (first, third) == (7.0, 4.0) and 20 < second <= 30
+    much = served(folder / "same", breaks=lambda *_: (503, {}, {"Retry-After": "400"}))
+    with much as (url, requests):
+        said = r"attempt 1 of 5 has failed with status 503.*teacher\.timeout=300 seconds"
+        with pytest.raises(RemoteModelError, match=said):
+            connected(url).compute_ref_log_prob(SAMPLES.take([0]))
+        assert len(requests) == 1
 
 
 def test_a_server_with_another_tokenizer(connected, folder):
