@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybridrl.compress.dynamic_codes import BLOCK, BlockCodes, encode_blocks
+from hybridrl.errors import ConfigError
 from hybridrl.models.lora import find_frozen_linears
 from hybridrl.models.meta_model import read_whole_parameter
+from hybridrl.models.stored_tensors import remove_adapter_prefix
 from hybridrl.quantization.low_bit_linear import LowBitLinear
 from hybridrl.quantization.rounded_matrix import AT_A_TIME
 
@@ -116,11 +118,22 @@ def quantize_base(
         model: With adapters, which stay, too.
         files: Weights that are on the meta device are read from them, one at a time.
         device: Where the codes are to be; None: where the weights are.
+
+    Raises:
+        ConfigError: if a weight is not finite. The guard against NaN sees no weights in codes.
     """
     names = {module: name for name, module in model.named_modules()}
     for linear in find_frozen_linears(model):
-        weight = linear.weight
+        weight, name = linear.weight, f"{names[linear]}.weight"
         if weight.is_meta and files is not None:
-            weight = read_whole_parameter(model, f"{names[linear]}.weight", files)
+            weight = read_whole_parameter(model, name, files)
         linear.weight = nn.Parameter(weight.detach().to(device), requires_grad=False)
-        model.set_submodule(names[linear], NF4Linear(linear))
+        layer = NF4Linear(linear)
+        if not layer.scale_mean.isfinite():
+            raise ConfigError(
+                f"The weight `{remove_adapter_prefix(name)}` has values that are not finite, of "
+                "which actor.lora.base_format=nf4 would make a whole layer of NaN; no training can "
+                "mend them in another format either. The model's files are damaged: copy them "
+                "again, or take another model (model.path)."
+            )
+        model.set_submodule(names[linear], layer)

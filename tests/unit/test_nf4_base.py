@@ -106,6 +106,16 @@ def test_merged_weights_are_those_that_the_model_computes_with():
     assert find_attention_length(model) == find_attention_length(adapted())
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("layer", ["self_attn.q_proj.base_layer", "mlp.up_proj"])
+def test_a_weight_that_is_not_finite_is_named(layer, value):
+    model = adapted()
+    model.get_submodule(f"model.layers.1.{layer}").weight.data[3, 5] = value
+    name = f"model.layers.1.{layer.removesuffix('.base_layer')}.weight"
+    with pytest.raises(ConfigError, match=rf"`{name}` has values that are not.*model\.path"):
+        quantize_base(model, None)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_plan_has_the_bytes_of_the_base(tied):
     config = Qwen2Config(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})
