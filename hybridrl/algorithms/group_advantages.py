@@ -111,9 +111,10 @@ def maximum_likelihood(scores: Tensor, groups: Tensor, eps: float = 1e-6) -> Ten
     (scores,) = as_float(scores)
     if (scores < 0).any():
         raise DataError(
-            f"A sample was scored {float(scores.min()):g}, and algorithm.advantage="
-            "maximum_likelihood divides by the mean score of a prompt. Let the reward function "
-            "return 0 or more, or choose another algorithm.advantage."
+            "A sample (with algorithm.turn_credit=turn, the rest of one from a turn on) was scored "
+            f"{float(scores.min()):g}, and algorithm.advantage=maximum_likelihood divides by the "
+            "mean score of a prompt. Let all rewards be 0 or more, and the score of a sample no "
+            "less than the rewards of its turns together, or choose another algorithm.advantage."
         )
     mean = members.sum(scores) / members.size
     return torch.where(mean > eps, members.centred(scores) / mean.clamp(min=eps), 0.0)

@@ -15,6 +15,7 @@ from hybridrl.algorithms.policy_objective import ADVANTAGE_ESTIMATORS, has_param
 from hybridrl.batch.batch import Batch, RaggedColumn
 from hybridrl.batch.row_balancing import split_by_runs
 from hybridrl.config.schema import AlgorithmConfig
+from hybridrl.errors import DataError
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.rollout_engine import ragged
 from hybridrl.rollout.transcript import TokenTranscript
@@ -173,6 +174,22 @@ def test_the_credit_of_turns_by_hand():
     assert found == pytest.approx([-0.375, -0.375, 0.0, 0.0, 0.375])
     found = group_advantages(batch, AlgorithmConfig(advantage_scale="none"), 10)
     assert found["advantages"].values.tolist() == pytest.approx([-0.25, -0.25, 0, -0.25, 0.25])
+
+
+def test_a_score_below_the_rewards_of_turns_is_told_as_that():
+    batch = Batch.from_columns(
+        {
+            "scores": torch.tensor([0.0, 1.0]),
+            "group_id": torch.tensor([4, 4]),
+            "turn_rewards": ragged([[1.0], [1.0]], torch.float32),
+            "response_mask": packed(torch.ones(4, dtype=torch.uint8), [2, 2]),
+            "turn": packed(torch.tensor([0, 1, 0, 1], dtype=torch.int32), [2, 2]),
+        }
+    )
+    config = AlgorithmConfig(turn_credit="turn", advantage="maximum_likelihood")
+    said = "from a turn on.*scored -1.*no less than the rewards of its turns"
+    with pytest.raises(DataError, match=said):
+        group_advantages(batch, config, 10)
 
 
 def test_the_kl_of_a_turn_is_taken_off_its_reward():
