@@ -34,22 +34,28 @@ def pack_rows(
     *,
     setting: str = "actor.tokens_per_microbatch",
     padded: bool = False,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> list[list[int]]:
     """Pack rows into few lists of at most `budget` tokens each: first-fit decreasing, or for
     `padded` rows, which count as the longest of their list, longest first.
 
-    lengths: tokens of each row. Returns lists of row indices, each ascending, that hold every
-    row once; no rows give no lists. At most 11/9 of the fewest possible lists, plus one.
+    lengths: tokens of each row. groups: what is packed are groups of these rows. Returns lists of
+    row indices, each ascending, that hold every row once; no rows give no lists. At most 11/9 of
+    the fewest possible lists, plus one.
 
-    Raises `ConfigError` for a row longer than the budget; the message names the row and
-    ``setting``, the setting that the budget came from.
+    Raises `ConfigError` for a row longer than the budget; the message names the row, or the rows of
+    the group, and ``setting``, the setting that the budget came from.
     """
     sizes = [int(length) for length in lengths]
     for row, size in enumerate(sizes):
         if size > budget:
+            rows = [row] if groups is None else groups[row]
+            who, them = f"Row {rows[0]} has", "row"
+            if len(rows) > 1:
+                who, them = f"Rows {rows[0]} to {rows[-1]}, which stay together, have", "rows"
             raise ConfigError(
-                f"Row {row} has {size} tokens, more than `{setting}` = {budget} allows in one "
-                f"micro-batch. Raise `{setting}` to at least {size}, or shorten the row."
+                f"{who} {size} tokens, more than `{setting}` = {budget} allows in one "
+                f"micro-batch. Raise `{setting}` to at least {size}, or shorten the {them}."
             )
         if size < 0:
             raise ConfigError(f"Row {row} has a length of {size} tokens; expected 0 or more.")

@@ -394,7 +394,7 @@ class TrainEngine(ShardedModel):
             int(len(rows) * tokens[rows].max() if is_padded else tokens[rows].sum())
             for rows in groups
         ]
-        packed = pack_rows(units, budget, setting=setting, padded=is_padded) or [[]]
+        packed = pack_rows(units, budget, setting=setting, padded=is_padded, groups=groups) or [[]]
         count = torch.tensor([len(packed)])
         if (group := self.mesh.group("dp")) is not None:
             dist.all_reduce(count, dist.ReduceOp.MAX, group=group)

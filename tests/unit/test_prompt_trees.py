@@ -30,6 +30,7 @@ from tree_cases import (
 )
 
 from hybridrl import main
+from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import LoraAdapterConfig
 from hybridrl.engine.prompt_groups import LeastSaving, find_least_saving, group_rows
 from hybridrl.errors import ConfigError
@@ -223,6 +224,19 @@ def test_rows_that_share_nothing_are_packed_as_before(mesh):
         found[setting] = [(one.rows, one.shared) for one in engine._micro_batches(batch)]
     assert found["auto"] == found["false"]
     assert all(one is None for _, one in found["auto"])
+
+
+def test_rows_that_do_not_fit_are_told_by_their_own_numbers(mesh):
+    """What is packed are groups of rows: pairs, and rows that share a prompt."""
+    lengths = ([5, 5, 3, 3, 9, 9], [2, 2, 2, 2, 8, 8])
+    prompts, responses = ([torch.full((n,), n) for n in part] for part in lengths)
+    batch = Batch.from_columns({"prompt_ids": prompts, "response_ids": responses})
+    engine = make_engine(mesh, tokens_per_microbatch=20)
+    with pytest.raises(ConfigError, match="Rows 4 to 5, which stay together, have 25 tokens"):
+        engine._micro_batches(batch, 2)
+    engine = make_engine(mesh, tokens_per_microbatch=16)
+    with pytest.raises(ConfigError, match="Row 4 has 17 tokens"):
+        engine._micro_batches(batch)
 
 
 def test_auto_leaves_out_what_spares_little():
