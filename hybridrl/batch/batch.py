@@ -42,6 +42,8 @@ one, one token after the other."""
 TEACHER_CHUNKS = "teacher_chunks"
 """The chunk of each response token, counted from 0: a text of whole tokens of the student and of
 the teacher; -1: none."""
+SOURCE_COLUMN = "source"
+"""The source in `data.sources` that a row is of."""
 MASKS = ("response_mask", "branch_response_mask")
 """Which tokens the model sampled: of a sample's last branch, and of those before."""
 LIBRARY_COLUMNS = frozenset(

@@ -18,6 +18,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from hybridrl.checkpoint.keep_rule import KeepRule, check_figure, metric_of
+from hybridrl.checkpoint.memory_copies import MemoryCopies
+from hybridrl.checkpoint.pending_checkpoint import PendingCheckpoint
 from hybridrl.checkpoint.resume import ResumePoint
 from hybridrl.checkpoint.run_state import (
     DRIVER,
@@ -26,26 +28,20 @@ from hybridrl.checkpoint.run_state import (
     RunState,
     check_plain_data,
 )
+from hybridrl.checkpoint.save_schedule import SaveSchedule
 from hybridrl.checkpoint.store import CheckpointStore, resolve_checkpoint_folder
 from hybridrl.checkpoint.warm_model import has_warmup, load_warm_model, save_warm_model
-from hybridrl.config.schema import CheckpointConfig
 from hybridrl.errors import HybridRLError, LostError, WorkerError
 from hybridrl.run_files.run_paths import SETTINGS
-from hybridrl.system.locations import Location, copy_files, list_file_sizes, write_atomically
+from hybridrl.system.locations import write_atomically
 from hybridrl.system.storage import explain_write_errors
 
 if TYPE_CHECKING:
-    from hybridrl.controller import Handle
     from hybridrl.job.job import Job
     from hybridrl.run.watchers.nan_guard import NanGuard
     from hybridrl.run.watchers.rate_search_watcher import RateSearchWatcher
     from hybridrl.run.watchers.tripwires import TripwireWatcher
     from hybridrl.trainers.trainer import Trainer
-
-MINUTE = 60.0
-BETWEEN_FAILURES = 50_000 * 3600.0
-"""Seconds that one device works until the job is interrupted: 16,384 of them were 419 times in 54
-days (The Llama 3 Herd of Models, 2024, section 3.3.4)."""
 
 
 class CheckpointSaver:
@@ -314,211 +310,3 @@ class CheckpointSaver:
             self._data.first_row,
             {name: watch.state() for name, watch in self.watches.items()},
         ).to_json()
-
-
-class MemoryCopies:
-    """Copies of the newest checkpoint in the memory of nodes, in folders like those of its steps.
-    They are read first after a loss; if anything goes wrong with them the run continues with the
-    files.
-
-    Args:
-        place: The folder that they are in.
-    """
-
-    def __init__(self, place: Location) -> None:
-        self._copies = CheckpointStore(place)
-
-    def at(self, step: int) -> Location:
-        """Return the folder of a step, whether it exists or not."""
-        return self._copies.at(step)
-
-    def complete(
-        self, step: int, fault: str, files: CheckpointStore, figures: Mapping[str, float]
-    ) -> str:
-        """Add what the ranks have not written of a step, and remove the copy before it; return why
-        there is none, else an empty text.
-
-        Args:
-            fault: Why the ranks could not write their parts; empty: they have.
-            files: The steps of the run.
-            figures: What was evaluated after the step.
-        """
-        if not fault:
-            try:
-                there = list_file_sizes(self.at(step))
-                listed = files.completed(step).files
-                # Tensors have their checksums in lists of the ranks.
-                small = [name for name, file in listed.items() if "crc32" in file]
-                names = [name for name in small if name not in there]
-                copy_files(files.at(step), self.at(step), names)
-                self._copies.complete(step, figures)
-                self._copies.prune(KeepRule(last=1))
-                self._copies.forget_after(step)  # what losses have left
-            except (HybridRLError, OSError) as error:
-                fault = str(error)
-        if fault:
-            self.discard(step)
-        return fault
-
-    def newest(self) -> int | None:
-        """Return the newest step with a complete copy, and remove what remains of others."""
-        try:
-            step, _ = self._copies.newest()
-            self._copies.forget_after(step or 0)
-        except (HybridRLError, OSError):
-            return None
-        return step
-
-    def discard(self, step: int) -> None:
-        self._copies.discard(step)
-
-
-class PendingCheckpoint:
-    """A checkpoint in progress: the workers of a job write their states to the folders of a step.
-
-    Workers that have `start_saving` and `finish_saving` write while the program goes on; others
-    have written when this is built.
-
-    Args:
-        step: Its number.
-        folder: Of the step; each role gets one of its name in it.
-        groups: By role.
-        asynchronous: False: all of them write at once.
-        copy: A second folder for the step; None: none.
-
-    Attributes:
-        step: As given.
-        stall: Seconds that the program has waited for it so far; added up by who waits.
-        copy_fault: Why there is no second one, though it was wanted; else empty.
-    """
-
-    def __init__(
-        self,
-        step: int,
-        folder: Location,
-        groups: Mapping[str, Any],
-        asynchronous: bool,
-        copy: Location | None = None,
-    ) -> None:
-        self.step = step
-        self.stall = 0.0
-        self.copy_fault = ""
-        self._copies = copy is not None
-        self._asked: list[Handle] = []
-        self._bytes, self._seconds, self._copy_seconds = 0, 0.0, 0.0
-        self._groups: list[Any] = []
-        begun = []
-        for role, group in groups.items():
-            start = getattr(group, "start_saving", None) if asynchronous else None
-            target = str((folder / role).absolute())
-            if start is None:
-                begun.append(group.save_state(target))
-                continue
-            begun.append(start(target, *([] if copy is None else [str(copy / role)])))
-            self._groups.append(group)
-        for handle in begun:
-            handle.get()
-
-    def ask(self) -> None:
-        """Ask the workers for their progress; they answer after the calls that were made before."""
-        if not self._asked:
-            self._asked = [group.finish_saving(wait=False) for group in self._groups]
-
-    def is_written(self) -> bool:
-        """Return whether everything is on the disk, by the answers so far; waits for nothing.
-
-        Raises:
-            StorageError, WorkerError: if a rank could not write.
-        """
-        asked = self._asked
-        if (self._groups and not asked) or not all(handle.done_within(0) for handle in asked):
-            return False
-        self._asked = []
-        return self._note([answer for handle in asked for answer in handle.get()])
-
-    def wait(self, limit: float | None) -> bool:
-        """Wait at most `limit` seconds and return whether everything is on the disk. Raises as
-        `is_written`."""
-        until = math.inf if limit is None else time.perf_counter() + limit
-        asked = [group.finish_saving(wait=True) for group in self._groups]
-        for handle in asked:
-            left = None if limit is None else max(0.0, until - time.perf_counter())
-            if not handle.done_within(left):
-                return False
-        return self._note([answer for handle in asked for answer in handle.get()])
-
-    def figures(self) -> dict[str, float]:
-        """Return metrics: seconds that training waited, seconds of the slowest writer and of the
-        slowest copy, and bytes of all ranks."""
-        found = {
-            "checkpoint/stall_seconds": self.stall,
-            "checkpoint/write_seconds": self._seconds,
-            "checkpoint/bytes": float(self._bytes),
-        }
-        if self._copies:
-            found["checkpoint/copy_seconds"] = self._copy_seconds
-        return found
-
-    def _note(self, answers: list[Any]) -> bool:
-        if any(answer is None for answer in answers):
-            return False
-        self._bytes = sum(answer.bytes for answer in answers)
-        self._seconds = max((answer.seconds for answer in answers), default=0.0)
-        self._copy_seconds = max((answer.copy_seconds for answer in answers), default=0.0)
-        self.copy_fault = next((a.copy_fault for a in answers if a.copy_fault), "")
-        return True
-
-
-class SaveSchedule:
-    """The schedule of one run, from its settings and from the measured cost of its checkpoints.
-
-    Args:
-        devices: How many of them may fail.
-    """
-
-    def __init__(self, settings: CheckpointConfig, devices: int) -> None:
-        self._settings, self._is_wanted = settings, settings.wanted
-        self._between_failures = BETWEEN_FAILURES / devices
-        self._begun_at = time.monotonic()
-        self._stall: float | None = None
-        self._has_begun = False
-
-    def is_due(self, step: int, last: int) -> bool:
-        """Return whether this step is saved; the last one always is."""
-        settings = self._settings
-        passed, minutes = time.monotonic() - self._begun_at, settings.every_minutes
-        return self._is_wanted and (
-            step == last
-            or bool(settings.every and step % settings.every == 0)
-            or (self._is_worth_it(passed) if minutes is None else 0 < MINUTE * minutes <= passed)
-        )
-
-    def begins(self) -> None:
-        """Record that a checkpoint was started."""
-        self._begun_at, self._has_begun = time.monotonic(), True
-
-    def ends(self, stall: float) -> None:
-        """Record that a checkpoint is complete, and the seconds that training waited for it."""
-        self._stall = stall
-
-    def _is_worth_it(self, passed: float) -> bool:
-        """Return whether the optimal interval has passed. The cost is known after the first
-        checkpoint, which is saved at once."""
-        if self._stall is None:
-            return not self._has_begun
-        return passed >= optimal_interval(self._stall, self._between_failures)
-
-
-def optimal_interval(cost: float, between_failures: float) -> float:
-    """Return the seconds between checkpoints that lose the least time to saving and to repeated
-    work: Young's first-order interval with Daly's correction (J. T. Daly, "A higher order estimate
-    of the optimum checkpoint interval for restart dumps", 2006, equation 37).
-
-    Args:
-        cost: Seconds that training waits for a checkpoint.
-        between_failures: Seconds, in the mean.
-    """
-    if cost >= 2 * between_failures:
-        return between_failures
-    share = math.sqrt(cost / (2 * between_failures))
-    return math.sqrt(2 * cost * between_failures) * (1 + share / 3 + share**2 / 9) - cost

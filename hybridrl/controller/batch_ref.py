@@ -19,14 +19,8 @@ import pyarrow as pa
 from hybridrl.batch.batch import Batch, resolve_row_numbers
 from hybridrl.controller.group_call import ExpectedColumns, RequestedColumns, Rows
 from hybridrl.controller.row_selections import IndexSelection, PartitionSelection, RepeatSelection
-from hybridrl.controller.table_expression import (
-    ResultTable,
-    SelectedTable,
-    TableExpression,
-    choose,
-    concatenate_tables,
-    join,
-)
+from hybridrl.controller.table_expression import ResultTable, SelectedTable, TableExpression
+from hybridrl.controller.table_operations import choose, concatenate_tables, join
 from hybridrl.errors import DataError, suggest_name
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.batch import SOURCE_COLUMN, Batch
 from hybridrl.config.role_models import check_group_names, parse_group
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
@@ -19,8 +19,6 @@ from hybridrl.data.table_columns import without_mixed_columns
 from hybridrl.data.tasks import load_task
 from hybridrl.errors import ConfigError, DataError
 
-SOURCE_COLUMN = "source"
-"""The column of the source of a row."""
 MIXTURE_SETTINGS = (
     *("sources", "prompts_per_step", "shuffle", "order", "max_shuffle_error"),
     *("sampler", "sampler_options"),

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.batch import SOURCE_COLUMN, Batch
 from hybridrl.config.schema import Config
-from hybridrl.data.mixture import SOURCE_COLUMN, DataSource, SourceProportions, parse_sources
+from hybridrl.data.mixture import DataSource, SourceProportions, parse_sources
 from hybridrl.data.prefix_order import PrefixOrder
 from hybridrl.data.row_keys import compute_row_keys
 from hybridrl.data.samplers import build_sampler, draw_rows

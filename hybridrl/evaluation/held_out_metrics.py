@@ -7,10 +7,10 @@ import math
 
 import torch
 
-from hybridrl.batch.batch import OUTCOMES, Batch, is_right, outcomes_of
+from hybridrl.batch.batch import OUTCOMES, SOURCE_COLUMN, Batch, is_right, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef, WorkerGroup
-from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
+from hybridrl.data.mixture import list_source_names
 from hybridrl.evaluation.scored_samples import ScoredSamplesRef, sample_and_score
 from hybridrl.rollout import SamplingSettings
 

@@ -31,7 +31,7 @@ from hybridrl.checkpoint.run_state import (
 )
 from hybridrl.checkpoint.store import resolve_checkpoint_folder
 from hybridrl.checks.check_list import check
-from hybridrl.checks.machine.placement_checks import resolve_placement, resolve_roles
+from hybridrl.checks.machine.placement_checks import resolve_roles
 from hybridrl.composition.load import config_to_dict, format_config_yaml
 from hybridrl.composition.secrets import redact_command_line
 from hybridrl.config.schema import Config
@@ -39,7 +39,6 @@ from hybridrl.console.console_choice import progress_lines
 from hybridrl.errors import (
     ConfigError,
     DataError,
-    HybridRLError,
     NotPlannedError,
     WorkerError,
 )
@@ -47,12 +46,13 @@ from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.job.config_resolution import (
     KnownJob,
     apply_python_objects,
-    resolve_auto_placement,
     resolve_settings,
     with_date,
 )
 from hybridrl.job.device_pool import DevicePool
 from hybridrl.job.job_inputs import load_job_inputs
+from hybridrl.job.loading_progress import LoadingProgress
+from hybridrl.job.role_placement import place_roles
 from hybridrl.run_files.metric_writers import (
     MetricLog,
     MetricWriter,
@@ -62,7 +62,7 @@ from hybridrl.run_files.metric_writers import (
 from hybridrl.run_files.recorded_steps import DriverActivity
 from hybridrl.run_files.run_directory import RunDirectory, make_checkpoint_folder
 from hybridrl.run_files.run_lock import RunLock
-from hybridrl.run_files.run_paths import CLUSTER, DATA_REPORT, PLACEMENT, SETTINGS
+from hybridrl.run_files.run_paths import DATA_REPORT, SETTINGS
 from hybridrl.run_files.run_reader import RunReader
 from hybridrl.run_files.run_status import RunStatus, classify_outcome
 from hybridrl.run_files.summary import REPORT
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from hybridrl.batch.batch import Batch
     from hybridrl.controller import BatchRef
     from hybridrl.controller.executor import Executor
-    from hybridrl.planner.job_plan import JobPlan
     from hybridrl.system.locations import Location
     from hybridrl.trainers.data_feed import DataFeed
     from hybridrl.trainers.role_spec import RoleSpec
@@ -81,23 +80,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 UserFunction = Callable[..., Any]
-
-
-class _LoadingProgress:
-    """Passes on what loading tells, each text once, and ends it when the job has ended: it may take
-    an hour, in another thread than that which is interrupted."""
-
-    def __init__(self, progress: Callable[[str], None], bar: Callable[[int, int], None]) -> None:
-        self._progress, self._bar, self._text, self.is_ended = progress, bar, "", False
-
-    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
-        if self.is_ended:
-            raise HybridRLError("The job has ended.")
-        if text != self._text:
-            self._text = text
-            self._progress(text)
-        if total:
-            self._bar(done, total)
 
 
 class Job:
@@ -166,8 +148,6 @@ class Job:
         self.config = config = with_date(config)
         self.name = _make_job_name()
         self._as_asked: Config | None = None
-        self.placement_notice = self.plan_notice = ""
-        self.plan: JobPlan | None = None
         self.beside = DriverActivity()
         self._is_whole = is_whole
         self.trainer_class = load_trainer(config.trainer.name)
@@ -229,7 +209,7 @@ class Job:
         with pause_garbage_collection(), ThreadPoolExecutor(1) as beside:
             # Ray takes seconds to start, and so do the imports of data and model code. Ray's
             # processes end with the thread that started them, so that is this one.
-            loading_progress = _LoadingProgress(progress, self._bar)
+            loading_progress = LoadingProgress(progress, self._bar)
             loading = beside.submit(self._load, loading_progress)
             try:
                 self.executor = self._start_executor()
@@ -273,37 +253,20 @@ class Job:
 
     def _place(self, progress: Callable[[str], None]) -> None:
         """Place the roles on the devices of the cluster."""
-        from hybridrl.planner.machine.device_catalog import add_device_memory
-
         self.feed = self._make_feed()
-        self.directory.write_text(
-            CLUSTER, add_device_memory(self.executor.cluster).to_json() + "\n"
-        )
         if self.config.placement.strategy == "auto":
-            progress("searching for a placement")
-            self._search_placement()
-            return
-        from hybridrl.planner.job_start import UNPLANNED, plan_starting_job
-
-        known = self._known()
-        self.placement = resolve_placement(self.config, known.cluster, self.roles)
-        self.directory.write_text(PLACEMENT, self.placement.to_json() + "\n")
-        try:
-            config = known.with_model(self.config)
-            self.plan = plan_starting_job(
-                config, known.cluster, self.placement, known.lengths, self.roles
-            )
-            self.plan_notice = self.plan.notice
-        except NotPlannedError as error:
-            self.plan, self.plan_notice = None, UNPLANNED.format(error=error)
-
-    def _search_placement(self) -> None:
-        self._as_asked = self._as_asked or self.config
-        self.config, best, self.placement_notice = resolve_auto_placement(
-            self._as_asked, self.executor, self._known(), self._usual_lengths
+            self._as_asked = self._as_asked or self.config
+        placed = place_roles(
+            self._as_asked or self.config,
+            self._known(),
+            self._usual_lengths,
+            self.executor,
+            self.directory,
+            progress,
         )
-        self.placement, self.plan, self.plan_notice = best.placement, best.plan, best.plan.notice
-        self.directory.write_text(PLACEMENT, best.to_json() + "\n")
+        self.config, self.placement = placed.config, placed.placement
+        self.plan, self.plan_notice = placed.plan, placed.plan_notice
+        self.placement_notice = placed.placement_notice
 
     def _build(self, progress: Callable[[str], None]) -> None:
         """Build the workers of the roles where they are placed."""

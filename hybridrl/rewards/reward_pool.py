@@ -1,6 +1,4 @@
-"""RewardPool: scores rows in processes of its own, and outlives whatever happens in them. There is
-one for each source of rows whose `data.sources.<name>.reward` replaces `reward.function`.
-"""
+"""RewardPool: scores rows in processes of its own, and outlives whatever happens in them."""
 
 from __future__ import annotations
 
@@ -12,12 +10,9 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from hybridrl.config.schema import RewardConfig
-from hybridrl.config.setting import Setting
-from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError, suggest_name
+from hybridrl.errors import ConfigError, RewardError, UnsupportedMachineError
 from hybridrl.processes.pool import ItemResult, ProcessPool, ProcessStartError, WorkItem
 from hybridrl.processes.supervised_process import ProcessSpec
 from hybridrl.rewards.loading import (
@@ -25,16 +20,12 @@ from hybridrl.rewards.loading import (
     RewardFunction,
     check_reward_functions,
     make_short_names,
-    parse_function_list,
-    resolve_functions,
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
-from hybridrl.rewards.returned_scores import RowScore, StepRewards
+from hybridrl.rewards.returned_scores import RowScore
 from hybridrl.rewards.scoring_round import RewardResult, ScoringRound
 from hybridrl.system.content_cache import ContentCache
 from hybridrl.system.secret_variables import passing_hint, without_secrets
-
-__all__ = ["RewardPool", "RewardResult"]
 
 _IMPORT_S = 120.0
 """For the import of functions beside a job's other work; see `RewardPool.start`."""
@@ -90,7 +81,7 @@ class RewardPool:
         group = settings.group
         functions = list(functions)
         self._weights = [1.0] * len(functions) if weights is None else list(weights)
-        self.check(functions, self._weights, options, watched, settings)
+        check_reward_functions(functions, self._weights, options, watched, settings)
         if processes < 1:
             raise ConfigError(f"`{group}.processes` is {processes}, expected 1 or more.")
         if not timeout_s > 0:
@@ -120,8 +111,6 @@ class RewardPool:
         )
         self._pool = ProcessPool(spec, processes, _CONCURRENT_ROWS)
         self._pool.start(processes)
-
-    check = staticmethod(check_reward_functions)
 
     def asks_for(self, entry: str) -> bool:
         """Return whether a function needs this optional entry of rows (see `list_needed_entries`);
@@ -272,160 +261,3 @@ class RewardPool:
             reason = f"It took longer than {limit} and was stopped."
         reason += passing_hint(reason, self._settings.group / "env", self._env)
         work.fail(result.key, reason, is_timeout=is_timeout)
-
-
-COLUMN = "source"
-SourceSettings = dict[str | None, RewardConfig]
-
-
-def resolve_source_settings(
-    config: RewardConfig,
-    own: Mapping[str, Sequence[str]],
-    sources: Sequence[str],
-    group: Setting = REWARD.group,
-) -> SourceSettings:
-    """Return the reward settings of each source with functions of its own, and those of all other
-    rows under None; functions of sources all have weight 1.
-
-    Args:
-        own: The functions of sources that have their own.
-        sources: The names of all; empty where there is no mixture.
-
-    Raises:
-        ConfigError: for a function that there is not, and for options of one that no source has.
-    """
-    named = {FunctionSettings.of(group, name).function: own[name] for name in own}
-    for setting, functions in ({group / "check": config.check} | named).items():
-        make_short_names(parse_function_list(functions, setting), setting)
-    found: SourceSettings = {}
-    if not sources or set(sources) - set(own):
-        found[None] = config
-    for name, functions in own.items():
-        found[name] = replace(config, function=list(functions), weights=None)
-    known = {name: make_short_names(resolve_functions(one)[0]) for name, one in found.items()}
-    names = [function for functions in known.values() for function in functions]
-    for option in config.options:
-        if own and option not in names:
-            raise ConfigError(
-                f"`{group / 'options' / option}` is set, but neither `{group / 'function'}` nor "
-                f"the reward of a source names `{option}`; they have "
-                f"{', '.join(names)}.{suggest_name(option, names)}"
-            )
-    if not own:
-        return found
-    return {
-        name: replace(one, options={k: v for k, v in one.options.items() if k in known[name]})
-        for name, one in found.items()
-    }
-
-
-class SourceRewardPools:
-    """A `RewardPool` for each source with functions of its own, and one for all other rows. Rows
-    whose settings name no function score 0, for a model or a judge to add to."""
-
-    def __init__(
-        self,
-        settings: SourceSettings,
-        group: Setting = REWARD.group,
-        cache: ContentCache | None = None,
-    ) -> None:
-        self._pools: dict[str | None, RewardPool | None] = {}
-        self._columns: list[str] = []
-        for name, config in settings.items():
-            rewarded = make_short_names(parse_function_list(config.function))
-            every, _ = resolve_functions(config)
-            watched = make_short_names(every)[len(rewarded) :]
-            self._columns += [f"reward/{function}" for function in rewarded]
-            self._columns += [f"check/{function}" for function in watched]
-            self._pools[name] = (
-                _build_pool(config, FunctionSettings.of(group, name), cache) if every else None
-            )
-
-    def __bool__(self) -> bool:
-        return any(self._pools.values())
-
-    def asks_for(self, entry: str) -> bool:
-        return any(pool.asks_for(entry) for pool in filter(None, self._pools.values()))
-
-    def start(self) -> None:
-        for pool in filter(None, self._pools.values()):
-            pool.start()
-
-    def score(
-        self,
-        rows: Sequence[dict[str, Any]],
-        progress: Callable[[], None] = lambda: None,
-        groups: Sequence[int] | None = None,
-    ) -> RewardResult:
-        """Score rows with the pool of their source; a function's column is NaN for rows that it did
-        not score.
-
-        Raises:
-            RewardError: also for a row of a source that has no functions.
-        """
-        if list(self._pools) == [None] and (pool := self._pools[None]) is not None:
-            return pool.score(rows, progress, groups=groups)
-        scores, outcomes = [0.0] * len(rows), [math.nan] * len(rows)
-        steps: list[StepRewards] = [[] for _ in rows]
-        # On every rank the same, whatever sources its rows are of.
-        columns = {name: [math.nan] * len(rows) for name in self._columns}
-        found = []
-        for name, places in self._places(rows).items():
-            if (pool := self._pools[name]) is None:
-                continue
-            mine = None if groups is None else [groups[place] for place in places]
-            result = pool.score([rows[place] for place in places], progress, groups=mine)
-            found.append(result)
-            of_rows = zip(places, result.scores, result.outcomes, result.steps, strict=True)
-            for place, score, outcome, parts in of_rows:
-                scores[place], outcomes[place], steps[place] = score, outcome, parts
-            for column, values in result.columns.items():
-                whole = columns.setdefault(column, [math.nan] * len(rows))
-                for place, value in zip(places, values, strict=True):
-                    whole[place] = value
-        failed = [result.first_failure for result in found if result.first_failure]
-        return RewardResult(
-            scores,
-            columns,
-            sum(result.failures for result in found),
-            sum(result.timeouts for result in found),
-            failed[0] if failed else None,
-            outcomes,
-            steps,
-        )
-
-    def close(self) -> None:
-        for pool in filter(None, self._pools.values()):
-            pool.close()
-
-    def _places(self, rows: Sequence[Mapping[str, Any]]) -> dict[str | None, list[int]]:
-        found: dict[str | None, list[int]] = {}
-        for place, row in enumerate(rows):
-            name = row.get(COLUMN)
-            name = name if name in self._pools else None
-            if name is None and None not in self._pools:
-                raise RewardError(
-                    f"A row is of the source {row.get(COLUMN)!r}, which has no reward function; "
-                    f"there are those of {', '.join(map(str, self._pools))}."
-                )
-            found.setdefault(name, []).append(place)
-        return found
-
-
-def _build_pool(
-    config: RewardConfig, settings: FunctionSettings, cache: ContentCache | None
-) -> RewardPool:
-    functions, weights = resolve_functions(config)
-    return RewardPool(
-        functions,
-        weights,
-        options=config.options,
-        processes=config.processes or 1,
-        timeout_s=config.timeout_s,
-        on_error=config.on_error,
-        error_value=config.error_value,
-        watched=len(functions) - len(parse_function_list(config.function)),
-        env=config.env,
-        settings=settings,
-        cache=cache,
-    )

@@ -17,7 +17,8 @@ from hybridrl.system.formatting import format_seconds
 from hybridrl.system.storage import replace_folder
 
 if TYPE_CHECKING:
-    from hybridrl.checkpoint.saver import CheckpointSaver, PendingCheckpoint
+    from hybridrl.checkpoint.pending_checkpoint import PendingCheckpoint
+    from hybridrl.checkpoint.saver import CheckpointSaver
     from hybridrl.config.schema import Config
     from hybridrl.console.run_view import RunView
     from hybridrl.job.job import Job

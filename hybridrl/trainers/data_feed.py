@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.batch.batch import OUTCOMES, Batch, outcomes_of
+from hybridrl.batch.batch import OUTCOMES, SOURCE_COLUMN, Batch, outcomes_of
 from hybridrl.config.schema import Config
 from hybridrl.controller import BatchRef
-from hybridrl.data.mixture import SOURCE_COLUMN, list_source_names
+from hybridrl.data.mixture import list_source_names
 from hybridrl.data.prompt_loader import PromptLoader, build_row_schedule
 from hybridrl.data.row_keys import remove_keys
 from hybridrl.data.task_blocks import split_tasks

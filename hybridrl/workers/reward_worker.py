@@ -11,7 +11,15 @@ import torch
 
 from hybridrl.algorithms import TokenSegments
 from hybridrl.batch.arrow_columns import RaggedColumn
-from hybridrl.batch.batch import MASKS, OUTCOMES, Batch, is_right, is_user_column, sampled_tokens
+from hybridrl.batch.batch import (
+    MASKS,
+    OUTCOMES,
+    SOURCE_COLUMN,
+    Batch,
+    is_right,
+    is_user_column,
+    sampled_tokens,
+)
 from hybridrl.config.schema import ActorConfig, CacheConfig, RewardConfig
 from hybridrl.config.setting import Setting
 from hybridrl.controller import THREE_D, WorkerContext, transfer
@@ -21,9 +29,8 @@ from hybridrl.models.model_loading import load_tokenizer
 from hybridrl.rewards.loading import needs_groups, resolve_functions
 from hybridrl.rewards.response_steps import count_tokens_up_to, step_ends
 from hybridrl.rewards.returned_scores import StepRewards
-from hybridrl.rewards.reward_pool import COLUMN as SOURCE
-from hybridrl.rewards.reward_pool import SourceRewardPools, resolve_source_settings
 from hybridrl.rewards.signature import TOKEN_IDS_ENTRY, UPDATES_ENTRY
+from hybridrl.rewards.source_pools import SourceRewardPools, resolve_source_settings
 from hybridrl.system.content_cache import open_cache
 from hybridrl.workers.generation import report_column_sums
 from hybridrl.workers.llm_judge import JudgeSetup, LLMJudge
@@ -380,9 +387,9 @@ class RewardWorker(ModelWorker):
 
     def _report_sources(self, batch: Batch, scores: torch.Tensor, outcomes: torch.Tensor) -> None:
         """Report sums over the rows of each source, for its metrics of the step."""
-        if self._kind != "reward" or not self._sources or SOURCE not in batch.columns:
+        if self._kind != "reward" or not self._sources or SOURCE_COLUMN not in batch.columns:
             return
-        of_rows, lengths = batch[SOURCE], sampled_tokens(batch)
+        of_rows, lengths = batch[SOURCE_COLUMN], sampled_tokens(batch)
         for name in self._sources:
             mine = [place for place, source in enumerate(of_rows) if source == name]
             known = [s for s in (float(scores[place]) for place in mine) if not math.isnan(s)]

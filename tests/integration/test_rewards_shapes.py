@@ -6,7 +6,7 @@ import math
 import pytest
 
 from hybridrl.errors import ConfigError, RewardError
-from hybridrl.rewards.loading import parse_function_list
+from hybridrl.rewards.loading import check_reward_functions, parse_function_list
 from hybridrl.rewards.reward_pool import RewardPool
 
 FUNCTIONS = """
@@ -206,11 +206,11 @@ def test_a_signature_that_cannot_be_called_is_refused_before_anything_starts(tmp
     path = tmp_path / "mine.py"
     path.write_text(f"raise RuntimeError('imported')\n{text}\n")
     with pytest.raises(ConfigError, match=words):
-        RewardPool.check([f"{path}:score"])
+        check_reward_functions([f"{path}:score"])
     space = {}
     exec(text, space)
     with pytest.raises(ConfigError, match="reward function `score"):
-        RewardPool.check([space["score"]])
+        check_reward_functions([space["score"]])
 
 
 def test_signatures_that_can_be_called(tmp_path):
@@ -225,9 +225,9 @@ def test_signatures_that_can_be_called(tmp_path):
         "prompts, completions, **columns",
     ):
         path.write_text(f"async def score({parameters}): ...\n")
-        RewardPool.check([f"{path}:score"])
+        check_reward_functions([f"{path}:score"])
     with pytest.raises(ConfigError, match="expected the name of a reward function or a function"):
-        RewardPool.check([3])
+        check_reward_functions([3])
 
 
 def test_a_function_that_cannot_be_pickled_is_a_sentence():

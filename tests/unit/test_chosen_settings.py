@@ -6,7 +6,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from hybridrl.checkpoint import saver as when_to_save
-from hybridrl.checkpoint.saver import SaveSchedule, optimal_interval
+from hybridrl.checkpoint.save_schedule import SaveSchedule, optimal_interval
 from hybridrl.config.changed import apply_changes
 from hybridrl.config.schema import CheckpointConfig
 from hybridrl.job.config_resolution import load_config

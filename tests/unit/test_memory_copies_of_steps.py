@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 
-from hybridrl.checkpoint.saver import MemoryCopies
+from hybridrl.checkpoint.memory_copies import MemoryCopies
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.checkpoint.tensors.rank_manifest import RankManifest, WrittenHeader, manifest_path
 from hybridrl.system.locations import list_file_sizes, parse_location, write_atomically

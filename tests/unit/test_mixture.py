@@ -19,7 +19,7 @@ from hybridrl.data.mixture import (
 )
 from hybridrl.data.prompt_loader import MixtureSchedule
 from hybridrl.errors import ConfigError, DataError, RewardError
-from hybridrl.rewards.reward_pool import SourceRewardPools, resolve_source_settings
+from hybridrl.rewards.source_pools import SourceRewardPools, resolve_source_settings
 from hybridrl.trainers.data_feed import SourceMetrics, compute_source_metrics
 
 MIXED = ("data=mixture", "data.sources.a.path=a.jsonl", "data.sources.a.weight=3")

@@ -6,7 +6,7 @@ import pytest
 from hybridrl.config.schema import RewardConfig
 from hybridrl.errors import ConfigError
 from hybridrl.rewards.loading import check_function_exists, load_reward_function, make_short_names
-from hybridrl.rewards.reward_pool import SourceRewardPools
+from hybridrl.rewards.source_pools import SourceRewardPools
 
 
 def write(path, text):

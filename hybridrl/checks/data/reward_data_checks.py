@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hybridrl.batch.batch import is_user_column
+from hybridrl.batch.batch import SOURCE_COLUMN, is_user_column
 from hybridrl.config.schema import Config, DataConfig, RewardConfig, is_served
 from hybridrl.config.setting import Setting
-from hybridrl.data.mixture import SOURCE_COLUMN as SOURCE
 from hybridrl.data.mixture import find_source_rewards, list_source_names, parse_sources
 from hybridrl.errors import ConfigError, DataError, ErrorCollector, RewardError
 from hybridrl.evaluation.eval_sets import needs_held_out_rows, resolve_eval_sets
@@ -29,7 +28,8 @@ from hybridrl.rewards.loading import (
     resolve_functions,
 )
 from hybridrl.rewards.options import REWARD, FunctionSettings, resolve_options
-from hybridrl.rewards.reward_pool import RewardPool, resolve_source_settings
+from hybridrl.rewards.reward_pool import RewardPool
+from hybridrl.rewards.source_pools import resolve_source_settings
 from hybridrl.trainers import load_roles, load_trainer
 
 if TYPE_CHECKING:
@@ -126,9 +126,9 @@ def check_eval_set_rewards(config: Config, sets: Mapping[str, Batch | None]) -> 
 
 def _select_source_rows(rows: Batch | None, name: str | None, own: Collection[str]) -> Batch | None:
     """Select the rows of a source that has its own reward functions, or all other rows."""
-    if rows is None or not own or SOURCE not in rows.columns:
+    if rows is None or not own or SOURCE_COLUMN not in rows.columns:
         return rows
-    chosen = [source == name if name else source not in own for source in rows[SOURCE]]
+    chosen = [source == name if name else source not in own for source in rows[SOURCE_COLUMN]]
     return rows.take(np.flatnonzero(chosen))
 
 
@@ -201,7 +201,7 @@ def _on_right_answer(
     row: Mapping[str, Any], scores: Mapping[str, float], weights: Sequence[float]
 ) -> str:
     """Say what functions gave the right answer of a row, and which of them are suspect."""
-    source = f" of source {row[SOURCE]}" if SOURCE in row else ""
+    source = f" of source {row[SOURCE_COLUMN]}" if SOURCE_COLUMN in row else ""
     given = (f"{name} {'nothing' if math.isnan(s) else f'{s:g}'}" for name, s in scores.items())
     said = f"The reference answer{source} {row['answer'][:40]!r} scores: {', '.join(given)}."
     low = [

@@ -23,7 +23,7 @@ from hybridrl.errors import RowError
 from hybridrl.evaluation.eval_sets import resolve_eval_sets
 from hybridrl.rewards.code import read_tests
 from hybridrl.rewards.loading import parse_function_list
-from hybridrl.rewards.reward_pool import resolve_source_settings
+from hybridrl.rewards.source_pools import resolve_source_settings
 from hybridrl.sandbox.confined.judge import MODULES
 from hybridrl.sandbox.python_runner import UNCHECKED, judge_program
 from hybridrl.trainers import load_roles

@@ -17,7 +17,7 @@ from hybridrl.errors import ConfigError, MissingPackageError, pip_install
 from hybridrl.evaluation.eval_sets import needs_held_out_rows
 from hybridrl.rewards.loading import check_reward_functions, parse_function_list, resolve_functions
 from hybridrl.rewards.options import FunctionSettings
-from hybridrl.rewards.reward_pool import resolve_source_settings
+from hybridrl.rewards.source_pools import resolve_source_settings
 from hybridrl.run_files.metric_writers import check_tracker_packages, parse_trackers
 from hybridrl.trainers import load_roles, load_trainer
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hybridrl.batch.batch import Batch
+from hybridrl.batch.batch import SOURCE_COLUMN, Batch
 from hybridrl.errors import ConfigError, suggest_name
 
 DIFFICULTY_PREFIX = "difficulty_"
@@ -57,7 +57,7 @@ def rank_values(rows: Batch, column: str) -> npt.NDArray[np.int64]:
 def assign_buckets(rows: Batch, columns: Sequence[str]) -> npt.NDArray[np.int64]:
     """Return a bucket number for each row, from 0; rows of the same source and difficulty share
     one."""
-    named = [*(["source"] if "source" in rows.columns else []), *columns]
+    named = [*([SOURCE_COLUMN] if SOURCE_COLUMN in rows.columns else []), *columns]
     if not named:
         return np.zeros(len(rows), np.int64)
     table = np.stack([rank_values(rows, name) for name in named], axis=1)
