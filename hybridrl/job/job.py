@@ -257,7 +257,7 @@ class Job:
         if self.config.placement.strategy == "auto":
             self._as_asked = self._as_asked or self.config
         placed = place_roles(
-            self._as_asked or self.config,
+            self.config,
             self._known(),
             self._usual_lengths,
             self.executor,

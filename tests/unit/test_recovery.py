@@ -14,6 +14,7 @@ from settings import configured
 from hybridrl.config.changed import apply_changes
 from hybridrl.errors import LostError
 from hybridrl.job import job as job_module
+from hybridrl.job.role_placement import PlacedRoles
 from hybridrl.run.recovery import RunRecovery
 
 AT_STEP = {"steps": 7, "seconds_train": 70.0}
@@ -174,3 +175,21 @@ def test_open_settings_are_chosen_again_for_fewer_devices_and_as_before_for_as_m
         job._known = lambda devices=devices: devices
         job_module.Job._choose_again(job)
         assert job.config.actor.parallel.shards == shards
+
+
+def test_a_placement_is_searched_with_the_settings_that_were_chosen_last(monkeypatch):
+    def place(config, *_):
+        searched.append(config.actor.parallel.shards)
+        moved = apply_changes(config, [("actor.parallel.shards", 1)])
+        return PlacedRoles(moved, placement=None, plan=None, plan_notice="")
+
+    searched = []
+    monkeypatch.setattr(job_module, "place_roles", place)
+    asked = configured(["placement=auto"])
+    job = SimpleNamespace(_as_asked=None, _make_feed=lambda: None, _known=lambda: None)
+    job._usual_lengths = job.executor = job.directory = None
+    for shards in (8, 3):
+        job.config = apply_changes(asked, [("actor.parallel.shards", shards)])
+        job_module.Job._place(job, print)
+    assert searched == [8, 3]
+    assert job._as_asked.actor.parallel.shards == 8  # what a resume is to find
