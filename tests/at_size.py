@@ -272,8 +272,8 @@ def _planned(config, devices):
     parameters = there.get("parameters", 0.0)  # the moments come with the first update
     found = {
         "load": parameters,
-        "score": parameters + sum(part.scoring(train, planner.sizes).values()),
-        "train": sum(there.values()) + sum(part.training(train, planner.sizes).values()),
+        "score": parameters + sum(part.scoring(train).values()),
+        "train": sum(there.values()) + sum(part.training(train).values()),
         "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync", memory).values()),
         "save": sum(there.values()),
     }

@@ -11,26 +11,7 @@ import numpy.typing as npt
 import torch
 
 from hybridrl.batch.batch import ROUTED_EXPERTS, Batch
-from hybridrl.errors import ConfigError
-from hybridrl.models.packed_models import PackedModel
-from hybridrl.models.prompt_trees import explain_unshareable
-
-
-class LeastSaving(NamedTuple):
-    """A least saving with which a prompt is shared. Attention of trees takes more operations, which
-    a few tokens are not worth.
-
-    Attributes:
-        share: Of the tokens of the prompt's samples.
-        tokens: How many of them at least.
-    """
-
-    share: float
-    tokens: int
-
-
-LEAST_SAVINGS = {"auto": LeastSaving(0.1, 64), "true": LeastSaving(0.0, 1)}
-"""By the setting `actor.share_prefixes`. With 64 tokens the smallest models gain, too."""
+from hybridrl.models.prompt_saving import LeastSaving
 
 
 class MicroBatch(NamedTuple):
@@ -44,21 +25,6 @@ class MicroBatch(NamedTuple):
 
     rows: list[int]
     shared: torch.Tensor | None
-
-
-def find_least_saving(setting: str, model: PackedModel) -> LeastSaving | None:
-    """Return what sharing has to spare in a model; None: its samples share no prompts.
-
-    Raises:
-        ConfigError: if they are to, and cannot.
-    """
-    why = explain_unshareable(model)
-    if setting == "true" and why:
-        raise ConfigError(
-            f"actor.share_prefixes=true: samples of {type(model.inner).__name__} cannot share a "
-            f"prompt, because {why}. Set actor.share_prefixes=auto."
-        )
-    return None if why else LEAST_SAVINGS.get(setting)
 
 
 def group_rows(
@@ -90,9 +56,8 @@ def group_rows(
     for key, members in groups.items():
         rows = [row for unit in members for row in unit]
         prompt = bounds[rows[0] + 1] - bounds[rows[0]]
-        spared = prompt * (len(rows) - 1)
         whole = prompt * len(rows) + int(responses[rows].sum())
-        if isinstance(key, int) or spared < max(least.tokens, least.share * whole):
+        if isinstance(key, int) or not least.is_reached(prompt * (len(rows) - 1), whole):
             found += members
             continue
         parts = _cut(members, prompt, responses, budget)

@@ -35,7 +35,7 @@ from hybridrl.engine.optimizer import (
     make_optimizer,
 )
 from hybridrl.engine.parameter_shards import ParameterShards
-from hybridrl.engine.prompt_groups import MicroBatch, find_least_saving, group_rows
+from hybridrl.engine.prompt_groups import MicroBatch, group_rows
 from hybridrl.engine.sharded_model import ShardedModel
 from hybridrl.errors import TrainingError
 from hybridrl.models.expert_routing import (
@@ -48,6 +48,7 @@ from hybridrl.models.model_shape import find_attention_length
 from hybridrl.models.optimizer_states import WHOLE_MATRIX_OPTIMIZERS
 from hybridrl.models.packed_models import PackedModel
 from hybridrl.models.packed_samples import PackedSamples, SampleLayout, concatenate_ranges
+from hybridrl.models.prompt_saving import find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees
 from hybridrl.parallel.fsdp import list_unit_parameters
 from hybridrl.parallel.process_group import ParallelMesh

@@ -9,14 +9,20 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from hybridrl.config.role_models import parse_role_model
 from hybridrl.config.schema import Config, OptimizerConfig
 from hybridrl.layout.training_mesh import build_training_mesh, model_parallel_size
 from hybridrl.models.activation_checkpointing import NO_CHECKPOINTING
+from hybridrl.models.language_model import build_language_model
 from hybridrl.models.model_loading import load_model_config
 from hybridrl.models.model_shape import ModelShape, compute_model_shape
+from hybridrl.models.packed_models import PackedModel
+from hybridrl.models.packing_trial import resolve_sample_layout
+from hybridrl.models.prompt_saving import LeastSaving, find_least_saving
+from hybridrl.models.token_bytes import META_ATTENTION
 from hybridrl.placement import ACTOR_ROLE, GENERATOR_ROLE, Placement, RolePlace
 from hybridrl.placement.disaggregated_actor import choose_weight_transport
 from hybridrl.planner.machine.device_catalog import GIB
@@ -68,7 +74,8 @@ class JobRoles:
     def _begin(self) -> None:
         self.batches = {
             (call.role, call.phase): plan_micro_batches(
-                self.config, self.sizes, call, self.placement.roles[call.role]
+                *(self.config, self.sizes, call, self.placement.roles[call.role]),
+                self._least_saving(call.role),
             )
             for call in self.calls
             if call.phase in ("score", "train") and self.has_model(call.role)
@@ -87,6 +94,13 @@ class JobRoles:
         alone.generators, alone.memory_share = self.generators & {role}, config.rollout.memory_share
         alone._begin()
         return alone
+
+    def _least_saving(self, role: str) -> LeastSaving | None:
+        """Return what sharing prompts has to spare in a role's model; see `find_least_saving`."""
+        if self.config.rollout.routing_replay or self.sizes.samples == self.sizes.prompts:
+            return None
+        setting, scalar = self.config.actor.share_prefixes, bool(self.roles[role].scalar)
+        return load_least_saving(setting, self.path(role), scalar)
 
     def has_model(self, role: str) -> bool:
         """Return whether a role holds a model that is cut over its devices."""
@@ -282,6 +296,18 @@ def load_model_shape(
         _SHAPES.setdefault(of_any, found)
         _SHAPES.setdefault((*of_any, checkpointing), found)
     return _SHAPES[key]
+
+
+@cache
+def load_least_saving(setting: str, path: str, scalar: bool) -> LeastSaving | None:
+    """Return what sharing prompts has to spare in the model in a folder; cached."""
+    if setting == "false":
+        return None
+    config = read_model_config(path)
+    rows = resolve_sample_layout(config, path, scalar=scalar)
+    with torch.device("meta"):
+        model = build_language_model(config, scalar=scalar, attn_implementation=META_ATTENTION)
+    return find_least_saving(setting, PackedModel(model, rows))
 
 
 @cache

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from hybridrl.layout.training_mesh import model_parallel_size
 from hybridrl.planner.job_plan import JobPlan
+from hybridrl.planner.step.step_calls import MicroBatchPlan
 from hybridrl.planner.step.step_time import TimeEstimate
 from hybridrl.system.formatting import format_gib
 
@@ -138,7 +139,7 @@ def format_step_sizes(plan: JobPlan) -> list[str]:
         if phase == "train":
             lines.append(
                 f"            {role} learns from {batch.total:,} tokens a device and update, in "
-                f"{batch.count} micro-batch(es) of up to {batch.tokens:,}"
+                f"{batch.count} micro-batch(es) of up to {batch.tokens:,}{_shared(batch)}"
             )
     if plan.times is not None:
         lines += [
@@ -150,6 +151,13 @@ def format_step_sizes(plan: JobPlan) -> list[str]:
     if plan.sync_bytes:
         lines.append(f"sync        {format_gib(plan.sync_bytes)} GiB to each device")
     return lines
+
+
+def _shared(batch: MicroBatchPlan) -> str:
+    """Format for how many samples a prompt is computed once."""
+    if batch.together == 1:
+        return ""
+    return f", prompts computed once for their {batch.together} samples"
 
 
 def format_start_summary(plan: JobPlan) -> list[str]:

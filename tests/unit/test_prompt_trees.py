@@ -32,7 +32,7 @@ from tree_cases import (
 from hybridrl import main
 from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import LoraAdapterConfig
-from hybridrl.engine.prompt_groups import LeastSaving, find_least_saving, group_rows
+from hybridrl.engine.prompt_groups import group_rows
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.models import packed_attention
@@ -40,6 +40,7 @@ from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
 from hybridrl.models.packed_models import CausalPolicy, FeatureModel, ScalarModel
 from hybridrl.models.packed_samples import PackedSamples, PackingMetadata, SampleLayout
+from hybridrl.models.prompt_saving import LeastSaving, find_least_saving
 from hybridrl.models.prompt_trees import PromptTrees, explain_unshareable
 
 CLOSE, EVERY = 1e-5, LeastSaving(0.0, 1)

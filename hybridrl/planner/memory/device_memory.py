@@ -253,7 +253,7 @@ def _working(planner: JobRoles, role: str, stage: int, phase: str, memory: float
     if not planner.has_model(role):
         return {}
     part, batch = planner.part(role, stage), planner.batches[role, phase]
-    return (part.training if phase == "train" else part.scoring)(batch, planner.sizes)
+    return (part.training if phase == "train" else part.scoring)(batch)
 
 
 def _generating(planner: JobRoles, role: str, phase: str, memory: float) -> MemoryParts:

@@ -20,7 +20,7 @@ from hybridrl.models.activation_checkpointing import (
 from hybridrl.models.log_probs import vocabulary_block_size
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
 from hybridrl.parallel.compressed_collectives import DIFFERENCE_CODEC
-from hybridrl.planner.step.step_calls import MicroBatchPlan, StepSizes
+from hybridrl.planner.step.step_calls import MicroBatchPlan
 from hybridrl.quantization.nf4_base import NF4_BYTES
 from hybridrl.system.device_traits import (
     SMALL_MODEL_BYTES,
@@ -202,20 +202,20 @@ class ModelPart:
             return float(DIFFERENCE_CODEC.size(self.parameters.all)) if updates else 0.0
         return float(times * self.shape.item * self.parameters.all)
 
-    def scoring(self, batch: MicroBatchPlan, sizes: StepSizes) -> MemoryParts:
+    def scoring(self, batch: MicroBatchPlan) -> MemoryParts:
         """Return the peak of a forward, beside what is resident."""
         again = 0 if self.is_small or batch.count < 2 else self.shape.item * self.head.all
         between = {"gathered": self._gathered(forward=True) + again}  # the head stays meanwhile
         inside = {"gathered": self._gathered(forward=self.is_small) + again} | self._brought_back
         layers = batch.tokens * self.shape.scoring.of(self.layers)
         states = batch.tokens * self.shape.hidden * self.shape.item
-        read = states * sizes.response_share if self.ends[1] else 0.0  # the others are gone
+        read = states * batch.response_share if self.ends[1] else 0.0  # the others are gone
         head = {"gathered": self._gathered_at_head(True), "activations": read}
-        if chunk := self._logits(batch, sizes):
-            head["logits"] = _LOGIT_CHUNKS * chunk + self._head_copy(batch, sizes)
+        if chunk := self._logits(batch):
+            head["logits"] = _LOGIT_CHUNKS * chunk + self._head_copy(batch)
         return _fullest({**between, "activations": states}, {**inside, "activations": layers}, head)
 
-    def training(self, batch: MicroBatchPlan, sizes: StepSizes) -> MemoryParts:
+    def training(self, batch: MicroBatchPlan) -> MemoryParts:
         """Return the peak of an update, beside what is resident."""
         shape, item = self.shape, self.shape.item
         trained = self.parameters.trained
@@ -245,19 +245,19 @@ class ModelPart:
         loss: MemoryParts = {
             "gathered": self._gathered_at_head(False),
             "gradients": before,
-            "activations": kept + self._states(batch, sizes),
+            "activations": kept + self._states(batch),
         }
-        if chunk := self._logits(batch, sizes):
-            states = batch.tokens * sizes.response_share * shape.hidden * item
-            loss["logits"] = _LOGIT_CHUNKS * chunk + states + self._head_copy(batch, sizes)
+        if chunk := self._logits(batch):
+            states = batch.tokens * batch.response_share * shape.hidden * item
+            loss["logits"] = _LOGIT_CHUNKS * chunk + states + self._head_copy(batch)
             # Summed in float32 block by block.
-            summed_block = self._head_block(batch, sizes) if shape.head.trained else 0
+            summed_block = self._head_block(batch) if shape.head.trained else 0
             loss["gradients"] += item * shape.head.trained + summed_block
         gathered = self._gathered(forward=False)
         summed = {
             "gathered": self._gathered_at_head(False),
             "gradients": before + (item + self.summed) * self.head.trained,
-            "activations": kept + self._states(batch, sizes),
+            "activations": kept + self._states(batch),
         }
         layers = {"gathered": gathered, "gradients": before + unit, "activations": kept + backward}
         layers |= self._brought_back
@@ -295,31 +295,31 @@ class ModelPart:
         buffer = forward and self.shards > 1
         return self.shape.item * (self.root.all + (1 + buffer) * self.head.all)
 
-    def _head_copy(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
+    def _head_copy(self, batch: MicroBatchPlan) -> float:
         """Return the bytes of a float32 copy of a block of the output embedding, needed where the
         device cannot sum half-precision products in float32."""
         exact = self.shape.item == FLOAT32_BYTES or has_mm_out_dtype(self.device)
-        return 0.0 if exact else self._head_block(batch, sizes)
+        return 0.0 if exact else self._head_block(batch)
 
-    def _head_block(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
+    def _head_block(self, batch: MicroBatchPlan) -> float:
         """Return the bytes in float32 of a block of the output embedding, as many rows as
         `token_log_probs` multiplies with its tokens at once."""
-        tokens = int(batch.tokens * sizes.response_share)
+        tokens = int(batch.tokens * batch.response_share)
         rows = vocabulary_block_size(tokens, self.shape.vocabulary, self.device)
         return FLOAT32_BYTES * self.shape.head.all * rows / self.shape.vocabulary
 
-    def _states(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
+    def _states(self, batch: MicroBatchPlan) -> float:
         """Return the bytes of the last hidden states, and of those of them that the head reads."""
         if not self.ends[1]:
             return 0.0
-        read = batch.tokens * (1 + sizes.response_share)
+        read = batch.tokens * (1 + batch.response_share)
         return read * self.shape.hidden * self.shape.item
 
-    def _logits(self, batch: MicroBatchPlan, sizes: StepSizes) -> float:
+    def _logits(self, batch: MicroBatchPlan) -> float:
         """Return the bytes of one chunk of logits in float32."""
         if not self.ends[1] or self.shape.vocabulary == 1:
             return 0.0
-        logits = batch.tokens * sizes.response_share * self.shape.vocabulary
+        logits = batch.tokens * batch.response_share * self.shape.vocabulary
         return FLOAT32_BYTES * min(logits_per_chunk(self.device), logits)
 
 

@@ -30,7 +30,7 @@ from hybridrl.planner.step.operator_work import (
     TRAIN,
     OperatorWork,
 )
-from hybridrl.planner.step.step_calls import PlannedCall
+from hybridrl.planner.step.step_calls import MicroBatchPlan, PlannedCall
 
 if TYPE_CHECKING:
     from hybridrl.planner.job_roles import JobRoles
@@ -128,8 +128,8 @@ class CallTimeEstimator:
 
     def _score(self, call: PlannedCall, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "score"]
-        compute = self._layers(part, batch.count, batch.total, False)
-        compute += self._head(part, batch.total, 2, _LOGIT_MEMORY_PASSES / 2)
+        compute = self._layers(part, batch, False)
+        compute += self._head(part, batch, 2, _LOGIT_MEMORY_PASSES / 2)
         moved = part.shape.item * part.parameters.all
         rounds = 1 if part.is_small else batch.count
         copies = 3 * rounds * moved / rates.memory
@@ -139,12 +139,12 @@ class CallTimeEstimator:
     def _train(self, call: PlannedCall, part: ModelPart) -> float:
         rates, batch = self.rates, self.planner.batches[call.role, "train"]
         again = part.repeated
-        compute = self._layers(part, batch.count, batch.total, True)
-        repeated = self._layers(part, batch.count, batch.total, False, attends=again == 1.0)
+        compute = self._layers(part, batch, True)
+        repeated = self._layers(part, batch, False, attends=again == 1.0)
         compute += again * repeated
         # Logits are made twice; gradients of states always, those of a frozen head are not.
         operations = 6 + 2 * part.shape.head.trained / part.shape.head.all
-        compute += self._head(part, batch.total, operations, _LOGIT_MEMORY_PASSES)
+        compute += self._head(part, batch, operations, _LOGIT_MEMORY_PASSES)
         gathers = batch.count * (1 if part.is_small else 2)
         reduces = 1 if part.is_small else batch.count
         gathered = gathers * part.shape.item * part.parameters.all
@@ -201,12 +201,12 @@ class CallTimeEstimator:
         return moved / ring.rate + 2 * len(units) * ring.delay
 
     def _layers(
-        self, part: ModelPart, count: int, tokens: float, trains: bool, attends: bool = True
+        self, part: ModelPart, batch: MicroBatchPlan, trains: bool, attends: bool = True
     ) -> float:
         """Return the seconds of all layers over all micro-batches: matrix products and, if it
         `attends`, attention."""
-        rates, shape = self.rates, part.shape
-        length = self.planner.sizes.sample_tokens if attends else 0.0
+        rates, shape, count, tokens = self.rates, part.shape, batch.count, batch.total
+        length = batch.length if attends else 0.0
         # Two operations for each parameter, and causal attention over half of the sample.
         products, attention = 2 * shape.active_of_layer, 2 * length * shape.query
         operations = float(products + attention)
@@ -222,13 +222,14 @@ class CallTimeEstimator:
         overhead *= _COMPILED_LAUNCHES if part.compiled else 1.0
         return part.layers * (count * overhead + tokens * operations / rate)
 
-    def _head(self, part: ModelPart, tokens: float, operations: float, touches: float) -> float:
+    def _head(
+        self, part: ModelPart, batch: MicroBatchPlan, operations: float, touches: float
+    ) -> float:
         """Return the seconds of the output embedding, with `operations` for each of its parameters
         and response tokens."""
         if not part.ends[1] or part.shape.vocabulary == 1:
             return 0.0
-        shape, sizes = part.shape, self.planner.sizes
-        tokens *= sizes.response_tokens / sizes.sample_tokens
+        shape, tokens = part.shape, batch.total * batch.response_share
         if self.rates.costs is not None:
             op = HEAD if operations == 2 else HEAD_TRAIN
             parameters = float(shape.head.all)

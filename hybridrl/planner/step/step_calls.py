@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hybridrl.config.schema import Config
 from hybridrl.layout.training_mesh import model_parallel_size
+from hybridrl.models.prompt_saving import LeastSaving
 from hybridrl.placement import RolePlace
 from hybridrl.trainers import load_trainer
 
@@ -76,11 +77,6 @@ class StepSizes:
         return self.prompt_tokens + self.response_tokens
 
     @property
-    def response_share(self) -> float:
-        """Return the share of a sample's tokens that belongs to the response."""
-        return self.response_tokens / self.sample_tokens
-
-    @property
     def tokens(self) -> int:
         """Return the number of tokens of all samples of a step, prompts included."""
         return round(self.samples * self.sample_tokens)
@@ -95,12 +91,18 @@ class MicroBatchPlan:
         tokens: On one device in the fullest, prompts included.
         samples: In the fullest, of all sequence-parallel ranks.
         total: Tokens of this device's share.
+        together: Samples for which their prompt is computed once.
+        response_share: Of its tokens, those of responses.
+        length: Of samples with as many tokens and as much attention that share nothing.
     """
 
     count: int
     tokens: int
     samples: int
     total: int
+    together: int
+    response_share: float
+    length: float
 
 
 def compute_step_sizes(config: Config, lengths: SampleLengths | None = None) -> StepSizes:
@@ -122,19 +124,49 @@ def compute_step_sizes(config: Config, lengths: SampleLengths | None = None) -> 
 
 
 def plan_micro_batches(
-    config: Config, sizes: StepSizes, call: PlannedCall, place: RolePlace
+    config: Config,
+    sizes: StepSizes,
+    call: PlannedCall,
+    place: RolePlace,
+    least: LeastSaving | None,
 ) -> MicroBatchPlan:
-    """Pack a role's samples, all of the same length, into micro-batches."""
+    """Pack a role's samples, all of the same length, into micro-batches.
+
+    Args:
+        least: See `find_least_saving`.
+    """
     dp = max(1, len(place.devices) // model_parallel_size(place.parallel))
     sharing = place.parallel.ring * place.parallel.ulysses
     rows = max(1, -(-call.samples // (call.updates * dp)))
-    length = max(1.0, sizes.sample_tokens)
-    tokens = config.actor.tokens_per_microbatch or sizes.tokens
-    fitting = max(1, int(tokens * sharing // length))
-    together = min(rows, fitting)
+    prompt, response = sizes.prompt_tokens, sizes.response_tokens
+    budget = (config.actor.tokens_per_microbatch or sizes.tokens) * sharing
+    group = min(rows, sizes.samples // sizes.prompts, call.samples // sizes.prompts)
+    together = _count_together(sizes, group, budget, least)
+
+    def count_tokens(samples: int) -> float:
+        return max(1.0, -(-samples // together) * prompt + samples * response)
+
+    fitting = together * max(1, int(budget // count_tokens(together)))
+    fullest, whole = min(rows, fitting), count_tokens(rows)
+    # Causal: a token is compared with half of its own part, and one of a response with its prompt.
+    compared = -(-rows // together) * prompt**2 + rows * response * (2 * prompt + response)
     return MicroBatchPlan(
         count=-(-rows // fitting),
-        tokens=max(1, round(together * length / sharing)),
-        samples=together,
-        total=max(1, round(rows * length / sharing)),
+        tokens=max(1, round(count_tokens(fullest) / sharing)),
+        samples=fullest,
+        total=max(1, round(whole / sharing)),
+        together=together,
+        response_share=rows * response / whole,
+        length=compared / whole,
     )
+
+
+def _count_together(sizes: StepSizes, group: int, budget: float, least: LeastSaving | None) -> int:
+    """Count the samples of a group for which its prompt is computed once: a group beyond the budget
+    of a micro-batch is cut, as evenly as can be here."""
+    prompt, response = sizes.prompt_tokens, sizes.response_tokens
+    spared, whole = prompt * (group - 1), group * sizes.sample_tokens
+    if least is None or group < 2 or not least.is_reached(spared, whole):
+        return 1
+    fitting = max(1, int((budget - prompt) // max(1.0, response)))
+    return -(-group // -(-group // fitting))
