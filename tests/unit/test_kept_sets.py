@@ -12,12 +12,15 @@ from hybridrl.batch.kept_sets import (
     KeptSets,
     TokenSet,
     decode_kept_sets,
+    filters_tokens,
     find_token_sets,
+    restricts_sampling,
 )
 from hybridrl.errors import DataError
 from hybridrl.models import log_probs as head
 from hybridrl.models.kept_tokens import KeptTokens
 from hybridrl.models.log_probs import token_log_probs
+from hybridrl.rollout import SamplingSettings
 from hybridrl.rollout.episode_batch import EpisodeSample, build_episode_batch
 from hybridrl.rollout.transcript import TokenTranscript
 from hybridrl.trainers.episode_branches import select_branch_tokens
@@ -87,6 +90,15 @@ def test_log_probs_and_entropy_are_over_the_kept_tokens(seed, lengths, vocabular
     )
     for one, other in zip((*found, *own), (log_probs, entropy, *plain), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
+
+
+def test_each_setting_that_leaves_tokens_out_keeps_their_sets():
+    """Also a least length, at which the end cannot be chosen, though nothing has to be filtered."""
+    assert not restricts_sampling(SamplingSettings(4, temperature=0.5))
+    for option in ({"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"min_tokens": 2}):
+        sampling = SamplingSettings(4, **option)
+        assert restricts_sampling(sampling), option
+        assert filters_tokens(sampling) is ("min_tokens" not in option)
 
 
 def test_few_are_listed_many_are_left_out_all_are_neither():

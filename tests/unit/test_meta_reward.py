@@ -127,6 +127,21 @@ def test_steps_are_those_of_plain_torch(folder, tmp_path, second_order):
     assert not fetched[2].any(), "a new task leaves its row as it is"
 
 
+def test_a_new_task_begins_at_the_shared_start_whatever_its_row_is(folder, tmp_path):
+    """Also where earlier steps knew it, whose row stays as they left it."""
+    worker, numbers = build_worker(folder), torch.tensor(list(SPLITS))
+    known, new = make_rows(new=()), make_rows(new=(7,))
+    worker.update_tasks(known | worker.compute_features(known))
+    tables = dict(zip(SPLITS, worker._table.fetch(numbers), strict=True))
+    assert tables[7].abs().max() > 0.01
+    worker.save_model(str(tmp_path))
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32)
+    loss, _ = plain_step(model, new, tables, second_order=True)
+    metrics = worker.update_tasks(new | worker.compute_features(new))
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert torch.equal(worker._table.fetch(torch.tensor([7]))[0], tables[7])
+
+
 def test_a_rank_without_rows_changes_nothing(folder):
     worker = build_worker(folder)
     batch = make_rows().take([])

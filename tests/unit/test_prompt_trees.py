@@ -249,6 +249,18 @@ def test_auto_leaves_out_what_spares_little():
     assert group_rows(batch, 1, 100, None)[0] == [[row] for row in range(len(batch))]
 
 
+def test_neighbours_of_different_prompts_stay_together_and_share_nothing():
+    prompts = [[1, 2, 3], [1, 2, 4], [1, 2, 3], [1, 2, 3]]
+    batch = Batch.from_columns(
+        {
+            "prompt_ids": [torch.tensor(ids) for ids in prompts],
+            "response_ids": [torch.tensor([5 + row]) for row in range(4)],
+        }
+    )
+    groups, is_shared = group_rows(batch, 2, 100, EVERY)
+    assert groups == [[0, 1], [2, 3]] and is_shared.tolist() == [False, False, False, True]
+
+
 def test_choices_of_experts_are_repeated_row_by_row():
     batch = make_rows()
     batch = batch.with_columns({"routed_experts": batch["loss_weights"]})

@@ -218,6 +218,30 @@ def test_long_trials_are_judged_by_held_out_losses():
     assert search.last_forecast == pytest.approx(2.0, abs=0.03)
 
 
+def test_later_trials_explore_less_and_the_best_rate_is_chosen_without(monkeypatch):
+    explored = []
+
+    def propose(trials, lowest, highest, kappa):
+        explored.append(kappa)
+        return -4.5 + 0.5 * len(explored)  # no two alike
+
+    monkeypatch.setattr("hybridrl.algorithms.rate_search.propose_rate", propose)
+    search = search_of(400, trials=4)
+    search.begin()
+    while search.is_trial:
+        search.observe(1.0)
+    assert explored == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0])
+
+
+def test_at_the_end_the_rate_falls_in_equal_steps():
+    search, rates = search_of(200, fall=0.05), []
+    search.begin()
+    for _ in range(200):
+        rates.append(search.rate)
+        search.observe(1.0)
+    assert rates[-10:] == pytest.approx([rates[-11] * left / 11 for left in range(10, 0, -1)])
+
+
 OPTIMIZERS = [
     OptimizerConfig(learning_rate=0.03, schedule="auto"),
     pytest.param(
