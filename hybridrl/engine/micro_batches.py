@@ -50,11 +50,11 @@ def pack_rows(
     for row, size in enumerate(sizes):
         if size > budget:
             rows = [row] if groups is None else groups[row]
-            who, them = f"Row {rows[0]} has", "row"
+            who, them = f"Row {rows[0]}", "row"
             if len(rows) > 1:
-                who, them = f"Rows {rows[0]} to {rows[-1]}, which stay together, have", "rows"
+                who, them = f"The group of rows {rows[0]} to {rows[-1]}", "rows"
             raise ConfigError(
-                f"{who} {size} tokens, more than `{setting}` = {budget} allows in one "
+                f"{who} has {size} tokens, more than `{setting}` = {budget} allows in one "
                 f"micro-batch. Raise `{setting}` to at least {size}, or shorten the {them}."
             )
         if size < 0:

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 def score(prompt, response, **row):
-    until, used = time.process_time() + 0.1, set()
+    until, used = time.process_time() + 0.25, set()
     while time.process_time() < until:
         used.add(len(os.sched_getaffinity(0)))
     with Path(__file__).with_name("cores").open("a") as file:
@@ -57,7 +57,8 @@ def test_pins_of_hosts_change_no_figure(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(core_isolation, "LEAST_GAIN", -99.0)  # whatever it promises, or wins
     (tmp_path / "burning.py").write_text(BURNING)
     given = [f"reward.function={tmp_path}/burning.py:score", "num_devices=2", "trainer.steps=5"]
-    given += ["rollout.max_tokens=64"]  # long ones are generated while short ones are scored
+    # Long ones are generated while short ones are scored, which goes on after all are generated.
+    given += ["rollout.max_tokens=64"]
     auto = figures_of(tmp_path / "auto", *given, "resources=auto")
     said = capsys.readouterr().out
     assert "workers 1, reward processes 1" in said

@@ -233,7 +233,7 @@ def test_rows_that_do_not_fit_are_told_by_their_own_numbers(mesh):
     prompts, responses = ([torch.full((n,), n) for n in part] for part in lengths)
     batch = Batch.from_columns({"prompt_ids": prompts, "response_ids": responses})
     engine = make_engine(mesh, tokens_per_microbatch=20)
-    with pytest.raises(ConfigError, match="Rows 4 to 5, which stay together, have 25 tokens"):
+    with pytest.raises(ConfigError, match="The group of rows 4 to 5 has 25 tokens"):
         engine._micro_batches(batch, 2)
     engine = make_engine(mesh, tokens_per_microbatch=16)
     with pytest.raises(ConfigError, match="Row 4 has 17 tokens"):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hybridrl.config.schema import Config
 from hybridrl.layout.training_mesh import model_parallel_size
-from hybridrl.models.prompt_saving import LeastSaving
 from hybridrl.placement import RolePlace
 from hybridrl.trainers import load_trainer
+
+if TYPE_CHECKING:
+    from hybridrl.models.prompt_saving import LeastSaving
 
 
 @dataclass(frozen=True)
