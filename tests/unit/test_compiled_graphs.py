@@ -25,6 +25,8 @@ LENGTHS = [(20, 33), (17, 40, 9)]
 CASES = [(family, kept, False) for family in FAMILIES for kept in ("none", "full")]
 CASES += [(family, kept, True) for family, kept, _ in CASES if family in ("qwen3_moe", "mixtral")]
 """Family, what checkpointing keeps, and whether routers repeat choices."""
+FEWEST = {"lfm2": 4, "qwen3_next": 4}
+"""Layers with which each kind of layer has stood behind each other kind, if 2 are too few."""
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,7 @@ def graphs_of(family, layers, kept, replays):
 )
 def test_graphs_do_not_grow_with_layers(caplog, family, kept, replays):
     with caplog.at_level(logging.WARNING):
-        few, more = (graphs_of(family, layers, kept, replays) for layers in (2, 4))
+        fewest = FEWEST.get(family, 2)
+        few, more = (graphs_of(family, fewest + n, kept, replays) for n in (0, 2))
     assert 0 < few == more
     assert "recompile_limit" not in caplog.text
