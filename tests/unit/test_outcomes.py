@@ -8,12 +8,14 @@ import pytest
 import torch
 from settings import configured
 
-from hybridrl.batch.batch import Batch, is_right, outcomes_of
+from hybridrl.batch.batch import Batch, RaggedColumn, is_right, outcomes_of
 from hybridrl.batch.call_record import CallRecord
 from hybridrl.config.schema import RewardConfig
 from hybridrl.data.samplers.difficulty_sampler import DifficultySampler
 from hybridrl.data.samplers.pass_rate_sampler import PassRateSampler
 from hybridrl.evaluation.scored_samples import ScoredSamplesRef, collect_sample_table
+from hybridrl.rewards.returned_scores import parse_row_score
+from hybridrl.rewards.scoring_round import ScoringRound
 from hybridrl.trainers.data_feed import DataFeed
 from hybridrl.workers.reward_worker import RewardWorker, add_up
 
@@ -119,3 +121,22 @@ def test_a_model_that_scores_steps_does_not_say_what_is_right_beside_others():
     assert [x.tolist() for x in found] == [[4, 4], [4, 4]]
     found = add_up(config, torch.zeros(2), nothing, model=model, episodes=of(1.0, 0.0))
     assert [x.tolist() for x in found] == [[5, 4], [1, 0]]
+
+
+def test_rewards_of_steps_have_the_weight_of_their_function():
+    calls = ScoringRound([{"response": "ab"}], ["mine", "yours"], [(False, "row")] * 2, "fail", 0.0)
+    for task, end, reward in ((0, 2, 0.5), (1, 1, 4.0)):
+        calls.score(task, [parse_row_score({"score": 1.0, "steps": [(end, reward)]}, "ab")])
+    found = calls.result([2.0, 0.25])
+    assert found.steps == [[(1, 1.0), (2, 1.0)]]
+    assert (found.scores, found.outcomes) == ([2 * 1.5 + 0.25 * 5], [2.25])
+
+
+def test_steps_that_the_reward_model_scores_have_its_weight():
+    """Tokens are characters: the first line ends behind the second, the other behind the third."""
+    config = RewardConfig(model_weight=0.5, model_steps="\n")
+    worker = SimpleNamespace(_config=config, _decoded=lambda ids: "".join(map(chr, ids)))
+    ids, steps = [ord("a"), ord("\n"), ord("b")], [[(1, 7.0)]]
+    values = RaggedColumn(torch.tensor([9.0, 4.0, 2.0]), torch.tensor([0, 3]))
+    assert RewardWorker._by_model(worker, values, ["a\nb"], [ids], steps).tolist() == [6.0]
+    assert steps == [[(1, 7.0), (2, 2.0), (3, 1.0)]]
