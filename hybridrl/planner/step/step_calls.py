@@ -93,9 +93,9 @@ class MicroBatchPlan:
         tokens: On one device in the fullest, prompts included.
         samples: In the fullest, of all sequence-parallel ranks.
         total: Tokens of this device's share.
-        together: Samples for which their prompt is computed once.
-        response_share: Of its tokens, those of responses.
-        length: Of samples with as many tokens and as much attention that share nothing.
+        together: Number of samples for which a prompt is computed once.
+        response_share: Share of response tokens in `total`.
+        length: Length of samples that share nothing and have the same tokens and attention in all.
     """
 
     count: int
