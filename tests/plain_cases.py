@@ -171,7 +171,7 @@ REFUSED = {
     "critic epochs": tuple(name for name in PROGRAMS if name not in ("ppo", "safe_rlhf")),
     "KL limit": (*CHOSEN, *TAUGHT, *GIVEN),
     "KL in the loss": (*CHOSEN, *TAUGHT, *GIVEN),
-    "KL in the reward": (*CHOSEN, *TAUGHT, *GIVEN, "gdpo"),
+    "KL in the reward": (*CHOSEN, *TAUGHT, *GIVEN, "gdpo", "maxrl"),
     **dict.fromkeys(("entropy", "correction"), WITHOUT_RATIOS),
     **dict.fromkeys(("geometric", "far negatives"), (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN)),
     "uncorrected": (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN, "rloo", "opo", "remax"),
