@@ -94,6 +94,8 @@ SAME = {  # other names for programs with other settings
     **{f"online_{n}": ("online_dpo", *settings) for n, settings in WITHOUT_REFERENCE.items()},
     "offline_reverse": ("offline_distillation", "distillation.loss=reverse"),
 }
+SLOWER = "actor.optimizer.learning_rate=1e-4"
+"""At the rate of the others, a few gradients that are rounding show in log-probabilities (4e-5)."""
 CLIPPED = ("algorithm.clip_low=0.003", "algorithm.clip_high=0.005")
 """Close enough for some tokens of a second update to be clipped."""
 OWN = {
@@ -102,9 +104,8 @@ OWN = {
     "luspo": ("algorithm.clip_low=0.001", "algorithm.clip_high=0.002", "actor.updates_per_step=1"),
     "dppo": ("algorithm.clip_low=2e-4", "algorithm.clip_high=3e-4"),
     "dppo_kl": ("algorithm.clip_low=2e-7", "algorithm.clip_high=3e-7"),
-    # At the rate of the others, seven gradients that are rounding move log-probabilities by 4e-5.
-    "vespo": ("actor.optimizer.learning_rate=1e-4",),
-    "gdpo": ("reward.weights=[1.0, 0.3]",),
+    "vespo": (SLOWER,),
+    "gdpo": ("reward.weights=[1.0, 0.3]", SLOWER),
     "dapo": ("algorithm.max_refills=1", *CLIPPED),
     "ppo": (*CLIPPED, "algorithm.gamma=0.9", "algorithm.lam=0.8"),
     "safe_rlhf": (
