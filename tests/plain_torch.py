@@ -671,7 +671,8 @@ class Job:
         self.note(tokens, **{f"{name}/loss": loss.item(), f"{name}/grad_norm": norm})
 
     def imitate(self, part, mode=None, scale=1.0):
-        """A supervised update."""
+        """A supervised update: at temperature 1, among all tokens, wherever the rows come from."""
+        part = [{name: value for name, value in row.items() if name != "kept"} for row in part]
         masks = [row["mask"] for row in part]
         weights = token_weights(mode or self.algorithm["aggregation"], masks, self.longest)
         loss = torch.zeros(()).double()
