@@ -99,6 +99,7 @@ class JobRoles:
         """Return what sharing prompts has to spare in a role's model; see `find_least_saving`."""
         if self.config.rollout.routing_replay or self.sizes.samples == self.sizes.prompts:
             return None
+        self.shape(role, whole=True)  # a NotPlannedError for a model that cannot be built
         setting, scalar = self.config.actor.share_prefixes, bool(self.roles[role].scalar)
         return load_least_saving(setting, self.path(role), scalar)
 

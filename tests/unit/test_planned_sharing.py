@@ -7,7 +7,7 @@ from settings import configured
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from hybridrl.config.schema import ParallelConfig
-from hybridrl.errors import ConfigError
+from hybridrl.errors import ConfigError, NotPlannedError
 from hybridrl.models.prompt_saving import LEAST_SAVINGS
 from hybridrl.placement import RolePlace
 from hybridrl.planner.job_plan import build_job_plan
@@ -127,3 +127,16 @@ def test_plans_share_where_models_and_jobs_do(folder, tmp_path):
     assert one.batches["actor", "train"].together == 1
     pairs = planned(folder, 256, "algorithm=online_dpo", "preference.loss=simpo")
     assert pairs.batches["actor", "train"].together == 2
+
+
+def test_a_model_that_cannot_be_built_without_weights_is_not_planned(tmp_path, monkeypatch):
+    """Its job starts all the same."""
+
+    def build(*_, **__):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    Qwen2Config(**SHAPE | {"vocab_size": 136}).save_pretrained(tmp_path)
+    for module in ("hybridrl.models.model_shape", "hybridrl.planner.job_roles"):
+        monkeypatch.setattr(f"{module}.build_language_model", build)
+    with pytest.raises(NotPlannedError, match="cannot be called on meta tensors"):
+        planned(tmp_path, 256)
