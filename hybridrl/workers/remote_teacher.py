@@ -22,7 +22,7 @@ from hybridrl.controller import DP, Worker, WorkerContext, transfer
 from hybridrl.data.token_spelling import NO_TOKEN
 from hybridrl.errors import RemoteModelError
 from hybridrl.models.model_loading import load_tokenizer
-from hybridrl.system.redaction import register_secret
+from hybridrl.system.redaction import register_secret, without_url_secrets
 from hybridrl.workers.generation import SAMPLE_COLUMNS
 from hybridrl.workers.reference_worker import list_scored_columns
 from hybridrl.workers.teacher_reading import TeacherReading, chunk_columns
@@ -177,7 +177,7 @@ class RemoteTeacher(Worker):
             try:
                 listed = {int(number): float(one["logprob"]) for number, one in place.items()}
                 word = str(place[str(token)].get("decoded_token") or "") if token in listed else ""
-            except (TypeError, ValueError, KeyError, AttributeError) as error:
+            except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
                 raise self._error(
                     f"of token {token} it tells {str(place)[:80]}, which is no list of tokens with "
                     "their `logprob`, as vLLM's /v1/completions gives it"
@@ -250,7 +250,7 @@ class RemoteTeacher(Worker):
         """
         said = f"status {answer.status}: {answer.content[:2000].decode(errors='replace').strip()}"
         if to := answer.headers.get("Location"):
-            raise self._error(f"it redirects to {to}. Name that address")
+            raise self._error(f"it redirects to {without_url_secrets(to)}. Name that address")
         if answer.status not in _TRANSIENT:
             cure = (
                 f". If it tells of fewer tokens than distillation.top_k={self._top_k}, "

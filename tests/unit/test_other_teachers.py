@@ -136,6 +136,7 @@ def with_log_prob(value):
         (with_log_prob(math.nan), "the log-probability nan"),
         (with_log_prob(-math.inf), "the log-probability -inf"),
         (with_log_prob(None), r"is no list of tokens with their `logprob`"),
+        (with_log_prob(-(10**400)), r"is no list of tokens with their `logprob`"),
         (lambda *_: (404, {"error": "no such model"}), "refuses.*404.*no such model"),
         (lambda *_: (503, {}), "5 attempts have failed, the last with status 503"),
     ],
@@ -156,6 +157,14 @@ def test_a_redirect_takes_the_key_nowhere(connected, folder):
         with moved as (url, _), pytest.raises(RemoteModelError, match=said):
             connected(url, api_key="sesame-7").compute_ref_log_prob(SAMPLES)
         assert not requests
+
+
+def test_an_address_of_a_redirect_is_told_without_what_is_secret_in_it(connected, folder):
+    there = "http://sesame:hidden-1@host/v1?signature=hidden-2"
+    moved = served(folder / "same", breaks=lambda *_: (302, {"Location": there}))
+    with moved as (url, _), pytest.raises(RemoteModelError, match=r"redirects to http://s") as told:
+        connected(url).compute_ref_log_prob(SAMPLES)
+    assert "hidden" not in str(told.value)
 
 
 def test_a_server_that_is_gone_busy_or_short_of_tokens(connected, folder):
