@@ -83,7 +83,7 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize("overrides", few_of(BY_HAND, 3), ids=" ".join)
+@pytest.mark.parametrize("overrides", few_of(BY_HAND, [BY_HAND[3]]), ids=" ".join)
 def test_nothing_by_hand_is_quicker(model, quickest, overrides):
     cluster = parse_cluster("2xL4")
     config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])

@@ -79,12 +79,15 @@ def graphs_of(family, layers, kept, replays):
     return counters["stats"]["unique_graphs"]
 
 
+def tier_of(case):
+    """The marks of a case, each of which takes ten seconds."""
+    if case == ("qwen3_moe", "full", True):
+        return []
+    return pytest.mark.more if case[0] == "qwen3_moe" else pytest.mark.long
+
+
 @pytest.mark.parametrize(
-    ("family", "kept", "replays"),
-    [
-        pytest.param(*case, marks=[] if case[0] == "qwen3_moe" else pytest.mark.long)
-        for case in CASES
-    ],
+    ("family", "kept", "replays"), [pytest.param(*case, marks=tier_of(case)) for case in CASES]
 )
 def test_graphs_do_not_grow_with_layers(caplog, family, kept, replays):
     with caplog.at_level(logging.WARNING):

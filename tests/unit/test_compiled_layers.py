@@ -155,6 +155,7 @@ def divided(monkeypatch):
     monkeypatch.setattr(torch, "compile", plain)
 
 
+@pytest.mark.more
 def test_compiled_layers_keep_what_checkpointing_says(divided, monkeypatch):
     (none, once), (selective, same), (block, more) = (
         measured(kept, 1) for kept in ("none", "selective", "block")

@@ -135,6 +135,7 @@ def test_nothing_is_chosen_that_is_set_or_of_no_use(model):
     assert not chosen("rollout=transformers")
 
 
+@pytest.mark.more
 def test_what_is_offloaded_takes_the_host_s_memory_and_time(tmp_path):
     """Qwen3-32B on one node, which does not fit otherwise."""
     path = write_qwen3(tmp_path, "32B")
@@ -169,6 +170,7 @@ def changed(plan, settings, model):
     return any(was[name] != now[name] for name in kept)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine", ["vllm", "transformers"])
 def test_every_cure_changes_seconds_or_bytes(model, engine):
     base = ["algorithm=ppo", f"rollout={engine}", "actor.gradient_checkpointing=none"]
@@ -184,6 +186,7 @@ def test_every_cure_changes_seconds_or_bytes(model, engine):
     assert find_fitting_settings(plan)
 
 
+@pytest.mark.more
 def test_plan_search_and_what_if_agree(model):
     """One placement, one time."""
     config = configured([*JOB, f"model.path={model}", "rollout.parallel.tp=2"])
