@@ -4,7 +4,6 @@ import json
 
 import pytest
 from settings import configured
-from tiers import few_of
 from transformers import LlamaConfig
 
 from hybridrl.checks.machine.placement_checks import resolve_placement
@@ -83,7 +82,8 @@ BY_HAND = [
 ]
 
 
-@pytest.mark.parametrize("overrides", few_of(BY_HAND, [BY_HAND[3]]), ids=" ".join)
+@pytest.mark.more
+@pytest.mark.parametrize("overrides", BY_HAND, ids=" ".join)
 def test_nothing_by_hand_is_quicker(model, quickest, overrides):
     cluster = parse_cluster("2xL4")
     config = configured([*PPO, f"model.path={model}", f"reward.model={model}", *overrides])
