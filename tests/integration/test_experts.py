@@ -187,4 +187,6 @@ def test_a_job_learns_and_its_generator_agrees(run, replay):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     assert all(row["mismatch/k3"] < 1e-9 for row in steps)
     assert all(row["sync/received_bytes"] > 0 for row in steps[1:])  # as boxes
-    assert all(0.9 < row["router/loss"] < 4 and 0.5 < row["router/entropy"] <= 1 for row in steps)
+    # Routers without preferences choose evenly; those that learn may choose as they like.
+    assert steps[0]["router/entropy"] > 0.5
+    assert all(0.9 < row["router/loss"] < 4 and 0 < row["router/entropy"] <= 1 for row in steps)

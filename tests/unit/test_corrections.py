@@ -32,6 +32,20 @@ def pairs(draw):
     return torch.where(mask, log_probs, poison), torch.where(mask, rollout, poison), mask
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.5, 1.5, [0.0, 0.6, 1.0, 1.4, 0.0]),
+        (0.5, None, [0.0, 0.6, 1.0, 1.4, 3.0]),
+        (None, 1.5, [0.2, 0.6, 1.0, 1.4, 0.0]),
+    ],
+)
+def test_weights_outside_of_a_bound_are_none(low, high, expected):
+    gaps, mask = torch.tensor([0.2, 0.6, 1.0, 1.4, 3.0]).log(), torch.ones(5, dtype=torch.bool)
+    found = importance_weights(gaps, torch.zeros(5), mask, mode="mask", low=low, high=high)
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
 @given(
     pairs(),
     st.sampled_from(["token", "sequence", "geometric"]),
