@@ -146,7 +146,7 @@ class _FlashAttention(torch.autograd.Function):
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out, lse = flash_forward(q, k, v, case)
         if above is not None:
-            _merge_prompts(q, k, v, above, out, lse)
+            out, lse = _merge_prompts(q, k, v, above, out, lse)
         if sinks is not None:
             without = lse
             lse = torch.logaddexp(without, sinks[:, None].float())
@@ -183,14 +183,16 @@ def _merge_prompts(
     above: PromptCase,
     out: torch.Tensor,
     lse: torch.Tensor,
-) -> None:
-    """Add what responses see of their prompts to their attention, in place."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention and its `lse` with what responses see of their prompts, too. Activation
+    checkpointing may keep those that are given, so they stay as they are."""
     queries, keys, bounds = above
     part, part_lse = flash_forward(q[queries], k[keys], v[keys], bounds)
     own, own_lse = out[queries].float(), lse[:, queries]
     share = torch.sigmoid(part_lse - own_lse).T[..., None]
-    out[queries] = (own + share * (part.float() - own)).to(out.dtype)
-    lse[:, queries] = torch.logaddexp(own_lse, part_lse)
+    merged = (own + share * (part.float() - own)).to(out.dtype)
+    merged_lse = torch.logaddexp(own_lse, part_lse)
+    return out.index_copy(0, queries, merged), lse.index_copy(1, queries, merged_lse)
 
 
 def _rectangle(

@@ -36,6 +36,7 @@ from hybridrl.engine.prompt_groups import group_rows
 from hybridrl.errors import ConfigError
 from hybridrl.job.config_resolution import load_config
 from hybridrl.models import packed_attention
+from hybridrl.models.activation_checkpointing import KEPT_OPERATIONS
 from hybridrl.models.lora import add_adapters
 from hybridrl.models.packed_attention import PACKED_ATTENTION, causal_attention
 from hybridrl.models.packed_models import CausalPolicy, FeatureModel, ScalarModel
@@ -215,6 +216,34 @@ def test_flash_attention_merges_what_rectangles_see_at_once(monkeypatch, with_si
     monkeypatch.setattr(packed_attention, "fits_flash", lambda q: True)
     for found, other in zip(computed(), wanted, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["selective", "block"])
+def test_results_of_flash_attention_that_checkpointing_keeps_stay_as_they_are(
+    monkeypatch, mesh, trees, kept
+):
+    """The kernel is an operation, whose results are kept for the backward as they were."""
+    cases = []
+
+    @torch.library.custom_op(f"hybridrl_tests::flash_of_{kept}", mutates_args=())
+    def kernel(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, number: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_forward(q, k, v, cases[number])
+
+    def forward(q, k, v, case):
+        cases.append(case)
+        return kernel(q, k, v, len(cases) - 1)
+
+    operations = (*KEPT_OPERATIONS[kept], f"hybridrl_tests::flash_of_{kept}")
+    monkeypatch.setitem(KEPT_OPERATIONS, kept, operations)
+    for name, stand_in in (("flash_forward", forward), ("flash_backward", flash_backward)):
+        monkeypatch.setattr(packed_attention, name, stand_in)
+    monkeypatch.setattr(packed_attention, "fits_flash", lambda q: True)
+    batch = make_rows()
+    engine = make_engine(mesh, tokens_per_microbatch=10_000, gradient_checkpointing=kept)
+    assert_close(gradient(engine, batch)[1], work_out(batch).gradient)
+    assert any(len(tree.starts) for tree in trees)
 
 
 def test_rows_that_share_nothing_are_packed_as_before(mesh):
