@@ -107,6 +107,7 @@ JOBS = {
 OTHERS = {
     "small-8": Job("Qwen3Config", SMALL, 8),
     "small-16-tp2": Job("Qwen3Config", SMALL, 16, ("actor.parallel.tp=2", "rollout.parallel.tp=2")),
+    "small-8-apart": Job("Qwen3Config", SMALL, 8, ("actor.share_prefixes=false",)),
     "small-8-whole": Job("Qwen3Config", SMALL, 8, ("actor.gradient_checkpointing=false",)),
     "small-8-bfloat16": Job(
         *("Qwen3Config", SMALL, 8, ("actor.parallel.gradients=bfloat16", "actor.parallel.shards=4"))
@@ -121,7 +122,6 @@ SETTINGS = (
     "rollout.partial=0.5",
     "actor.compile=false",  # what is not there cannot be compiled for
     f"actor.tokens_per_microbatch={TOKENS}",
-    "actor.share_prefixes=false",  # all rows are alike here, and plans count each prompt
     "rollout.samples_per_prompt=2",
 )
 

@@ -34,7 +34,7 @@ def check(name):
 
 @pytest.mark.slow
 def test_a_small_job_takes_what_its_plan_says():
-    small, cut, _ = map(check, ("small-8", "small-16-tp2", "small-8-bfloat16"))
+    small, cut, *_ = map(check, ("small-8", "small-16-tp2", "small-8-bfloat16", "small-8-apart"))
     layers = OTHERS["small-8"].model["num_hidden_layers"]
     train = small["phases"]["train"]
     # Two micro-batches; in each, gradients are summed once for every layer, and what is around.

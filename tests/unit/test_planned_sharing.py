@@ -1,5 +1,6 @@
 """Plans count the prompt of a group once where updates compute it once."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,11 +9,13 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from hybridrl.config.schema import ParallelConfig
 from hybridrl.errors import ConfigError, NotPlannedError
+from hybridrl.models.model_shape import compute_model_shape
 from hybridrl.models.prompt_saving import LEAST_SAVINGS
 from hybridrl.placement import RolePlace
 from hybridrl.planner.job_plan import build_job_plan
 from hybridrl.planner.job_roles import load_least_saving
 from hybridrl.planner.machine.device_rates import DeviceRates
+from hybridrl.planner.memory.model_part import ModelPart
 from hybridrl.planner.plan_tables import format_step_sizes
 from hybridrl.planner.step.step_calls import PlannedCall, StepSizes, plan_micro_batches
 from hybridrl.system.cluster_spec import ClusterSpec, DeviceSlot, DeviceSpec
@@ -112,6 +115,31 @@ def test_updates_are_planned_to_be_as_much_quicker_as_was_measured(folder, promp
     assert kept[0] / kept[1] == pytest.approx(tokens, rel=0.1)
     assert SHARED in "".join(format_step_sizes(shared))
     assert "computed once" not in "".join(format_step_sizes(alone))
+
+
+@pytest.mark.parametrize(
+    ("kept", "device", "dtype", "is_kept_twice"),
+    [
+        ("block", "cuda", "bfloat16", True),
+        ("selective", "cuda", "bfloat16", True),
+        ("none", "cuda", "bfloat16", False),  # results that were merged are no longer needed
+        ("full", "cuda", "bfloat16", False),
+        ("block", "cuda", "float32", False),  # rectangles see the prompt and their own at once
+        ("block", "cpu", "bfloat16", False),
+    ],
+)
+def test_what_checkpointing_keeps_of_both_kernel_calls_is_planned(
+    kept, device, dtype, is_kept_twice
+):
+    """Responses attend to each other and to the prompt by two calls of flash attention."""
+    config = Qwen2Config(**SHAPE)
+    shape = compute_model_shape(config, dtype, checkpointing=kept)
+    part = ModelPart(shape, 4, (True, True), 1, 1, True, device, False, False, checkpointing=kept)
+    batch = replace(packed(9999), tokens=1000 * 768)  # so that activations are the largest part
+    alone = part.training(replace(batch, together=1))
+    more = part.training(batch)["activations"] - alone["activations"]
+    width = SHAPE["hidden_size"]
+    assert more == pytest.approx(is_kept_twice * 4 * 1000 * 512 * width * 2)
 
 
 def test_plans_share_where_models_and_jobs_do(folder, tmp_path):

@@ -16,6 +16,7 @@ from hybridrl.models.activation_checkpointing import (
     FULL_CHECKPOINTING,
     NO_CHECKPOINTING,
     OFFLOAD_CHECKPOINTING,
+    SELECTIVE_CHECKPOINTING,
 )
 from hybridrl.models.log_probs import vocabulary_block_size
 from hybridrl.models.model_shape import ModelShape, ParameterCounts
@@ -25,6 +26,7 @@ from hybridrl.quantization.nf4_base import NF4_BYTES
 from hybridrl.system.device_traits import (
     SMALL_MODEL_BYTES,
     has_mm_out_dtype,
+    has_varlen_attention,
     logits_per_chunk,
     round_pinned_bytes,
 )
@@ -221,7 +223,8 @@ class ModelPart:
         trained = self.parameters.trained
         shard = 0 if self.offload_parameters else FLOAT32_BYTES * trained / self.shards
         token = shape.compiled if self.compiled else shape.training
-        kept = self.micro_batches_held * batch.tokens * token.per_layer * self.layers
+        per_layer = token.per_layer + self._kept_of_prompts(batch)
+        kept = self.micro_batches_held * batch.tokens * per_layer * self.layers
         backward = batch.tokens * token.fixed
         head = item * shape.head.trained if self.ends[1] else 0
         several = batch.count > 1
@@ -277,6 +280,15 @@ class ModelPart:
             {"gradients": reduced},
             step,
         )
+
+    def _kept_of_prompts(self, batch: MicroBatchPlan) -> float:
+        """Return the bytes of a token in a layer where responses attend to the prompt that they
+        share by a kernel call of their own, if checkpointing keeps the results of attention."""
+        keeps = self.checkpointing in (SELECTIVE_CHECKPOINTING, BLOCK_CHECKPOINTING)
+        has_kernel = has_varlen_attention(self.device) and self.shape.item < FLOAT32_BYTES
+        if batch.together == 1 or not (keeps and has_kernel):
+            return 0.0
+        return self.shape.query * self.shape.item * batch.response_share
 
     def _gathered(self, forward: bool) -> float:
         """Return the bytes of gathered parameters, in the precision of computation."""
