@@ -33,6 +33,10 @@ KEPT_OPERATIONS = {
 """The operations whose results are kept by `actor.gradient_checkpointing`, where it is by operation
 that it chooses."""
 
+_EXPERT_OPERATIONS = ("aten::bmm", "aten::_grouped_mm")
+"""The products of experts. Where these have biases, transformers adds them to the results in place,
+which can therefore not be kept."""
+
 
 def set_activation_checkpointing(model: PreTrainedModel, kept: str) -> None:
     """Set the part of its forward that every layer keeps for the backward.
@@ -47,6 +51,8 @@ def set_activation_checkpointing(model: PreTrainedModel, kept: str) -> None:
         return
     settings: dict[str, Any] = {"use_reentrant": False}
     if operations := KEPT_OPERATIONS.get(kept):
+        if any(getattr(module, "has_bias", False) for module in model.modules()):
+            operations = tuple(set(operations) - set(_EXPERT_OPERATIONS))
         policy = partial(_keep_results, operations)
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     model.gradient_checkpointing_enable(settings)
