@@ -26,6 +26,8 @@ GIB = 2**30
 PAGE = Path(__file__).parents[1] / "docs" / "sizing.md"
 TOKENS = 16384
 """Of a micro-batch on a device."""
+SAMPLES = 2
+"""Of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ SETTINGS = (
     "rollout.partial=0.5",
     "actor.compile=false",  # what is not there cannot be compiled for
     f"actor.tokens_per_microbatch={TOKENS}",
-    "rollout.samples_per_prompt=2",
+    f"rollout.samples_per_prompt={SAMPLES}",
 )
 
 
@@ -143,7 +145,7 @@ def rehearse(name: str, spy: tuple[str, int] | None = None) -> dict:
         rows = 2 * (TOKENS * sharing // (prompt + response))
         rows *= job.devices // (job.size("tp") * sharing)
         sizes = [f"data.max_prompt_tokens={prompt}", f"rollout.max_tokens={response}"]
-        prompts = f"data.prompts_per_step={rows // 2}"
+        prompts = f"data.prompts_per_step={rows // SAMPLES}"
         overrides = [*SETTINGS, *job.settings, *sizes, prompts, f"model.path={folder}"]
         return _rehearse(job, folder, overrides, spy)
 
@@ -217,7 +219,7 @@ def _rehearse(job: Job, folder: str, overrides: list[str], spy: tuple[str, int] 
                 _Rollout(copy),
             )
             seconds["sync"] = time.perf_counter() - began
-            lacking = _lacking(engine.layout(), target, 2 * share)
+            lacking = _lacking(engine.layout(), target, min(2 * share, job.devices))
             cost = sync.run()
             del copy, sync
         with device.phase("save"):
@@ -277,7 +279,11 @@ def _planned(config, devices):
         "sync": sum(there.values()) + sum(_generating(planner, "actor", "sync", memory).values()),
         "save": sum(there.values()),
     }
-    return found, planner.sync_bytes("actor"), train.total / planner.sizes.sample_tokens
+    return (
+        found,
+        planner.sync_bytes("actor"),
+        train.total * train.response_share / planner.sizes.response_tokens,
+    )
 
 
 def _lacking(source, target, ranks):
@@ -302,7 +308,7 @@ def _batch(rows: float, prompt: int, response: int):
 
     return Batch.from_columns(
         {
-            "prompt_ids": [torch.ones(prompt, dtype=torch.int64)] * rows,
+            "prompt_ids": [torch.full((prompt,), row // SAMPLES) for row in range(rows)],
             "response_ids": column(1),
             "response_mask": column(True),
             "loss_weights": column(1e-4),

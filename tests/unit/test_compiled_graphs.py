@@ -25,7 +25,7 @@ LENGTHS = [(20, 33), (17, 40, 9)]
 CASES = [(family, kept, False) for family in FAMILIES for kept in ("none", "full")]
 CASES += [(family, kept, True) for family, kept, _ in CASES if family in ("qwen3_moe", "mixtral")]
 """Family, what checkpointing keeps, and whether routers repeat choices."""
-FEWEST = {"lfm2": 4, "qwen3_next": 4}
+FEWEST = {"lfm2": 4, "qwen3_5_text": 4, "qwen3_next": 4}
 """Layers with which each kind of layer has stood behind each other kind, if 2 are too few."""
 
 
