@@ -95,7 +95,7 @@ SAME = {  # other names for programs with other settings
     "offline_reverse": ("offline_distillation", "distillation.loss=reverse"),
 }
 SLOWER = "actor.optimizer.learning_rate=1e-4"
-"""At the rate of the others, a few gradients that are rounding show in log-probabilities (4e-5)."""
+"""At the usual rate, a few weights whose gradient is rounding change log-probabilities by 4e-5."""
 CLIPPED = ("algorithm.clip_low=0.003", "algorithm.clip_high=0.005")
 """Close enough for some tokens of a second update to be clipped."""
 OWN = {

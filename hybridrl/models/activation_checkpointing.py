@@ -34,8 +34,8 @@ KEPT_OPERATIONS = {
 that it chooses."""
 
 _EXPERT_OPERATIONS = ("aten::bmm", "aten::_grouped_mm")
-"""The products of experts. Where these have biases, transformers adds them to the results in place,
-which can therefore not be kept."""
+"""The products of experts. If experts have biases, transformers adds these to the results in place,
+so the results cannot be kept."""
 
 
 def set_activation_checkpointing(model: PreTrainedModel, kept: str) -> None:

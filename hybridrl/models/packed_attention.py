@@ -184,8 +184,8 @@ def _merge_prompts(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention and its `lse` with what responses see of their prompts, too. Activation
-    checkpointing may keep those that are given, so they stay as they are."""
+    """Return the output and `lse` of attention, including what responses see of their prompts. The
+    given tensors are not changed, because activation checkpointing may keep them."""
     queries, keys, bounds = above
     part, part_lse = flash_forward(q[queries], k[keys], v[keys], bounds)
     own, own_lse = out[queries].float(), lse[:, queries]

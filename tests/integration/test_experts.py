@@ -179,7 +179,8 @@ def test_a_job_learns_and_its_generator_agrees(run, replay):
     folder = run(
         *(*SHORT, *LEARNS, "trainer.steps=8", "model.tiny.experts=8", "actor.parallel.tp=2"),
         *("rollout.verify_weights=true", f"rollout.routing_replay={replay}"),
-        "actor.router_loss_weight=0.01",
+        # At 1e-2 the policy prefers an empty answer so soon that its routers have preferences, too.
+        *("actor.router_loss_weight=0.01", "actor.optimizer.learning_rate=5e-3"),
     )
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if "reward/mean" in row]
@@ -187,6 +188,4 @@ def test_a_job_learns_and_its_generator_agrees(run, replay):
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
     assert all(row["mismatch/k3"] < 1e-9 for row in steps)
     assert all(row["sync/received_bytes"] > 0 for row in steps[1:])  # as boxes
-    # Routers without preferences choose evenly; those that learn may choose as they like.
-    assert steps[0]["router/entropy"] > 0.5
-    assert all(0.9 < row["router/loss"] < 4 and 0 < row["router/entropy"] <= 1 for row in steps)
+    assert all(0.9 < row["router/loss"] < 4 and 0.5 < row["router/entropy"] <= 1 for row in steps)

@@ -223,7 +223,7 @@ class ModelPart:
         trained = self.parameters.trained
         shard = 0 if self.offload_parameters else FLOAT32_BYTES * trained / self.shards
         token = shape.compiled if self.compiled else shape.training
-        per_layer = token.per_layer + self._kept_of_prompts(batch)
+        per_layer = token.per_layer + self._prompt_attention_bytes(batch)
         kept = self.micro_batches_held * batch.tokens * per_layer * self.layers
         backward = batch.tokens * token.fixed
         head = item * shape.head.trained if self.ends[1] else 0
@@ -281,9 +281,9 @@ class ModelPart:
             step,
         )
 
-    def _kept_of_prompts(self, batch: MicroBatchPlan) -> float:
-        """Return the bytes of a token in a layer where responses attend to the prompt that they
-        share by a kernel call of their own, if checkpointing keeps the results of attention."""
+    def _prompt_attention_bytes(self, batch: MicroBatchPlan) -> float:
+        """Return the bytes, for each token and layer, that checkpointing keeps of a second call of
+        flash attention, in which responses attend to the prompt that they share."""
         keeps = self.checkpointing in (SELECTIVE_CHECKPOINTING, BLOCK_CHECKPOINTING)
         has_kernel = has_varlen_attention(self.device) and self.shape.item < FLOAT32_BYTES
         if batch.together == 1 or not (keeps and has_kernel):
