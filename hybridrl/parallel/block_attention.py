@@ -133,8 +133,7 @@ def block_attention_forward(
     if fits_flash(q):
         tensors = (x.contiguous() for x in (q, k, v))
         half, lse = flash_forward(*tensors, block.flash_case(scale))
-        # Blocks are added to in place, and activation checkpointing may keep the kernel's results.
-        return half.float(), lse.T.clone()
+        return half.float(), lse.T
     out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     for rectangle in block.rectangles:

@@ -186,23 +186,6 @@ def test_the_flash_kernels_are_asked_for_the_same(monkeypatch):
     assert_blocks_are_the_whole([17, 3, 30, 29, 0, 1, 28], (4, 2), 3)
 
 
-def test_blocks_may_be_added_to_without_changing_what_the_kernel_gave(monkeypatch):
-    """Activation checkpointing keeps that for the backward."""
-    given = [torch.rand(5, 2, 8, dtype=torch.bfloat16), torch.rand(2, 5)]
-    kept = [x.clone() for x in given]
-    monkeypatch.setattr(block_attention, "fits_flash", lambda q: True)
-    monkeypatch.setattr(block_attention, "flash_forward", lambda *_: given)
-    (row,) = split_over_ring(torch.tensor([0, 5]), 1)
-    block = AttentionBlock.between(row, row, 0, CPU)
-    q = torch.rand(5, 2, 8)
-    for found, of_kernel in zip(
-        block_attention_forward(q, q, q, block, SCALE), (given[0], given[1].T), strict=True
-    ):
-        assert torch.equal(found, of_kernel.float())
-        found += 1
-    assert all(map(torch.equal, given, kept))
-
-
 def test_the_installed_flash_kernels_take_what_they_are_given():
     """By torch's own shape functions; without a GPU nothing is computed."""
     rows = split_over_ring(torch.tensor([0, 9, 20]), 2)

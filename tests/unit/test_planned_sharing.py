@@ -138,6 +138,8 @@ def test_what_checkpointing_keeps_of_both_kernel_calls_is_planned(
     batch = replace(packed(9999), tokens=1000 * 768)  # so that activations are the largest part
     alone = part.training(replace(batch, together=1))
     more = part.training(batch)["activations"] - alone["activations"]
+    compiled = replace(part, compiled=True)
+    assert compiled.training(batch) == compiled.training(replace(batch, together=1))
     width = SHAPE["hidden_size"]
     assert more == pytest.approx(is_kept_twice * 4 * 1000 * 512 * width * 2)
 

@@ -283,8 +283,10 @@ class ModelPart:
 
     def _prompt_attention_bytes(self, batch: MicroBatchPlan) -> float:
         """Return the bytes, for each token and layer, that checkpointing keeps of a second call of
-        flash attention, in which responses attend to the prompt that they share."""
-        keeps = self.checkpointing in (SELECTIVE_CHECKPOINTING, BLOCK_CHECKPOINTING)
+        flash attention, in which responses attend to the prompt that they share. Compiled layers
+        keep the merged result only."""
+        by_operation = self.checkpointing in (SELECTIVE_CHECKPOINTING, BLOCK_CHECKPOINTING)
+        keeps = by_operation and not self.compiled
         has_kernel = has_varlen_attention(self.device) and self.shape.item < FLOAT32_BYTES
         if batch.together == 1 or not (keeps and has_kernel):
             return 0.0
