@@ -138,6 +138,7 @@ OPTIONS = {
         *("algorithm.correction=mask", "algorithm.correction_level=geometric"),
         *("algorithm.correction_low=0.9995", "algorithm.correction_high=1.0005"),
     ),
+    "kpop": ("algorithm.correction=kpop", "algorithm.correction_kl=1e-7"),
     "far negatives": ("algorithm.negative_kl_max=3e-4",),
     "uncorrected": ("algorithm.correction=none",),
     "staleness": (
@@ -174,7 +175,7 @@ REFUSED = {
     "KL in the loss": (*CHOSEN, *TAUGHT, *GIVEN),
     "KL in the reward": (*CHOSEN, *TAUGHT, *GIVEN, "gdpo", "maxrl"),
     **dict.fromkeys(("entropy", "correction"), WITHOUT_RATIOS),
-    **dict.fromkeys(("geometric", "far negatives"), (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN)),
+    **dict.fromkeys(("geometric", "kpop", "far negatives"), (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN)),
     "uncorrected": (*WITHOUT_RATIOS, *TAUGHT[:2], *GIVEN, "rloo", "opo", "remax"),
     "supervised": (*CHOSEN, *TAUGHT[:2], *GIVEN),
     **dict.fromkeys(("kept sets", "staleness", "tool tokens"), GIVEN),

@@ -361,6 +361,11 @@ def policy_loss(settings, log_probs, old, advantages, mask):
 def correction(settings, log_probs, rollout, mask):
     """Weights of tokens that another policy sampled."""
     gap = log_probs - rollout
+    if settings["correction"] == "kpop":
+        p, q = log_probs.double().exp(), rollout.double().exp()
+        there = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+        back = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        return gap.exp() * (torch.maximum(there, back) <= settings["correction_kl"])
     if settings["correction_level"] == "sequence":
         gap = torch.full_like(gap, float(gap[mask].sum()))
     if settings["correction_level"] == "geometric":
@@ -604,7 +609,7 @@ class Job:
         weights = token_weights(settings["aggregation"], masks, self.longest)
         stale = flow["staleness"] > 0 or flow["in_flight"] or settings["replay_share"] > 0
         anchored = settings["policy_loss"] in ("vespo", "dppo_tv", "dppo_kl")
-        corrected = settings["correction"] in ("truncate", "mask")
+        corrected = settings["correction"] in ("truncate", "mask", "kpop")
         own = settings["policy_loss"] in ("reinforce", "gspo")
         corrected |= settings["correction"] == "auto" and stale and own
         loss, sums, gaps = torch.zeros(()).double(), defaultdict(float), []

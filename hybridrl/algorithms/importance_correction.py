@@ -17,6 +17,7 @@ from hybridrl.algorithms.segments import (
     check_known_name,
     resolve_segments,
 )
+from hybridrl.algorithms.trust_region_losses import compute_binary_kl
 from hybridrl.errors import ConfigError
 
 
@@ -29,6 +30,7 @@ def importance_weights(
     mode: str = "truncate",
     low: float | None = None,
     high: float | None = 2.0,
+    max_kl: float = 0.1,
     *,
     segments: TokenSegments | None = None,
 ) -> Tensor:
@@ -42,9 +44,14 @@ def importance_weights(
     * ``truncate``: min(w, high), truncated importance sampling (Yao 2025, "Your efficient RL
       framework secretly brings you off-policy RL training"); ``low`` is not used.
     * ``mask``: w inside [low, high] and 0 outside (IcePop, arXiv:2510.18855). No bound, no test.
+    * ``kpop``: w where `compute_binary_kl` of the two engines' probabilities of the token is
+      ``max_kl`` or less in both directions, and 0 elsewhere (KPop, Guo et al. 2026, Ant Group);
+      ``level`` is ``token``, and ``low`` and ``high`` are not used.
     """
     check_known_name("level", level, ("token", "sequence", "geometric"))
-    check_known_name("mode", mode, ("truncate", "mask"))
+    check_known_name("mode", mode, ("truncate", "mask", "kpop"))
+    if mode == "kpop" and level != "token":
+        raise ConfigError(f"`mode` kpop compares tokens, but `level` is {level}; expected token.")
     if low is not None and high is not None and low > high:
         raise ConfigError(f"`low` is {low} and `high` is {high}; expected low <= high.")
     mask = as_bool(mask)
@@ -57,6 +64,10 @@ def importance_weights(
     weights = difference.exp()
     if mode == "truncate":
         weights = weights if high is None else weights.clamp(max=high)
+    elif mode == "kpop":
+        ours, theirs = (apply_mask(x, mask) for x in (log_probs, rollout_log_probs))
+        largest = torch.maximum(compute_binary_kl(ours, theirs), compute_binary_kl(theirs, ours))
+        weights = apply_mask(weights, largest <= max_kl)
     else:
         inside = torch.ones_like(mask)
         if low is not None:

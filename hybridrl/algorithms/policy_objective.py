@@ -170,7 +170,7 @@ def _load(
     return function
 
 
-CORRECTION_MODES = ("none", "truncate", "mask")
+CORRECTION_MODES = ("none", "truncate", "mask", "kpop")
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class PolicyObjective:
         kl_coefficient: With a value other than 0 the column `ref_log_probs` is needed.
         kl_estimator: See `estimate_kl`; None: `LOSS_KL_ESTIMATOR`.
         entropy_coefficient: Weight of the entropy bonus.
-        correction: `none`, or the mode of `importance_weights`, of which `correction_level`, `_low`
-            and `_high` are the other arguments. Its column is `rollout_log_probs`.
+        correction: `none`, or the mode of `importance_weights`, of which `correction_level`,
+            `_low`, `_high` and `_kl` are the other arguments. Its column is `rollout_log_probs`.
         off_policy: The samples are of an older policy than the one at the beginning of the step.
             Without a correction the ratios of the policy loss are then those to the policy that
             sampled, `rollout_log_probs`: the loss itself corrects, within its clip range. Those of
@@ -203,6 +203,7 @@ class PolicyObjective:
     correction_level: str = "token"
     correction_low: float | None = None
     correction_high: float | None = 2.0
+    correction_kl: float = 0.1
     off_policy: bool = False
     negative_kl_max: float | None = None
     needs: ClassVar = ("advantages",)
@@ -250,6 +251,7 @@ class PolicyObjective:
                 self.correction,
                 self.correction_low,
                 self.correction_high,
+                self.correction_kl,
                 segments=segments,
             )
             loss = loss * weights

@@ -42,10 +42,24 @@ def dppo_kl(
     clip_high: float = 0.2,
     mask: Tensor | None = None,
 ) -> TokenLoss:
-    """Return `dppo_tv` with the KL of the two outcomes, this token or another, as divergence:
-    q log(q / p) + (1 - q) log((1 - q) / (1 - p)), equation 14 of the paper.
+    """Return `dppo_tv` with `compute_binary_kl` of the policy that sampled and the one that learns
+    as divergence, equation 14 of the paper.
     """
     return _bounded_loss(log_probs, old_log_probs, advantages, clip_low, clip_high, mask, True)
+
+
+def compute_binary_kl(log_probs: Tensor, other_log_probs: Tensor) -> Tensor:
+    """Return, per token, the KL(p || q) of two policies' choices between this token and all others,
+    p log(p / q) + (1 - p) log((1 - p) / (1 - q)), in float64.
+
+    Args:
+        log_probs: log p of the token.
+        other_log_probs: Its log q.
+    """
+    # The terms nearly cancel: in float32 what is left would be their rounding.
+    p, q = log_probs.double(), other_log_probs.double()
+    others, others_q = (-torch.expm1(x).clamp(max=-1e-8) for x in (p, q))
+    return p.exp() * (p - q) + others * (others / others_q).log()
 
 
 def _bounded_loss(
@@ -64,10 +78,7 @@ def _bounded_loss(
     ratio, now = difference.exp(), log_probs.detach()
     divergence = (now.exp() - sampled.exp()).abs()
     if by_kl:
-        # The terms nearly cancel: in float32 what is left would be their rounding.
-        p, q = (x.double() for x in (now, sampled))
-        others_now, others = (-torch.expm1(x).clamp(max=-1e-8) for x in (p, q))
-        divergence = q.exp() * (q - p) + others * (others / others_now).log()
+        divergence = compute_binary_kl(sampled, now)
     raised = (advantages > 0) & (now > sampled) & (divergence > clip_high)
     lowered = (advantages < 0) & (now < sampled) & (divergence > clip_low)
     far = raised | lowered

@@ -52,6 +52,7 @@ _RANGES = ("ppo_clip", "gspo", "cispo", "gmpo", "dppo_tv", "dppo_kl")
 CLIPPED = AppliesIf(*(f"algorithm.policy_loss={name}" for name in _RANGES))
 _WITH_JUDGE = AppliesIf(".path")
 MASKED = AppliesIf("algorithm.correction=mask")
+_BY_KL = AppliesIf("algorithm.correction=kpop")
 _WITH_CORRECTION = AppliesIf(
     *("algorithm.correction=truncate", "algorithm.correction=mask"),
     *("rollout.quantization=int8", "rollout.quantization=fp8", "rollout.kv_cache=fp8"),
@@ -247,11 +248,11 @@ class AlgorithmConfig:
     """Samples over which the coefficient adapts."""
     entropy_coefficient: Annotated[float, BY_LOSS] = 0.0
     """Weight of the policy's entropy, which is rewarded."""
-    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask"), BY_LOSS] = "auto"
+    correction: Annotated[str, OneOf("auto", "none", "truncate", "mask", "kpop"), BY_LOSS] = "auto"
     """For the gap between trainer and rollout engine, and for samples of an older policy:
-    `truncate` or `mask` importance weights; or `none`. `auto`: `truncate` with
-    `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer bits; else `none`.
-    Samples of an older policy (`placement.staleness`, `placement.in_flight`,
+    `truncate` or `mask` importance weights, `kpop` masks them by a KL; or `none`. `auto`:
+    `truncate` with `rollout.quantization`, `rollout.kv_cache=fp8` or a `rollout.plan` of fewer
+    bits; else `none`. Samples of an older policy (`placement.staleness`, `placement.in_flight`,
     `algorithm.replay_share`, `rollout.partial`, a `rollout.weight_sync` with losses) are then
     weighed by the loss, whose ratios are to the policy that sampled; `reinforce`, which has none,
     and `gspo`, whose clip range is too narrow, are corrected by `truncate`."""
@@ -264,6 +265,9 @@ class AlgorithmConfig:
     """Smallest weight that `mask` keeps."""
     correction_high: Annotated[PositiveFloat | None, BY_LOSS, _WITH_CORRECTION] = 2.0
     """Largest weight."""
+    correction_kl: Annotated[PositiveFloat, BY_LOSS, _BY_KL] = 0.1
+    """Largest KL, in nats, between trainer and rollout engine in their choice between a token and
+    all others, with which `kpop` keeps it; in either direction."""
     negative_kl_max: Annotated[PositiveFloat | None, BY_LOSS, AppliesIf(".negative_kl_max")] = None
     """Largest mean KL, in nats per token, from the policy that sampled a response to the one that
     learns, with which tokens of negative advantage count (DeepSeek-V3.2); null: any."""

@@ -127,6 +127,7 @@ VALUES: dict[str, tuple] = {
     "algorithm.correction_level": ("sequence", *MASKS, "algorithm.correction_low=1.0"),
     "algorithm.correction_high": (0.5, *TRUNCATES),
     "algorithm.correction_low": (1.0, *MASKS),
+    "algorithm.correction_kl": (1e-17, "algorithm.correction=kpop"),
     "algorithm.negative_kl_max": (1e-9,),
     "algorithm.max_refills": (
         0,

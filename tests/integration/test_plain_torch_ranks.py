@@ -25,6 +25,7 @@ TOGETHER = (
     STALE,
     (*STALE, "uncorrected", "far negatives"),
     (*STALE, "geometric"),
+    (*STALE, "kpop"),
 )
 """What can change numbers at the same time, so that few jobs have all of it."""
 
@@ -62,6 +63,7 @@ def worked_out(run, tmp_path, folders):
     [
         ("grpo", STALE),
         ("dppo_kl", (*STALE, "geometric")),
+        ("grpo", (*STALE, "kpop")),
         ("gdpo", ["temperature", "two updates"]),
         ("grpo", ["temperature", "two updates", "4 bits", "KL in the loss"]),
         ("sft", ["4 bits"]),

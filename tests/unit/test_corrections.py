@@ -88,6 +88,45 @@ def test_importance_weights_equal_a_loop(case, level, mode, low, high):
     torch.testing.assert_close(packed, result[mask])
 
 
+@given(pairs(), st.sampled_from([1e-3, 0.1, 0.5]))
+def test_tokens_that_two_engines_choose_otherwise_are_left_out(case, most):
+    log_probs, rollout, mask = case
+    rollout = torch.where(mask, rollout.clamp(max=-1e-6), rollout)
+    log_probs = torch.where(mask, log_probs.clamp(max=-1e-6), log_probs)
+    found = importance_weights(log_probs, rollout, mask, mode="kpop", max_kl=most)
+    expected = torch.zeros_like(log_probs)
+    for row, time in mask.nonzero().tolist():
+        p, q = log_probs[row, time].item(), rollout[row, time].item()
+        kls = [
+            math.exp(a) * (a - b)
+            + -math.expm1(a) * (math.log(-math.expm1(a)) - math.log(-math.expm1(b)))
+            for a, b in ((p, q), (q, p))
+        ]
+        if max(kls) <= most:
+            expected[row, time] = math.exp(min(max(p - q, -20.0), 20.0))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_rare_token_may_have_another_ratio_than_a_likely_one():
+    inference = torch.tensor([0.8, 0.8, 0.01, 0.01]).log()
+    trainer = torch.tensor([0.999, 0.9, 0.04, 0.9]).log()
+    weights = importance_weights(trainer, inference, torch.ones(4), mode="kpop", max_kl=0.1)
+    assert weights.tolist() == pytest.approx([0.0, 1.125, 4.0, 0.0])
+
+
+def test_a_token_is_left_out_if_the_engines_differ_in_either_direction():
+    # KL(0.9 || 0.999) is 0.37, KL(0.999 || 0.9) is 0.0997.
+    one, other = torch.tensor([0.9, 0.999]).log(), torch.tensor([0.999, 0.9]).log()
+    weights = importance_weights(one, other, torch.ones(2), mode="kpop", max_kl=0.2)
+    assert weights.tolist() == [0.0, 0.0]
+
+
+def test_kpop_knows_tokens_only():
+    x = torch.zeros(2)
+    with pytest.raises(ConfigError, match="kpop"):
+        importance_weights(x, x, x, "sequence", "kpop")
+
+
 @given(pairs())
 def test_mismatch_equals_a_loop(case):
     log_probs, rollout, mask = case

@@ -244,10 +244,11 @@ def _check_kl(config: Config) -> None:
 
 def _check_loss(config: Config) -> None:
     algorithm, correction = config.algorithm, resolve_correction(config)
-    bounds = {"truncate": [algorithm.correction_high]}.get(
-        correction, [algorithm.correction_low, algorithm.correction_high]
-    )
-    if correction != "none" and bounds.count(None) == len(bounds):
+    bounds = {
+        "truncate": [algorithm.correction_high],
+        "mask": [algorithm.correction_low, algorithm.correction_high],
+    }.get(correction, [])
+    if bounds and bounds.count(None) == len(bounds):
         raise ConfigError(
             f"algorithm.correction={correction} has no bound. Set algorithm.correction_high."
         )
