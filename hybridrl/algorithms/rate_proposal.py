@@ -49,6 +49,16 @@ def propose_rate(trials: Sequence[RateTrial], lowest: float, highest: float, kap
     return float(grid[np.argmin(mean - kappa * deviation)])
 
 
+def find_lowest_good_rate(
+    trials: Sequence[RateTrial], lowest: float, highest: float, most: float
+) -> float:
+    """Return the logarithm, to base 10, of the lowest rate between these two whose predicted value
+    is that of the best one and ``most``, or less."""
+    grid = np.linspace(lowest, highest, _GRID)
+    mean, _ = predict_values(trials, grid)
+    return float(grid[np.argmax(mean <= mean.min() + most)])
+
+
 def predict_values(
     trials: Sequence[RateTrial], places: Sequence[float] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,14 @@ have.
 
 AutoLRS (Jin et al. 2021, arXiv:2105.10762): training is cut into stages, each with one rate. From
 the state at the start of a stage, some rates are tried for a tenth of its steps, one after another,
-on the batches that the stage begins with; the loss that each would come to is forecast, and the
-stage is trained from its start with the best. Stages double in length, up to 8 times the first.
+on the batches that the stage begins with, and the stage is trained with the best. Stages double in
+length, up to 8 times the first.
+
+The first stage forecasts the loss that each rate would come to. Later stages, whose best rate is
+near that of the stage before, compare that one with one other: the trial with it comes last and is
+the beginning of the stage if it wins, so that a comparison costs one trial. At the end of these
+trials the rate falls, because the loss of a high rate is mostly its own noise, which a fall takes
+away, and the loss that is left says how far a rate has come.
 """
 
 from __future__ import annotations
@@ -15,31 +21,43 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hybridrl.algorithms.loss_forecast import forecast_loss
-from hybridrl.algorithms.rate_proposal import RateTrial, propose_rate
+from hybridrl.algorithms.rate_proposal import RateTrial, find_lowest_good_rate, propose_rate
 
 MIN_TRIAL_STEPS = 5
 _VALIDATED_STEPS = 10
-"""A trial of so many steps is judged by its held-out loss, which is worth its time then; a shorter
-one by the losses of its steps."""
+"""A trial of the first stage with so many steps is judged by held-out losses, a shorter one by the
+losses of its steps."""
 _VALIDATIONS = 3
-"""Of a trial."""
-_REACH = 0.5
-"""Later stages try rates within so many decades of that of the stage before: the start of a trial
-favours rates that are too low, since less noise shows at once and slow progress does not."""
+"""Of such a trial; those of later stages have one, at their end."""
+_REACH = 0.4
+"""Later stages try rates within so many decades of that of the stage before."""
 _SAME = 0.1
 """Rates within so many decades are one."""
 _TRIAL_SHARE = 0.1
 """Of a stage's steps, those of a trial."""
+_TRIAL_FALL = 0.4
+"""Of the steps of a trial of later stages, those over which the rate falls."""
 _MAX_GROWTH = 8
 """The longest stage, in first ones."""
 _MAX_AGE = 3
 """Stages after which a trial is forgotten."""
-_KAPPA = 2.0
-"""Of the first trial of the first stage; later ones explore less."""
+_KAPPA, _LATER_KAPPA = 2.0, 1.0
+"""Of the first trial of the first stage, after which they explore less, and of later stages."""
+_TIE = 0.03
+"""The first stage takes the lowest rate that is this much worse than the best, or less, as a share
+of the gain: the best rate of a few steps is above that of many."""
+_HARMLESS = 0.1
+"""Where no rate has learned, it takes the highest one that is worse than the best by less."""
+_LOWER, _HIGHER = 0.2, 0.05
+"""Share of the gain by which another rate must be better than that of the stage before, to take its
+place: a lower one by more, since low rates are ahead for as long as a trial, and the rate falls in
+the end anyway."""
 _LEAST_GAIN = 0.02
 """Of the loss at the start of a stage: smaller differences between rates are noise."""
 _WORST = 2.0
 """The value of a trial that diverged; none is worse."""
+_TRIAL_LOSSES = 3
+"""Losses at the end of a trial whose median judges it where there is no held-out loss."""
 _WINDOW = 5
 """Losses whose median is compared with the start of the stage."""
 _LEVEL_WINDOW = 20
@@ -78,8 +96,7 @@ class RateSearch:
         lowest, highest: Rates that are tried.
         steps: Of the whole run, those of trials included.
         first_stage: Steps of the first stage; None: a sixteenth of the run's.
-        trials: Number of rates that the first stage tries at most; later stages, which begin with
-            the rate of the one before, try half as many.
+        trials: Number of rates that the first stage tries at most.
         fall: Share of the run's steps over which the rate falls to 0 at its end.
     """
 
@@ -110,6 +127,7 @@ class RateSearch:
         self._restarts = 0  # of the stage
         self._rise = (0, 0.0)  # the step and the loss for which it was restarted last
         self._reached = 0.0  # the logarithm of the rate of the stage before
+        self._other = 0.0  # that of the rate that is compared with it
 
     @property
     def is_trial(self) -> bool:
@@ -124,9 +142,11 @@ class RateSearch:
     @property
     def rate(self) -> float:
         """The learning rate of the next step."""
-        ahead = self._steps - self._done
-        is_falling = not self.is_trial and ahead <= self._falling
-        return self._rate * (ahead / (self._falling + 1) if is_falling else 1.0)
+        ahead, falling = self._steps - self._done, self._falling
+        if self.is_trial:
+            ahead = self._trial_steps - len(self._losses)
+            falling = max(1, round(_TRIAL_FALL * self._trial_steps)) if self._stage > 1 else 0
+        return self._rate * min(1.0, ahead / (falling + 1))
 
     @property
     def last_forecast(self) -> float | None:
@@ -137,12 +157,15 @@ class RateSearch:
     @property
     def wants_validation(self) -> bool:
         """Return whether the held-out loss after the current step is needed."""
-        steps, done = self._trial_steps, len(self._losses) + 1
-        return self.is_trial and steps >= _VALIDATED_STEPS and done in self._validated_at
+        return self.is_trial and len(self._losses) + 1 in self._validated_at
 
     @property
     def _validated_at(self) -> list[int]:
         steps = self._trial_steps
+        if self._stage > 1:
+            return [steps]
+        if steps < _VALIDATED_STEPS:
+            return []
         return [steps * (number + 1) // _VALIDATIONS for number in range(_VALIDATIONS)]
 
     def begin(self) -> SearchMove:
@@ -176,17 +199,20 @@ class RateSearch:
         self._restarts, self._rise = 0, (0, 0.0)
         self._reached = math.log10(self._rate)
         self._length = self._first * min(2**self._stage, _MAX_GROWTH)
-        self._left = self._trials if self._stage == 0 else -(-self._trials // 2)
+        self._left = self._trials if self._stage == 0 else 2
         self._stage += 1
         ahead = self._steps - self._done
         self._left = min(self._left, ahead // (2 * MIN_TRIAL_STEPS))
         self._is_last = ahead < 1.5 * self._cost  # what is left would be no stage
+        if self._stage > 1:
+            is_short = self._left < 2 or ahead < self._cost + self._falling
+            self._other = self._reached if is_short else self._propose(_LATER_KAPPA)
+            if abs(self._other - self._reached) < _SAME:
+                self._left = 0
         if self._is_last:
             self._length = ahead
             while self._cost > ahead:
                 self._length -= 1
-        if self._stage > 1 and self._cost > 2 * self._length:
-            self._left, self._length, self._is_last = 0, ahead, True
         return self._begin_trial(keeps=True) if self._left else SearchMove(self.rate, keeps=True)
 
     @property
@@ -208,11 +234,13 @@ class RateSearch:
         return max(MIN_TRIAL_STEPS, int(_TRIAL_SHARE * self._length))
 
     def _begin_trial(self, keeps: bool = False) -> SearchMove:
-        if not (keeps and self._stage > 1):
-            self._rate = 10 ** self._propose(_KAPPA * self._left / self._trials)
-        place = math.log10(self._rate)
-        if any(abs(place - tried) < _SAME for tried, _ in self._forecasts):
-            return self._end_search()
+        if self._stage == 1:
+            place = self._propose(_KAPPA * self._left / self._trials)
+            if any(abs(place - tried) < _SAME for tried, _ in self._forecasts):
+                return self._end_search()
+        else:
+            place = self._other if self._left > 1 else self._reached
+        self._rate = 10**place
         self._losses, self._held_out = [], []
         return SearchMove(self.rate, keeps=keeps, restores=not keeps)
 
@@ -224,9 +252,16 @@ class RateSearch:
         """Begin to train at the best rate. If that is the rate of the last trial, what it has
         trained is the beginning of the stage."""
         self._left, last = 0, self._forecasts[-1]
-        self._rate = 10 ** self._propose(0.0)
-        self._known += self._values()
-        goes_on = last[1] is not None and abs(math.log10(self._rate) - last[0]) < _SAME
+        trials = self._values()
+        self._known += trials
+        if self._stage == 1:
+            place = self._choose_first(trials)
+        else:
+            other, before = trials
+            gain = _LOWER if other.place < before.place else _HIGHER
+            place = (other if other.value < before.value - gain else before).place
+        self._rate = 10**place
+        goes_on = last[1] is not None and abs(place - last[0]) < _SAME
         if goes_on:
             self._rate = 10 ** last[0]
         else:
@@ -234,6 +269,15 @@ class RateSearch:
         if self._is_last:  # its search may have taken fewer steps than it could have
             self._length = self._steps - self._done + len(self._losses)
         return SearchMove(self.rate, restores=not goes_on)
+
+    def _choose_first(self, trials: list[RateTrial]) -> float:
+        """Return the logarithm of the rate of the first stage. Where no rate has learned anything
+        in so few steps, only a high one can have shown that it is wrong."""
+        level = self._level or 0.0
+        known = [value for _, value in self._forecasts if value is not None]
+        if known and level - min(known) < _LEAST_GAIN * level:
+            return max(place for place, value, _ in trials if value < _HARMLESS)
+        return find_lowest_good_rate(trials, *self._bounds, _TIE)
 
     def _values(self) -> list[RateTrial]:
         """Return the trials of this stage, valued between the best of them and its start."""
@@ -256,9 +300,12 @@ class RateSearch:
         return self._begin_trial() if self.is_trial else self._end_search()
 
     def _forecast(self) -> float | None:
-        if len(self._held_out) == _VALIDATIONS:
-            if not all(map(math.isfinite, self._held_out)):
-                return None
+        """Return the loss that the trial's rate would come to; in later stages, has come to."""
+        if not all(map(math.isfinite, self._held_out)):
+            return None
+        if self._stage > 1:
+            return self._held_out[-1] if self._held_out else median(self._losses[-_TRIAL_LOSSES:])
+        if self._held_out:
             return forecast_loss(self._held_out, self._length, self._validated_at)
         return forecast_loss(self._losses, self._length)
 

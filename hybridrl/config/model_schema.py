@@ -109,8 +109,9 @@ class OptimizerConfig:
     training, in place of `learning_rate` and `warmup_steps`; see docs/algorithms.md."""
     min_ratio: Annotated[Probability, _WITH_DECAYING_SCHEDULE] = 0.0
     """Of the highest learning rate, at the last step."""
-    decay_share: Annotated[ProperFraction, _WITH_WSD_OR_AUTO] = 0.1
-    """Share of the updates over which `wsd` falls, and `auto`, which falls to 0."""
+    decay_share: Annotated[ProperFraction | None, _WITH_WSD_OR_AUTO] = None
+    """Share of the updates over which `wsd` falls, and `auto`, which falls to 0. null: 0.1 for
+    `wsd` and 0.4 for `auto`."""
     learning_rate_range: Annotated[list[LearningRate], ListLength(2), _WITH_AUTO] = field(
         default_factory=lambda: [1e-5, 1e-1]
     )
@@ -119,10 +120,15 @@ class OptimizerConfig:
     """Steps of the first stage of `auto`; each has one rate and is twice as long as the one before,
     up to 8 times the first. null: a sixteenth of `trainer.steps`."""
     trial_rates: Annotated[PositiveInt, _WITH_AUTO] = 8
-    """Rates that the first stage tries, each for a tenth of the stage's steps; later stages try
-    half as many. These steps are among those of `trainer.steps`."""
+    """Rates that the first stage tries, each for a tenth of the stage's steps; later stages compare
+    one other rate with that of the stage before. These steps are among those of `trainer.steps`."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Longer gradients are scaled down to it; 0: none are."""
+
+    @property
+    def falling_share(self) -> float:
+        """The share of the updates over which the rate of `wsd` and `auto` falls."""
+        return self.decay_share or (0.4 if self.schedule == AUTO_SCHEDULE else 0.1)
 
 
 @dataclass

@@ -92,7 +92,7 @@ def learning_rate_factor(step: int, config: OptimizerConfig, updates: int) -> fl
     span = max(1, updates - 1 - warmup)
     begin = warmup
     if config.schedule == "wsd":
-        falling = min(span, max(1, round(config.decay_share * updates)))
+        falling = min(span, max(1, round(config.falling_share * updates)))
         begin, span = warmup + span - falling, falling
     progress = min(1.0, max(0, step - begin) / span)
     is_cosine = config.schedule == "cosine"

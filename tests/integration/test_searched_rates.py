@@ -14,8 +14,8 @@ model, own, run = test_resume.model, test_resume.own, test_resume.run
 pytestmark = pytest.mark.usefixtures("process_group")
 SEARCH = [
     *("warmup.steps=0", "trainer.steps=60", "eval.every=0", "actor.optimizer.schedule=auto"),
-    *("actor.optimizer.stage_steps=20", "actor.optimizer.trial_rates=3", "resume=auto"),
-    "checkpoint.every=3",
+    *("actor.optimizer.stage_steps=10", "actor.optimizer.trial_rates=3", "resume=auto"),
+    *("checkpoint.every=3", "actor.optimizer.decay_share=0.05"),
 ]
 SFT, PAIRS = ["algorithm=sft", *SEARCH], ["algorithm=reward_model", *SEARCH]
 

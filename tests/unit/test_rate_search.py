@@ -18,6 +18,7 @@ from hybridrl.algorithms.rate_proposal import (
     PRIOR_VARIANCE,
     STAGE_VARIANCE,
     RateTrial,
+    find_lowest_good_rate,
     predict_values,
     propose_rate,
 )
@@ -175,16 +176,17 @@ def test_rows_that_are_hard_at_any_rate_do_not_stop_a_stage(loss):
 
 
 def test_settings_that_changed_count_in_a_search_that_goes_on():
-    search = search_of(400)
-    play(Quadratic(50.0), search, 100)
+    search, problem = search_of(400), Quadratic(50.0)
+    play(problem, search, 40)
     other = search_of(400, lowest=1e-7, highest=1e-6)
     other.load_state(json.loads(json.dumps(search.state())))
+    before = search.rate
     assert not {"lowest", "highest", "steps", "trials"} & set(search.state())
-    problem, move, tried = Quadratic(50.0), None, []
-    for _ in range(300):
+    move, tried = None, []
+    for _ in range(360):
         move = other.observe(problem.step(other.rate))
-        tried += [other.rate] if other.is_trial and move is not None and move.restores else []
-    assert tried and min(tried) < 1e-4, "rates of the new range, as far as they are in reach"
+        tried += [other.rate] if other.is_trial and move is not None and move.keeps else []
+    assert tried and min(tried) < 0.5 * before, "rates of the new range, as far as in reach"
 
 
 @pytest.mark.parametrize("steps", [40, 41, 57, 100, 1000])
@@ -218,6 +220,72 @@ def test_long_trials_are_judged_by_held_out_losses():
     assert search.last_forecast == pytest.approx(2.0, abs=0.03)
 
 
+def compared(other_loss, loss, other):
+    """A search after its second stage has compared the rate of the first with `other` times it;
+    that rate, and those of the trials."""
+    search, rates = search_of(400, first=80, trials=1), []
+    search.begin()
+    while search.stage == 1:
+        search.observe(1.0)
+    before = 10**search._reached
+    search._rate = other * before
+    search._other = math.log10(search._rate)
+    for held_out in (other_loss, loss):
+        for _ in range(16):
+            rates.append(search.rate)
+            wanted = search.wants_validation
+            move = search.observe(0.9, held_out if wanted else None)
+            assert wanted == (len(rates) % 16 == 0), "at the end of each"
+    assert not search.is_trial and move.rate == search.rate
+    return search, before, rates, move
+
+
+def test_later_stages_compare_one_other_rate_with_that_of_the_stage_before():
+    search, before, rates, move = compared(0.5, 0.5, 0.6)
+    trial = [1.0] * 10 + [left / 7 for left in range(6, 0, -1)]
+    assert rates == pytest.approx([0.6 * before * t for t in trial] + [before * t for t in trial])
+    assert not move.restores and search.rate == pytest.approx(before), "it goes on from its trial"
+
+
+@pytest.mark.parametrize(
+    ("other", "gain", "wins"), [(0.6, 0.15, False), (0.6, 0.25, True), (1.7, 0.1, True)]
+)
+def test_a_lower_rate_must_be_better_by_more(other, gain, wins):
+    """The loss at the start of the stage is 1 and that of the better trial 0.5, so that the gain
+    is 0.5."""
+    search, before, _, move = compared(0.5, 0.5 + 0.5 * gain, other)
+    assert search.rate == pytest.approx(other * before if wins else before)
+    assert move.restores == wins
+
+
+@pytest.mark.parametrize("fall", [0.1, 0.4, 0.6])
+@pytest.mark.parametrize("steps", [100, 320, 1000])
+def test_no_rate_is_tried_where_the_rate_falls(steps, fall):
+    *_, kinds = play(Quadratic(10.0), search_of(steps, fall=fall), steps)
+    assert set(kinds[-round(fall * steps) :]) == {"stage"}
+
+
+def test_of_rates_that_are_about_as_good_the_first_stage_takes_the_lowest():
+    trials = [RateTrial(-5.0, 1.0), RateTrial(-4.0, 0.02), RateTrial(-3.0, 0.0), RateTrial(-2, 1)]
+    places = np.linspace(-5, -1, 129)
+    mean, _ = predict_values(trials, places)
+    found = find_lowest_good_rate(trials, -5, -1, 0.03)
+    assert found == places[mean <= mean.min() + 0.03].min()
+    assert -4.2 < found < propose_rate(trials, -5, -1, 0.0)
+
+
+def test_where_nothing_is_learned_yet_the_first_stage_takes_the_highest_rate_that_does_no_harm():
+    """As reward models, whose loss stays at log 2 for tens of steps."""
+    search, tried = search_of(400, trials=8), []
+    search.begin()
+    while search.is_trial:
+        tried.append(rate := search.rate)
+        is_first = len(tried) % MIN_TRIAL_STEPS == 1
+        search.observe(0.7 if is_first or rate < 5e-4 else 0.75)
+    assert search.rate == max(rate for rate in tried if rate < 5e-4)
+    assert 1e-4 < search.rate < max(tried)
+
+
 def test_later_trials_explore_less_and_the_best_rate_is_chosen_without(monkeypatch):
     explored = []
 
@@ -230,7 +298,7 @@ def test_later_trials_explore_less_and_the_best_rate_is_chosen_without(monkeypat
     search.begin()
     while search.is_trial:
         search.observe(1.0)
-    assert explored == pytest.approx([2.0, 1.5, 1.0, 0.5, 0.0])
+    assert explored == pytest.approx([2.0, 1.5, 1.0, 0.5])
 
 
 def test_at_the_end_the_rate_falls_in_equal_steps():

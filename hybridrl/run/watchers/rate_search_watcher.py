@@ -48,7 +48,7 @@ class RateSearchWatcher(Watcher):
         lowest, highest = optimizer.learning_rate_range
         search = self._search = RateSearch(
             *(lowest, highest, self._job.config.trainer.steps - self._first),
-            *(optimizer.stage_steps, optimizer.trial_rates, optimizer.decay_share),
+            *(optimizer.stage_steps, optimizer.trial_rates, optimizer.falling_share),
         )
         if loaded is None:
             self._do(search.begin())
