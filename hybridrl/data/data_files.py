@@ -50,44 +50,28 @@ _log = logging.getLogger(__name__)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?")
 
 
-def read_rows(
-    path: str,
-    split: str | None = None,
-    *,
-    required: Mapping[str, str] | None = None,
-    named: Mapping[str, bool] | None = None,
-    refused: RefusedRows | None = None,
-) -> pa.Table:
-    """Read all rows that `path` names.
+def find_rows(path: str, split: str | None, origin: RowOrigin = DATA) -> Any:
+    """Find what `path` names: a list of files, or the `datasets.Dataset` of the Hugging Face hub,
+    whose files are in the hub's cache then.
 
     Args:
-        path: a file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
+        path: A file, a folder or a glob of `.jsonl`, `.ndjson` or `.json` files (one object per
             line, an array of objects, or one object), of `.csv` or `.tsv` files (all also with
             `.gz`), of `.parquet` or of `.arrow` files; a folder that
             `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote; or the name of a data set of
-            the Hugging Face hub, `owner/name` or `owner/name:configuration`, if there is no such
-            file.
-        split: of a hub data set, the split (`train` if None; the hub's slices such as `train[:1%]`
+            the hub, `owner/name` or `owner/name:configuration`, if there is no such file.
+        split: Of a hub data set, the split (`train` if None; the hub's slices such as `train[:1%]`
             work); of a folder, only files named after it (`train.jsonl`,
             `train-00000-of-00002.parquet`, `train/any.parquet`); if None, those of `train` where
             there are files of several splits, else all; of a saved `DatasetDict`, its split,
             `train` if None.
-        required: columns that must be there, by the setting that names them, for instance
-            `{"data.prompt_column": "question"}`. Dots lead into objects:
-            `reward_model.ground_truth`.
-        named: columns that settings name, and whether their values are read as text. Their values
-            may have several types, which each keeps; of JSON, texts are as the file spells them.
-        refused: Gets lines that are no rows, see `read_json_lines`; None: they are an error.
 
     Raises:
-        DataError: if nothing is found, a file is broken (with its name and line), a required column
-            is missing (with the nearest one), or there are no rows.
+        DataError: if there is nothing of the name.
         MissingPackageError: if a hub data set is asked for and `datasets` is not installed.
     """
-    refused = refused or RefusedRows()
-    files = find_data_files(path, split, origin=refused.origin)
-    found = files or load_hub_dataset(path, split, refused.origin / "path")
-    return read_found_rows(found, path, required or {}, named or {}, refused)
+    files = find_data_files(path, split, origin=origin)
+    return files or _load_hub_dataset(path, split, origin / "path")
 
 
 def read_found_rows(
@@ -97,8 +81,20 @@ def read_found_rows(
     named: Mapping[str, bool],
     refused: RefusedRows,
 ) -> pa.Table:
-    """Read all rows of the files, or of the `datasets.Dataset`, that were found for `path`; see
-    `read_rows`."""
+    """Read all rows of what `find_rows` has found for `path`.
+
+    Args:
+        required: Columns that must be there, by the setting that names them, for instance
+            `{"data.prompt_column": "question"}`. Dots lead into objects:
+            `reward_model.ground_truth`.
+        named: Columns that settings name, and whether their values are read as text. Their values
+            may have several types, which each keeps; of JSON, texts are as the file spells them.
+        refused: Gets lines that are no rows, see `read_json_lines`.
+
+    Raises:
+        DataError: if a file is broken (with its name and line), a required column is missing (with
+            the nearest one), or there are no rows.
+    """
     setting = refused.origin / "path"
     if isinstance(found, list):
         table = _read_files(found, required, named, refused, setting)
@@ -116,10 +112,11 @@ def iterate_tables(
     in one for each file.
 
     Args:
-        required, setting: As of `read_rows`; `setting` names the files.
+        required: As of `read_found_rows`.
+        setting: Names the files.
 
     Raises:
-        DataError: as `read_rows`.
+        DataError: as `read_found_rows`.
     """
     for file in files:
         kind, read = _READERS[str(_find_format(file.name))]
@@ -322,13 +319,7 @@ _READERS: dict[str, tuple[str, TableReader]] = {
 }
 
 
-def load_hub_dataset(path: str, split: str | None, setting: Setting) -> Any:
-    """Return the `datasets.Dataset` of the hub, its files in the hub's cache on this machine.
-
-    Raises:
-        DataError: if there is none of the name.
-        MissingPackageError: if `datasets` is not installed.
-    """
+def _load_hub_dataset(path: str, split: str | None, setting: Setting) -> Any:
     try:
         from datasets import load_dataset
     except ImportError as error:

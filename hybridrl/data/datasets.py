@@ -17,13 +17,7 @@ from hybridrl.batch.batch import Batch
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.setting import Setting
 from hybridrl.data.block_program import RowRecipe
-from hybridrl.data.data_files import (
-    TRAIN_SPLIT,
-    find_data_files,
-    list_splits,
-    load_hub_dataset,
-    read_found_rows,
-)
+from hybridrl.data.data_files import TRAIN_SPLIT, find_rows, list_splits, read_found_rows
 from hybridrl.data.held_out import DataSplits, sample_batch_rows, split_held_out
 from hybridrl.data.labelled_responses import (
     tokenize_labelled_responses,
@@ -252,8 +246,7 @@ def _load_splits(
 
     def made(path: str, split: str | None, origin: RowOrigin = origin) -> Batch:
         recipe = RowRecipe(config, origin, path, tokenize, columns, required)
-        found = find_data_files(path, split, origin=origin)
-        found = found or load_hub_dataset(path, split, origin / "path")
+        found = find_rows(path, split, origin)
         if size := estimate_large_size(found):
             rows = load_token_rows(recipe, found, size, tokenizer)
             if rows is not None:

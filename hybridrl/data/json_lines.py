@@ -75,7 +75,7 @@ def read_json_lines(
     Args:
         required: The column that each setting names; every row must have it. Dots lead into
             objects: `reward_model.ground_truth`.
-        named: See `read_rows`.
+        named: See `hybridrl.data.data_files.read_found_rows`.
         refused: Gets lines that are no JSON object or lack a required column, which are rows of
             nulls in the table; None: they are an error.
 

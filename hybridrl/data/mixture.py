@@ -3,7 +3,6 @@ weight."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,8 +26,6 @@ MIXTURE_SETTINGS = (
 SOURCE_SETTINGS = ("weight", "reward", "eval_prompts")
 REASONING_GYM_TASK = "reasoning_gym"
 """A task, and the reward function of its rows."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

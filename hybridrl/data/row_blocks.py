@@ -42,7 +42,7 @@ class RowBlock(NamedTuple):
     def read(
         self, required: Mapping[str, str], named: Mapping[str, bool], refused: RefusedRows
     ) -> pa.Table:
-        """Return the rows as a table; the arguments are those of `read_rows`."""
+        """Return the rows as a table; the arguments are those of `read_found_rows`."""
         if isinstance(self.rows, Batch):
             return self.rows.table
         return read_json_lines(self.rows, required, named, refused)

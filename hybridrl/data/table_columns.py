@@ -117,7 +117,7 @@ def without_mixed_columns(
 
     Args:
         what: Has these values, for the warning.
-        named: See `hybridrl.data.data_files.read_rows`.
+        named: See `hybridrl.data.data_files.read_found_rows`.
     """
     mixed, named = [], named or {}
     for name in dict.fromkeys(name for table in tables for name in table.column_names):

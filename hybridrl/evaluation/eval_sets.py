@@ -27,8 +27,6 @@ _RESERVED_NAMES = (
 """Names that figures of evaluations have already."""
 SAMPLE_METRICS = ("accuracy", "score", "length", "truncated")
 AT_K_METRICS = ("mean", "pass", "maj")
-OF_PLACE = ("path", "split", "task", "tasks", "task_options", "rows")
-"""Settings of `data` that say where a set's rows are, which a set has for itself."""
 OF_TRAINING = (
     *("eval_path", "eval_split", "response_column", "messages_column", "chosen_column"),
     *("rejected_column", "margin_column", "ranked_column", "scores_column", "ranked_pairs"),

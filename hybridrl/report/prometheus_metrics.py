@@ -26,7 +26,7 @@ def render_prometheus_metrics(runs: Mapping[Path, Sequence[Mapping[str, Any]]]) 
     """Render the newest metrics of several runs in Prometheus' text format.
 
     Args:
-        runs: The rows of each run, by its folder, as `read_metrics` gives them.
+        runs: The rows of each run, by its folder, as `RunReader.rows` gives them.
     """
     samples: dict[str, list[str]] = {}
     meanings: dict[str, str] = {}

@@ -33,7 +33,13 @@ class MetricReader:
         self._forget()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all rows so far, as `read_metrics`."""
+        """Return all rows so far in the order of steps, each with `step` and all metrics that are
+        numbers.
+
+        Lines of one step are merged, the later winning. A training step that goes back in the count
+        means that the run was resumed, so the steps after it, about to be made again, are dropped.
+        A line that was cut short, by a kill or a full disk, is left out.
+        """
         self.fault = ""
         try:
             with open_regular(self._file) as lines:
@@ -70,17 +76,6 @@ class MetricReader:
             self._newest = step
         self._newest = max(self._newest, step)
         self._rows.setdefault(step, {}).update(row)
-
-
-def read_metrics(metrics_file: Path) -> list[dict[str, Any]]:
-    """Return the rows of the file in the order of steps, each with `step` and all metrics that are
-    numbers.
-
-    Lines of one step are merged, the later winning. A training step that goes back in the count
-    means that the run was resumed, so the steps after it, about to be made again, are dropped.
-    A line that was cut short, by a kill or a full disk, is left out.
-    """
-    return MetricReader(metrics_file).rows()
 
 
 def find_end_of_step(metrics_file: Path, step: int) -> int:

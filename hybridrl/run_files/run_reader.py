@@ -64,7 +64,7 @@ class RunReader:
         return self.path.name
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step; see `read_metrics`. Reads only what is new."""
+        """Return the metrics of each step; see `MetricReader.rows`. Reads only what is new."""
         with self._reading:
             return self._metrics.rows()
 

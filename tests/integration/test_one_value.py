@@ -26,7 +26,7 @@ from hybridrl.models.model_loading import make_tiny_model
 from hybridrl.report.prometheus_metrics import render_prometheus_metrics
 from hybridrl.report.report_content import ReportContent
 from hybridrl.run import loop
-from hybridrl.run_files.metric_reader import read_metrics
+from hybridrl.run_files.metric_reader import MetricReader
 from hybridrl.run_files.run_reader import open_run
 
 pytestmark = [pytest.mark.more, pytest.mark.usefixtures("process_group")]
@@ -160,7 +160,7 @@ class Run:
         self.folder, self.console, self.shown = folder, console, shown
         self.correct_at = job.config.reward.correct_at
         self.samples_prompts = job.trainer_class.DATA == "prompts"
-        rows = read_metrics(folder / "metrics.jsonl")
+        rows = MetricReader(folder / "metrics.jsonl").rows()
         self.steps = {row["step"]: row for row in rows if "time/step" in row}
         self.rows = {row["step"]: row for row in rows}
         self.lines = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))

@@ -6,9 +6,10 @@ import types
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_rows import read_rows
 
 from hybridrl.batch.arrow_columns import python_values
-from hybridrl.data.data_files import list_splits, read_rows
+from hybridrl.data.data_files import list_splits
 from hybridrl.errors import DataError, MissingPackageError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4", "level": 3}]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridrl.errors import ConfigError, MissingPackageError, StorageError
-from hybridrl.run_files.metric_reader import MetricReader, extract_series, read_metrics
+from hybridrl.run_files.metric_reader import MetricReader, extract_series
 from hybridrl.run_files.metric_writers import (
     JsonLinesWriter,
     TensorBoardWriter,
@@ -67,7 +67,7 @@ def test_a_line_cut_short_by_a_kill_spoils_only_itself(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a"')
     JsonLinesWriter(path).write(2, {"a": 2.0})
-    assert read_metrics(path) == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
+    assert MetricReader(path).rows() == [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}]
 
 
 def test_history_merges_a_step_and_drops_what_a_resume_makes_again(tmp_path):
@@ -78,7 +78,7 @@ def test_history_merges_a_step_and_drops_what_a_resume_makes_again(tmp_path):
         writer.write(step, {"reward/mean": step / 10, "nan": float("nan")})
     writer.write(2, {"accuracy": 0.6})  # late, and no reason to forget steps 3 and 4
     writer.write(2, {"reward/mean": 0.9})  # resumed from a checkpoint of step 1
-    rows = read_metrics(path)
+    rows = MetricReader(path).rows()
     assert rows == [
         {"step": 0, "accuracy": 0.5},
         {"step": 1, "reward/mean": 0.1},
@@ -88,17 +88,17 @@ def test_history_merges_a_step_and_drops_what_a_resume_makes_again(tmp_path):
 
 
 def test_history_of_nothing_and_of_rubbish(tmp_path):
-    assert read_metrics(tmp_path / "missing.jsonl") == []
+    assert MetricReader(tmp_path / "missing.jsonl").rows() == []
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'\xff\xfe\n[1]\n{"a": 1}\n{"step": "x"}\n\n{"step": 1, "t": "text"}\n')
-    assert read_metrics(path) == [{"step": 1}]
+    assert MetricReader(path).rows() == [{"step": 1}]
 
 
 def test_history_leaves_out_numbers_beyond_a_float(tmp_path):
     (tmp_path / "m.jsonl").write_text(
         f'{{"step": 1, "a": 1{"0" * 400}, "b": NaN, "c": 2}}\n{{"step": 1{"0" * 400}, "a": 1}}\n'
     )
-    (row,) = read_metrics(tmp_path / "m.jsonl")
+    (row,) = MetricReader(tmp_path / "m.jsonl").rows()
     assert row.keys() == {"step", "b", "c"}
 
 

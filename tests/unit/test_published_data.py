@@ -10,10 +10,10 @@ import zlib
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_rows import read_rows
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.character_tokenizer import PRINTABLE_CHARACTERS, build_character_tokenizer
-from hybridrl.data.data_files import read_rows
 from hybridrl.data.datasets import load_examples, load_preference_pairs, load_prompts
 from hybridrl.errors import DataError
 

@@ -15,7 +15,7 @@ from hybridrl.planner.what_if.recorded_run import RecordedRun
 from hybridrl.report.prometheus_metrics import render_prometheus_metrics
 from hybridrl.report.report_content import ReportContent
 from hybridrl.report.top_screen import render_top_screen
-from hybridrl.run_files.metric_reader import read_metrics
+from hybridrl.run_files.metric_reader import MetricReader
 from hybridrl.run_files.recorded_steps import read_recorded_steps
 from hybridrl.run_files.run_paths import FILES, SETTINGS
 from hybridrl.run_files.run_reader import RunReader, open_run
@@ -139,7 +139,7 @@ def test_of_a_long_file_of_metrics_the_newest_lines_are_read(tmp_path, monkeypat
     lines[195] = json.dumps({"step": 195, "x": 1.0, "long": "x" * 200}) + "\n"
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(lines))
-    steps = [row["step"] for row in read_metrics(file)]
+    steps = [row["step"] for row in MetricReader(file).rows()]
     assert steps == [step for step in range(steps[0], 200) if step != 195] and len(steps) > 20
 
 

@@ -15,7 +15,6 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.errors import ConfigError
 from hybridrl.evaluation.eval_sets import (
     INHERITED_DATA_SETTINGS,
-    OF_PLACE,
     OF_TRAINING,
     resolve_eval_sets,
 )
@@ -124,7 +123,8 @@ def test_a_plan_says_what_it_plans(words, said, capsys):
 
 
 def test_each_setting_of_data_is_inherited_by_sets_or_not():
-    lists = [*INHERITED_DATA_SETTINGS, *OF_PLACE, *OF_TRAINING]
+    of_place = ["path", "split", "task", "tasks", "task_options", "rows"]
+    lists = [*INHERITED_DATA_SETTINGS, *of_place, *OF_TRAINING]
     assert sorted(lists) == sorted(field.name for field in fields(DataConfig))
 
 

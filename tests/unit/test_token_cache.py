@@ -197,7 +197,7 @@ def test_a_data_set_of_the_hub_in_blocks_is_that_of_one_table(
     def offer(rows, name):
         hub.Dataset.from_list(rows).save_to_disk(tmp_path / name)
         found = hub.load_from_disk(tmp_path / name)
-        monkeypatch.setattr(datasets, "load_hub_dataset", lambda *_: found)
+        monkeypatch.setattr(datasets, "find_rows", lambda *_: found)
 
     config, rows = DataConfig(path="owner/name"), rows_of("prompts", 3000)
     offer(rows, "one")
